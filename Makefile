@@ -1,0 +1,67 @@
+# Everything a person runs. Needs Python 3.11, make and pip; each target installs what it lacks and skips what is done.
+#
+#   make serve [MODEL=Qwen/Qwen3-0.6B] [PORT=8000] [ARGS="--tensor-parallel-size 2"]
+#   make test | test-fast | check | bench | format | clean
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+MODEL ?=
+PORT ?= 8000
+ARGS ?=
+TESTS ?=
+
+BIN := $(VENV)/bin
+INPUTS := pyproject.toml scripts/install.sh $(sort $(wildcard requirements/*.txt))
+# The stamp's name carries a hash of what decides the installation; file times would not survive a checkout.
+INSTALLED := $(VENV)/.installed-$(shell cat $(INPUTS) | sha256sum | cut -c1-16)
+# Those of our folders that hold Python; mypy refuses an empty one.
+SOURCES = $(shell for d in api_schemas nnsight_engine app benchmarks examples loadtests tests; do \
+	[ -z "$$(find $$d -name '*.py' -print -quit 2>/dev/null)" ] || echo $$d; done)
+PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+.PHONY: help install serve test test-fast lint check bench format clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+install: $(INSTALLED) ## Virtual environment with the locked packages and this project
+
+$(INSTALLED):
+	@command -v "$(PYTHON)" >/dev/null || { echo "Python 3.11 must be installed, found no '$(PYTHON)'; run make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 11) or sys.exit("Python must be 3.11 or newer, got " + v + "; run make PYTHON=/path/to/python3.11")'
+	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $(VENV)
+	scripts/install.sh $(VENV)
+	@rm -f $(VENV)/.installed-* && touch $@
+
+serve: install ## OpenAI-compatible server on 127.0.0.1:$(PORT); MODEL empty means the bundled model
+	@exec $(BIN)/nnsight-engine serve $(MODEL) --port $(PORT) $(ARGS)
+
+test: install ## Every test, those on the real engine included
+	$(PYTEST) $(TESTS)
+
+test-fast: install ## Tests without vLLM, under two minutes
+	$(PYTEST) -m "not e2e" $(TESTS)
+
+lint: install ## Format, ruff, mypy, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(SOURCES)
+	$(BIN)/lint-imports
+
+check: lint ## What CI runs: lint, then every test
+	$(PYTEST) $(TESTS)
+
+bench: install ## Speed against plain vLLM, as ratios; writes benchmarks/results/
+	$(BIN)/python -m benchmarks $(ARGS)
+
+format: install ## Format and fix what ruff can fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## Remove the virtual environment, caches and build output of this checkout
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage htmlcov
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The wire: what travels over HTTP, in pydantic and the standard library alone."""

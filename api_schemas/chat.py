@@ -1,0 +1,76 @@
+"""OpenAI's chat completion request and response, with our field: for documentation and for clients.
+
+The server hands everything but ``interventions`` to vLLM's own request model, which knows many
+more fields; they pass through here unchecked.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from api_schemas.interventions import Intervention
+from api_schemas.results import ChoiceInterventions
+
+
+class ChatMessage(BaseModel):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatCompletionRequest(BaseModel):
+    """The body of ``POST /v1/chat/completions``."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = Field(default=None, description="As GET /v1/models lists it.")
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = Field(default=None, description="Most tokens to generate.")
+    max_tokens: int | None = Field(default=None, description="The older name of max_completion_tokens.")
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = Field(default=1, description="Answers.")
+    stream: bool | None = False
+    stream_options: dict[str, Any] | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    interventions: list[Intervention] | None = Field(
+        default=None,
+        description="Operations on the model's values, applied in this order. Positions count in the "
+        "tokens of the rendered chat template.",
+    )
+
+
+class ChatChoice(BaseModel):
+    """One answer: ``message`` when whole, ``delta`` in a stream."""
+
+    model_config = ConfigDict(extra="allow")
+
+    index: int
+    message: ChatMessage | None = None
+    delta: dict[str, Any] | None = None
+    finish_reason: str | None = None
+    interventions: ChoiceInterventions | None = None
+
+
+class ChatCompletionResponse(BaseModel):
+    """The answer of ``POST /v1/chat/completions``, and the form of each chunk of its stream."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    object: Literal["chat.completion", "chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: dict[str, Any] | None = None

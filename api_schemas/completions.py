@@ -1,0 +1,60 @@
+"""OpenAI's completion request and response, with our field: for documentation and for clients.
+
+The server hands everything but ``interventions`` to vLLM's own request model, which knows many
+more fields; they pass through here unchecked.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from api_schemas.interventions import Intervention
+from api_schemas.results import ChoiceInterventions
+
+
+class CompletionRequest(BaseModel):
+    """The body of ``POST /v1/completions``."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = Field(default=None, description="As GET /v1/models lists it.")
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(default=16, description="Most tokens to generate.")
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = Field(default=1, description="Answers per prompt.")
+    stream: bool | None = False
+    stream_options: dict[str, Any] | None = None
+    logprobs: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    echo: bool | None = False
+    interventions: list[Intervention] | None = Field(
+        default=None, description="Operations on the model's values, applied in this order."
+    )
+
+
+class CompletionChoice(BaseModel):
+    """One answer."""
+
+    model_config = ConfigDict(extra="allow")
+
+    index: int
+    text: str
+    finish_reason: str | None = None
+    interventions: ChoiceInterventions | None = None
+
+
+class CompletionResponse(BaseModel):
+    """The answer of ``POST /v1/completions``, and the form of each chunk of its stream."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: dict[str, Any] | None = None

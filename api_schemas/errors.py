@@ -1,0 +1,122 @@
+"""What can be wrong with a request, as stable codes, and OpenAI's shape for saying it.
+
+A client branches on ``code``; the message is for people. ``STATUS`` is the one table from
+code to HTTP status.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+from pydantic import BaseModel
+
+
+class ErrorCode(enum.StrEnum):
+    """Stable codes of ``error.code``."""
+
+    INVALID_SHAPE = "invalid_shape"
+    INVALID_JSON = "invalid_json"
+    JSON_TOO_DEEP = "json_too_deep"
+    BODY_TOO_LARGE = "body_too_large"
+    TENSOR_TOO_LARGE = "tensor_too_large"
+    UNKNOWN_OPERATION = "unknown_operation"
+    UNKNOWN_POINT = "unknown_point"
+    UNKNOWN_LAYER = "unknown_layer"
+    UNSUPPORTED_AT_POINT = "unsupported_at_point"
+    WRONG_WIDTH = "wrong_width"
+    WRONG_DTYPE = "wrong_dtype"
+    WRONG_ENCODING = "wrong_encoding"
+    NOT_FINITE = "not_finite"
+    EMPTY_WHERE = "empty_where"
+    CONTRADICTORY_WHERE = "contradictory_where"
+    POSITION_OUT_OF_RANGE = "position_out_of_range"
+    UNKNOWN_TOKEN = "unknown_token"
+    UNKNOWN_VECTOR = "unknown_vector"
+    INVALID_VALUE = "invalid_value"
+    DUPLICATE_NAME = "duplicate_name"
+    UNSUPPORTED_COMBINATION = "unsupported_combination"
+    TOO_MANY_OPERATIONS = "too_many_operations"
+    CAPTURE_TOO_LARGE = "capture_too_large"
+    ENGINE_CAPTURE_FULL = "engine_capture_full"
+    PROMPT_WAS_CHUNKED = "prompt_was_chunked"
+    INTERVENTION_FAILED = "intervention_failed"
+    RESULT_NOT_FOUND = "result_not_found"
+    MODEL_NOT_FOUND = "model_not_found"
+    NOT_FOUND = "not_found"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
+    BAD_REQUEST = "bad_request"
+    STARTING = "starting"
+    DRAINING = "draining"
+    ENGINE_DEAD = "engine_dead"
+    INTERNAL = "internal_error"
+
+
+STATUS: Final[dict[ErrorCode, int]] = {
+    ErrorCode.INVALID_SHAPE: 422,
+    ErrorCode.BODY_TOO_LARGE: 413,
+    ErrorCode.CAPTURE_TOO_LARGE: 400,
+    ErrorCode.RESULT_NOT_FOUND: 404,
+    ErrorCode.MODEL_NOT_FOUND: 404,
+    ErrorCode.NOT_FOUND: 404,
+    ErrorCode.METHOD_NOT_ALLOWED: 405,
+    ErrorCode.STARTING: 503,
+    ErrorCode.DRAINING: 503,
+    ErrorCode.ENGINE_DEAD: 503,
+    ErrorCode.ENGINE_CAPTURE_FULL: 503,
+    ErrorCode.PROMPT_WAS_CHUNKED: 503,
+    ErrorCode.INTERVENTION_FAILED: 500,
+    ErrorCode.INTERNAL: 500,
+}
+"""HTTP status of each code; what is not listed is 400."""
+
+_TYPES: Final = {
+    404: "not_found_error",
+    422: "invalid_request_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+
+
+class ErrorInfo(BaseModel):
+    """The inside of OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str
+
+
+class ErrorResponse(BaseModel):
+    """OpenAI's error object."""
+
+    error: ErrorInfo
+
+
+class ApiError(Exception):
+    """A request that cannot be served, with a stable code and a message for people.
+
+    Args:
+        code: What is wrong.
+        message: The rule, the value, the next step.
+        param: The offending field, as a path such as ``interventions.0.at``.
+    """
+
+    def __init__(self, code: ErrorCode, message: str, param: str | None = None) -> None:
+        """Keep the three parts; ``str()`` gives the message."""
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+
+    @property
+    def status(self) -> int:
+        """HTTP status for this error."""
+        return STATUS.get(self.code, 400)
+
+    def body(self) -> ErrorResponse:
+        """Return the error in OpenAI's shape."""
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return ErrorResponse(
+            error=ErrorInfo(message=self.message, type=kind, param=self.param, code=self.code)
+        )

@@ -1,0 +1,62 @@
+"""Field types that several schemas share: strict numbers, bounded strings, short-circuit lists.
+
+JSON's ``true`` is not the number 1 and ``"1"`` is not a number. Lists stop at the first bad item,
+so that a million bad items are one error.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+Integer = Annotated[int, Field(strict=True)]
+"""An integer; booleans and 1.0 are none."""
+
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+"""A finite number; booleans are none, integers are."""
+
+# A length limit makes pydantic check that the string is Unicode: lone surrogates cannot be encoded.
+ShortText = Annotated[str, Field(strict=True, max_length=256)]
+"""A string of at most 256 characters."""
+
+Name = Annotated[str, Field(strict=True, min_length=1, max_length=128)]
+"""Key of a result."""
+
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]
+"""A list whose first bad item ends its validation."""
+
+
+def _is_list(value: Any) -> str:
+    return "several" if isinstance(value, list | tuple) else "one"
+
+
+def _is_text(value: Any) -> str:
+    return "text" if isinstance(value, str) else "number"
+
+
+PointText = ShortText
+At = Annotated[
+    Annotated[PointText, Tag("one")] | Annotated[Items[PointText], Tag("several"), Field(min_length=1)],
+    Discriminator(_is_list),
+]
+"""A point's string form, or a list of them."""
+
+Layers = Annotated[
+    Annotated[ShortText, Tag("one")] | Annotated[Items[Integer], Tag("several"), Field(min_length=1)],
+    Discriminator(_is_list),
+]
+"""``all``, a selection such as ``3:9``, or a list of layers, negatives counted from the end."""
+
+Token = Annotated[
+    Annotated[ShortText, Tag("text")] | Annotated[Integer, Tag("number")],
+    Discriminator(_is_text),
+]
+"""A token: its id, or a string that is exactly one token."""
+
+
+class Strict(BaseModel):
+    """A part of a request: unknown fields are errors, and nothing changes after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)

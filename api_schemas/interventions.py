@@ -1,0 +1,184 @@
+"""The field ``interventions``: a list of operations, and the one function that reads it.
+
+``parse_interventions`` turns whatever JSON came into typed operations or one ``ApiError`` that
+names the field. It knows no model; sizes are bounded before anything is built from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
+
+from pydantic import Field, ValidationError
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip, excerpt
+from api_schemas.limits import DEFAULT_LIMITS, Limits
+from api_schemas.operations import Ablate, Capture, LogitLens, Patch, Probe, Steer
+
+Intervention = Annotated[
+    Steer | Ablate | Patch | Capture | Probe | LogitLens,
+    Field(discriminator="op"),
+]
+"""One operation, told apart by ``op``."""
+
+OPERATIONS: Final = ("steer", "ablate", "patch", "capture", "probe", "logit_lens")
+"""Values of ``op``."""
+
+FIELD: Final = "interventions"
+
+__all__ = ["FIELD", "OPERATIONS", "Intervention", "Limits", "parse_interventions"]
+
+_Schema = type[Steer] | type[Ablate] | type[Patch] | type[Capture] | type[Probe] | type[LogitLens]
+_SCHEMAS: Final[dict[str, _Schema]] = dict(
+    zip(OPERATIONS, (Steer, Ablate, Patch, Capture, Probe, LogitLens), strict=True)
+)
+_OUR_CODES: Final = frozenset(code.value for code in ErrorCode)
+_MAX_FIELDS: Final = 32
+_LISTS_WITH_LIMITS: Final = ("units", "layers", "targets")
+_WHERE_LISTS: Final = ("positions", "tokens")
+
+_CODES: Final = {
+    "finite_number": ErrorCode.NOT_FINITE,
+    "greater_than_equal": ErrorCode.INVALID_VALUE,
+    "less_than_equal": ErrorCode.INVALID_VALUE,
+    "too_short": ErrorCode.INVALID_VALUE,
+    "too_long": ErrorCode.INVALID_VALUE,
+    "string_too_short": ErrorCode.INVALID_VALUE,
+    "string_too_long": ErrorCode.INVALID_VALUE,
+    "string_unicode": ErrorCode.INVALID_VALUE,
+}
+"""Our code for pydantic's types of error; what is not listed is a matter of shape."""
+
+_LITERAL_CODES: Final = {"dtype": ErrorCode.WRONG_DTYPE, "encoding": ErrorCode.WRONG_ENCODING}
+"""Our code for a value outside a field's list of words, where the field has one of its own."""
+
+
+def parse_interventions(raw: object, limits: Limits = DEFAULT_LIMITS) -> tuple[Intervention, ...]:
+    """Read the value of the field ``interventions``.
+
+    Args:
+        raw: As ``json.loads`` gave it; None counts as an empty list.
+        limits: How much is accepted.
+
+    Returns:
+        The operations, in order.
+
+    Raises:
+        ApiError: ``invalid_shape`` (422), ``unknown_operation``, ``not_finite``, ``wrong_encoding``,
+            ``wrong_dtype``, ``tensor_too_large``, ``too_many_operations`` or ``invalid_value``, with
+            the field's path in ``param``.
+    """
+    if raw is None:
+        return ()
+    if not isinstance(raw, list):
+        raise ApiError(
+            ErrorCode.INVALID_SHAPE, f"`{FIELD}` must be a list of operations, got {excerpt(raw)}.", FIELD
+        )
+    if len(raw) > limits.max_operations:
+        raise ApiError(
+            ErrorCode.TOO_MANY_OPERATIONS,
+            f"A request may have {limits.max_operations} operations, got {len(raw)}. One operation may name "
+            "many points: give `at` a list or a pattern.",
+            FIELD,
+        )
+    return tuple(_parse_one(item, f"{FIELD}.{index}", limits) for index, item in enumerate(raw))
+
+
+def _parse_one(item: object, param: str, limits: Limits) -> Intervention:
+    if not isinstance(item, dict):
+        raise ApiError(
+            ErrorCode.INVALID_SHAPE, f"An operation must be an object, got {excerpt(item)}.", param
+        )
+    operation = item.get("op")
+    if not isinstance(operation, str):
+        raise ApiError(
+            ErrorCode.INVALID_SHAPE,
+            f"An operation needs `op`, one of {', '.join(OPERATIONS)}; got {excerpt(operation)}.",
+            f"{param}.op",
+        )
+    schema = _SCHEMAS.get(operation)
+    if schema is None:
+        raise ApiError(
+            ErrorCode.UNKNOWN_OPERATION,
+            f"`op` must be one of {', '.join(OPERATIONS)}; got {excerpt(operation)}.",
+            f"{param}.op",
+        )
+    _check_lengths(item, param, limits)
+    try:
+        return schema.model_validate(item, context=limits)
+    except ValidationError as error:
+        raise _translate(error, item, param) from error
+
+
+def _check_lengths(item: dict[str, Any], param: str, limits: Limits) -> None:
+    """Bound what validation would otherwise walk, or list as errors, at full length."""
+    _check_fields(item, param)
+    for field, value in item.items():
+        if isinstance(value, dict):
+            _check_fields(value, f"{param}.{field}")
+    _check_list(item.get("at"), f"{param}.at", limits.max_points_per_op)
+    for field in _LISTS_WITH_LIMITS:
+        _check_list(item.get(field), f"{param}.{field}", limits.max_list_items)
+    where = item.get("where")
+    exclude = where.get("exclude") if isinstance(where, dict) else None
+    for clause, path in ((where, f"{param}.where"), (exclude, f"{param}.where.exclude")):
+        if isinstance(clause, dict):
+            _check_fields(clause, path)
+            for field in _WHERE_LISTS:
+                _check_list(clause.get(field), f"{path}.{field}", limits.max_list_items)
+
+
+def _check_fields(value: dict[str, Any], param: str) -> None:
+    if len(value) > _MAX_FIELDS:
+        raise ApiError(
+            ErrorCode.INVALID_SHAPE,
+            f"An object here has at most {_MAX_FIELDS} fields, got {len(value)}.",
+            param,
+        )
+
+
+def _check_list(value: object, param: str, max_items: int) -> None:
+    if isinstance(value, list) and len(value) > max_items:
+        raise ApiError(
+            ErrorCode.INVALID_VALUE, f"This list may have {max_items} items, got {len(value)}.", param
+        )
+
+
+def _translate(error: ValidationError, item: dict[str, Any], param: str) -> ApiError:
+    """Return the first of pydantic's errors as ours; the others would say little more."""
+    first = error.errors(include_url=False)[0]
+    kind, location = first["type"], first["loc"]
+    path = _path(item, location, keep_last=kind == "missing")
+    if kind in _OUR_CODES:
+        field = first.get("ctx", {}).get("field", "")
+        code = ErrorCode(kind)
+        message = f"{first['msg']}."
+        path = [*path, *field.split(".")] if field else path
+    else:
+        code = _CODES.get(kind, ErrorCode.INVALID_SHAPE)
+        if kind == "literal_error" and path:
+            code = _LITERAL_CODES.get(path[-1], code)
+        got = "" if kind == "missing" else f", got {excerpt(first['input'])}"
+        field = f"`{'.'.join(path)}` of " if path else ""
+        message = f"{field}an operation `{item['op']}`: {first['msg']}{got}."
+    return ApiError(code, message, ".".join([param, *path]))
+
+
+def _path(item: object, location: Sequence[int | str], *, keep_last: bool) -> list[str]:
+    """Return the location as a path in the request, without the tags of pydantic's unions."""
+    path: list[str] = []
+    value: Any = item
+    for index, part in enumerate(location):
+        if _holds(value, part):
+            value = value[part]
+        elif not (keep_last and index == len(location) - 1):
+            continue
+        path.append(clip(str(part)))
+    return path
+
+
+def _holds(value: object, part: int | str) -> bool:
+    if isinstance(value, list | tuple):
+        return isinstance(part, int) and part < len(value)
+    return isinstance(value, dict) and part in value

@@ -1,0 +1,31 @@
+"""How much one request's interventions may be, before anything is resolved against a model.
+
+Counted before decoding or allocating. Admission builds one from the server's settings and
+hands it to ``parse_interventions``, which passes it to the schemas as validation context.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one request.
+
+    Attributes:
+        max_operations: Operations in ``interventions``.
+        max_tensor_bytes: Bytes of one tensor, decoded; numbers in a list count four bytes each.
+        max_points_per_op: Point strings in one ``at``, before patterns are expanded.
+        max_list_items: Positions, tokens, units, layers or targets in one list.
+    """
+
+    max_operations: int = 64
+    max_tensor_bytes: int = 64 * 1024 * 1024
+    max_points_per_op: int = 1024
+    max_list_items: int = 131072
+
+
+DEFAULT_LIMITS: Final = Limits()
+"""What holds where no other limits are given."""

@@ -1,0 +1,134 @@
+"""The operations of a request's ``interventions``, one class each.
+
+They say what was asked; what it means on a model (layers, widths, positions, tokens) is checked
+by ``nnsight_engine.plans.compile``. Operations apply in the order given: at one point and
+position, later ones see the effect of earlier ones.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from api_schemas.errors import ErrorCode
+from api_schemas.fields import At, Integer, Items, Layers, Name, Number, Strict, Token
+from api_schemas.tensors import TensorInput
+from api_schemas.where import Where
+
+InputDtype = Literal["float32", "float16", "bfloat16"]
+
+
+class _Operation(Strict):
+    """What all operations have."""
+
+    where: Where = Field(default=Where(), description="Which positions; all by default.")
+    name: Name | None = Field(
+        default=None, description="Key of the result; by default the operation and its index, `capture_2`."
+    )
+
+
+class _PointOperation(_Operation):
+    """An operation that names its points by their string form."""
+
+    at: At = Field(description="A point such as layers.3.output, a pattern, or a list of them.")
+
+
+class Steer(_PointOperation):
+    """Move the value along a vector.
+
+    With ``v`` the vector and ``s`` the scale: ``add`` x + s·v; ``norm_match`` x + s·‖x‖·v/‖v‖;
+    ``project_out`` x without s times its part along v; ``clamp`` sets the part along v/‖v‖ to s;
+    ``replace`` s·v.
+    """
+
+    op: Literal["steer"] = "steer"
+    vector: TensorInput = Field(description="[width] for all points, or [points, width].")
+    scale: Number = 1.0
+    mode: Literal["add", "norm_match", "project_out", "clamp", "replace"] = "add"
+
+
+class Ablate(_PointOperation):
+    """Take the value away: zero, its mean over the prompt positions named, or a given vector."""
+
+    op: Literal["ablate"] = "ablate"
+    method: Literal["zero", "mean", "vector"] = "zero"
+    vector: TensorInput | None = Field(
+        default=None, description="With `method` vector: [width] for all points, or [points, width]."
+    )
+    units: Items[Integer] | None = Field(
+        default=None, description="Indices into the flat value; null for all of it."
+    )
+
+    @model_validator(mode="after")
+    def _vector_iff_method(self) -> Self:
+        if (self.method == "vector") != (self.vector is not None):
+            raise PydanticCustomError(
+                ErrorCode.INVALID_SHAPE.value,
+                "`vector` must be given with `method` vector and with no other",
+                {"field": "vector"},
+            )
+        return self
+
+
+class Patch(_PointOperation):
+    """Put given values in place, one row per position, in the order of ``where.positions``."""
+
+    op: Literal["patch"] = "patch"
+    values: TensorInput = Field(
+        description="[positions, width] for all points, or [points, positions, width]."
+    )
+    where: Where = Field(description="Must have `positions`, whose order is that of the rows.")
+
+    @model_validator(mode="after")
+    def _needs_positions(self) -> Self:
+        if self.where.positions is None:
+            raise PydanticCustomError(
+                ErrorCode.INVALID_SHAPE.value,
+                "`patch` needs `where.positions`, one for each row of `values`",
+                {"field": "where.positions"},
+            )
+        return self
+
+
+class Capture(_PointOperation):
+    """Return the values."""
+
+    op: Literal["capture"] = "capture"
+    reduce: Literal["none", "mean", "last"] = Field(
+        default="none", description="Every row, their mean, or the row of the last position."
+    )
+    dtype: InputDtype | None = Field(default=None, description="Of the result; null for the model's.")
+
+
+class Probe(_PointOperation):
+    """Return one number per position: the value's dot product with the weights, plus a bias."""
+
+    op: Literal["probe"] = "probe"
+    weights: TensorInput = Field(description="[width] for all points, or [points, width].")
+    bias: Number = 0.0
+
+
+class LogitLens(_Operation):
+    """Read the residual stream after chosen layers as the model's last layers would.
+
+    Final norm, then unembedding; the idea is nostalgebraist's, "interpreting GPT: the logit lens" (2020).
+    """
+
+    op: Literal["logit_lens"] = "logit_lens"
+    layers: Layers = Field(default="all", description="`all`, a selection such as 3:9, or a list.")
+    top_k: Integer = Field(default=5, ge=0, le=100, description="Most likely tokens per position.")
+    targets: Items[Token] | None = Field(
+        default=None, max_length=100, description="Tokens whose log-probability and rank are returned."
+    )
+
+    @model_validator(mode="after")
+    def _reads_something(self) -> Self:
+        if self.top_k == 0 and not self.targets:
+            raise PydanticCustomError(
+                ErrorCode.INVALID_VALUE.value,
+                "a lens with `top_k` 0 returns nothing; ask for at least one token, or name `targets`",
+                {"field": "top_k"},
+            )
+        return self

@@ -1,0 +1,169 @@
+"""The string form of a point in a model, and of several at once.
+
+``layers.10.attn.q`` names one place on every architecture; ``layers.*.output``,
+``layers.3:9.output`` (half-open) and ``layers.-1.output`` stand for several, or for one counted
+from the end. This module knows the grammar and the number of layers, not which points a model
+has: the engine checks that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Final
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import excerpt
+
+MODEL_POINTS: Final = ("embed.output", "norm.output", "logits", "samples")
+"""Points of the whole model; every other leaf belongs to a layer."""
+
+_PREFIX: Final = "layers."
+_MAX_LENGTH: Final = 128
+_LEAF: Final = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*")
+_INDEX: Final = r"-?(?:0|[1-9][0-9]{0,5})"
+_SELECTION: Final = re.compile(rf"\*|(?P<index>{_INDEX})|(?P<start>{_INDEX})?:(?P<stop>{_INDEX})?")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Point:
+    """One place: a leaf such as ``attn.q`` and its layer, or a point of the whole model and -1."""
+
+    leaf: str
+    layer: int = -1
+
+    def __str__(self) -> str:
+        """Return the string form."""
+        return self.leaf if self.layer < 0 else f"{_PREFIX}{self.layer}.{self.leaf}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerSelection:
+    """Layers by their string form: ``*``, ``4``, ``-1``, ``3:9``, ``:9``, ``-4:``.
+
+    Attributes:
+        text: The string form.
+        index: The one layer, or None for a range.
+        start: First layer of a range, None for the first of all.
+        stop: End of the half-open range, None for the last of all.
+    """
+
+    text: str
+    index: int | None = None
+    start: int | None = None
+    stop: int | None = None
+
+    @classmethod
+    def parse(cls, text: str, param: str | None = None) -> LayerSelection:
+        """Read the string form; raises ApiError ``unknown_layer`` on anything else."""
+        match = _SELECTION.fullmatch(text)
+        if match is None:
+            raise ApiError(
+                ErrorCode.UNKNOWN_LAYER,
+                f"Layers are selected by a number such as 4 or -1, by a range such as 3:9, or by *; "
+                f"got {excerpt(text)}.",
+                param,
+            )
+        index, start, stop = (
+            None if part is None else int(part) for part in match.group("index", "start", "stop")
+        )
+        return cls(text, index, start, stop)
+
+    def resolve(self, num_layers: int, param: str | None = None) -> range:
+        """Return the layers of a model with ``num_layers``; raises ApiError ``unknown_layer``.
+
+        A range past the end is refused, not shortened: it names layers that do not exist.
+        """
+        if self.index is not None:
+            layer = resolve_layer(self.index, num_layers, param)
+            return range(layer, layer + 1)
+        start = 0 if self.start is None else self._bound(self.start, num_layers, param)
+        stop = num_layers if self.stop is None else self._bound(self.stop, num_layers, param)
+        if start >= stop:
+            raise ApiError(
+                ErrorCode.UNKNOWN_LAYER,
+                f"A range of layers must name at least one; {self.text} of {num_layers} layers is "
+                f"{start} up to and without {stop}.",
+                param,
+            )
+        return range(start, stop)
+
+    def _bound(self, bound: int, num_layers: int, param: str | None) -> int:
+        resolved = bound + num_layers if bound < 0 else bound
+        if not 0 <= resolved <= num_layers:
+            raise ApiError(
+                ErrorCode.UNKNOWN_LAYER,
+                f"The ends of a range of layers must lie between {-num_layers} and {num_layers}, the number "
+                f"of layers; got {bound} in {self.text}.",
+                param,
+            )
+        return resolved
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PointPattern:
+    """A point as a request writes it: one leaf, and which layers' where it belongs to layers."""
+
+    leaf: str
+    layers: LayerSelection | None = None
+
+    @classmethod
+    def parse(cls, text: str, param: str | None = None) -> PointPattern:
+        """Read the string form.
+
+        Args:
+            text: Such as ``logits`` or ``layers.3:9.output``.
+            param: The request's field, for the error.
+
+        Raises:
+            ApiError: ``unknown_point`` for what is no point's form, ``unknown_layer`` for a
+                selection of layers that is none.
+        """
+        if len(text) > _MAX_LENGTH:
+            raise _unknown_point(text, param)
+        if not text.startswith(_PREFIX):
+            if text not in MODEL_POINTS:
+                raise _unknown_point(text, param)
+            return cls(text)
+        selection, _, leaf = text[len(_PREFIX) :].partition(".")
+        if not leaf:
+            raise ApiError(
+                ErrorCode.UNKNOWN_POINT,
+                f"A layer's point needs a leaf, such as {_PREFIX}3.output; got {excerpt(text)}.",
+                param,
+            )
+        if _LEAF.fullmatch(leaf) is None:
+            raise _unknown_point(text, param)
+        return cls(leaf, LayerSelection.parse(selection, param))
+
+    def resolve(self, num_layers: int, param: str | None = None) -> tuple[Point, ...]:
+        """Return the points in order of layers; raises ApiError ``unknown_layer``."""
+        if self.layers is None:
+            return (Point(self.leaf),)
+        return tuple(Point(self.leaf, layer) for layer in self.layers.resolve(num_layers, param))
+
+
+def resolve_layer(layer: int, num_layers: int, param: str | None = None) -> int:
+    """Return the layer's number from 0 on, negatives counted from the end.
+
+    Raises:
+        ApiError: ``unknown_layer`` where the model has no such layer.
+    """
+    resolved = layer + num_layers if layer < 0 else layer
+    if not 0 <= resolved < num_layers:
+        raise ApiError(
+            ErrorCode.UNKNOWN_LAYER,
+            f"A layer of this model must lie between {-num_layers} and {num_layers - 1}, "
+            f"got {excerpt(layer)}.",
+            param,
+        )
+    return resolved
+
+
+def _unknown_point(text: str, param: str | None) -> ApiError:
+    return ApiError(
+        ErrorCode.UNKNOWN_POINT,
+        f"A point is one of {', '.join(MODEL_POINTS)}, or a layer's leaf such as layers.3.output, "
+        f"layers.*.attn.q or layers.3:9.mlp.output; got {excerpt(text)}. GET /v1/capabilities lists them.",
+        param,
+    )

@@ -1,0 +1,98 @@
+"""What the operations of one choice brought, and where and how they were applied.
+
+Part of every choice whose request intervened; in a stream each chunk carries the results of its
+tokens, and the last one ``applied`` and ``provenance``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field
+
+from api_schemas.tensors import Dtype, TensorObject
+
+
+class TensorLink(BaseModel):
+    """A tensor that waits in a file on the server, until it expires."""
+
+    url: str = Field(description="Path on this server, such as /v1/results/<id>; one file has many tensors.")
+    format: Literal["safetensors"]
+    key: str = Field(description="The tensor's name in the file.")
+    dtype: Dtype
+    shape: list[int]
+    expires_at: int = Field(description="Seconds since 1970 (UTC); the file is gone after it.")
+
+
+class CaptureResult(BaseModel):
+    """Captured values: ``[positions, *shape of the point]``, or the point's shape when reduced."""
+
+    type: Literal["capture"] = "capture"
+    positions: list[int] = Field(description="Absolute positions that the values are of, ascending.")
+    points: dict[str, TensorObject | TensorLink]
+    reduce: Literal["none", "mean", "last"] = "none"
+
+
+class ProbeResult(BaseModel):
+    """One number per position at each point; null where it overflowed."""
+
+    type: Literal["probe"] = "probe"
+    positions: list[int]
+    points: dict[str, list[float | None]]
+
+
+class LensToken(BaseModel):
+    """A token and its log-probability; null where the model's logits were not numbers."""
+
+    token: str
+    id: int
+    logprob: float | None
+
+
+class LensTarget(LensToken):
+    """A token asked for, with its rank: 1 is the most likely."""
+
+    rank: int
+
+
+class LensRow(BaseModel):
+    """What one layer says at one position."""
+
+    top: list[LensToken]
+    targets: list[LensTarget]
+
+
+class LogitLensResult(BaseModel):
+    """Rows by layer (a number in digits), one per position."""
+
+    type: Literal["logit_lens"] = "logit_lens"
+    positions: list[int]
+    layers: dict[str, list[LensRow]]
+
+
+Result = Annotated[CaptureResult | ProbeResult | LogitLensResult, Field(discriminator="type")]
+
+
+class Applied(BaseModel):
+    """Where one operation acted."""
+
+    op: str
+    at: list[str]
+    positions: list[int] = Field(description="Absolute positions, ascending.")
+
+
+class Provenance(BaseModel):
+    """How the choice was computed."""
+
+    fingerprint: str = Field(description="Hash of everything that writes (hex); empty without writes.")
+    cached_tokens: int = Field(description="Prompt tokens whose keys and values came from the prefix cache.")
+    recomputed_tokens: int = Field(description="Tokens computed again after a preemption.")
+    tier: str = Field(description="`tap` where every step ran as usual, `eager` where some ran with hooks.")
+
+
+class ChoiceInterventions(BaseModel):
+    """The field ``interventions`` of a choice."""
+
+    results: dict[str, Result] = Field(default_factory=dict, description="By the operation's name.")
+    applied: list[Applied] | None = None
+    provenance: Provenance | None = None

@@ -1,0 +1,159 @@
+"""Tensors in JSON: numbers in lists, or an object with base64 data; later, names in a registry.
+
+Sizes are checked against what was really sent and never allocated by what a shape claims.
+A tensor object is decoded once, when it is validated; ``raw`` gives the bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
+
+from api_schemas.errors import ErrorCode
+from api_schemas.fields import Items, Name, Number, Strict
+from api_schemas.limits import DEFAULT_LIMITS, Limits
+
+DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
+"""Bytes of one item of each dtype that travels."""
+
+INPUT_DTYPES: Final = ("float32", "float16", "bfloat16")
+"""Dtypes that a request may send; ``int64`` is for captured token ids."""
+
+_MAX_DIMENSIONS: Final = 8
+_MAX_DIMENSION: Final = 2**40
+_LIST_ITEM_BYTES: Final = DTYPE_BYTES["float32"]
+
+Dtype = Literal["float32", "float16", "bfloat16", "int64"]
+Dimension = Annotated[int, Field(strict=True, ge=0, le=_MAX_DIMENSION)]
+
+
+class TensorObject(Strict):
+    """A tensor's content: little-endian, row-major, in base64."""
+
+    dtype: Dtype
+    shape: Annotated[Items[Dimension], Field(max_length=_MAX_DIMENSIONS)]
+    data: str = Field(strict=True, description="The content in base64 (RFC 4648, with padding).")
+    encoding: Literal["base64"] = "base64"
+
+    _raw: bytes | None = PrivateAttr(default=None)
+
+    @classmethod
+    def from_bytes(cls, dtype: Dtype, shape: list[int], data: bytes) -> TensorObject:
+        """Wrap bytes whose dtype and shape are known to be right; nothing is checked."""
+        text = base64.b64encode(data).decode("ascii")
+        tensor = cls.model_construct(dtype=dtype, shape=shape, data=text, encoding="base64")
+        tensor._raw = data  # noqa: SLF001, it is our own
+        return tensor
+
+    @property
+    def raw(self) -> bytes:
+        """The content: ``prod(shape)`` items, little-endian and row-major."""
+        return base64.b64decode(self.data) if self._raw is None else self._raw
+
+    @model_validator(mode="after")
+    def _decode(self, info: ValidationInfo) -> Self:
+        """Count, then decode, then compare with the shape."""
+        expected = math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+        claimed = max(expected, len(self.data) // 4 * 3 - 2)
+        _check_size(claimed, info)
+        try:
+            raw = base64.b64decode(self.data, validate=True)
+        except (ValueError, binascii.Error) as error:
+            raise _error(
+                ErrorCode.WRONG_ENCODING,
+                f"`data` must be base64 with padding (RFC 4648), and it is not: {error}. Encode the "
+                "little-endian bytes of the tensor",
+                "data",
+            ) from error
+        if len(raw) != expected:
+            raise _error(
+                ErrorCode.WRONG_ENCODING,
+                f"`data` must hold {expected} bytes for {self.dtype} of shape {self.shape}, got {len(raw)}",
+                "data",
+            )
+        self._raw = raw
+        return self
+
+
+class VectorName(Strict):
+    """A vector of the tenant's registry."""
+
+    name: Name
+
+
+def _check_size(num_bytes: int, info: ValidationInfo) -> None:
+    limits = info.context if isinstance(info.context, Limits) else DEFAULT_LIMITS
+    if num_bytes > limits.max_tensor_bytes:
+        raise _error(
+            ErrorCode.TENSOR_TOO_LARGE,
+            f"A tensor may have {limits.max_tensor_bytes} bytes, got {num_bytes}; send fewer rows, or a "
+            "smaller dtype",
+        )
+
+
+def _error(code: ErrorCode, message: str, field: str = "") -> PydanticCustomError:
+    # Through the context, because pydantic reads braces in the message itself as a template.
+    return PydanticCustomError(code.value, "{message}", {"message": message, "field": field})
+
+
+def _kind(value: Any) -> str:
+    """Tell the forms apart by what comes first; each form then checks the rest."""
+    if isinstance(value, TensorObject):
+        return "tensor"
+    if isinstance(value, VectorName):
+        return "name"
+    if isinstance(value, dict):
+        return "name" if "name" in value else "tensor"
+    depth = 0
+    while isinstance(value, list | tuple) and depth < len(_LIST_KINDS):
+        depth += 1
+        value = value[0] if value else None
+    return _LIST_KINDS[max(depth - 1, 0)]
+
+
+_LIST_KINDS: Final = ("numbers", "rows", "stacks")
+
+
+def _check(value: Any, info: ValidationInfo) -> Any:
+    if isinstance(value, list):
+        shape = _shape_of(value)
+        _check_size(math.prod(shape) * _LIST_ITEM_BYTES, info)
+    elif isinstance(value, TensorObject) and value.dtype not in INPUT_DTYPES:
+        raise _error(
+            ErrorCode.WRONG_DTYPE,
+            f"A tensor's `dtype` must be one of {', '.join(INPUT_DTYPES)}, got {value.dtype}",
+            "dtype",
+        )
+    return value
+
+
+def _shape_of(value: list[Any]) -> list[int]:
+    shape = [len(value)]
+    rows = value
+    while rows and isinstance(rows[0], list):
+        length = len(rows[0])
+        if any(len(row) != length for row in rows):
+            raise _error(
+                ErrorCode.INVALID_SHAPE, f"Rows of a list must have one length, got {length} and others"
+            )
+        shape.append(length)
+        rows = [item for row in rows for item in row] if length and isinstance(rows[0][0], list) else []
+    return shape
+
+
+Numbers = Items[Number]
+TensorInput = Annotated[
+    Annotated[Numbers, Tag("numbers")]
+    | Annotated[Items[Numbers], Tag("rows")]
+    | Annotated[Items[Items[Numbers]], Tag("stacks")]
+    | Annotated[TensorObject, Tag("tensor")]
+    | Annotated[VectorName, Tag("name")],
+    Discriminator(_kind),
+    AfterValidator(_check),
+]
+"""A tensor of a request: nested lists of numbers (one to three deep), an object, or a name."""

@@ -1,0 +1,137 @@
+"""A request's body, from bytes to a JSON object, with every limit enforced before it can hurt.
+
+The size is counted while reading, the nesting before parsing (the parser recurses), numbers
+that JSON does not have are refused while parsing. Routes call ``read_object``, once per request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from typing import Any, Final, NoReturn
+
+import numpy as np
+from starlette.requests import Request
+
+from api_schemas.errors import ApiError, ErrorCode
+
+_QUOTE: Final = ord('"')
+_IRRELEVANT: Final = bytes(set(range(256)) - set(b'[]{}"'))
+_SCAN_CHUNK_BYTES: Final = 64 * 1024
+_THREAD_BYTES: Final = 1024 * 1024
+_STEPS: Final = np.zeros(256, dtype=np.int8)
+_STEPS[[ord("["), ord("{")]] = 1
+_STEPS[[ord("]"), ord("}")]] = -1
+_STEPS.setflags(write=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """The most that one body may be: ``max_bytes`` long, ``max_depth`` deep."""
+
+    max_bytes: int
+    max_depth: int
+
+
+async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
+    """Read and parse the request's body.
+
+    Returns:
+        The JSON object.
+
+    Raises:
+        ApiError: ``bad_request`` (not JSON by its content type), ``body_too_large``,
+            ``json_too_deep``, ``not_finite``, ``invalid_json``, ``invalid_shape``.
+        ClientDisconnect: The client went away before the end.
+    """
+    media_type = request.headers.get("content-type", "").split(";", maxsplit=1)[0].strip().lower()
+    if media_type != "application/json":
+        raise ApiError(
+            ErrorCode.BAD_REQUEST,
+            f"A request needs the header 'Content-Type: application/json', got {media_type!r}.",
+        )
+    body = await _read_bytes(request, limits.max_bytes)
+    await _check_depth(body, limits.max_depth)
+    return parse_object(body)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Parse UTF-8 JSON whose depth is already checked; raises as ``read_object`` does."""
+    try:
+        # A byte order mark is let through, as json.loads does for bytes; UTF-16 is not, because
+        # the depth was counted on single bytes.
+        value = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant)
+    except ValueError as error:
+        # Bad UTF-8, bad JSON, and integers beyond Python's limit on digits are all ValueError.
+        raise ApiError(ErrorCode.INVALID_JSON, f"The body must be JSON in UTF-8: {error}.") from error
+    except RecursionError as error:
+        raise ApiError(ErrorCode.JSON_TOO_DEEP, "The body's JSON is nested too deeply to parse.") from error
+    if not isinstance(value, dict):
+        raise ApiError(
+            ErrorCode.INVALID_SHAPE, f"The body must be a JSON object, got {type(value).__name__}."
+        )
+    return value
+
+
+def exceeds_depth(body: bytes, max_depth: int) -> bool:
+    """Return whether arrays and objects nest deeper than ``max_depth``, in linear time.
+
+    Counts brackets outside strings, up to where a parser would stop at an error; works in chunks,
+    so that a hostile body costs no more memory than an honest one.
+    """
+    if body.count(b"[") + body.count(b"{") <= max_depth:
+        return False
+    # Escape pairs go first (in a run of backslashes they pair from the left), then every quote
+    # that is left opens or closes a string.
+    text = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
+    text = text.translate(None, _IRRELEVANT)
+    depth, in_string = 0, 0
+    for start in range(0, len(text), _SCAN_CHUNK_BYTES):
+        chunk = np.frombuffer(text[start : start + _SCAN_CHUNK_BYTES], dtype=np.uint8)
+        inside = (np.cumsum(chunk == _QUOTE, dtype=np.int32) + in_string) & 1
+        depths = np.cumsum(_STEPS[chunk] * (1 - inside), dtype=np.int64) + depth
+        if depths.max() > max_depth:
+            return True
+        depth, in_string = int(depths[-1]), int(inside[-1])
+    return False
+
+
+async def _read_bytes(request: Request, max_bytes: int) -> bytes:
+    # An over-long body is answered without being read; the server discards the rest of it, so that
+    # clients which write before they read still see the answer.
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > max_bytes:
+        raise _too_large(f"{declared[:20]} bytes", max_bytes)
+    chunks: list[bytes] = []
+    num_bytes = 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
+            raise _too_large(f"at least {num_bytes} bytes", max_bytes)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+async def _check_depth(body: bytes, max_depth: int) -> None:
+    too_deep = (
+        exceeds_depth(body, max_depth)
+        if len(body) < _THREAD_BYTES
+        else await asyncio.to_thread(exceeds_depth, body, max_depth)
+    )
+    if too_deep:
+        raise ApiError(
+            ErrorCode.JSON_TOO_DEEP,
+            f"Arrays and objects may nest {max_depth} deep, and the body goes deeper; flatten it.",
+        )
+
+
+def _too_large(got: str, max_bytes: int) -> ApiError:
+    return ApiError(
+        ErrorCode.BODY_TOO_LARGE,
+        f"A request's body may have {max_bytes} bytes, got {got}; send tensors as base64 and fewer of them.",
+    )
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ApiError(ErrorCode.NOT_FINITE, f"Numbers must be finite, got {name}; JSON has no such number.")

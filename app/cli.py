@@ -1,0 +1,181 @@
+"""The command line: ``nnsight-engine serve [MODEL] [any vLLM engine argument]``.
+
+Slow things (vLLM's import, the bundled model, the engine) happen behind a progress bar, after
+everything that can be refused quickly was refused: bad arguments, a port that is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, Final
+
+import uvicorn
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from app.main import create_app, new_store
+from app.settings import Settings, set_engine_defaults
+from nnsight_engine.modeling.bundled import BUNDLED_MODEL_NAME, BundledModelError, bundled_model_path
+
+USAGE: Final = """\
+nnsight-engine serve [MODEL] [--port 8000] [--host 127.0.0.1] [--compile] [any vLLM engine argument]
+
+  MODEL      A Hugging Face name or a folder; the bundled SmolLM2-135M-Instruct without one.
+             It comes before the options.
+  --compile  CPU: serve with a compiled engine. Decoding is faster, and each start takes about a
+             minute longer.
+  --version  Print the version.
+
+Examples:
+  nnsight-engine serve
+  nnsight-engine serve Qwen/Qwen3-0.6B --max-model-len 4096 --port 8001
+Settings of the server itself are environment variables, NNSIGHT_ENGINE_…: see docs/settings.md.
+vLLM's own arguments: vllm serve --help=all
+"""
+
+_USAGE_ERROR: Final = 2
+
+
+class CommandError(Exception):
+    """A command that cannot run; the message tells what to change."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which refuses new work from the first signal on."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to drain, then shut down as uvicorn does."""
+        app: Any = self.config.app
+        app.state.context.lifecycle.begin_drain()
+        super().handle_exit(sig, frame)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    console = Console(stderr=True, highlight=False)
+    if arguments == ["--version"]:
+        console.print(importlib.metadata.version("nnsight-engine"))
+        return 0
+    if not arguments or arguments[0] != "serve" or {"-h", "--help"} & set(arguments):
+        console.print(USAGE, markup=False)
+        return 0 if {"-h", "--help"} & set(arguments) else _USAGE_ERROR
+    try:
+        return _serve(arguments[1:], console)
+    except (CommandError, BundledModelError) as error:
+        console.print(f"nnsight-engine: {error}", markup=False)
+        return 1
+
+
+def _serve(arguments: list[str], console: Console) -> int:
+    settings = Settings()
+    set_engine_defaults()
+    model, options = _split_model(arguments)
+    with _progress(console) as progress:
+        if model is None:
+            task = progress.add_task("Bundled model", total=None)
+            path = bundled_model_path(progress=_reporter(progress, task))
+            progress.remove_task(task)
+            options = ["--served-model-name", BUNDLED_MODEL_NAME, *options]
+            model = str(path)
+        progress.add_task("Importing vLLM", total=None)
+        # Importing vLLM takes seconds, so it waits until there is something to show.
+        arguments_module = importlib.import_module("app.engine.vllm_arguments")
+        client_module = importlib.import_module("app.engine.vllm_client")
+    args = arguments_module.parse([model, *options])
+    settings = settings.model_copy(
+        update={"host": args.host or settings.host, "port": _port(options, args, settings)}
+    )
+    return _run(args, settings, client_module, console)
+
+
+def _run(args: argparse.Namespace, settings: Settings, client_module: Any, console: Console) -> int:
+    store = new_store(settings)
+    engine = client_module.VLLMEngineClient(args, settings, store)
+    failures: list[str] = []
+
+    def stop() -> None:
+        failures.append("the engine did not start; its error is above")
+        server.should_exit = True
+
+    app = create_app(settings, engine, store, on_engine_failure=stop)
+    config = uvicorn.Config(
+        app, host=settings.host, port=settings.port, log_level="warning", timeout_keep_alive=75
+    )
+    server = _Server(config)
+    # Bound before the model is loaded: a port that is taken is known at once.
+    sock = config.bind_socket()
+    port = sock.getsockname()[1]
+
+    async def serve() -> None:
+        announcing = asyncio.create_task(_announce(engine, f"http://{settings.host}:{port}", console))
+        await server.serve(sockets=[sock])
+        announcing.cancel()
+        await asyncio.gather(announcing, return_exceptions=True)
+
+    asyncio.run(serve())
+    if failures:
+        raise CommandError(failures[0])
+    return 0
+
+
+async def _announce(engine: Any, url: str, console: Console) -> None:
+    """Show that the engine is loading, then one line to try it with."""
+    with _progress(console) as progress:
+        progress.add_task("Loading the engine", total=None)
+        while not engine.ready:
+            await asyncio.sleep(0.1)
+    spec = engine.engine.spec
+    layer = spec.num_layers // 2
+    steer = (
+        f'{{"op":"steer","at":"layers.{layer}.output",'
+        f"\"vector\":['$(seq -s, {spec.hidden_size})'],"
+        f'"mode":"norm_match","scale":0.5}}'
+    )
+    body = f'{{"model":"{spec.name}","prompt":"I think dogs are","max_tokens":24,"interventions":[{steer}]}}'
+    console.print(f"Ready: {spec.name} at {url} (docs at {url}/docs). Steer it:", markup=False)
+    line = f"curl {url}/v1/completions -H 'content-type: application/json' -d '{body}'"
+    console.print(line, markup=False, soft_wrap=True)
+
+
+def _split_model(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """Return the model, which comes first or not at all, and the options."""
+    if arguments and not arguments[0].startswith("-"):
+        return arguments[0], arguments[1:]
+    if "--model" in arguments:
+        raise CommandError("MODEL is given by its place: nnsight-engine serve MODEL [options]")
+    return None, arguments
+
+
+def _port(options: list[str], args: argparse.Namespace, settings: Settings) -> int:
+    """Return the port: the command line's where given, since vLLM's parser has a default of its own."""
+    given = any(option == "--port" or option.startswith("--port=") for option in options)
+    return int(args.port) if given else settings.port
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+
+
+def _reporter(progress: Progress, task: Any) -> Any:
+    def report(stage: str, fraction: float) -> None:
+        progress.update(task, description=f"Bundled model: {stage}", completed=fraction, total=1.0)
+
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""What routes need of their server, and how they get it: through the application, never a global."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+from fastapi import Depends
+from starlette.requests import Request
+
+from app.engine.client import EngineClient
+from app.lifecycle import Lifecycle
+from app.settings import Settings
+from app.storage.results import ResultStore
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Context:
+    """The parts of one server; two servers in one process have one each."""
+
+    settings: Settings
+    engine: EngineClient
+    store: ResultStore
+    lifecycle: Lifecycle
+
+
+async def _context_of(request: Request) -> Context:
+    context: Context = request.app.state.context
+    return context
+
+
+Served = Annotated[Context, Depends(_context_of)]
+"""A route's parameter that receives the server's parts."""

@@ -1,0 +1,1 @@
+"""What the server asks of an engine, and the engines that answer."""

@@ -1,0 +1,79 @@
+"""What the server asks of an engine; routes know nothing else of it.
+
+Implementations: ``vllm_client`` over a real vLLM, ``fake`` for tests of everything above it.
+An implementation validates OpenAI's part of a request itself, so that it answers as its own
+server would, and raises ``ApiError`` for what our vocabulary names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from starlette.requests import Request
+
+from api_schemas.capabilities import Capabilities
+from api_schemas.interventions import Intervention
+
+JsonObject = dict[str, Any]
+"""A JSON object as ``json.loads`` gives it."""
+
+
+@dataclasses.dataclass(slots=True)
+class EngineReply:
+    """An engine's answer: a whole body, or a stream of events; exactly one of the two is set.
+
+    Attributes:
+        status: HTTP status; a stream has 200.
+        body: The JSON object of a whole answer, or of the engine's own error.
+        stream: Complete server-sent events (``data: …`` and a blank line), the last one
+            ``data: [DONE]``. Ended early, it is closed with ``aclose`` where it has one, and must
+            then abort what it runs. It may raise ``ApiError`` at any event.
+        headers: Extra response headers.
+    """
+
+    status: int = 200
+    body: JsonObject | None = None
+    stream: AsyncIterator[str] | None = None
+    headers: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+class EngineClient(Protocol):
+    """An engine that serves one model.
+
+    ``completions`` and ``chat`` are cancelled when the client goes away, and then must abort the
+    request. ``body`` is the request's JSON without ``interventions``, which come checked for
+    shape and unresolved against the model. ``http`` is the request, its body already read; its
+    ``receive`` belongs to the caller.
+    """
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are served; False while starting and after death."""
+
+    @property
+    def alive(self) -> bool:
+        """False once the engine has died; True before and while it starts."""
+
+    def capabilities(self) -> Capabilities:
+        """Return what this model offers to interventions; only called when ready."""
+
+    async def models(self) -> JsonObject:
+        """Return the body of ``/v1/models``; only called when ready."""
+
+    async def completions(
+        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request
+    ) -> EngineReply:
+        """Answer a completion request."""
+
+    async def chat(
+        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request
+    ) -> EngineReply:
+        """Answer a chat completion request."""
+
+    async def start(self) -> None:
+        """Load the model; must not hold up the event loop, and raises where it fails."""
+
+    async def close(self) -> None:
+        """Stop and free everything; also after a start that failed or was cancelled."""

@@ -1,0 +1,282 @@
+"""An engine without a model: words repeated after the prompt, results made up in the right shapes.
+
+For tests of everything above the engine, and for clients that want to be developed against
+a server that starts at once. Deterministic: the same request gets the same answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Final
+
+from starlette.requests import Request
+
+from api_schemas.capabilities import Capabilities
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.interventions import Intervention
+from app.engine.client import EngineReply, JsonObject
+from app.engine.fake_results import CAPABILITIES, MODEL, collected
+from app.errors import DONE_FRAME
+from app.services.responses import choice_json
+from app.settings import Settings
+from app.storage.results import ResultStore
+
+_DEFAULT_MAX_TOKENS: Final = 16
+
+
+@dataclasses.dataclass(slots=True)
+class FakeBehaviour:
+    """What a test wants of the engine; may be changed while it runs.
+
+    Attributes:
+        is_starting: The engine is not ready yet, as while a model loads.
+        is_dead: The engine has died.
+        start_error: Raised by ``start``.
+        error: Raised by every generation before its first event.
+        stream_error: Raised by every stream after ``num_events_before_error`` events.
+        num_events_before_error: See ``stream_error``.
+        delay_s: Waited before each token.
+    """
+
+    is_starting: bool = False
+    is_dead: bool = False
+    start_error: Exception | None = None
+    error: Exception | None = None
+    stream_error: Exception | None = None
+    num_events_before_error: int = 1
+    delay_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Choice:
+    """One choice to be made: its prompt's words and the words that will follow."""
+
+    index: int
+    prompt: list[str]
+    words: list[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Job:
+    """One request, read."""
+
+    kind: str
+    model: str
+    choices: list[_Choice]
+    interventions: tuple[Intervention, ...]
+    base_path: str
+
+    @property
+    def is_chat(self) -> bool:
+        return self.kind == "chat.completion"
+
+    def usage(self) -> JsonObject:
+        prompt_tokens = sum(len(choice.prompt) for choice in self.choices)
+        completion_tokens = sum(len(choice.words) for choice in self.choices)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        }
+
+    def envelope(self, choices: list[JsonObject], *, is_chunk: bool) -> JsonObject:
+        kind = f"{self.kind}.chunk" if is_chunk and self.is_chat else self.kind
+        return {"id": "fake-1", "object": kind, "created": 0, "model": self.model, "choices": choices}
+
+
+class FakeEngineClient:
+    """An ``EngineClient`` whose model is made up.
+
+    Args:
+        settings: Passed to the results.
+        store: Takes large results.
+        behaviour: Knobs; ready and healthy by default.
+    """
+
+    def __init__(
+        self, settings: Settings, store: ResultStore, behaviour: FakeBehaviour | None = None
+    ) -> None:
+        """Make the engine; it serves after ``start``."""
+        self.behaviour = behaviour or FakeBehaviour()
+        self.num_running = 0
+        self.num_calls = 0
+        self._settings = settings
+        self._store = store
+        self._has_started = False
+        self._is_closed = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are served."""
+        return self._has_started and self.alive and not self.behaviour.is_starting
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine has not died."""
+        return not (self.behaviour.is_dead or self._is_closed)
+
+    def capabilities(self) -> Capabilities:
+        """Return the made-up model's points."""
+        return CAPABILITIES
+
+    async def models(self) -> JsonObject:
+        """Return a list of one model."""
+        card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "nnsight-engine"}
+        return {"object": "list", "data": [card]}
+
+    async def start(self) -> None:
+        """Become ready, unless the behaviour says otherwise."""
+        if self.behaviour.start_error is not None:
+            raise self.behaviour.start_error
+        self._has_started = True
+
+    async def close(self) -> None:
+        """Serve no more."""
+        self._is_closed = True
+
+    async def completions(
+        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request
+    ) -> EngineReply:
+        """Repeat each prompt's words."""
+        prompts = _prompts(body.get("prompt"))
+        return await self._generate("text_completion", prompts, body, interventions, http)
+
+    async def chat(
+        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request
+    ) -> EngineReply:
+        """Repeat the last message's words."""
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise ApiError(ErrorCode.INVALID_SHAPE, "'messages' must be a list with at least one message.")
+        prompts = [str(messages[-1].get("content", "")).split()]
+        return await self._generate("chat.completion", prompts, body, interventions, http)
+
+    async def _generate(
+        self,
+        kind: str,
+        prompts: list[list[str]],
+        body: JsonObject,
+        interventions: tuple[Intervention, ...],
+        http: Request,
+    ) -> EngineReply:
+        self.num_calls += 1
+        with self._running():
+            await asyncio.sleep(self.behaviour.delay_s)
+        if self.behaviour.error is not None:
+            raise self.behaviour.error
+        model = body.get("model") or MODEL
+        if model != MODEL:
+            raise ApiError(
+                ErrorCode.MODEL_NOT_FOUND, f"The model served is {MODEL!r}, got {model!r}.", "model"
+            )
+        choices = _choices(prompts, int(body.get("n") or 1), _max_tokens(body))
+        job = _Job(kind, model, choices, interventions, str(http.scope.get("root_path", "")))
+        if body.get("stream"):
+            with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+            return EngineReply(stream=self._events(job, with_usage=with_usage))
+        return EngineReply(body=await self._whole(job))
+
+    async def _whole(self, job: _Job) -> JsonObject:
+        choices = []
+        for choice in job.choices:
+            text = "".join(f" {word}" for word in choice.words)
+            part = _message(job, "message", text) | {"index": choice.index, "finish_reason": "length"}
+            span = (0, len(choice.prompt) + len(choice.words) - 1)
+            choices.append(part | await self._field(job, choice, span, is_final=True))
+        return job.envelope(choices, is_chunk=False) | {"usage": job.usage()}
+
+    async def _events(self, job: _Job, *, with_usage: bool) -> AsyncIterator[str]:
+        num_events = 0
+        with self._running():
+            for choice, step in _turns(job.choices):
+                await asyncio.sleep(self.behaviour.delay_s)
+                error = self.behaviour.stream_error
+                if error is not None and num_events >= self.behaviour.num_events_before_error:
+                    raise error
+                num_events += 1
+                yield _event(job.envelope([await self._chunk(job, choice, step)], is_chunk=True))
+            if with_usage:
+                yield _event(job.envelope([], is_chunk=True) | {"usage": job.usage()})
+            yield DONE_FRAME
+
+    async def _chunk(self, job: _Job, choice: _Choice, step: int) -> JsonObject:
+        is_final = step == len(choice.words) - 1
+        text = f" {choice.words[step]}"
+        part = _message(job, "delta", text) | {
+            "index": choice.index,
+            "finish_reason": "length" if is_final else None,
+        }
+        # The step that samples the first token has computed the prompt; a later one, the token before.
+        stop = len(choice.prompt) + step
+        start = 0 if step == 0 else stop - 1
+        return part | await self._field(job, choice, (start, stop), is_final=is_final)
+
+    async def _field(
+        self, job: _Job, choice: _Choice, span: tuple[int, int], *, is_final: bool
+    ) -> JsonObject:
+        if not job.interventions:
+            return {}
+        tokens = choice.prompt + choice.words
+        answer = await choice_json(
+            collected(job.interventions, range(*span), is_final=is_final),
+            store=self._store,
+            settings=self._settings,
+            decode=lambda token_id: f" {tokens[token_id % len(tokens)]}",
+            base_path=job.base_path,
+        )
+        return {"interventions": answer}
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+
+
+def _prompts(raw: Any) -> list[list[str]]:
+    if isinstance(raw, str):
+        return [raw.split()]
+    if isinstance(raw, list) and raw:
+        if all(isinstance(item, int) for item in raw):
+            return [[f"t{token_id}" for token_id in raw]]
+        return [prompt for item in raw for prompt in _prompts(item)]
+    raise ApiError(
+        ErrorCode.INVALID_SHAPE, "'prompt' must be text, token ids, or a list of either.", "prompt"
+    )
+
+
+def _max_tokens(body: JsonObject) -> int:
+    return int(body.get("max_completion_tokens") or body.get("max_tokens") or _DEFAULT_MAX_TOKENS)
+
+
+def _choices(prompts: list[list[str]], num_each: int, num_words: int) -> list[_Choice]:
+    choices: list[_Choice] = []
+    for prompt in prompts:
+        source = prompt or ["word"]
+        for variant in range(num_each):
+            words = [source[(variant + step) % len(source)] for step in range(num_words)]
+            choices.append(_Choice(len(choices), source, words))
+    return choices
+
+
+def _turns(choices: list[_Choice]) -> Iterator[tuple[_Choice, int]]:
+    """Yield choices and steps as a batch makes them: every choice's first token, then every second."""
+    for step in range(max(len(choice.words) for choice in choices)):
+        for choice in choices:
+            yield choice, step
+
+
+def _message(job: _Job, key: str, text: str) -> JsonObject:
+    if job.is_chat:
+        return {key: {"role": "assistant", "content": text}, "logprobs": None}
+    return {"text": text, "logprobs": None}
+
+
+def _event(content: JsonObject) -> str:
+    return f"data: {json.dumps(content)}\n\n"

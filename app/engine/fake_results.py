@@ -1,0 +1,112 @@
+"""What the fake engine's model offers, and what its reads bring back: right in shape, made up in value."""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+from api_schemas.capabilities import Capabilities
+from api_schemas.interventions import Intervention
+from api_schemas.operations import Capture, LogitLens, Probe
+from nnsight_engine.plans.collected import (
+    Applied,
+    CaptureResult,
+    CollectedResults,
+    LensResult,
+    LensRow,
+    LensToken,
+    ProbeResult,
+    TensorResult,
+)
+
+MODEL: Final = "fake-model"
+WIDTH: Final = 8
+_NUM_LAYERS: Final = 4
+_VOCAB_SIZE: Final = 1000
+_READS: Final = (Capture, Probe, LogitLens)
+
+
+def collected(interventions: tuple[Intervention, ...], span: range, *, is_final: bool) -> CollectedResults:
+    """Return results at the positions of ``span`` for every read, and say all were applied there."""
+    positions = list(span)
+    results = [
+        _result(op, _name(op, index), positions)
+        for index, op in enumerate(interventions)
+        if isinstance(op, _READS)
+    ]
+    applied = [Applied(op.op, _points(op), positions) for op in interventions] if is_final else []
+    writes = any(not isinstance(op, _READS) for op in interventions)
+    return CollectedResults(
+        results, final=is_final, applied=applied, fingerprint="fa" * 32 if writes else "", tier="tap"
+    )
+
+
+def _name(op: Intervention, index: int) -> str:
+    return op.name or f"{op.op}_{index}"
+
+
+def _points(op: Intervention) -> list[str]:
+    if isinstance(op, LogitLens):
+        return [f"layers.{layer}.output" for layer in _layers(op)]
+    return [op.at] if isinstance(op.at, str) else list(op.at)
+
+
+def _layers(op: LogitLens) -> list[int]:
+    return list(range(_NUM_LAYERS)) if isinstance(op.layers, str) else list(op.layers)
+
+
+def _result(
+    op: Capture | Probe | LogitLens, name: str, positions: list[int]
+) -> CaptureResult | ProbeResult | LensResult:
+    if isinstance(op, Capture):
+        tensor = _tensor(positions, is_reduced=op.reduce != "none")
+        return CaptureResult(name, positions, op.reduce, dict.fromkeys(_points(op), tensor))
+    if isinstance(op, Probe):
+        return ProbeResult(name, positions, {point: [p / 10 for p in positions] for point in _points(op)})
+    num_targets = len(op.targets or ())
+    rows = [_row(position, op.top_k, num_targets) for position in positions]
+    return LensResult(name, positions, dict.fromkeys(_layers(op), rows))
+
+
+def _tensor(positions: list[int], *, is_reduced: bool) -> TensorResult:
+    rows = positions[-1:] if is_reduced else positions
+    shape = (WIDTH,) if is_reduced else (len(rows), WIDTH)
+    numbers = [float(position) for position in rows for _ in range(WIDTH)]
+    return TensorResult("float32", shape, struct.pack(f"<{len(numbers)}f", *numbers))
+
+
+def _row(position: int, top_k: int, num_targets: int) -> LensRow:
+    top = [LensToken(position + rank, -0.5 * (rank + 1)) for rank in range(top_k)]
+    targets = [LensToken(position + rank, -0.5 * (rank + 1), rank + 1) for rank in range(num_targets)]
+    return top, targets
+
+
+CAPABILITIES: Final = Capabilities.model_validate(
+    {
+        "model": MODEL,
+        "architecture": "FakeForCausalLM",
+        "dtype": "float32",
+        "points": [
+            {
+                "name": "layers.*.output",
+                "shape": [WIDTH],
+                "width": WIDTH,
+                "tier": "tap",
+                "operations": ["steer", "ablate", "patch", "capture", "probe"],
+            }
+        ],
+        "operations": ["steer", "ablate", "patch", "capture", "probe", "logit_lens"],
+        "limits": {
+            "max_operations": 64,
+            "max_tensor_bytes": 1 << 20,
+            "max_capture_bytes": 1 << 20,
+            "max_num_batched_tokens": 2048,
+        },
+        "sizes": {
+            "num_layers": _NUM_LAYERS,
+            "hidden_size": WIDTH,
+            "vocab_size": _VOCAB_SIZE,
+            "max_model_len": 2048,
+        },
+    }
+)

@@ -1,0 +1,32 @@
+"""From the command line to vLLM's own arguments, with our defaults where none was given."""
+
+from __future__ import annotations
+
+import argparse
+
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Return vLLM's parsed ``serve`` arguments.
+
+    ``--compile`` is ours. On CPU the engine is eager without it: compiling takes about a minute
+    at every start, more than most uses there win back.
+
+    Args:
+        arguments: The model, then options.
+    """
+    compiles = "--compile" in arguments
+    options = [argument for argument in arguments if argument != "--compile"]
+    parser = make_arg_parser(FlexibleArgumentParser(prog="nnsight-engine serve"))
+    args: argparse.Namespace = parser.parse_args(options)
+    validate_parsed_serve_args(args)
+    args.model = args.model_tag
+    if current_platform.is_cpu() and not compiles:
+        args.enforce_eager = True
+    if not current_platform.is_cpu():
+        # A full CUDA graph replays without its taps; until they join the graphs, none are used.
+        args.compilation_config.cudagraph_mode = "NONE"
+    return args

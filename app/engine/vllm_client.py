@@ -1,0 +1,272 @@
+"""The engine client over a real vLLM: vLLM's own serving classes, interventions around them.
+
+A request without interventions goes through vLLM's request models, serving classes and error
+handlers and nothing of ours. One with interventions takes the same way with a ticket in its
+sampling parameters, and its answer gets each choice's results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.requests import Request
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.exception_handling.handlers.validation import validation_exception_handler
+from vllm.sampling_params import SamplingParams
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from api_schemas.capabilities import Capabilities
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.interventions import Intervention
+from app.engine.client import EngineReply, JsonObject
+from app.engine.intervening_requests import InterveningChatRequest, InterveningCompletionRequest
+from app.errors import DONE_FRAME, error_frame
+from app.services.capabilities import describe
+from app.services.responses import choice_json
+from app.settings import Settings
+from app.storage.results import ResultStore
+from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
+from nnsight_engine.vllm_backend.call import InterventionCall
+from nnsight_engine.vllm_backend.compat import EngineLimits, check_supported, engine_options
+
+logger = logging.getLogger(__name__)
+
+Serve = Callable[[Any, Request], Awaitable[Any]]
+
+
+class VLLMEngineClient:
+    """Serves one model with vLLM in this process and its engine in another.
+
+    Args:
+        args: vLLM's own parsed ``serve`` arguments.
+        settings: The server's settings.
+        store: Where large results go.
+    """
+
+    def __init__(self, args: argparse.Namespace, settings: Settings, store: ResultStore) -> None:
+        """Keep the configuration; ``start`` loads the model."""
+        self._args = args
+        self._settings = settings
+        self._store = store
+        self._engine: InterventionAsyncLLM | None = None
+        self._is_ready = False
+        # Never served: vLLM's handlers look up their state on an application.
+        self._vllm_app = FastAPI()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a token was generated and the engine lives."""
+        return self._is_ready and self.alive
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine has not died."""
+        return self._engine is None or not self._engine.errored
+
+    @property
+    def engine(self) -> InterventionAsyncLLM:
+        """The engine; only after ``start``."""
+        if self._engine is None:
+            raise ApiError(ErrorCode.STARTING, "The engine is still loading the model; try again shortly.")
+        return self._engine
+
+    async def start(self) -> None:
+        """Load the model and generate one token."""
+        limits = EngineLimits(
+            self._settings.max_capture_bytes_per_request, self._settings.max_capture_bytes_engine
+        )
+        for name, value in engine_options(limits).items():
+            if name != "additional_config":
+                setattr(self._args, name, value)
+        additional = {**(self._args.additional_config or {}), **engine_options(limits)["additional_config"]}
+        self._args.additional_config = additional
+        self._engine = await asyncio.to_thread(self._load)
+        await self._engine.describe()
+        tasks = await self._engine.get_supported_tasks()
+        await init_app_state(self._engine, self._vllm_app.state, self._args, tasks)
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        async for _ in self._engine.generate({"prompt_token_ids": [0]}, params, "warm-up"):
+            pass
+        self._is_ready = True
+
+    def _load(self) -> InterventionAsyncLLM:
+        engine_args = AsyncEngineArgs.from_cli_args(self._args)
+        config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+        check_supported(config)
+        engine = InterventionAsyncLLM.from_vllm_config(
+            config,
+            usage_context=UsageContext.OPENAI_API_SERVER,
+            enable_log_requests=engine_args.enable_log_requests,
+            disable_log_stats=engine_args.disable_log_stats,
+        )
+        assert isinstance(engine, InterventionAsyncLLM)
+        return engine
+
+    async def close(self) -> None:
+        """Stop the engine and its processes."""
+        self._is_ready = False
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await asyncio.to_thread(engine.shutdown)
+
+    def capabilities(self) -> Capabilities:
+        """Return what this model offers to interventions."""
+        return describe(self.engine.spec, self._settings)
+
+    async def models(self) -> JsonObject:
+        """Return vLLM's own list of models."""
+        models = await self._vllm_app.state.openai_serving_models.show_available_models()
+        body: JsonObject = models.model_dump()
+        return body
+
+    async def completions(
+        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request
+    ) -> EngineReply:
+        """Answer ``/v1/completions``."""
+        serve = self._vllm_app.state.openai_serving_completion.create_completion
+        if interventions:
+            return await self._intervene(InterveningCompletionRequest, serve, body, interventions, http)
+        return await self._plain(CompletionRequest, serve, body, http)
+
+    async def chat(
+        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request
+    ) -> EngineReply:
+        """Answer ``/v1/chat/completions``."""
+        serve = self._vllm_app.state.openai_serving_chat.create_chat_completion
+        if interventions:
+            return await self._intervene(InterveningChatRequest, serve, body, interventions, http)
+        return await self._plain(ChatCompletionRequest, serve, body, http)
+
+    async def _plain(self, model: type[Any], serve: Serve, body: JsonObject, http: Request) -> EngineReply:
+        try:
+            request = model.model_validate(body)
+        except ValidationError as error:
+            return await self._invalid(error, http)
+        answer = await self._serve(serve, request, http)
+        if isinstance(answer, ErrorResponse):
+            return _error_reply(answer)
+        if hasattr(answer, "model_dump"):
+            return EngineReply(body=answer.model_dump())
+        return EngineReply(stream=answer)
+
+    async def _intervene(
+        self,
+        model: type[Any],
+        serve: Serve,
+        body: JsonObject,
+        interventions: tuple[Intervention, ...],
+        http: Request,
+    ) -> EngineReply:
+        try:
+            request = model.model_validate(body)
+        except ValidationError as error:
+            return await self._invalid(error, http)
+        if getattr(request, "use_beam_search", False):
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                "interventions cannot be combined with use_beam_search; drop one of the two",
+                "use_beam_search",
+            )
+        engine = self.engine
+        call = InterventionCall(interventions, engine.spec, self._tokenize, stream=bool(request.stream))
+        request.set_ticket(call.ticket)
+        engine.open_call(call)
+        streams = False
+        try:
+            answer = await self._serve(serve, request, http)
+            if isinstance(answer, ErrorResponse):
+                if call.failure is not None:
+                    raise call.failure
+                return _error_reply(answer)
+            num_choices = request.n or 1
+            if not hasattr(answer, "model_dump"):
+                streams = True
+                return EngineReply(stream=self._stream(answer, call, num_choices))
+            return EngineReply(body=await self._whole(answer.model_dump(), call, num_choices))
+        finally:
+            if not streams:
+                engine.close_call(call)
+
+    async def _serve(self, serve: Serve, request: Any, http: Request) -> Any:
+        try:
+            return await serve(request, self._as_vllm(http))
+        except (ApiError, asyncio.CancelledError):
+            raise
+        except EngineDeadError as error:
+            raise ApiError(
+                ErrorCode.ENGINE_DEAD, "The engine has stopped and this server must be restarted."
+            ) from error
+        except Exception as error:
+            cause = error.__cause__
+            if isinstance(cause, ApiError):
+                raise cause from error
+            logger.info("vLLM refused a request", exc_info=True)
+            return create_error_response(error)
+
+    async def _whole(self, body: JsonObject, call: InterventionCall, num_choices: int) -> JsonObject:
+        for choice in body["choices"]:
+            collected = call.take_final(choice["index"], num_choices)
+            choice["interventions"] = await self._choice_json(collected)
+        return body
+
+    async def _stream(
+        self, frames: AsyncIterator[str], call: InterventionCall, num_choices: int
+    ) -> AsyncIterator[str]:
+        try:
+            async for frame in frames:
+                yield frame if frame == DONE_FRAME else await self._frame(frame, call, num_choices)
+        finally:
+            await frames.aclose()  # type: ignore[attr-defined]  # vLLM's streams are generators
+            self.engine.close_call(call)
+
+    async def _frame(self, frame: str, call: InterventionCall, num_choices: int) -> str:
+        chunk = json.loads(frame.removeprefix("data: "))
+        if "error" in chunk:
+            return frame if call.failure is None else error_frame(call.failure)
+        for choice in chunk.get("choices", ()):
+            if choice.get("finish_reason") is not None:
+                collected = call.take_final(choice["index"], num_choices)
+            else:
+                collected = call.take_part(choice["index"], num_choices)
+            if collected is not None:
+                choice["interventions"] = await self._choice_json(collected)
+        return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+    async def _choice_json(self, collected: Any) -> JsonObject:
+        return await choice_json(collected, store=self._store, settings=self._settings, decode=self._decode)
+
+    def _tokenize(self, text: str) -> list[int]:
+        ids: list[int] = self.engine.renderer.get_tokenizer().encode(text, add_special_tokens=False)
+        return ids
+
+    def _decode(self, token_id: int) -> str:
+        text: str = self.engine.renderer.get_tokenizer().decode([token_id])
+        return text
+
+    async def _invalid(self, error: ValidationError, http: Request) -> EngineReply:
+        """Answer as vLLM's own server does, whose framework puts ``body`` before each field."""
+        errors = [{**entry, "loc": ("body", *entry["loc"])} for entry in error.errors()]
+        response = await validation_exception_handler(self._as_vllm(http), RequestValidationError(errors))
+        return EngineReply(status=response.status_code, body=json.loads(bytes(response.body)))
+
+    def _as_vllm(self, http: Request) -> Request:
+        return Request({**http.scope, "app": self._vllm_app}, http.receive)
+
+
+def _error_reply(answer: ErrorResponse) -> EngineReply:
+    status = answer.error.code
+    return EngineReply(status=status if isinstance(status, int) else 400, body=answer.model_dump())

@@ -1,0 +1,81 @@
+"""Errors on their way out: whatever goes wrong becomes OpenAI's error object.
+
+Handlers here and the outermost middleware together cover every exception, so that no client
+ever sees another shape. Internals stay in the log.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Final
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api_schemas.errors import ApiError, ErrorCode
+
+RETRY_AFTER_S: Final = 5
+"""What a client is told to wait before it asks a server that is starting, full or draining."""
+
+DONE_FRAME: Final = "data: [DONE]\n\n"
+
+_CODES: Final = {404: ErrorCode.NOT_FOUND, 405: ErrorCode.METHOD_NOT_ALLOWED}
+
+
+def error_bytes(error: ApiError) -> bytes:
+    """Return the error as JSON in ASCII, whatever the request smuggled into the message."""
+    # A lone surrogate, legal in JSON, would fail pydantic's check and the UTF-8 encoder.
+    param = None if error.param is None else _printable(error.param)
+    body = ApiError(error.code, _printable(error.message), param).body()
+    return json.dumps(body.model_dump(mode="json"), separators=(",", ":")).encode("ascii")
+
+
+def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
+    """Return the error as a response with its status, and Retry-After where waiting helps."""
+    sent = dict(headers or {})
+    if error.status == 503:
+        sent.setdefault("Retry-After", str(RETRY_AFTER_S))
+    return Response(error_bytes(error), error.status, sent, media_type="application/json")
+
+
+def error_frame(error: ApiError) -> str:
+    """Return the error as one event of a stream whose status is already sent."""
+    return f"data: {error_bytes(error).decode('ascii')}\n\n"
+
+
+def internal_error() -> ApiError:
+    """Return the error for a fault of ours, which names nothing of it."""
+    return ApiError(
+        ErrorCode.INTERNAL,
+        "The server failed on this request and has logged why; the request may be sent again.",
+    )
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Translate the framework's errors and ours; other exceptions go on to the middleware."""
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+
+
+async def _on_api_error(_request: Request, exc: Exception) -> Response:
+    return error_response(exc if isinstance(exc, ApiError) else internal_error())
+
+
+async def _on_http_exception(request: Request, exc: Exception) -> Response:
+    if not isinstance(exc, HTTPException):
+        return error_response(internal_error())
+    code = _CODES.get(exc.status_code, ErrorCode.BAD_REQUEST)
+    message = f"{exc.detail}: {request.method} {request.url.path}; /docs lists what this server offers."
+    return error_response(ApiError(code, message), dict(exc.headers or {}))
+
+
+async def _on_validation_error(_request: Request, exc: Exception) -> Response:
+    return error_response(ApiError(ErrorCode.INVALID_SHAPE, f"The request does not fit the route: {exc}"))
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

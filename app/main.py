@@ -1,0 +1,79 @@
+"""The application: one function that puts the parts together, and nothing at import time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+from fastapi import FastAPI
+
+from app.context import Context
+from app.engine.client import EngineClient
+from app.errors import install_error_handlers
+from app.lifecycle import Lifecycle
+from app.middleware import GateMiddleware
+from app.openapi import DocumentedApp
+from app.routes import capabilities, chat, completions, health, models, results
+from app.settings import Settings
+from app.storage.results import ResultStore
+
+_ROUTERS = (
+    completions.router,
+    chat.router,
+    models.router,
+    capabilities.router,
+    results.router,
+    health.router,
+)
+
+
+def create_app(
+    settings: Settings,
+    engine: EngineClient,
+    store: ResultStore | None = None,
+    *,
+    on_engine_failure: Callable[[], None] | None = None,
+) -> FastAPI:
+    """Return the server for one engine; its lifespan starts and closes engine and store.
+
+    Args:
+        settings: The server's settings.
+        engine: Answers the requests; not started yet.
+        store: Where large results lie; made from the settings where absent. Engines that store
+            results need the same one.
+        on_engine_failure: Called where the engine does not start, e.g. to end the process.
+
+    Returns:
+        The application. ``app.state.context.lifecycle.begin_drain()`` refuses new work ahead of the
+        shutdown.
+    """
+    store = store or new_store(settings)
+    context = Context(settings, engine, store, Lifecycle(engine, on_engine_failure))
+    app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)
+    app.state.context = context
+    app.add_middleware(GateMiddleware, lifecycle=context.lifecycle)
+    install_error_handlers(app)
+    for router in _ROUTERS:
+        app.include_router(router)
+    return app
+
+
+def new_store(settings: Settings) -> ResultStore:
+    """Return the result store that the settings describe."""
+    return ResultStore(
+        settings.result_dir, ttl_s=settings.result_ttl_s, max_bytes=settings.result_store_bytes
+    )
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    context: Context = app.state.context
+    await context.store.start()
+    context.lifecycle.start()
+    try:
+        yield
+    finally:
+        try:
+            await context.lifecycle.stop(context.settings.drain_timeout_s)
+        finally:
+            await context.store.close()

@@ -1,0 +1,72 @@
+"""The outermost layer of the server: refuse while not ready, count what runs, catch what escapes.
+
+Plain ASGI rather than starlette's ``BaseHTTPMiddleware``, which costs a task group per request
+and hides disconnects from the routes below.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api_schemas.errors import ApiError
+from app.errors import error_response, internal_error
+from app.lifecycle import Lifecycle, Phase
+
+logger = logging.getLogger(__name__)
+
+API_PREFIX: Final = "/v1/"
+RESULTS_PREFIX: Final = "/v1/results/"
+
+
+class GateMiddleware:
+    """Lets API requests in when the server can serve them, and counts them until their last byte."""
+
+    def __init__(self, app: ASGIApp, lifecycle: Lifecycle) -> None:
+        """Wrap ``app``; ``lifecycle`` says what is refused."""
+        self._app = app
+        self._lifecycle = lifecycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection of the ASGI server."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
+        if not path.startswith(API_PREFIX):
+            await self._answer(scope, receive, send)
+            return
+        refusal = self._refusal(path)
+        if refusal is not None:
+            await error_response(refusal)(scope, receive, send)
+            return
+        with self._lifecycle.serving():
+            await self._answer(scope, receive, send)
+
+    def _refusal(self, path: str) -> ApiError | None:
+        # A result outlives its request: a client served just before the drain may still fetch it.
+        if path.startswith(RESULTS_PREFIX) and self._lifecycle.phase is not Phase.STARTING:
+            return None
+        return self._lifecycle.refusal()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_started = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal has_started
+            has_started = has_started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        except ClientDisconnect:
+            logger.info("client went away: %s %s", scope["method"], scope["path"])
+        except Exception:
+            # With the status sent there is nothing left to say; the server cuts the connection.
+            if has_started:
+                raise
+            logger.exception("unhandled error: %s %s", scope["method"], scope["path"])
+            await error_response(internal_error())(scope, receive, send)

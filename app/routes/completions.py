@@ -1,0 +1,24 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from app.context import Served
+from app.openapi import COMPLETION_BODY, GENERATION_ERRORS
+from app.services.generation import generate
+
+router = APIRouter(tags=["openai"])
+
+
+@router.post(
+    "/v1/completions",
+    summary="Complete a prompt, with interventions",
+    openapi_extra=COMPLETION_BODY,
+    responses=GENERATION_ERRORS,
+)
+async def create_completion(request: Request, context: Served) -> Response:
+    """OpenAI's completions, as vLLM serves them, plus the field ``interventions``."""
+    return await generate(context, request, context.engine.completions)

@@ -1,0 +1,29 @@
+"""``GET /health/live`` and ``GET /health/ready``: for whoever restarts and whoever routes."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from app.context import Served
+from app.lifecycle import Phase
+
+router = APIRouter(prefix="/health", tags=["health"])
+
+
+@router.get("/live", summary="Whether the process should go on")
+async def live(context: Served) -> dict[str, str]:
+    """200 from the first second, while the model loads and while draining; 503 once the engine is dead."""
+    phase = context.lifecycle.phase
+    refusal = context.lifecycle.refusal()
+    if phase is Phase.DEAD and refusal is not None:
+        raise refusal
+    return {"status": phase}
+
+
+@router.get("/ready", summary="Whether to send requests here")
+async def ready(context: Served) -> dict[str, str]:
+    """200 while requests are served; 503 with the reason otherwise."""
+    refusal = context.lifecycle.refusal()
+    if refusal is not None:
+        raise refusal
+    return {"status": context.lifecycle.phase}

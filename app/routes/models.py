@@ -1,0 +1,17 @@
+"""``GET /v1/models``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from app.context import Served
+
+router = APIRouter(tags=["openai"])
+
+
+@router.get("/v1/models", summary="List the models served")
+async def list_models(context: Served) -> dict[str, Any]:
+    """OpenAI's list of models, as vLLM gives it."""
+    return await context.engine.models()

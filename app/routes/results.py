@@ -1,0 +1,28 @@
+"""``GET /v1/results/{id}``: captured tensors too large to travel in JSON."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from app.context import Served
+from app.services.streaming import ClosingStream
+
+router = APIRouter(tags=["interventions"])
+
+
+@router.get(
+    "/v1/results/{result_id}",
+    summary="Fetch captured tensors as a safetensors file",
+    response_class=Response,
+    responses={200: {"content": {"application/safetensors": {}}, "description": "A safetensors file."}},
+)
+async def get_result(result_id: str, context: Served) -> Response:
+    """The file that a choice's ``interventions.results`` points at, until it expires."""
+    result = await context.store.open(result_id)
+    return ClosingStream(
+        result.chunks(),
+        media_type="application/safetensors",
+        headers={"Content-Length": str(result.num_bytes), "Cache-Control": "private, no-store"},
+        on_close=result.close,
+    )

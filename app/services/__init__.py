@@ -1,0 +1,1 @@
+"""What the server does between a route and the engine."""

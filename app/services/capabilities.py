@@ -1,0 +1,48 @@
+"""From the model's description to the answer of ``GET /v1/capabilities``."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from api_schemas.capabilities import Capabilities, CapabilityLimits, ModelSizes, PointCapability
+from app.settings import Settings
+from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
+
+_MODEL_LEAVES: Final = frozenset({"embed.output", "norm.output", "logits", "samples"})
+
+
+def describe(spec: ModelSpec, settings: Settings) -> Capabilities:
+    """Return what a server with these settings offers on this model."""
+    operations = {operation for leaf in spec.leaves for operation in leaf.operations}
+    return Capabilities(
+        model=spec.name,
+        architecture=spec.architecture,
+        dtype=spec.dtype,
+        points=[_point(leaf) for leaf in spec.leaves],
+        operations=sorted(operations),
+        limits=CapabilityLimits(
+            max_operations=settings.max_operations,
+            max_tensor_bytes=settings.max_tensor_bytes,
+            max_capture_bytes=spec.max_capture_bytes,
+            max_num_batched_tokens=spec.max_num_batched_tokens,
+            max_body_bytes=settings.max_body_bytes,
+            max_json_depth=settings.max_json_depth,
+        ),
+        sizes=ModelSizes(
+            num_layers=spec.num_layers,
+            hidden_size=spec.hidden_size,
+            vocab_size=spec.vocab_size,
+            max_model_len=spec.max_model_len,
+        ),
+    )
+
+
+def _point(leaf: LeafSpec) -> PointCapability:
+    name = leaf.name if leaf.name in _MODEL_LEAVES else f"layers.*.{leaf.name}"
+    return PointCapability(
+        name=name,
+        shape=list(leaf.shape),
+        width=leaf.width,
+        tier=leaf.tier,
+        operations=list(leaf.operations),
+    )

@@ -1,0 +1,72 @@
+"""One generation, from the request's bytes to the response: the way both OpenAI routes go.
+
+The body is parsed once. A request without ``interventions`` skips everything that concerns them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from api_schemas.interventions import FIELD, Intervention, Limits, parse_interventions
+from app.body import BodyLimits, read_object
+from app.context import Context
+from app.engine.client import EngineReply, JsonObject
+from app.services.disconnect import while_connected
+from app.services.streaming import ClosingStream, close_stream, events, first_event
+from app.settings import Settings
+
+Generate = Callable[[JsonObject, tuple[Intervention, ...], Request], Awaitable[EngineReply]]
+"""``EngineClient.completions`` or ``EngineClient.chat``."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Started:
+    """A reply, and the first event of its stream where it has one."""
+
+    reply: EngineReply
+    first: str | None
+
+
+async def generate(context: Context, request: Request, call: Generate) -> Response:
+    """Read the request, have the engine answer it, and return the response.
+
+    Raises:
+        ApiError: The request is refused or fails before its first byte.
+        ClientDisconnect: The client went away; the engine's work has been cancelled.
+    """
+    settings = context.settings
+    body = await read_object(request, BodyLimits(settings.max_body_bytes, settings.max_json_depth))
+    raw = body.pop(FIELD, None)
+    interventions = () if raw is None else parse_interventions(raw, limits_of(settings))
+    started = await while_connected(request.receive, _start(call(body, interventions, request)))
+    reply = started.reply
+    if reply.stream is None:
+        return JSONResponse(reply.body, reply.status, reply.headers)
+    stream = reply.stream
+
+    async def on_close() -> None:
+        await close_stream(stream)
+
+    return ClosingStream(
+        events(started.first, stream),
+        media_type="text/event-stream",
+        headers=reply.headers,
+        on_close=on_close,
+    )
+
+
+def limits_of(settings: Settings) -> Limits:
+    """Return the limits on a request's interventions."""
+    return Limits(max_operations=settings.max_operations, max_tensor_bytes=settings.max_tensor_bytes)
+
+
+async def _start(call: Awaitable[EngineReply]) -> _Started:
+    reply = await call
+    if reply.stream is None:
+        return _Started(reply, None)
+    # Waiting for the first event lets an error that comes before it have its own status.
+    return _Started(reply, await first_event(reply.stream))

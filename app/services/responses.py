@@ -1,0 +1,182 @@
+"""A choice's collected results as the JSON of its ``interventions`` field.
+
+Tensors travel inline as base64 while they are small together, and as one safetensors file of
+the result store when they are not. Engine clients call ``choice_json`` for each choice, and
+with each token of a stream.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+from app.settings import Settings
+from app.storage.results import ResultStore
+from nnsight_engine.plans.collected import (
+    CaptureResult,
+    CollectedResults,
+    LensResult,
+    LensToken,
+    ProbeResult,
+    TensorResult,
+)
+
+_LOWEST_LOGPROB: Final = -9999.0
+"""What stands for the logarithm of zero, as in vLLM's own log-probabilities."""
+
+Decode = Callable[[int], str]
+
+
+async def choice_json(
+    collected: CollectedResults,
+    *,
+    store: ResultStore,
+    settings: Settings,
+    decode: Decode,
+    base_path: str = "",
+) -> dict[str, Any]:
+    """Return the ``interventions`` object of one choice or of one token's part of it.
+
+    Args:
+        collected: What came back.
+        store: Takes tensors that together exceed ``settings.inline_tensor_bytes``.
+        settings: The limit on inline tensors.
+        decode: Text of a token id.
+        base_path: What stands before ``/v1`` in the server's URLs (ASGI's ``root_path``).
+
+    Returns:
+        ``results`` by name; in the final part also ``applied`` and ``provenance``.
+
+    Raises:
+        ApiError: The store refuses the tensors.
+    """
+    tensors = _Inline()
+    captures = [result for result in collected.results if isinstance(result, CaptureResult)]
+    if sum(_capture_bytes(capture) for capture in captures) > settings.inline_tensor_bytes:
+        tensors = await _stored(captures, store, base_path)
+    answer: dict[str, Any] = {
+        "results": {result.name: _result_json(result, tensors, decode) for result in collected.results}
+    }
+    if collected.final:
+        answer["applied"] = [dataclasses.asdict(applied) for applied in collected.applied]
+        answer["provenance"] = {
+            "fingerprint": collected.fingerprint,
+            "cached_tokens": collected.cached_tokens,
+            "recomputed_tokens": collected.recomputed_tokens,
+            "tier": collected.tier,
+        }
+    return answer
+
+
+class _Inline:
+    """Tensors as base64 inside the JSON."""
+
+    def reference(self, name: str, point: str, tensor: TensorResult) -> dict[str, Any]:
+        """Return the object that stands for the tensor captured as ``name`` at ``point``."""
+        del name, point
+        return {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data": base64.b64encode(tensor.data).decode("ascii"),
+            "encoding": "base64",
+        }
+
+
+class _Stored(_Inline):
+    """Tensors as entries of a file behind a URL."""
+
+    def __init__(self, url: str, expires_at: int) -> None:
+        self._url = url
+        self._expires_at = expires_at
+
+    def reference(self, name: str, point: str, tensor: TensorResult) -> dict[str, Any]:
+        """Return the URL and the key under which the file has the tensor."""
+        return {
+            "url": self._url,
+            "format": "safetensors",
+            "key": _file_key(name, point),
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "expires_at": self._expires_at,
+        }
+
+
+async def _stored(captures: list[CaptureResult], store: ResultStore, base_path: str) -> _Stored:
+    stored = await store.put(
+        {
+            _file_key(capture.name, point): tensor
+            for capture in captures
+            for point, tensor in capture.points.items()
+        }
+    )
+    # Rounded down: the file is there for at least as long as the answer says.
+    return _Stored(f"{base_path}/v1/results/{stored.id}", math.floor(stored.expires_at))
+
+
+def _file_key(name: str, point: str) -> str:
+    return f"{name}/{point}"
+
+
+def _capture_bytes(capture: CaptureResult) -> int:
+    return sum(len(tensor.data) for tensor in capture.points.values())
+
+
+def _result_json(
+    result: CaptureResult | ProbeResult | LensResult, tensors: _Inline, decode: Decode
+) -> dict[str, Any]:
+    if isinstance(result, CaptureResult):
+        return _capture_json(result, tensors)
+    if isinstance(result, ProbeResult):
+        return {
+            "type": "probe",
+            "positions": result.positions,
+            "points": {
+                point: [_finite_or_none(value) for value in values] for point, values in result.points.items()
+            },
+        }
+    return {
+        "type": "logit_lens",
+        "positions": result.positions,
+        "layers": {
+            str(layer): [
+                {
+                    "top": [_token_json(token, decode) for token in top],
+                    "targets": [_token_json(token, decode) for token in targets],
+                }
+                for top, targets in rows
+            ]
+            for layer, rows in result.layers.items()
+        },
+    }
+
+
+def _capture_json(capture: CaptureResult, tensors: _Inline) -> dict[str, Any]:
+    answer: dict[str, Any] = {
+        "type": "capture",
+        "positions": capture.positions,
+        "points": {
+            point: tensors.reference(capture.name, point, tensor) for point, tensor in capture.points.items()
+        },
+    }
+    if capture.reduce != "none":
+        answer["reduce"] = capture.reduce
+    return answer
+
+
+def _token_json(token: LensToken, decode: Decode) -> dict[str, Any]:
+    answer: dict[str, Any] = {
+        "token": decode(token.id),
+        "id": token.id,
+        "logprob": max(token.logprob, _LOWEST_LOGPROB) if not math.isnan(token.logprob) else None,
+    }
+    if token.rank is not None:
+        answer["rank"] = token.rank
+    return answer
+
+
+def _finite_or_none(value: float) -> float | None:
+    # JSON has no infinity; null says that the number overflowed, 0 would be a lie.
+    return value if math.isfinite(value) else None

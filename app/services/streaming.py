@@ -1,0 +1,93 @@
+"""Streams to the client: whatever happens, the source is closed and the client is told.
+
+An error before the first event still gets its own HTTP status; one after it becomes an event of
+OpenAI's error shape and ``[DONE]``, as in vLLM. A client that leaves ends the source at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from api_schemas.errors import ApiError
+from app.errors import DONE_FRAME, error_frame, internal_error
+from app.services.disconnect import while_connected
+
+logger = logging.getLogger(__name__)
+
+
+class ClosingStream(StreamingResponse):
+    """A stream whose source is closed on every way out: its end, an error, a client that left.
+
+    Args:
+        source: Yields the content.
+        media_type: Content type.
+        headers: More headers.
+        on_close: Awaited last. A generator that was never started has no ``finally`` to run, so what it
+            was to close must be closed here.
+    """
+
+    def __init__(
+        self,
+        source: AsyncGenerator[str, None] | AsyncGenerator[bytes, None],
+        *,
+        media_type: str,
+        headers: dict[str, str] | None = None,
+        on_close: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Take over ``source``."""
+        super().__init__(source, headers=headers, media_type=media_type)
+        self._source = source
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream until it ends or the client leaves."""
+        del scope
+        try:
+            await while_connected(receive, self.stream_response(send))
+        except OSError as error:
+            # Servers of newer ASGI versions say so when they can send no more.
+            raise ClientDisconnect from error
+        finally:
+            await self._source.aclose()
+            if self._on_close is not None:
+                await self._on_close()
+
+
+async def first_event(stream: AsyncIterator[str]) -> str | None:
+    """Return the stream's first event, or None where it has none; closes the stream if that fails."""
+    try:
+        return await anext(stream, None)
+    except BaseException:
+        await close_stream(stream)
+        raise
+
+
+async def events(first: str | None, stream: AsyncIterator[str]) -> AsyncGenerator[str, None]:
+    """Yield ``first`` and the rest of the stream; turn an error into its last two events."""
+    try:
+        if first is not None:
+            yield first
+            async for event in stream:
+                yield event
+    except ApiError as error:
+        logger.info("stream ended with %s: %s", error.code, error.message)
+        yield error_frame(error)
+        yield DONE_FRAME
+    except Exception:
+        logger.exception("unhandled error in a stream")
+        yield error_frame(internal_error())
+        yield DONE_FRAME
+    finally:
+        await close_stream(stream)
+
+
+async def close_stream(stream: AsyncIterator[str]) -> None:
+    """Close a stream where it can be closed; harmless when repeated."""
+    aclose = getattr(stream, "aclose", None)
+    if aclose is not None:
+        await aclose()

@@ -1,0 +1,87 @@
+"""Every setting of the server, read once from the environment and passed on.
+
+This is the only module that reads the environment. A setting ``port`` is the variable
+``NNSIGHT_ENGINE_PORT``; the command line overrides it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+MIB: Final = 1024 * 1024
+GIB: Final = 1024 * MIB
+
+
+def _default_result_dir() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "nnsight-engine" / "results"
+
+
+class Settings(BaseSettings):
+    """The server's settings; sizes are bytes, times are seconds."""
+
+    model_config = SettingsConfigDict(env_prefix="NNSIGHT_ENGINE_", frozen=True, extra="forbid")
+
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
+    max_body_bytes: int = Field(
+        default=128 * MIB,
+        ge=1024,
+        description="Largest request body, counted while it is read. Base64 adds a third to a tensor's size.",
+    )
+    max_json_depth: int = Field(
+        default=64, ge=4, le=256, description="Deepest nesting of arrays and objects in a request's JSON."
+    )
+    max_tensor_bytes: int = Field(default=64 * MIB, ge=1, description="Largest tensor in a request, decoded.")
+    max_operations: int = Field(default=64, ge=1, description="Most operations in one request.")
+    inline_tensor_bytes: int = Field(
+        default=MIB,
+        ge=0,
+        description="A choice whose captured tensors exceed this gets a file behind /v1/results/{id}.",
+    )
+    result_ttl_s: float = Field(
+        default=600.0, gt=0, description="How long a file behind /v1/results/{id} is kept."
+    )
+    result_store_bytes: int = Field(
+        default=2 * GIB,
+        ge=0,
+        description="Most bytes of result files; beyond it the oldest go before they expire.",
+    )
+    result_dir: Path = Field(
+        default_factory=_default_result_dir,
+        description="Where result files lie; each server process makes a folder of its own in it.",
+    )
+    max_capture_bytes_per_request: int = Field(
+        default=256 * MIB, ge=0, description="Most captured bytes that one request may hold in the engine."
+    )
+    max_capture_bytes_engine: int = Field(
+        default=GIB,
+        ge=0,
+        description="Most captured bytes that all requests together may hold in the engine.",
+    )
+    drain_timeout_s: float = Field(
+        default=30.0, ge=0, description="How long shutdown waits for requests that are already running."
+    )
+
+
+_ENGINE_DEFAULTS: Final = {
+    # vLLM keeps one core for itself on CPU; on small machines that is half of them.
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    # GiB of KV cache on CPU: without it vLLM takes nearly all memory.
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # Interventions are written for the V1 runner.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def set_engine_defaults() -> None:
+    """Set vLLM's environment variables where the operator has not; before vLLM is imported."""
+    for name, value in _ENGINE_DEFAULTS.items():
+        os.environ.setdefault(name, value)

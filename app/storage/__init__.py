@@ -1,0 +1,1 @@
+"""What the server keeps beyond one request."""

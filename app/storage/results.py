@@ -1,0 +1,281 @@
+"""Large results as files that expire, so that captured tensors need not travel inside JSON.
+
+The store never holds more than its byte limit: the oldest files go first. An id cannot be
+guessed and never becomes a path unless the store made it. Each process writes into a folder
+of its own, locked for as long as it lives; a folder without a holder is a dead process's and
+is removed at the next start. All disk work runs in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from api_schemas.errors import ApiError, ErrorCode
+from app.storage.safetensors_file import layout, write
+from nnsight_engine.plans.collected import TensorResult
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES: Final = 1024 * 1024
+_ID_BYTES: Final = 24
+_MAX_SWEEP_S: Final = 30.0
+_LOCK_NAME: Final = ".lock"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredResult:
+    """A stored file: its id, its size, and when it goes (Unix seconds)."""
+
+    id: str
+    num_bytes: int
+    expires_at: float
+
+
+class OpenResult:
+    """A stored file open for reading; once open it is read to its end, expiry or not."""
+
+    def __init__(self, file: BinaryIO, num_bytes: int) -> None:
+        """Take over ``file``; ``close`` or the end of ``chunks`` releases it."""
+        self._file = file
+        self.num_bytes = num_bytes
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """Yield the content in order, and close the file at the end or when left early."""
+        try:
+            while chunk := await asyncio.to_thread(self._file.read, _CHUNK_BYTES):
+                yield chunk
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """Release the file; harmless when repeated."""
+        # Closing a file opened for reading only has nothing to flush, so it needs no thread.
+        self._file.close()
+
+
+class ResultStore:
+    """Safetensors files with an expiry and a limit on their bytes together.
+
+    Args:
+        directory: Folder shared by all server processes of this user.
+        ttl_s: How long a file is kept.
+        max_bytes: Most bytes of all files.
+        clock: Unix seconds.
+    """
+
+    def __init__(
+        self, directory: Path, *, ttl_s: float, max_bytes: int, clock: Callable[[], float] = time.time
+    ) -> None:
+        """Remember the limits; the disk is first touched by ``start``."""
+        self._directory = directory
+        self._ttl_s = ttl_s
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._folder: Path | None = None
+        self._lock: int | None = None
+        self._entries: dict[str, StoredResult] = {}
+        self._used_bytes = 0
+        self._writes: set[asyncio.Task[StoredResult]] = set()
+        self._sweeper: asyncio.Task[None] | None = None
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all files, those being written included."""
+        return self._used_bytes
+
+    async def start(self) -> None:
+        """Make this process's folder, remove those of dead processes, and start to expire files."""
+        if self._folder is not None:
+            return
+        self._folder, self._lock = await asyncio.to_thread(_claim_folder, self._directory)
+        self._sweeper = asyncio.create_task(self._sweep(), name="result-store-sweep")
+
+    async def close(self) -> None:
+        """Remove all files; nothing is served afterwards."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
+        await asyncio.gather(*self._writes, return_exceptions=True)
+        folder, lock = self._folder, self._lock
+        self._folder, self._lock, self._sweeper = None, None, None
+        self._entries.clear()
+        self._used_bytes = 0
+        if folder is not None:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+    async def put(self, tensors: Mapping[str, TensorResult]) -> StoredResult:
+        """Store tensors in one file, making room by dropping the oldest files.
+
+        Raises:
+            ApiError: ``capture_too_large`` (beyond the limit of the whole store),
+                ``engine_capture_full`` (no room now: other files are being written, or the disk
+                refuses).
+        """
+        task = asyncio.create_task(self._put(tensors))
+        self._writes.add(task)
+        task.add_done_callback(self._writes.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            # Nobody will learn the id, so the file goes as soon as its write is over.
+            task.add_done_callback(self._abandon)
+            raise
+
+    async def open(self, result_id: str) -> OpenResult:
+        """Open a stored file.
+
+        Raises:
+            ApiError: ``result_not_found``, the same for ids that never were and that expired.
+        """
+        entry = self._entries.get(result_id)
+        if entry is not None and entry.expires_at <= self._clock():
+            await asyncio.to_thread(_unlink, self._forget([entry]))
+            entry = None
+        if entry is None:
+            raise _not_found()
+        try:
+            file = await asyncio.to_thread(self._path(result_id).open, "rb")
+        except FileNotFoundError as error:
+            raise _not_found() from error
+        return OpenResult(file, entry.num_bytes)
+
+    async def _put(self, tensors: Mapping[str, TensorResult]) -> StoredResult:
+        head, order = layout(tensors)
+        num_bytes = len(head) + sum(len(tensor.data) for tensor in tensors.values())
+        evicted = self._reserve(num_bytes)
+        result_id = secrets.token_urlsafe(_ID_BYTES)
+        try:
+            await asyncio.to_thread(_unlink, evicted)
+            await asyncio.to_thread(write, self._path(result_id), head, tensors, order)
+        except BaseException as error:
+            self._used_bytes -= num_bytes
+            if not isinstance(error, OSError):
+                raise
+            logger.exception("a result of %d bytes could not be written", num_bytes)
+            raise ApiError(
+                ErrorCode.ENGINE_CAPTURE_FULL,
+                f"The server could not store a result of {num_bytes} bytes; "
+                "capture fewer points or positions, or send the request again later.",
+            ) from error
+        entry = StoredResult(result_id, num_bytes, self._clock() + self._ttl_s)
+        self._entries[result_id] = entry
+        return entry
+
+    def _reserve(self, num_bytes: int) -> list[Path]:
+        """Count ``num_bytes`` as used and return the files that must go for them."""
+        if num_bytes > self._max_bytes:
+            raise ApiError(
+                ErrorCode.CAPTURE_TOO_LARGE,
+                f"A stored result may have {self._max_bytes} bytes, this one has {num_bytes}; "
+                "capture fewer points or positions, or use 'reduce'.",
+            )
+        # Entries are in the order of their expiry, so the first are the oldest.
+        evicted: list[StoredResult] = []
+        room = self._max_bytes - self._used_bytes
+        for entry in self._entries.values():
+            if room >= num_bytes:
+                break
+            evicted.append(entry)
+            room += entry.num_bytes
+        if room < num_bytes:
+            raise ApiError(
+                ErrorCode.ENGINE_CAPTURE_FULL,
+                f"The result store (limit {self._max_bytes} bytes) has no room for {num_bytes} bytes while "
+                "other results are being written; send the request again later.",
+            )
+        self._used_bytes += num_bytes
+        return self._forget(evicted)
+
+    def _forget(self, entries: Iterable[StoredResult]) -> list[Path]:
+        """Drop entries from the index and return their files, which are still on disk."""
+        gone = [entry for entry in entries if self._entries.pop(entry.id, None) is not None]
+        self._used_bytes -= sum(entry.num_bytes for entry in gone)
+        return [self._path(entry.id) for entry in gone]
+
+    async def _sweep(self) -> None:
+        interval_s = min(_MAX_SWEEP_S, max(0.05, self._ttl_s / 4))
+        while True:
+            await asyncio.sleep(interval_s)
+            now = self._clock()
+            expired = [entry for entry in self._entries.values() if entry.expires_at <= now]
+            await asyncio.to_thread(_unlink, self._forget(expired))
+
+    def _abandon(self, task: asyncio.Task[StoredResult]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            return
+        _unlink(self._forget([task.result()]))
+
+    def _path(self, result_id: str) -> Path:
+        if self._folder is None:
+            raise RuntimeError("the result store must be started before it is used; call start()")
+        return self._folder / f"{result_id}.safetensors"
+
+
+def _not_found() -> ApiError:
+    return ApiError(
+        ErrorCode.RESULT_NOT_FOUND,
+        "No result has this id; results expire (see 'expires_at' beside the url) and may go earlier "
+        "when the store is full. Send the request again.",
+    )
+
+
+def _unlink(paths: list[Path]) -> None:
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:
+            # Forgotten already, so it is never served; the folder goes when the server stops.
+            logger.warning("a stored result could not be removed: %s", path, exc_info=True)
+
+
+def _claim_folder(directory: Path) -> tuple[Path, int]:
+    """Make and lock a folder, and remove those whose lock nobody holds."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _locked(directory / _LOCK_NAME):
+        for other in directory.iterdir():
+            if other.is_dir() and _is_abandoned(other):
+                logger.info("removing results of a dead process: %s", other)
+                shutil.rmtree(other, ignore_errors=True)
+        folder = directory / f"{os.getpid()}-{secrets.token_hex(8)}"
+        folder.mkdir(mode=0o700)
+        lock = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return folder, lock
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        # Only folders of ours carry the lock; whatever else lies here is not ours to remove.
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True

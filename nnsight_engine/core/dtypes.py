@@ -1,0 +1,26 @@
+"""Dtypes by torch's names, for code that must not load torch.
+
+numpy has no bfloat16, but a bfloat16 is the upper half of a float32, so its bits widen exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
+"""Bytes of one item."""
+
+FLOAT32_MAX: Final = float(np.finfo(np.float32).max)
+
+Floats = npt.NDArray[np.float32]
+
+
+def floats_from_bytes(dtype: str, data: bytes) -> Floats:
+    """Return the little-endian values as float32, flat; exact for each of the three float dtypes."""
+    if dtype == "bfloat16":
+        wide = np.frombuffer(data, "<u2").astype(np.uint32) << np.uint32(16)
+        return wide.view(np.float32)
+    return np.frombuffer(data, "<f2" if dtype == "float16" else "<f4").astype(np.float32, copy=False)

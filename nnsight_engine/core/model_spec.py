@@ -1,0 +1,80 @@
+"""What a loaded model offers to interventions: its points, their widths, its limits.
+
+The worker describes the model once, at start; admission checks requests against the
+description, and ``GET /v1/capabilities`` prints it. It travels as plain JSON values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+RESIDUAL_LEAVES = ("input", "output")
+"""Leaves of a layer that are the residual stream itself, served by taps."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafSpec:
+    """One kind of point: ``attn.q`` of a layer, or a point of the whole model such as ``logits``.
+
+    Attributes:
+        name: ``embed.output``, ``norm.output``, ``logits``, ``samples``, or a layer's leaf
+            (``input``, ``output``, ``attn.output``, ``attn.q``, …) without its layer.
+        shape: Shape of one position's value, ``(hidden,)`` or ``(heads, head_dim)``; empty for
+            ``samples``, where a value is one token id, and ``(heads, -1)`` for ``attn.pattern``,
+            whose last axis grows with the position.
+        tier: ``tap`` where the compiled step serves it, ``eager`` where the step must run
+            uncompiled with hooks.
+        operations: The operations that may name this point.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tier: str
+    operations: tuple[str, ...]
+
+    @property
+    def width(self) -> int:
+        """Numbers in one position's value, counted flat."""
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The model as interventions see it; sizes are whole-model, not one rank's."""
+
+    name: str
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    dtype: str
+    max_model_len: int
+    max_num_batched_tokens: int
+    leaves: tuple[LeafSpec, ...]
+    max_capture_bytes: int
+
+    def leaf(self, name: str) -> LeafSpec | None:
+        """Return the leaf called ``name``, or None where this model has none."""
+        return next((leaf for leaf in self.leaves if leaf.name == name), None)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the description as JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> ModelSpec:
+        """Rebuild what ``to_plain`` wrote, tuples again where JSON made lists."""
+        leaves = tuple(
+            LeafSpec(
+                name=leaf["name"],
+                shape=tuple(leaf["shape"]),
+                tier=leaf["tier"],
+                operations=tuple(leaf["operations"]),
+            )
+            for leaf in plain["leaves"]
+        )
+        return cls(**{**plain, "leaves": leaves})

@@ -1,0 +1,33 @@
+"""Tensors as little-endian bytes, the form in which they travel.
+
+numpy has no bfloat16, so two-byte floats pass through a 16-bit integer view; nothing is
+converted on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def tensor_from_bytes(dtype: str, shape: Sequence[int], data: bytes) -> torch.Tensor:
+    """Return a tensor of its own memory holding ``data``; ``dtype`` is a key of ``DTYPES``."""
+    raw = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+    return raw.view(DTYPES[dtype]).reshape(tuple(shape))
+
+
+def tensor_to_bytes(tensor: torch.Tensor) -> bytes:
+    """Return the tensor's content, row-major, copied to the host first."""
+    tensor = tensor.detach().to("cpu").contiguous()
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.view(torch.int16)
+    data: bytes = tensor.numpy().tobytes()
+    return data

@@ -1,0 +1,39 @@
+"""Progress of long local work, drawn on standard error.
+
+Work reports through a plain callback and never prints; who owns the terminal decides what is drawn. The
+command line and ``python -m nnsight_engine.modeling.bundled`` own theirs and use this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from nnsight_engine.modeling.cached_folder import ProgressCallback
+
+
+@contextlib.contextmanager
+def console_progress(title: str) -> Iterator[ProgressCallback]:
+    """Draw one bar on standard error for each stage that the yielded callback is told of.
+
+    Nothing is drawn before the first report, so a cached result leaves the terminal alone.
+
+    Args:
+        title: What the work is for, before the stage's own words.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with contextlib.ExitStack() as stack:
+        bars = Progress(*columns, console=Console(stderr=True))
+        tasks: dict[str, TaskID] = {}
+
+        def report(stage: str, fraction: float) -> None:
+            if not tasks:
+                stack.enter_context(bars)
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(f"{title}: {stage}", total=1.0)
+            bars.update(tasks[stage], completed=fraction)
+
+        yield report

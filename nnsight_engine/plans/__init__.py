@@ -1,0 +1,1 @@
+"""Declarative operations: checked once, sent as data, fused over the requests of a step."""

@@ -1,0 +1,181 @@
+"""A request with interventions while it lives in the worker.
+
+Registered when the scheduler first sends the request, forgotten when it says the request is
+finished; a preempted request stays registered, with the positions it has already delivered,
+so that rebuilt KV gets its writes again and reads are delivered once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from nnsight_engine.core.errors import InterventionError
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.core.tensor_bytes import tensor_from_bytes
+from nnsight_engine.plans.records import Failure, StepInfo
+from nnsight_engine.plans.request_plan import Kind, PlannedOp, RequestPlan, Site, TensorData
+from nnsight_engine.plans.vector_bank import BankKey, VectorBank
+from nnsight_engine.plans.where import generated_is_constant
+
+SiteKey = int | Site
+"""A tap's number (0 before the first layer, i + 1 after layer i), or any other site itself."""
+
+NEEDS_DIRECTION = frozenset({Kind.NORM_MATCH, Kind.PROJECT_OUT, Kind.CLAMP})
+
+
+def site_key(site: Site) -> SiteKey:
+    """Return where a site really is: the end of layer i and the start of layer i + 1 are one tap."""
+    if site.leaf == "embed.output":
+        return 0
+    if site.leaf == "input":
+        return site.layer
+    if site.leaf == "output":
+        return site.layer + 1
+    return site
+
+
+@dataclasses.dataclass(slots=True)
+class ActiveOp:
+    """One operation with its tensors at hand.
+
+    Attributes:
+        op: The operation.
+        index: Its place in the plan.
+        keys: Where its sites really are.
+        tensor: What the kernel needs: ``[1 or sites, width]``, patches ``[1 or sites, positions,
+            width]``; None where the operation has none.
+        units: Selected units as an index tensor, or None.
+        constant: Whether it acts on every generated position (True), on none (False), or on
+            some (None).
+    """
+
+    op: PlannedOp
+    index: int
+    keys: tuple[SiteKey, ...]
+    tensor: torch.Tensor | None
+    units: torch.Tensor | None
+    constant: bool | None
+
+    def tensor_at(self, site_index: int) -> torch.Tensor:
+        """Return the tensor for the op's ``site_index``-th site."""
+        if self.tensor is None:
+            raise InterventionError("intervention_failed", f"{self.op.kind} carries no tensor")
+        return self.tensor[site_index if len(self.tensor) > 1 else 0]
+
+
+@dataclasses.dataclass(slots=True)
+class ActiveRequest:
+    """One live request: its operations and how far it has come."""
+
+    request_id: str
+    plan: RequestPlan
+    ops: list[ActiveOp]
+    bank_keys: list[BankKey]
+    steady: bool
+    first_position: int = -1
+    end_position: int = 0
+    recomputed_tokens: int = 0
+    tier: str = "tap"
+    failure: Failure | None = None
+    means: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
+
+    def info(self) -> StepInfo:
+        """Return what was done so far, for the answer's provenance."""
+        return StepInfo(self.first_position, self.end_position, self.recomputed_tokens, self.tier)
+
+    def fail(self, code: str, message: str) -> None:
+        """Mark the request failed; the first reason stays."""
+        if self.failure is None:
+            self.failure = Failure(code, message)
+
+
+class Registrar:
+    """Turns plans into active requests.
+
+    Args:
+        spec: The model's description.
+        dtype: The model's dtype.
+        device: Where the model runs.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        """Start with an empty vector bank."""
+        self.bank = VectorBank()
+        self._spec = spec
+        self._dtype = dtype
+        self._device = device
+
+    def register(
+        self, request_id: str, plan_bytes: bytes, tensors: dict[str, tuple[str, list[int], bytes]]
+    ) -> ActiveRequest:
+        """Return the request ready to take part in steps."""
+        plan = RequestPlan.decode(plan_bytes)
+        contents = {key: TensorData(dtype, tuple(shape), data) for key, (dtype, shape, data) in tensors.items()}
+        bank_keys: list[BankKey] = []
+        try:
+            ops = [
+                self._activate(op, index, plan.prompt_len, contents, bank_keys)
+                for index, op in enumerate(plan.ops)
+            ]
+        except BaseException:
+            self.bank.release(bank_keys)
+            raise
+        steady = all(op.constant is not None and op.op.kind is not Kind.MEAN for op in ops)
+        return ActiveRequest(request_id, plan, ops, bank_keys, steady)
+
+    def forget(self, request: ActiveRequest) -> None:
+        """Let go of the request's vectors."""
+        self.bank.release(request.bank_keys)
+        request.bank_keys = []
+
+    def _activate(
+        self,
+        op: PlannedOp,
+        index: int,
+        prompt_len: int,
+        contents: dict[str, TensorData],
+        bank_keys: list[BankKey],
+    ) -> ActiveOp:
+        tensor = None
+        if op.kind is Kind.ZERO:
+            width = self._width(op.sites[0])
+            tensor = torch.zeros(1, width, dtype=self._dtype, device=self._device)
+        elif op.tensor:
+            scale = op.scale if op.kind in {Kind.ADD, Kind.NORM_MATCH, Kind.REPLACE} else 1.0
+            # One vector for many layers and a stack of one per layer differ in shape, not in kind.
+            key = (op.tensor, str(op.kind), scale)
+            tensor = self.bank.acquire(key, lambda: self._prepare(op, contents[op.tensor], scale))
+            bank_keys.append(key)
+            self._check_width(op, tensor)
+        units = None if op.units is None else torch.tensor(op.units, dtype=torch.long, device=self._device)
+        keys = tuple(site_key(site) for site in op.sites)
+        constant = generated_is_constant(op.where, prompt_len, prompt_len)
+        return ActiveOp(op, index, keys, tensor, units, constant)
+
+    def _prepare(self, op: PlannedOp, content: TensorData, scale: float) -> torch.Tensor:
+        tensor = tensor_from_bytes(content.dtype, content.shape, content.data).to(device=self._device, dtype=torch.float32)
+        if op.kind is not Kind.PATCH:
+            tensor = tensor.reshape(-1, tensor.shape[-1])
+        elif tensor.ndim == len(("positions", "width")):
+            tensor = tensor.unsqueeze(0)
+        if op.kind in NEEDS_DIRECTION:
+            tensor = tensor / tensor.norm(dim=-1, keepdim=True)
+        tensor = tensor * scale
+        keeps_float32 = op.kind in NEEDS_DIRECTION or op.kind is Kind.PROBE
+        return tensor if keeps_float32 else tensor.to(self._dtype)
+
+    def _check_width(self, op: PlannedOp, tensor: torch.Tensor) -> None:
+        for site in op.sites:
+            width = self._width(site)
+            if tensor.shape[-1] != width:
+                raise InterventionError(
+                    "wrong_width", f"{site} has width {width}, the tensor has {tensor.shape[-1]}"
+                )
+
+    def _width(self, site: Site) -> int:
+        leaf = self._spec.leaf(site.leaf)
+        if leaf is None or site.layer >= self._spec.num_layers:
+            raise InterventionError("unknown_point", f"the model has no point {site}")
+        return leaf.width

@@ -1,0 +1,323 @@
+"""Builds the plan of a step from the spans of its requests.
+
+The order of a request's operations at a place is kept by stages; rows that a request has
+already delivered are read no more, while writes go to every row, so that KV rebuilt after a
+preemption carries them. A steady decode step (one row each, nothing that depends on the
+token or position) has the plan of the step before, which is reused as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nnsight_engine.core.errors import InterventionError
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.core.tensor_bytes import DTYPES
+from nnsight_engine.plans.active import ActiveOp, ActiveRequest, SiteKey
+from nnsight_engine.plans.groups import GroupKey, KernelFactory, Member, RowArray, group_key
+from nnsight_engine.plans.ledger import ByteLedger
+from nnsight_engine.plans.request_plan import Kind, PlannedOp, Site
+from nnsight_engine.plans.step_plan import Group, ReadGroup, ReadSlice, Span, StepPlan
+from nnsight_engine.plans.where import evaluate
+from nnsight_engine.plans.writes import Kernel
+
+LOGITS = Site("logits")
+SAMPLES = Site("samples")
+
+
+def width_classes(op: PlannedOp, spec: ModelSpec) -> list[list[int]]:
+    """Return the indices of the op's sites, grouped by width in order of first appearance.
+
+    One buffer holds the sites of one width; the API process takes results apart the same way.
+    """
+    if op.kind is Kind.PROBE:
+        return [list(range(len(op.sites)))]
+    classes: dict[int, list[int]] = {}
+    for index, site in enumerate(op.sites):
+        classes.setdefault(leaf_width(site, spec), []).append(index)
+    return list(classes.values())
+
+
+def leaf_width(site: Site, spec: ModelSpec) -> int:
+    """Return the flat width of a site's value."""
+    leaf = spec.leaf(site.leaf)
+    if leaf is None:
+        raise InterventionError("unknown_point", f"the model has no point {site}")
+    return leaf.width
+
+
+@dataclasses.dataclass(slots=True)
+class Rows:
+    """Where one operation acts in this step: rows of the step's tensors and offsets in the span."""
+
+    span: Span
+    active: ActiveOp
+    offsets: RowArray
+    stages: tuple[int, ...] = ()
+    rows: RowArray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    logits_rows: RowArray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    logits_offsets: RowArray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+
+    def rows_at(self, key: SiteKey) -> RowArray:
+        """Return the rows of the tensor that the site sees; at ``logits`` they are counted anew."""
+        return self.logits_rows if key == LOGITS else self.rows
+
+    def offsets_at(self, key: SiteKey) -> RowArray:
+        """Return the offsets in the span that belong to ``rows_at``."""
+        return self.logits_offsets if key == LOGITS else self.offsets
+
+
+class StepBuilder:
+    """Plans steps for one model.
+
+    Args:
+        spec: The model's description.
+        dtype: The model's dtype, that of captures which name none.
+        device: Where the model runs.
+        ledger: Counts captured bytes.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, ledger: ByteLedger
+    ) -> None:
+        """Remember no step."""
+        self._spec = spec
+        self._dtype = dtype
+        self._device = device
+        self._ledger = ledger
+        self._last: StepPlan | None = None
+
+    def forget(self) -> None:
+        """Drop the remembered step, and with it its buffers and the requests it refers to."""
+        self._last = None
+
+    def plan(self, spans: list[Span]) -> StepPlan:
+        """Return the plan of a step, the last one again where nothing but positions changed."""
+        signature = _signature(spans)
+        last = self._last
+        if last is not None and signature is not None and last.signature == signature:
+            last.reuse({span.request.request_id: span for span in spans})
+            self._reserve_again(last)
+            return last
+        plan = StepPlan({span.request.request_id: span for span in spans}, KernelFactory(self._device))
+        work = [rows for span in spans for rows in self._rows_of(span, plan)]
+        self._number_logits_rows(plan, work)
+        self._plan_writes_and_reads(plan, work)
+        plan.signature = signature
+        self._last = plan
+        return plan
+
+    def _rows_of(self, span: Span, plan: StepPlan) -> list[Rows]:
+        if span.request.failure is not None:
+            return []
+        work: list[Rows] = []
+        stages: dict[SiteKey, int] = defaultdict(int)
+        reserved = 0
+        for active in span.request.ops:
+            offsets = _named_offsets(span, active)
+            if not len(offsets):
+                continue
+            if active.keys[0] == SAMPLES:
+                # Sampled ids exist only after the forward pass, and never share an operation.
+                if span.samples and offsets[-1] == span.num_rows - 1:
+                    plan.samples.append((span.request, active))
+                continue
+            numbers = tuple(stages[key] for key in active.keys)
+            for key in active.keys:
+                stages[key] += 1
+            work.append(Rows(span, active, offsets, numbers, offsets + span.row))
+            reserved += self._read_bytes(active, len(offsets))
+        try:
+            self._ledger.reserve(span.request.request_id, reserved)
+        except InterventionError as error:
+            span.request.fail(error.code, error.message)
+            return []
+        plan.reserved[span.request.request_id] = reserved
+        return work
+
+    def _reserve_again(self, plan: StepPlan) -> None:
+        for request_id, num_bytes in plan.reserved.items():
+            try:
+                self._ledger.reserve(request_id, num_bytes)
+            except InterventionError as error:
+                plan.spans[request_id].request.fail(error.code, error.message)
+
+    def _read_bytes(self, active: ActiveOp, num_rows: int) -> int:
+        op = active.op
+        match op.kind:
+            case Kind.CAPTURE:
+                width = sum(leaf_width(site, self._spec) for site in op.sites)
+                return num_rows * width * self._capture_dtype(op).itemsize
+            case Kind.PROBE:
+                return num_rows * len(op.sites) * torch.float32.itemsize
+            case Kind.LENS:
+                hidden = self._spec.hidden_size * self._dtype.itemsize
+                return num_rows * len(op.sites) * (hidden + 8 * (op.top_k + len(op.targets)))
+            case _:
+                return 0
+
+    def _capture_dtype(self, op: PlannedOp) -> torch.dtype:
+        # A mean is summed in float32 whatever it is handed out as.
+        if op.reduce == "mean":
+            return torch.float32
+        return DTYPES[op.dtype] if op.dtype else self._dtype
+
+    def _number_logits_rows(self, plan: StepPlan, work: list[Rows]) -> None:
+        """Decide which rows need logits, and count each operation's rows among those.
+
+        A write matters only where a token is sampled or where the same request reads, so that
+        steering the logits of a long prompt does not compute them all.
+        """
+        at_logits = [item for item in work if LOGITS in item.active.keys]
+        if not at_logits:
+            return
+        read: dict[str, list[RowArray]] = defaultdict(list)
+        for item in at_logits:
+            if item.active.op.reads:
+                read[item.span.request.request_id].append(item.rows)
+        for item in at_logits:
+            wanted = [np.array([item.span.row + item.span.num_rows - 1], np.int64)]
+            wanted += read[item.span.request.request_id]
+            kept = np.isin(item.rows, np.concatenate(wanted))
+            item.logits_rows, item.logits_offsets = item.rows[kept], item.offsets[kept]
+            plan.writes_logits |= not item.active.op.reads
+        plan.logits_rows = np.unique(np.concatenate([item.logits_rows for item in at_logits]))
+        for item in at_logits:
+            item.logits_rows = np.searchsorted(plan.logits_rows, item.logits_rows).astype(np.int64)
+
+    def _plan_writes_and_reads(self, plan: StepPlan, work: list[Rows]) -> None:
+        slots: dict[SiteKey, dict[tuple[int, GroupKey], list[Member]]] = defaultdict(lambda: defaultdict(list))
+        read_groups: dict[GroupKey, list[Rows]] = defaultdict(list)
+        for item in work:
+            if item.active.op.reads:
+                read_groups[_read_key(item)].append(item)
+                continue
+            for site_index, key in enumerate(item.active.keys):
+                member = _write_member(item, site_index, key)
+                if len(member.rows):
+                    slots[key][item.stages[site_index], group_key(member)].append(member)
+        staged: dict[SiteKey, list[tuple[int, Group]]] = defaultdict(list)
+        for key, groups in slots.items():
+            for (stage, _), members in groups.items():
+                rebuild = _write_rebuild(plan.factory)
+                staged[key].append((stage, Group(plan.factory.build(members), members, rebuild)))
+        for items in read_groups.values():
+            self._plan_read(plan, items, staged)
+        for key, entries in staged.items():
+            entries.sort(key=lambda entry: entry[0])
+            plan.groups[key] = [group for _, group in entries]
+
+    def _plan_read(
+        self, plan: StepPlan, items: list[Rows], staged: dict[SiteKey, list[tuple[int, Group]]]
+    ) -> None:
+        op = items[0].active.op
+        num_rows = sum(len(item.offsets) for item in items)
+        group = ReadGroup([], [])
+        start = 0
+        for item in items:
+            stop = start + len(item.offsets)
+            group.slices.append(ReadSlice(item.span.request, item.active, start, stop, item.offsets))
+            start = stop
+        for indices in width_classes(op, self._spec):
+            width = leaf_width(op.sites[indices[0]], self._spec)
+            shape = (len(indices), num_rows) if op.kind is Kind.PROBE else (len(indices), num_rows, width)
+            buffer = torch.empty(shape, dtype=self._buffer_dtype(op), device=self._device)
+            group.buffers.append(buffer)
+            for place, site_index in enumerate(indices):
+                key = items[0].active.keys[site_index]
+                members = [
+                    Member(item.span.request, item.active, site_index, item.rows_at(key)) for item in items
+                ]
+                rebuild = _read_rebuild(plan.factory, members, buffer[place])
+                kernel = plan.factory.read(members, buffer[place])
+                staged[key].append((items[0].stages[site_index], Group(kernel, members, rebuild)))
+        plan.reads.append(group)
+
+    def _buffer_dtype(self, op: PlannedOp) -> torch.dtype:
+        if op.kind is Kind.PROBE:
+            return torch.float32
+        return self._capture_dtype(op) if op.kind is Kind.CAPTURE else self._dtype
+
+
+def _named_offsets(span: Span, active: ActiveOp) -> RowArray:
+    """Return which rows of the span the operation acts on, counted from the span's first."""
+    plan = span.request.plan
+    # What was delivered before a preemption is not delivered again.
+    first = max(span.start, span.request.end_position) if active.op.reads else span.start
+    if first >= span.stop:
+        return np.empty(0, np.int64)
+    if active.constant is not None and first >= plan.prompt_len:
+        named = np.full(span.stop - first, active.constant)
+    else:
+        positions = np.arange(first, span.stop, dtype=np.int64)
+        token_ids = span.token_ids[first : span.stop].astype(np.int64)
+        named = evaluate(active.op.where, positions, token_ids, plan.prompt_len)
+    offsets: RowArray = np.flatnonzero(named) + (first - span.start)
+    # The last named row is all that a `last` reduction keeps.
+    return offsets[-1:] if active.op.reduce == "last" else offsets
+
+
+def _signature(spans: list[Span]) -> tuple[object, ...] | None:
+    """Return what a steady decode step is known by, or None where the step is not one."""
+    entries: list[object] = []
+    for span in spans:
+        request = span.request
+        fresh = span.start >= request.plan.prompt_len and span.start >= request.end_position
+        if not (request.steady and fresh and span.num_rows == 1 and request.failure is None):
+            return None
+        entries.append((request.request_id, span.row))
+    return tuple(entries)
+
+
+def _read_key(item: Rows) -> GroupKey:
+    op = item.active.op
+    if op.kind is Kind.LENS:
+        return (op.kind, item.active.keys, item.stages, op.top_k, op.targets)
+    if op.kind is Kind.PROBE:
+        return (op.kind, item.active.keys, item.stages)
+    # Logits and pattern rows are counted otherwise than those of other sites.
+    own = id(item) if LOGITS in item.active.keys else 0
+    return (op.kind, item.active.keys, item.stages, op.dtype, op.reduce == "mean", own)
+
+
+def _write_member(item: Rows, site_index: int, key: SiteKey) -> Member:
+    op = item.active.op
+    member = Member(item.span.request, item.active, site_index, item.rows_at(key))
+    if op.kind is Kind.PATCH:
+        absolute = item.offsets_at(key) + item.span.start
+        positions = np.asarray(op.where.positions, np.int64)
+        member.patch_rows = np.searchsorted(positions, absolute).astype(np.int64)
+    if op.kind is Kind.MEAN:
+        member.source_rows = _mean_rows(item.span, item.offsets)
+    return member
+
+
+def _mean_rows(span: Span, offsets: npt.NDArray[np.int64]) -> RowArray | None:
+    prompt_len = span.request.plan.prompt_len
+    if span.start > 0 or span.stop < prompt_len:
+        return None
+    rows: RowArray = offsets[offsets < prompt_len] + span.row
+    return rows
+
+
+def _write_rebuild(factory: KernelFactory) -> Callable[[Member], Kernel]:
+    return lambda member: factory.build([member])
+
+
+def _read_rebuild(
+    factory: KernelFactory, members: list[Member], out: torch.Tensor
+) -> Callable[[Member], Kernel]:
+    starts: dict[int, int] = {}
+    start = 0
+    for member in members:
+        starts[id(member)] = start
+        start += len(member.rows)
+    return lambda member: factory.read(
+        [member], out[starts[id(member)] : starts[id(member)] + len(member.rows)]
+    )

@@ -1,0 +1,201 @@
+"""One choice's payloads, put together again in the API process.
+
+Payloads arrive in order, one with each output that carries something. ``take`` hands out
+what belongs to the tokens delivered so far, so that a stream shows each token's results
+with that token even when the engine is ahead of the reader.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.core.tensor_bytes import DTYPES, tensor_to_bytes
+from nnsight_engine.plans.builder import leaf_width, width_classes
+from nnsight_engine.plans.collected import (
+    Applied,
+    CaptureResult,
+    CollectedResults,
+    LensResult,
+    LensRow,
+    LensToken,
+    ProbeResult,
+    TensorResult,
+)
+from nnsight_engine.plans.records import Failure, Payload, StepInfo, StepRecord
+from nnsight_engine.plans.request_plan import Kind, PlannedOp, RequestPlan
+from nnsight_engine.plans.where import evaluate
+
+_ITEM_DTYPES = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16, "int64": np.uint64}
+"""Unsigned integers of each dtype's size: values are moved here, never computed with."""
+
+Values = npt.NDArray[np.generic]
+
+
+class RequestCollector:
+    """Assembles the results of one choice.
+
+    Args:
+        plan: The request's plan.
+        spec: The model's description.
+        prompt_token_ids: The prompt.
+        op_names: The request's own word for each operation of the plan.
+    """
+
+    def __init__(
+        self,
+        plan: RequestPlan,
+        spec: ModelSpec,
+        *,
+        prompt_token_ids: Sequence[int],
+        op_names: Sequence[str],
+    ) -> None:
+        """Start with nothing collected."""
+        self._op_names = tuple(op_names)
+        self._plan = plan
+        self._spec = spec
+        self._prompt_token_ids = list(prompt_token_ids)
+        self._waiting: list[StepRecord] = []
+        self._reduced: dict[int, StepRecord] = {}
+        self._info: StepInfo | None = None
+        self.failure: Failure | None = None
+
+    def add(self, payload: Payload) -> None:
+        """Take over one payload."""
+        for record in payload.records:
+            if self._plan.ops[record.op].reduce == "none":
+                self._waiting.append(record)
+            else:
+                self._reduced[record.op] = record
+        self._info = payload.info or self._info
+        self.failure = payload.failure or self.failure
+
+    def take_part(self, num_delivered_tokens: int) -> CollectedResults | None:
+        """Return what belongs to the first ``num_delivered_tokens`` tokens and was not taken yet."""
+        # The token at index k was sampled at position prompt_len - 1 + k.
+        last_position = self._plan.prompt_len + num_delivered_tokens - 2
+        ready = [record for record in self._waiting if record.positions[-1] <= last_position]
+        if not ready:
+            return None
+        self._waiting = [record for record in self._waiting if record.positions[-1] > last_position]
+        return CollectedResults(results=self._assemble(ready), final=False)
+
+    def take_final(self, generated_token_ids: Sequence[int]) -> CollectedResults:
+        """Return everything not taken yet, where each operation applied, and the provenance."""
+        records = [*self._waiting, *self._reduced.values()]
+        self._waiting, self._reduced = [], {}
+        info = self._info or StepInfo(0, 0, 0, "tap")
+        return CollectedResults(
+            results=self._assemble(records),
+            final=True,
+            applied=self._applied(info, generated_token_ids),
+            fingerprint=self._plan.fingerprint,
+            cached_tokens=max(info.first_position, 0),
+            recomputed_tokens=info.recomputed_tokens,
+            tier=info.tier,
+        )
+
+    def _applied(self, info: StepInfo, generated_token_ids: Sequence[int]) -> list[Applied]:
+        """Name the positions each operation met, cached ones included: their keys and values carry it."""
+        token_ids = np.asarray([*self._prompt_token_ids, *generated_token_ids], np.int64)
+        # A sampled token that was never fed back has no position of its own.
+        end = min(info.end_position, len(token_ids))
+        positions = np.arange(end, dtype=np.int64)
+        return [
+            Applied(
+                op=name,
+                at=[str(site) for site in op.sites],
+                positions=positions[
+                    evaluate(op.where, positions, token_ids[:end], self._plan.prompt_len)
+                ].tolist(),
+            )
+            for name, op in zip(self._op_names, self._plan.ops, strict=True)
+        ]
+
+    def _assemble(self, records: list[StepRecord]) -> list[CaptureResult | ProbeResult | LensResult]:
+        by_op: dict[int, list[StepRecord]] = defaultdict(list)
+        for record in records:
+            by_op[record.op].append(record)
+        return [self._result(self._plan.ops[index], by_op[index]) for index in sorted(by_op)]
+
+    def _result(
+        self, op: PlannedOp, records: list[StepRecord]
+    ) -> CaptureResult | ProbeResult | LensResult:
+        positions = [position for record in records for position in record.positions]
+        match op.kind:
+            case Kind.PROBE:
+                values = _join(records, 0, (len(op.sites), -1), np.float32)
+                points = {str(site): values[i].tolist() for i, site in enumerate(op.sites)}
+                return ProbeResult(op.name, positions, points)
+            case Kind.LENS:
+                return LensResult(op.name, positions, _lens_layers(op, records))
+            case _:
+                return CaptureResult(op.name, positions, op.reduce, self._captured(op, records))
+
+    def _captured(self, op: PlannedOp, records: list[StepRecord]) -> dict[str, TensorResult]:
+        dtype = op.dtype or self._spec.dtype
+        if op.sites[0].leaf == "samples":
+            dtype = "int64"
+        points: dict[int, TensorResult] = {}
+        for part, indices in enumerate(width_classes(op, self._spec)):
+            width = leaf_width(op.sites[indices[0]], self._spec)
+            if op.reduce == "none":
+                values = _join(records, part, (len(indices), -1, width), _ITEM_DTYPES[dtype])
+            elif op.reduce == "mean":
+                (record,) = records
+                total = np.frombuffer(record.parts[part], np.float32).reshape(len(indices), width)
+                values = _cast(total / np.float32(len(record.positions)), dtype)
+            else:
+                item = np.dtype(_ITEM_DTYPES[dtype])
+                values = np.frombuffer(records[-1].parts[part], item).reshape(len(indices), width)
+            for place, index in enumerate(indices):
+                leaf = self._spec.leaf(op.sites[index].leaf)
+                shape = () if leaf is None else leaf.shape
+                rows = values[place].shape[:-1] if op.reduce == "none" else ()
+                points[index] = TensorResult(dtype, (*rows, *shape), values[place].tobytes())
+        return {str(op.sites[index]): points[index] for index in sorted(points)}
+
+
+def _join(
+    records: list[StepRecord], part: int, shape: tuple[int, ...], dtype: type[np.generic]
+) -> Values:
+    """Return one part of all records, joined along the rows (the second axis)."""
+    pieces = [np.frombuffer(record.parts[part], dtype).reshape(shape) for record in records]
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+
+
+def _cast(values: npt.NDArray[np.float32], dtype: str) -> Values:
+    """Return float32 values rounded to ``dtype``, as unsigned integers of its size."""
+    rounded = torch.from_numpy(values).to(DTYPES[dtype])
+    return np.frombuffer(tensor_to_bytes(rounded), _ITEM_DTYPES[dtype]).reshape(values.shape)
+
+
+def _lens_layers(op: PlannedOp, records: list[StepRecord]) -> dict[int, list[LensRow]]:
+    num_sites, num_targets = len(op.sites), len(op.targets)
+    layers: dict[int, list[LensRow]] = {site.layer: [] for site in op.sites}
+    for record in records:
+        num_rows = len(record.positions)
+        ids = np.frombuffer(record.parts[0], np.int32).reshape(num_sites, num_rows, op.top_k)
+        logprobs = np.frombuffer(record.parts[1], np.float32).reshape(num_sites, num_rows, op.top_k)
+        of_targets = np.frombuffer(record.parts[2], np.float32).reshape(num_sites, num_rows, num_targets)
+        ranks = np.frombuffer(record.parts[3], np.int32).reshape(num_sites, num_rows, num_targets)
+        for i, site in enumerate(op.sites):
+            for row in range(num_rows):
+                top = [
+                    LensToken(token, logprob)
+                    for token, logprob in zip(ids[i, row].tolist(), logprobs[i, row].tolist(), strict=True)
+                ]
+                targets = [
+                    LensToken(token, logprob, rank)
+                    for token, logprob, rank in zip(
+                        op.targets, of_targets[i, row].tolist(), ranks[i, row].tolist(), strict=True
+                    )
+                ]
+                layers[site.layer].append((top, targets))
+    return layers
+

@@ -1,0 +1,133 @@
+"""From a request's operations to the plan that the worker runs: the only place that builds one.
+
+Admission calls ``compile_request`` once per prompt, with the model's description and the prompt's
+tokens at hand. Whatever can be known to be wrong before the first step is refused here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
+from api_schemas.interventions import FIELD, Intervention
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.plans.compile_cost import prompt_bytes
+from nnsight_engine.plans.compile_ops import OperationCompiler
+from nnsight_engine.plans.compile_scope import CompileScope, Tokenize
+from nnsight_engine.plans.request_plan import CompiledRequest, Kind, PlannedOp, RequestPlan, WhereRule
+
+_LOGITS: Final = "logits"
+_READING_OPERATIONS: Final = frozenset({"capture", "probe", "logit_lens"})
+
+
+def compile_request(
+    ops: Sequence[Intervention],
+    *,
+    spec: ModelSpec,
+    prompt_token_ids: Sequence[int],
+    max_tokens: int,
+    tokenize: Tokenize,
+    stream: bool,
+    prompt_logprobs: bool = False,
+) -> CompiledRequest:
+    """Resolve a request's operations against the model and one prompt.
+
+    Args:
+        ops: The operations, as ``parse_interventions`` returned them.
+        spec: The model's description.
+        prompt_token_ids: The prompt.
+        max_tokens: Most tokens that will be generated.
+        tokenize: Token ids of a string, without special tokens around them.
+        stream: Whether results leave with each token.
+        prompt_logprobs: Whether the request also wants log-probabilities of the prompt.
+
+    Returns:
+        The plan and its tensors.
+
+    Raises:
+        ApiError: What is wrong, with the field's path in ``param``.
+    """
+    scope = CompileScope(spec, prompt_token_ids, max_tokens, tokenize)
+    names = _names(ops)
+    compiler = OperationCompiler(scope)
+    planned: list[PlannedOp] = []
+    needs_prompt = False
+    num_bytes = 0
+    for index, op in enumerate(ops):
+        param = f"{FIELD}.{index}"
+        plan_op, named = compiler.compile(op, names[index], param)
+        if prompt_logprobs and not plan_op.reads and any(site.leaf == _LOGITS for site in plan_op.sites):
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                f"`{op.op}` at {_LOGITS} changes what is sampled, not the prompt's log-probabilities; ask "
+                "for one "
+                "of the two.",
+                param,
+            )
+        planned.append(plan_op)
+        # A mean is taken over prompt rows, which a prefix cache would not compute again.
+        needs_prompt |= named.num_prompt > 0 and (plan_op.reads or plan_op.kind is Kind.MEAN)
+        num_bytes += prompt_bytes(plan_op, named.num_prompt, spec)
+    if num_bytes > spec.max_capture_bytes:
+        raise ApiError(
+            ErrorCode.CAPTURE_TOO_LARGE,
+            f"One request may capture {spec.max_capture_bytes} bytes, the prompt alone asks for {num_bytes}; "
+            "capture fewer points or positions, or use `reduce`.",
+            FIELD,
+        )
+    plan = RequestPlan(
+        prompt_len=scope.prompt_len,
+        ops=tuple(planned),
+        stream=stream,
+        fingerprint=_fingerprint(planned, scope),
+    )
+    return CompiledRequest(plan, compiler.tensors, needs_prompt, num_bytes)
+
+
+def _names(ops: Sequence[Intervention]) -> list[str]:
+    """Return the key of each operation's result; writes have one only to be told apart."""
+    names: list[str] = []
+    taken: set[str] = set()
+    for index, op in enumerate(ops):
+        name = op.name if op.name is not None else f"{op.op}_{index}"
+        has_result = op.op in _READING_OPERATIONS
+        if has_result or op.name is not None:
+            if name in taken:
+                raise ApiError(
+                    ErrorCode.DUPLICATE_NAME,
+                    f"Names must differ within a request, {clip(name)!r} is used twice; give one of them "
+                    "another "
+                    "`name` (by default the operation and its index, capture_2).",
+                    f"{FIELD}.{index}.name",
+                )
+            taken.add(name)
+        names.append(name)
+    return names
+
+
+def _fingerprint(planned: list[PlannedOp], scope: CompileScope) -> str:
+    """Return the hash that keeps apart, in the prefix cache, what was written differently.
+
+    Two requests with one fingerprint must write alike at every position whose tokens, up to and
+    with it, are alike. So the prompt's length counts where a rule has a phase, and the prompt
+    itself where a mean makes early positions depend on later ones.
+    """
+    writes = tuple(op for op in planned if not op.reads)
+    if not writes:
+        return ""
+    digest = hashlib.sha256(msgspec.msgpack.encode(writes))
+    if any(_has_phase(op.where) for op in writes):
+        digest.update(f"prompt_len:{scope.prompt_len}".encode())
+    if any(op.kind is Kind.MEAN for op in writes):
+        digest.update(b"prompt:")
+        digest.update(scope.prompt_ids.tobytes())
+    return digest.hexdigest()
+
+
+def _has_phase(rule: WhereRule) -> bool:
+    return rule.phase != "all" or (rule.exclude is not None and _has_phase(rule.exclude))

@@ -1,0 +1,238 @@
+"""From one operation of a request to one planned operation.
+
+Everything about the operation itself is checked here; what concerns several operations together
+(names, total size) is ``plans.compile``'s. Tensors gather in ``OperationCompiler.tensors``, each
+content once.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import excerpt
+from api_schemas.interventions import Intervention
+from api_schemas.operations import Ablate, Capture, LogitLens, Patch, Probe, Steer
+from nnsight_engine.core.dtypes import FLOAT32_MAX
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.plans.compile_scope import CompileScope
+from nnsight_engine.plans.compile_sites import leaf_of, resolve_lens_sites, resolve_sites
+from nnsight_engine.plans.compile_where import Named, compile_where, resolve_positions
+from nnsight_engine.plans.request_plan import Kind, PlannedOp, Site, TensorData, WhereRule
+from nnsight_engine.plans.tensor_input import (
+    check_directions,
+    check_patch,
+    check_rows,
+    read_tensor,
+    reorder_rows,
+)
+
+_NEEDS_DIRECTION: Final = frozenset({"norm_match", "project_out", "clamp"})
+_ABLATIONS: Final = {"zero": Kind.ZERO, "mean": Kind.MEAN, "vector": Kind.REPLACE}
+_SAMPLES: Final = "samples"
+
+
+class OperationCompiler:
+    """Compiles the operations of one request, one after the other.
+
+    Args:
+        scope: The request.
+    """
+
+    def __init__(self, scope: CompileScope) -> None:
+        """Start without tensors."""
+        self.tensors: dict[str, TensorData] = {}
+        self._scope = scope
+        self._spec: ModelSpec = scope.spec
+
+    def compile(self, op: Intervention, name: str, param: str) -> tuple[PlannedOp, Named]:
+        """Return the planned operation and what its rule names of the prompt.
+
+        Args:
+            op: The operation.
+            name: Key of its result, where it has one.
+            param: Path of the operation in the request, for errors.
+
+        Raises:
+            ApiError: What is wrong with it on this model and prompt.
+        """
+        named = compile_where(op.where, self._scope, f"{param}.where")
+        match op:
+            case Steer():
+                planned = self._steer(op, named, param)
+            case Ablate():
+                planned = self._ablate(op, named, param)
+            case Patch():
+                planned = self._patch(op, param)
+            case Capture():
+                planned = self._capture(op, named, name, param)
+            case Probe():
+                planned = self._probe(op, named, name, param)
+            case LogitLens():
+                planned = self._lens(op, named, name, param)
+        return planned, named
+
+    def _steer(self, op: Steer, named: Named, param: str) -> PlannedOp:
+        sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
+        tensor = read_tensor(op.vector, f"{param}.vector")
+        check_rows(tensor, self._widths(sites), f"{param}.vector")
+        if op.mode in _NEEDS_DIRECTION:
+            check_directions(tensor, op.mode, f"{param}.vector")
+        scale = _float32(op.scale, f"{param}.scale")
+        return PlannedOp(Kind(op.mode), sites, named.rule, scale=scale, tensor=self._keep(tensor))
+
+    def _ablate(self, op: Ablate, named: Named, param: str) -> PlannedOp:
+        sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
+        widths = self._widths(sites)
+        kind = _ABLATIONS[op.method]
+        key = ""
+        if op.vector is not None:
+            tensor = read_tensor(op.vector, f"{param}.vector")
+            check_rows(tensor, widths, f"{param}.vector")
+            key = self._keep(tensor)
+        units = None if op.units is None else _units(op.units, min(widths), f"{param}.units")
+        if kind is Kind.MEAN:
+            self._check_mean(named, param)
+        return PlannedOp(kind, sites, named.rule, tensor=key, units=units)
+
+    def _check_mean(self, named: Named, param: str) -> None:
+        limit = self._spec.max_num_batched_tokens
+        if self._scope.prompt_len > limit:
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                f"`ablate` by mean needs the whole prompt in one step, of at most {limit} tokens; this "
+                "prompt has "
+                f"{self._scope.prompt_len}. Shorten it, or capture the mean and ablate by `vector`.",
+                f"{param}.method",
+            )
+        if named.num_prompt == 0:
+            raise ApiError(
+                ErrorCode.CONTRADICTORY_WHERE,
+                "`ablate` by mean takes the mean over the prompt positions that `where` names, and it "
+                "names none; "
+                "name some, or ablate by `vector`.",
+                f"{param}.where",
+            )
+
+    def _patch(self, op: Patch, param: str) -> PlannedOp:
+        where, path = op.where, f"{param}.where"
+        if where.range is not None or where.tokens is not None or where.exclude is not None:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                "`patch` has one row of `values` per position, so its `where` takes `positions` and "
+                "`phase` only.",
+                path,
+            )
+        positions = resolve_positions(where.positions or [], where.phase, self._scope, f"{path}.positions")
+        if len(set(positions)) < len(positions):
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                f"`patch` may name a position once; {excerpt(positions)} has one twice (negatives resolved).",
+                f"{path}.positions",
+            )
+        if where.phase == "generated" and min(positions) < self._scope.prompt_len:
+            raise ApiError(
+                ErrorCode.CONTRADICTORY_WHERE,
+                f"With `phase` generated a patch's positions must all be {self._scope.prompt_len} or more, "
+                "the "
+                f"prompt's length; got {min(positions)}.",
+                f"{path}.positions",
+            )
+        sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
+        tensor = read_tensor(op.values, f"{param}.values")
+        check_patch(tensor, self._widths(sites), len(positions), f"{param}.values")
+        order = sorted(range(len(positions)), key=positions.__getitem__)
+        rule = WhereRule(positions=tuple(positions[index] for index in order))
+        return PlannedOp(Kind.PATCH, sites, rule, tensor=self._keep(reorder_rows(tensor, order)))
+
+    def _capture(self, op: Capture, named: Named, name: str, param: str) -> PlannedOp:
+        sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
+        dtype = op.dtype or self._spec.dtype
+        if any(site.leaf == _SAMPLES for site in sites):
+            if len(sites) > 1 or op.dtype is not None or op.reduce == "mean":
+                raise ApiError(
+                    ErrorCode.UNSUPPORTED_COMBINATION,
+                    f"`{_SAMPLES}` are token ids: capture them in an operation of their own, without "
+                    "`dtype` and "
+                    "without `reduce` mean.",
+                    f"{param}.at",
+                )
+            dtype = "int64"
+        if op.reduce == "mean" and any(-1 in leaf_of(site, self._spec).shape for site in sites):
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                "`reduce` mean needs rows of one length, and attention patterns grow with the position; "
+                "capture them with `reduce` none or last.",
+                f"{param}.reduce",
+            )
+        return PlannedOp(Kind.CAPTURE, sites, named.rule, name, reduce=op.reduce, dtype=dtype)
+
+    def _probe(self, op: Probe, named: Named, name: str, param: str) -> PlannedOp:
+        sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
+        tensor = read_tensor(op.weights, f"{param}.weights")
+        check_rows(tensor, self._widths(sites), f"{param}.weights")
+        bias = _float32(op.bias, f"{param}.bias")
+        return PlannedOp(Kind.PROBE, sites, named.rule, name, tensor=self._keep(tensor), bias=bias)
+
+    def _lens(self, op: LogitLens, named: Named, name: str, param: str) -> PlannedOp:
+        sites = resolve_lens_sites(op.layers, self._spec, f"{param}.layers")
+        if op.top_k > self._spec.vocab_size:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                f"`top_k` must not exceed the vocabulary's {self._spec.vocab_size} tokens, got {op.top_k}.",
+                f"{param}.top_k",
+            )
+        targets: list[int] = []
+        for index, token in enumerate(op.targets or ()):
+            path = f"{param}.targets.{index}"
+            token_id = self._scope.token_id(token, path)
+            if token_id in targets:
+                raise ApiError(
+                    ErrorCode.INVALID_VALUE,
+                    f"A target may be named once; {excerpt(token)} is the second.",
+                    path,
+                )
+            targets.append(token_id)
+        return PlannedOp(Kind.LENS, sites, named.rule, name, top_k=op.top_k, targets=tuple(targets))
+
+    def _widths(self, sites: tuple[Site, ...]) -> list[int]:
+        by_leaf = {leaf: leaf_of(Site(leaf), self._spec).width for leaf in {site.leaf for site in sites}}
+        return [by_leaf[site.leaf] for site in sites]
+
+    def _keep(self, tensor: TensorData) -> str:
+        key = tensor.key()
+        self.tensors[key] = tensor
+        return key
+
+
+def _units(units: list[int], width: int, param: str) -> tuple[int, ...]:
+    if not units:
+        raise ApiError(
+            ErrorCode.INVALID_VALUE, "An empty `units` selects nothing; leave it out for all units.", param
+        )
+    for index, unit in enumerate(units):
+        if not 0 <= unit < width:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                f"A unit must lie between 0 and {width - 1}, the point's width less one; got "
+                f"{excerpt(unit)}.",
+                f"{param}.{index}",
+            )
+    ordered = tuple(sorted(set(units)))
+    if len(ordered) < len(units):
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            f"A unit may be named once; {len(units)} are named, {len(ordered)} of them different.",
+            param,
+        )
+    return ordered
+
+
+def _float32(number: float, param: str) -> float:
+    if abs(number) > FLOAT32_MAX:
+        raise ApiError(
+            ErrorCode.NOT_FINITE,
+            f"A number must be finite in float32, whose largest is {FLOAT32_MAX:g}; got {number:g}.",
+            param,
+        )
+    return number

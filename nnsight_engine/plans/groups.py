@@ -1,0 +1,167 @@
+"""From operations on rows to a few batched kernels at each site.
+
+Operations of one request at one site keep their order by stage: its first operation there
+is in stage 0, the next in stage 1. Within a stage, operations of the same form over all
+requests become one kernel; their rows are disjoint, since each request owns its rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nnsight_engine.plans import reads, writes
+from nnsight_engine.plans.active import ActiveOp, ActiveRequest
+from nnsight_engine.plans.request_plan import Kind
+
+RowArray = npt.NDArray[np.int64]
+GroupKey = tuple[object, ...]
+
+
+@dataclasses.dataclass(slots=True)
+class Member:
+    """One operation of one request at one site in one step.
+
+    Attributes:
+        request: Whose it is.
+        active: The operation.
+        site_index: Which of the operation's sites.
+        rows: Rows of the step's tensor at this site, ascending.
+        patch_rows: PATCH: row of the values for each of ``rows``.
+        source_rows: MEAN: rows to average, when all of them are in this step.
+    """
+
+    request: ActiveRequest
+    active: ActiveOp
+    site_index: int
+    rows: RowArray
+    patch_rows: RowArray | None = None
+    source_rows: RowArray | None = None
+
+
+def group_key(member: Member) -> GroupKey:
+    """Return what writing members of one kernel have in common."""
+    op = member.active.op
+    match op.kind:
+        case Kind.ADD | Kind.NORM_MATCH:
+            return (op.kind,)
+        case Kind.PROJECT_OUT | Kind.CLAMP:
+            return (Kind.PROJECT_OUT,)
+        case Kind.REPLACE | Kind.ZERO | Kind.PATCH:
+            return (Kind.REPLACE, op.units)
+        case _:
+            return (op.kind, id(member.request), member.active.index)
+
+
+class KernelFactory:
+    """Builds the kernels of one step; index tensors and stacked vectors are shared between sites."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Start with nothing shared."""
+        self._device = device
+        self._rows: dict[tuple[int, ...], torch.Tensor] = {}
+        self._stacks: dict[tuple[tuple[int, int, int], ...], torch.Tensor] = {}
+        self._builders: dict[Kind, Callable[[list[Member]], writes.Kernel]] = {
+            Kind.ADD: self._add,
+            Kind.NORM_MATCH: self._norm_match,
+            Kind.PROJECT_OUT: self._project,
+            Kind.CLAMP: self._project,
+            Kind.REPLACE: self._set,
+            Kind.ZERO: self._set,
+            Kind.PATCH: self._set,
+            Kind.MEAN: self._set_mean,
+        }
+
+    def build(self, members: list[Member]) -> writes.Kernel:
+        """Return one kernel for writing members that share a group key."""
+        return self._builders[members[0].active.op.kind](members)
+
+    def read(self, members: list[Member], out: torch.Tensor) -> writes.Kernel:
+        """Return one kernel that writes all members' rows, in order, into ``out``.
+
+        ``out`` is ``[rows, width]``, or ``[rows]`` for probes.
+        """
+        index = self.row_index(members)
+        if members[0].active.op.kind is Kind.PROBE:
+            bias = [m.active.op.bias for m in members for _ in range(len(m.rows))]
+            return reads.Probe(index, self._stack(members), self._column(bias).squeeze(1), out)
+        rows = [row for member in members for row in member.rows.tolist()]
+        return reads.Gather(index, reads.contiguous_span(rows), out)
+
+    def row_index(self, members: list[Member]) -> torch.Tensor:
+        """Return the members' rows, one after the other, as an index tensor."""
+        key = tuple(id(member.rows) for member in members)
+        index = self._rows.get(key)
+        if index is None:
+            rows = np.concatenate([member.rows for member in members])
+            index = self._rows[key] = torch.from_numpy(rows).to(self._device)
+        return index
+
+    def _stack(self, members: list[Member]) -> torch.Tensor:
+        """Return each member's vector once per row, ``[rows, width]``."""
+        key = tuple(
+            (id(m.active.tensor), _stack_index(m), len(m.rows)) for m in members
+        )
+        stack = self._stacks.get(key)
+        if stack is None:
+            vectors = [m.active.tensor_at(m.site_index) for m in members]
+            if all(len(m.rows) == 1 for m in members):
+                stack = torch.stack(vectors)
+            else:
+                stack = torch.cat(
+                    [v.expand(len(m.rows), -1) for v, m in zip(vectors, members, strict=True)]
+                )
+            self._stacks[key] = stack
+        return stack
+
+    def _add(self, members: list[Member]) -> writes.Kernel:
+        return writes.Add(self.row_index(members), self._stack(members))
+
+    def _norm_match(self, members: list[Member]) -> writes.Kernel:
+        return writes.NormMatch(self.row_index(members), self._stack(members))
+
+    def _project(self, members: list[Member]) -> writes.Kernel:
+        target: list[float] = []
+        keep: list[float] = []
+        for member in members:
+            op = member.active.op
+            clamps = op.kind is Kind.CLAMP
+            target += [op.scale if clamps else 0.0] * len(member.rows)
+            keep += [1.0 if clamps else op.scale] * len(member.rows)
+        return writes.Project(
+            self.row_index(members), self._stack(members), self._column(target), self._column(keep)
+        )
+
+    def _set(self, members: list[Member]) -> writes.Kernel:
+        values = torch.cat([self._values(member) for member in members])
+        return writes.Set(self.row_index(members), values, members[0].active.units)
+
+    def _values(self, member: Member) -> torch.Tensor:
+        tensor = member.active.tensor_at(member.site_index)
+        if member.patch_rows is not None:
+            return tensor[torch.from_numpy(member.patch_rows).to(self._device)]
+        return tensor.expand(len(member.rows), -1)
+
+    def _set_mean(self, members: list[Member]) -> writes.Kernel:
+        (member,) = members
+        source = member.source_rows
+        return writes.SetMean(
+            self.row_index(members),
+            member.active.units,
+            None if source is None else torch.from_numpy(source).to(self._device),
+            member.request.means,
+            (member.active.index, member.site_index),
+        )
+
+    def _column(self, values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self._device).unsqueeze(1)
+
+
+def _stack_index(member: Member) -> int:
+    tensor = member.active.tensor
+    return member.site_index if tensor is not None and len(tensor) > 1 else 0
+

@@ -1,0 +1,128 @@
+"""From a step's buffers to one request's records.
+
+Runs once per step, after sampling. Lens projections happen here, batched over layers and
+requests, outside the compiled step; then each request's slices leave as bytes, so that no
+request holds memory that belongs to its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nnsight_engine.core.tensor_bytes import tensor_to_bytes
+from nnsight_engine.plans.active import ActiveRequest
+from nnsight_engine.plans.records import StepRecord, StepResults
+from nnsight_engine.plans.request_plan import Kind
+from nnsight_engine.plans.step_plan import ReadGroup, ReadSlice, StepPlan
+
+LENS_CHUNK_ROWS = 128
+"""Rows projected to the vocabulary at once: bounds the scratch memory of a lens."""
+
+LensLogits = Callable[[torch.Tensor], torch.Tensor | None]
+"""``[rows, hidden]`` of the residual stream to ``[rows, vocabulary]`` logits, None on a rank without."""
+
+
+class Harvester:
+    """Makes records out of executed step plans.
+
+    Args:
+        lens_logits: Final norm and unembedding of the model.
+    """
+
+    def __init__(self, lens_logits: LensLogits) -> None:
+        """Keep the projection."""
+        self._lens_logits = lens_logits
+
+    def harvest(self, plan: StepPlan, sampled: Sequence[Sequence[int]], order: dict[str, int]) -> StepResults:
+        """Return every request's records of the step and advance the requests.
+
+        Args:
+            plan: The plan, executed.
+            sampled: Sampled token ids by row of the batch, empty where a prompt is incomplete.
+            order: Row of the batch for each request id.
+        """
+        records: dict[str, list[StepRecord]] = defaultdict(list)
+        for group in plan.reads:
+            self._harvest_group(group, plan, records)
+        for request, active in plan.samples:
+            ids = sampled[order[request.request_id]] if sampled else []
+            if ids:
+                position = plan.spans[request.request_id].stop - 1
+                data = np.asarray(ids[:1], np.int64).tobytes()
+                records[request.request_id].append(StepRecord(active.index, [position], [data]))
+        failures = {}
+        for request_id, span in plan.spans.items():
+            _advance(span.request, span.start, span.stop)
+            if span.request.failure is not None:
+                failures[request_id] = span.request.failure
+                records.pop(request_id, None)
+        infos = {request_id: span.request.info() for request_id, span in plan.spans.items()}
+        return StepResults(dict(records), infos, failures)
+
+    def _harvest_group(
+        self, group: ReadGroup, plan: StepPlan, records: dict[str, list[StepRecord]]
+    ) -> None:
+        op = group.slices[0].active.op
+        if op.kind is Kind.LENS:
+            parts = self._lens(group.buffers[0], op.top_k, op.targets)
+        else:
+            parts = [_host_view(buffer) for buffer in group.buffers]
+        for piece in group.slices:
+            span = plan.spans[piece.request.request_id]
+            positions = (piece.offsets + span.start).tolist()
+            if piece.active.op.reduce == "none":
+                data = [part[:, piece.start : piece.stop].tobytes() for part in parts]
+            else:
+                data = [_reduce(buffer, piece) for buffer in group.buffers]
+            records[piece.request.request_id].append(StepRecord(piece.active.index, positions, data))
+
+    def _lens(
+        self, residual: torch.Tensor, top_k: int, targets: tuple[int, ...]
+    ) -> list[npt.NDArray[np.generic]]:
+        """Return ids, log-probabilities, and the targets' log-probabilities and ranks, ``[sites, rows, k]``."""
+        num_sites, num_rows, hidden = residual.shape
+        chunks = []
+        for rows in residual.reshape(-1, hidden).split(LENS_CHUNK_ROWS):
+            logits = self._lens_logits(rows)
+            if logits is None:
+                # Another rank has the logits, and its results are the ones that leave.
+                return []
+            chunks.append(_lens_chunk(logits, top_k, targets))
+        columns = [torch.cat(column) for column in zip(*chunks, strict=True)]
+        return [column.reshape(num_sites, num_rows, -1).cpu().numpy() for column in columns]
+
+
+def _lens_chunk(logits: torch.Tensor, top_k: int, targets: tuple[int, ...]) -> list[torch.Tensor]:
+    logprobs = torch.log_softmax(logits.to(torch.float32), dim=-1)
+    top = logprobs.topk(top_k, dim=-1)
+    index = torch.tensor(targets, dtype=torch.long, device=logits.device)
+    of_targets = logprobs.index_select(-1, index)
+    ranks = [(logprobs > of_targets[:, i : i + 1]).sum(dim=-1) + 1 for i in range(len(targets))]
+    rank = torch.stack(ranks, dim=-1) if ranks else torch.empty_like(of_targets)
+    return [top.indices.to(torch.int32), top.values, of_targets, rank.to(torch.int32)]
+
+
+def _host_view(buffer: torch.Tensor) -> npt.NDArray[np.generic]:
+    host = buffer.cpu()
+    array: npt.NDArray[np.generic] = (host.view(torch.int16) if host.dtype is torch.bfloat16 else host).numpy()
+    return array
+
+
+def _reduce(buffer: torch.Tensor, piece: ReadSlice) -> bytes:
+    own = buffer[:, piece.start : piece.stop]
+    if piece.active.op.reduce == "mean":
+        return tensor_to_bytes(own.sum(dim=1, dtype=torch.float32))
+    return tensor_to_bytes(own[:, -1])
+
+
+def _advance(request: ActiveRequest, start: int, stop: int) -> None:
+    if request.first_position < 0:
+        request.first_position = start
+        request.end_position = start
+    request.recomputed_tokens += max(0, min(request.end_position, stop) - start)
+    request.end_position = max(request.end_position, stop)

@@ -1,0 +1,173 @@
+"""Everything that interventions do in one step, fused over the requests of the step.
+
+Built before the forward pass from the requests' row spans; run by taps and hooks as the
+forward reaches their sites; harvested after sampling. A plan knows which sites it expects
+to be reached, so that a site which was not (a graph replayed without its taps, say) fails
+its requests instead of answering unsteered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nnsight_engine.core.errors import InterventionError
+from nnsight_engine.plans.active import ActiveOp, ActiveRequest, SiteKey
+from nnsight_engine.plans.groups import KernelFactory, Member
+from nnsight_engine.plans.request_plan import Site
+from nnsight_engine.plans.writes import Kernel
+
+
+@dataclasses.dataclass(slots=True)
+class Span:
+    """A request's rows in one step.
+
+    Attributes:
+        request: Whose rows.
+        row: First row in the step's tensors.
+        num_rows: How many.
+        start: Absolute position of the first.
+        token_ids: Ids of the request's tokens by absolute position, at least up to the span's end.
+        samples: Whether the last row's sample counts (the prompt is complete).
+    """
+
+    request: ActiveRequest
+    row: int
+    num_rows: int
+    start: int
+    token_ids: npt.NDArray[np.int32]
+    samples: bool = True
+
+    @property
+    def stop(self) -> int:
+        """One past the absolute position of the last row."""
+        return self.start + self.num_rows
+
+
+@dataclasses.dataclass(slots=True)
+class Group:
+    """One kernel and whom it serves."""
+
+    kernel: Kernel
+    members: list[Member]
+    rebuild: Callable[[Member], Kernel]
+
+    def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Run the fused kernel; should it raise, run each member alone and fail those that raise.
+
+        A kernel that raises has changed nothing, so running the others again is safe.
+        """
+        try:
+            self.kernel.run(hidden, residual)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it concerns these members alone
+            if len(self.members) == 1:
+                self._fail(self.members[0], error)
+                return
+            for member in self.members:
+                try:
+                    self.rebuild(member).run(hidden, residual)
+                except Exception as own_error:  # noqa: BLE001 - as above
+                    self._fail(member, own_error)
+
+    @staticmethod
+    def _fail(member: Member, error: Exception) -> None:
+        site = member.active.op.sites[member.site_index]
+        if isinstance(error, InterventionError):
+            member.request.fail(error.code, error.message)
+        else:
+            member.request.fail("intervention_failed", f"{member.active.op.kind} at {site} failed: {error}")
+
+
+@dataclasses.dataclass(slots=True)
+class ReadSlice:
+    """One request's rows in a read group's buffers, from ``start`` to ``stop``; positions relative to its span."""
+
+    request: ActiveRequest
+    active: ActiveOp
+    start: int
+    stop: int
+    offsets: npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(slots=True)
+class ReadGroup:
+    """Reads of the same form over many requests: one buffer ``[sites, rows, width]`` per width.
+
+    Attributes:
+        buffers: One per width class of the sites, in order; probes have one ``[sites, rows]``.
+        slices: Which rows are whose.
+    """
+
+    buffers: list[torch.Tensor]
+    slices: list[ReadSlice]
+
+
+@dataclasses.dataclass(slots=True)
+class StepPlan:
+    """The fused interventions of one step.
+
+    Attributes:
+        spans: The requests that take part.
+        groups: Kernels by site, in the order in which they run.
+        reads: Buffers to harvest.
+        samples: Captures of sampled ids: who, and which operation.
+        logits_rows: Batch rows whose logits the ``logits`` site needs, ascending.
+        writes_logits: Whether anything changes logits.
+        scratch: Bytes reserved per request for this step alone.
+        reserved: Bytes reserved per request for what it captures, in each step that reuses the plan.
+        signature: What must be the same for the next step to reuse this plan; None forbids it.
+        ran: Sites reached so far.
+    """
+
+    spans: dict[str, Span]
+    factory: KernelFactory
+    groups: dict[SiteKey, list[Group]] = dataclasses.field(default_factory=dict)
+    reads: list[ReadGroup] = dataclasses.field(default_factory=list)
+    samples: list[tuple[ActiveRequest, ActiveOp]] = dataclasses.field(default_factory=list)
+    logits_rows: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    writes_logits: bool = False
+    scratch: dict[str, int] = dataclasses.field(default_factory=dict)
+    reserved: dict[str, int] = dataclasses.field(default_factory=dict)
+    signature: tuple[object, ...] | None = None
+    ran: set[SiteKey] = dataclasses.field(default_factory=set)
+
+    def run(self, key: SiteKey, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Run what is planned at a site; ``hidden`` and ``residual`` are ``[tokens, width]``."""
+        groups = self.groups.get(key)
+        if groups is None:
+            return
+        self.ran.add(key)
+        for group in groups:
+            group.run(hidden, residual)
+
+    def hook_sites(self) -> list[Site]:
+        """Return the sites that only an uncompiled step with hooks reaches."""
+        return [key for key in self.groups if isinstance(key, Site) and key.layer >= 0]
+
+    def writes_at(self, key: SiteKey) -> bool:
+        """Return whether anything planned at a site changes it."""
+        groups = self.groups.get(key, [])
+        return any(not member.active.op.reads for group in groups for member in group.members)
+
+    def fail_unreached(self) -> None:
+        """Fail the requests of every site that the forward pass never reached."""
+        for key, groups in self.groups.items():
+            if key in self.ran:
+                continue
+            for group in groups:
+                for member in group.members:
+                    site = member.active.op.sites[member.site_index]
+                    member.request.fail(
+                        "intervention_failed",
+                        f"the forward pass never reached {site}, so nothing was applied there; this is a "
+                        "defect of the server, please report it with the model's name",
+                    )
+
+    def reuse(self, spans: dict[str, Span]) -> None:
+        """Make the plan that of the next step, whose rows are the same."""
+        self.spans = spans
+        self.ran = set()

@@ -1,0 +1,132 @@
+"""From a tensor in a request to bytes with a dtype and a shape, checked against where it goes.
+
+The user's dtype stays: scaling and casting are the worker's. Everything is finite afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
+from api_schemas.tensors import TensorInput, TensorObject, VectorName
+from nnsight_engine.core.dtypes import Floats, floats_from_bytes
+from nnsight_engine.plans.request_plan import TensorData
+
+MIN_NORM: Final = 1e-15
+MAX_NORM: Final = 1e18
+"""Norms whose squares are safe in float32."""
+
+_ITEM_TYPES: Final = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
+
+
+def read_tensor(value: TensorInput, param: str) -> TensorData:
+    """Return the tensor's content.
+
+    Raises:
+        ApiError: ``not_finite`` (also for numbers beyond float32's range in lists) or
+            ``unknown_vector``.
+    """
+    if isinstance(value, VectorName):
+        raise ApiError(
+            ErrorCode.UNKNOWN_VECTOR,
+            f"Named vectors are not available on this server, got {clip(value.name)!r}; "
+            "send numbers or a tensor object.",
+            param,
+        )
+    if isinstance(value, TensorObject):
+        tensor = TensorData(value.dtype, tuple(value.shape), value.raw)
+        floats = floats_from_bytes(value.dtype, value.raw)
+    else:
+        with np.errstate(over="ignore"):
+            floats = np.asarray(value, np.float64).astype("<f4")
+        tensor = TensorData("float32", floats.shape, floats.tobytes())
+    if not np.isfinite(floats).all():
+        index = int(np.flatnonzero(~np.isfinite(floats.reshape(-1)))[0])
+        raise ApiError(
+            ErrorCode.NOT_FINITE,
+            f"Every number of a tensor must be finite in {tensor.dtype}; number {index} (counted flat) is "
+            "not.",
+            param,
+        )
+    return tensor
+
+
+def check_rows(tensor: TensorData, widths: Sequence[int], param: str) -> None:
+    """Check that the tensor is ``[width]`` for all sites or ``[sites, width]``.
+
+    Args:
+        tensor: The tensor.
+        widths: Flat width of each site.
+        param: Its path in the request.
+
+    Raises:
+        ApiError: ``wrong_width``.
+    """
+    shape = tensor.shape
+    fits = len(shape) == 1 or (len(shape) == len(("sites", "width")) and shape[0] == len(widths))
+    if not fits or any(width != shape[-1] for width in widths):
+        raise _wrong_width(shape, widths, "", param)
+
+
+def check_patch(tensor: TensorData, widths: Sequence[int], num_positions: int, param: str) -> None:
+    """Check that the tensor is ``[positions, width]`` or ``[sites, positions, width]``.
+
+    Raises:
+        ApiError: ``wrong_width``, or ``invalid_value`` where the number of rows is not that of
+            positions.
+    """
+    shape = tensor.shape
+    per_site = len(shape) == len(("sites", "positions", "width")) and shape[0] == len(widths)
+    fits = per_site or len(shape) == len(("positions", "width"))
+    if not fits or any(width != shape[-1] for width in widths):
+        raise _wrong_width(shape, widths, f"{num_positions}, ", param)
+    if shape[-2] != num_positions:
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            f"A patch needs one row for each of its {num_positions} positions, got {shape[-2]} rows.",
+            param,
+        )
+
+
+def check_directions(tensor: TensorData, mode: str, param: str) -> None:
+    """Check that every row has a direction; raises ApiError ``invalid_value``."""
+    rows: Floats = floats_from_bytes(tensor.dtype, tensor.data).reshape(-1, tensor.shape[-1])
+    norms = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
+    if not ((norms >= MIN_NORM) & (norms <= MAX_NORM)).all():
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            f"`{mode}` needs the vector's direction, so its norm must lie between {MIN_NORM} and {MAX_NORM}; "
+            f"got {norms.min():g}{'' if len(norms) == 1 else f' to {norms.max():g}'}.",
+            param,
+        )
+
+
+def reorder_rows(tensor: TensorData, order: Sequence[int]) -> TensorData:
+    """Return the tensor with its second-to-last axis in the order of these indices."""
+    if list(order) == list(range(len(order))):
+        return tensor
+    items = np.frombuffer(tensor.data, _ITEM_TYPES[tensor.dtype]).reshape(tensor.shape)
+    return TensorData(tensor.dtype, tensor.shape, items[..., list(order), :].tobytes())
+
+
+def _wrong_width(shape: tuple[int, ...], widths: Sequence[int], rows: str, param: str) -> ApiError:
+    different = sorted(set(widths))
+    if len(different) > 1:
+        return ApiError(
+            ErrorCode.WRONG_WIDTH,
+            f"One tensor serves points of one width, these have {', '.join(map(str, different))}; "
+            "use one operation per width.",
+            param,
+        )
+    width = different[0]
+    return ApiError(
+        ErrorCode.WRONG_WIDTH,
+        f"Expected a tensor of shape [{rows}{width}] for all points, or [{len(widths)}, {rows}{width}] "
+        "with one "
+        f"for each, got {list(shape)}. GET /v1/capabilities lists the widths.",
+        param,
+    )

@@ -1,0 +1,119 @@
+"""Which rows a rule names, decided for many positions at once.
+
+The one place that gives a ``WhereRule`` its meaning: admission asks it before a request is
+accepted, the worker at every step that is not a steady decode, the API process for ``applied``.
+What depends on the position alone and what depends on the token are kept apart, because decode
+steps may reuse a plan only where no token can change the answer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from nnsight_engine.plans.request_plan import WhereRule
+
+Positions = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+
+def evaluate(
+    rule: WhereRule, positions: Positions, token_ids: npt.NDArray[np.integer], prompt_len: int
+) -> Mask:
+    """Return which positions the rule names.
+
+    Args:
+        rule: The rule.
+        positions: Absolute positions, ``[n]``, in any order.
+        token_ids: Input token at each of them, ``[n]``; not looked at where the rule has no tokens.
+        prompt_len: Tokens of the prompt.
+
+    Returns:
+        ``[n]``, True where named.
+    """
+    mask = _by_position(rule, positions, prompt_len)
+    if rule.tokens is not None:
+        mask &= np.isin(token_ids, np.asarray(rule.tokens, np.int64))
+    if rule.exclude is not None:
+        mask &= ~evaluate(rule.exclude, positions, token_ids, prompt_len)
+    return mask
+
+
+def generated_is_constant(rule: WhereRule, prompt_len: int, from_position: int) -> bool | None:
+    """Return the rule's one answer for every generated position from ``from_position`` on.
+
+    Returns:
+        True or False where it is the same whatever the position and the token, None where it
+        depends on either.
+    """
+    named = _clause_is_constant(rule, prompt_len, from_position)
+    if rule.exclude is None or named is False:
+        return named
+    excluded = generated_is_constant(rule.exclude, prompt_len, from_position)
+    if excluded is True:
+        return False
+    return named if excluded is False else None
+
+
+def reads_prompt(rule: WhereRule, prompt_len: int) -> bool:
+    """Return whether the rule may name a position of the prompt, whatever its tokens are."""
+    positions = np.arange(prompt_len, dtype=np.int64)
+    mask = _by_position(rule, positions, prompt_len)
+    if rule.exclude is not None and rule.exclude.tokens is None:
+        mask &= ~_by_position(rule.exclude, positions, prompt_len)
+    return bool(mask.any())
+
+
+def may_generate(rule: WhereRule, prompt_len: int, num_positions: int) -> bool:
+    """Return whether the rule may name a generated position below ``num_positions``."""
+    if rule.phase == "prompt":
+        return False
+    start = max(rule.start, prompt_len)
+    stop = num_positions if rule.stop is None else min(rule.stop, num_positions)
+    if rule.positions is None:
+        candidates = np.arange(start, max(start, stop), dtype=np.int64)
+    else:
+        candidates = np.asarray([p for p in rule.positions if start <= p < stop], np.int64)
+    exclude = rule.exclude
+    if exclude is not None and _sure_of_tokens(rule, exclude):
+        candidates = candidates[~_by_position(exclude, candidates, prompt_len)]
+    return len(candidates) > 0
+
+
+def _sure_of_tokens(rule: WhereRule, exclude: WhereRule) -> bool:
+    """Return whether every token that the rule lets through is one that ``exclude`` names."""
+    if exclude.tokens is None:
+        return True
+    return rule.tokens is not None and set(rule.tokens) <= set(exclude.tokens)
+
+
+def _by_position(rule: WhereRule, positions: Positions, prompt_len: int) -> Mask:
+    """Apply phase, range and positions; tokens and ``exclude`` are left out."""
+    if rule.phase == "prompt":
+        mask = positions < prompt_len
+    elif rule.phase == "generated":
+        mask = positions >= prompt_len
+    else:
+        mask = np.ones(len(positions), np.bool_)
+    if rule.start > 0:
+        mask &= positions >= rule.start
+    if rule.stop is not None:
+        mask &= positions < rule.stop
+    if rule.positions is not None:
+        mask &= np.isin(positions, np.asarray(rule.positions, np.int64))
+    return mask
+
+
+def _clause_is_constant(rule: WhereRule, prompt_len: int, from_position: int) -> bool | None:
+    first = max(prompt_len, from_position)
+    last_listed = None if rule.positions is None else max(rule.positions, default=-1)
+    if (
+        rule.phase == "prompt"
+        or (rule.stop is not None and rule.stop <= max(first, rule.start))
+        or (last_listed is not None and last_listed < max(first, rule.start))
+    ):
+        return False
+    varies = (
+        rule.start > first or rule.stop is not None or rule.positions is not None or rule.tokens is not None
+    )
+    return None if varies else True

@@ -1,0 +1,147 @@
+"""Batched writes: one kernel changes the rows of many requests at one site.
+
+A site's value is ``hidden + residual`` where the engine keeps the residual stream in two
+tensors, else ``hidden`` alone. Each kernel computes everything first and changes memory
+with its last statements, so that one which raises has changed nothing and its members can
+be tried one by one. Row indices of one kernel never repeat.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import torch
+
+from nnsight_engine.core.errors import InterventionError
+
+
+class Kernel(Protocol):
+    """Something that runs at one site in one step on behalf of one or more requests."""
+
+    def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Read or change the value of the kernel's rows, both tensors being ``[tokens, width]``."""
+
+
+def value_at(
+    rows: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the rows' values ``[rows, width]``, summed in ``dtype``; never a view of the model's memory."""
+    value = hidden.index_select(0, rows).to(dtype)
+    return value if residual is None else value.add_(residual.index_select(0, rows))
+
+
+@dataclasses.dataclass(slots=True)
+class Add:
+    """``x += delta``; ``delta`` is ``[rows, width]`` in the model's dtype.
+
+    Adding to ``hidden`` alone is enough: the model sums the two tensors itself.
+    """
+
+    rows: torch.Tensor
+    delta: torch.Tensor
+
+    def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Add in place."""
+        del residual
+        hidden.index_add_(0, self.rows, self.delta)
+
+
+@dataclasses.dataclass(slots=True)
+class NormMatch:
+    """``x += ||x|| * direction``; ``direction`` is ``[rows, width]`` float32, scale times the unit vector.
+
+    The scale is a multiple of the residual's own norm, so that one number suits every layer.
+    """
+
+    rows: torch.Tensor
+    direction: torch.Tensor
+
+    def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Add in place."""
+        norm = value_at(self.rows, hidden, residual, torch.float32).norm(dim=-1, keepdim=True)
+        hidden.index_add_(0, self.rows, (norm * self.direction).to(hidden.dtype))
+
+
+@dataclasses.dataclass(slots=True)
+class Project:
+    """``x += (target - keep * x·unit) * unit``, with ``unit`` ``[rows, width]`` float32 of norm one.
+
+    Projecting out by a scale is ``target = 0, keep = scale``; clamping the projection is
+    ``target = scale, keep = 1``. ``target`` and ``keep`` are ``[rows, 1]`` float32.
+    """
+
+    rows: torch.Tensor
+    unit: torch.Tensor
+    target: torch.Tensor
+    keep: torch.Tensor
+
+    def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Add in place."""
+        value = value_at(self.rows, hidden, residual, torch.float32)
+        along = (value * self.unit).sum(dim=-1, keepdim=True)
+        delta = (self.target - self.keep * along) * self.unit
+        hidden.index_add_(0, self.rows, delta.to(hidden.dtype))
+
+
+def store(
+    rows: torch.Tensor,
+    values: torch.Tensor,
+    units: torch.Tensor | None,
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+) -> None:
+    """Make the rows' values exactly ``values`` ``[rows, width]``, or only their ``units``."""
+    if units is None:
+        hidden.index_copy_(0, rows, values.to(hidden.dtype))
+        if residual is not None:
+            residual.index_fill_(0, rows, 0)
+        return
+    index = (rows.unsqueeze(1), units.unsqueeze(0))
+    hidden[index] = values.index_select(1, units).to(hidden.dtype)
+    if residual is not None:
+        residual[index] = 0
+
+
+@dataclasses.dataclass(slots=True)
+class Set:
+    """``x = values`` on all units or the selected ones; ``values`` is ``[rows, width]``."""
+
+    rows: torch.Tensor
+    values: torch.Tensor
+    units: torch.Tensor | None
+
+    def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Overwrite in place."""
+        store(self.rows, self.values, self.units, hidden, residual)
+
+
+@dataclasses.dataclass(slots=True)
+class SetMean:
+    """``x = mean of x over the request's named prompt positions``, for one request at one site.
+
+    The mean exists once every named prompt position has passed in one step; later steps, and
+    recomputation after a preemption, use the one kept in ``means``. ``source_rows`` are the
+    named prompt rows of this step when they are all there, else None.
+    """
+
+    rows: torch.Tensor
+    units: torch.Tensor | None
+    source_rows: torch.Tensor | None
+    means: dict[tuple[int, int], torch.Tensor]
+    key: tuple[int, int]
+
+    def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Overwrite in place."""
+        mean = self.means.get(self.key)
+        if mean is None:
+            if self.source_rows is None:
+                raise InterventionError(
+                    "prompt_was_chunked",
+                    "mean ablation needs the whole prompt in one step, and the scheduler split it "
+                    "because other requests filled the step; send the request again, or raise "
+                    "--max-num-batched-tokens",
+                )
+            mean = value_at(self.source_rows, hidden, residual, torch.float32).mean(dim=0)
+            self.means[self.key] = mean
+        store(self.rows, mean.expand(len(self.rows), -1), self.units, hidden, residual)

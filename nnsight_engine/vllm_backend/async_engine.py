@@ -1,0 +1,122 @@
+"""vLLM's asynchronous engine, whose ``generate`` understands calls with interventions.
+
+vLLM's serving classes call ``generate`` once per prompt. A call with interventions is
+recognised by its ticket; its prompt is compiled there, before anything is streamed, so that
+a bad request is refused with a status and not inside a stream.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from api_schemas.errors import ApiError, ErrorCode
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.plans.request_plan import PLAN_KEY
+from nnsight_engine.vllm_backend.call import (
+    TICKET_KEY,
+    InterventionCall,
+    PromptEntry,
+    prepare_params,
+    salted,
+)
+from nnsight_engine.vllm_backend.router import ResultRouter
+
+
+class InterventionAsyncLLM(AsyncLLM):
+    """An ``AsyncLLM`` that can intervene; call ``describe`` once before the first request."""
+
+    spec: ModelSpec
+    router: ResultRouter
+
+    async def describe(self) -> ModelSpec:
+        """Fetch the model's description from the worker and start routing results."""
+        (plain, *_) = await self.collective_rpc("describe_interventions")
+        self.spec = ModelSpec.from_plain(plain)
+        self.router = ResultRouter(self.spec)
+        self.router.attach(self.output_processor)
+        self._calls: dict[str, InterventionCall] = {}
+        return self.spec
+
+    def open_call(self, call: InterventionCall) -> None:
+        """Make a call known by its ticket; ``close_call`` it in the end."""
+        self._calls[call.ticket] = call
+
+    def close_call(self, call: InterventionCall) -> None:
+        """Forget a call."""
+        self._calls.pop(call.ticket, None)
+
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generate as vLLM does, with interventions where the parameters carry a ticket.
+
+        Raises:
+            ApiError: The call's operations do not fit this prompt.
+        """
+        extra = sampling_params.extra_args or {}
+        if PLAN_KEY in extra:
+            raise ApiError(
+                ErrorCode.BAD_REQUEST,
+                f"vllm_xargs may not name {PLAN_KEY!r}; send the field `interventions` instead",
+                "vllm_xargs",
+            )
+        call = self._calls.get(extra.get(TICKET_KEY, ""))
+        if call is None:
+            return super().generate(prompt, sampling_params, request_id, **kwargs)
+        prompt_token_ids = _token_ids(prompt)
+        compiled = call.compile(prompt_token_ids, sampling_params)
+        key = uuid.uuid4().hex
+        collectors = self.router.open(
+            key,
+            compiled.plan,
+            prompt_token_ids=prompt_token_ids,
+            op_names=call.op_names,
+            num_choices=sampling_params.n,
+        )
+        entry = PromptEntry(key, compiled, collectors, [[] for _ in collectors])
+        call.entries.append(entry)
+        prepare_params(sampling_params, compiled, key)
+        salt = salted(compiled, prompt.get("cache_salt"))
+        if salt is not None:
+            prompt = {**prompt, "cache_salt": salt}
+        return self._generate(call, entry, prompt, sampling_params, request_id, **kwargs)
+
+    async def _generate(
+        self,
+        call: InterventionCall,
+        entry: PromptEntry,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        **kwargs: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        cumulative = sampling_params.output_kind is not RequestOutputKind.DELTA
+        outputs = super().generate(prompt, sampling_params, request_id, **kwargs)
+        try:
+            async for output in outputs:
+                entry.raise_failure()
+                entry.deliver(output.outputs, cumulative=cumulative)
+                yield output
+        except ApiError as error:
+            call.failure = error
+            raise
+        finally:
+            await outputs.aclose()
+            self.router.close(entry.key)
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    if not token_ids:
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_COMBINATION,
+            "interventions need a prompt of tokens, and this one is given as embeddings; send text or ids",
+            "prompt",
+        )
+    return list(token_ids)

@@ -1,0 +1,153 @@
+"""One API call with interventions, from its prompts to its choices.
+
+A call may hold several prompts, each compiled on its own, since positions are resolved
+against a prompt; and each prompt several choices. vLLM's serving classes see only sampling
+parameters: the call travels through them as a ticket.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.interventions import Intervention
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.plans.collected import CollectedResults
+from nnsight_engine.plans.collector import RequestCollector
+from nnsight_engine.plans.compile import compile_request
+from nnsight_engine.plans.request_plan import PLAN_KEY, CompiledRequest
+
+TICKET_KEY: Final = "nnsight_engine_ticket"
+"""Key in ``extra_args`` under which a call's ticket passes through vLLM's serving classes."""
+
+
+@dataclasses.dataclass(slots=True)
+class PromptEntry:
+    """One prompt of a call while it runs.
+
+    Attributes:
+        key: Our own id of the prompt's request.
+        compiled: Its plan.
+        collectors: One for each choice.
+        token_ids: Generated ids delivered so far, by choice.
+    """
+
+    key: str
+    compiled: CompiledRequest
+    collectors: list[RequestCollector]
+    token_ids: list[list[int]]
+
+    def deliver(self, outputs: Sequence[Any], *, cumulative: bool) -> None:
+        """Note the tokens of one ``RequestOutput``."""
+        for output in outputs:
+            ids = self.token_ids[output.index]
+            if cumulative:
+                ids.clear()
+            ids.extend(output.token_ids)
+
+    def raise_failure(self) -> None:
+        """Raise ApiError when the worker reported one of the choices as failed."""
+        for collector in self.collectors:
+            if collector.failure is not None:
+                failure = collector.failure
+                raise ApiError(ErrorCode(failure.code), failure.message, "interventions")
+
+
+class InterventionCall:
+    """The interventions of one API call.
+
+    Args:
+        ops: Checked operations.
+        spec: The model's description.
+        tokenize: Text to token ids, without special tokens.
+        stream: Whether the answer streams.
+    """
+
+    def __init__(
+        self,
+        ops: tuple[Intervention, ...],
+        spec: ModelSpec,
+        tokenize: Callable[[str], list[int]],
+        *,
+        stream: bool,
+    ) -> None:
+        """Start with no prompt."""
+        self.ticket = uuid.uuid4().hex
+        self.ops = ops
+        self.entries: list[PromptEntry] = []
+        self.failure: ApiError | None = None
+        self._spec = spec
+        self._tokenize = tokenize
+        self._stream = stream
+
+    @property
+    def op_names(self) -> list[str]:
+        """The request's own word for each operation."""
+        return [op.op for op in self.ops]
+
+    def compile(self, prompt_token_ids: Sequence[int], params: Any) -> CompiledRequest:
+        """Return the plan for one prompt; raises ApiError for what is wrong with it."""
+        return compile_request(
+            self.ops,
+            spec=self._spec,
+            prompt_token_ids=prompt_token_ids,
+            max_tokens=params.max_tokens or 1,
+            tokenize=self._tokenize,
+            stream=self._stream,
+            prompt_logprobs=params.prompt_logprobs is not None,
+        )
+
+    def take_part(self, choice: int, num_choices: int) -> CollectedResults | None:
+        """Return what came with the tokens delivered so far for a choice of the answer."""
+        entry, index = self._locate(choice, num_choices)
+        return entry.collectors[index].take_part(len(entry.token_ids[index]))
+
+    def take_final(self, choice: int, num_choices: int) -> CollectedResults:
+        """Return everything not taken yet for a choice of the answer, which has ended."""
+        entry, index = self._locate(choice, num_choices)
+        return entry.collectors[index].take_final(entry.token_ids[index])
+
+    def _locate(self, choice: int, num_choices: int) -> tuple[PromptEntry, int]:
+        # vLLM numbers choices prompt by prompt.
+        prompt, index = divmod(choice, num_choices)
+        if prompt >= len(self.entries):
+            raise ApiError(
+                ErrorCode.INTERNAL,
+                "the engine answered a prompt that it was never given interventions for; "
+                "nothing was returned, please report this",
+            )
+        return self.entries[prompt], index
+
+
+def salted(compiled: CompiledRequest, salt: str | None) -> str | None:
+    """Return the prefix cache salt of a request: hex, its own for each set of writes.
+
+    Keys and values that carry a write must never serve a request without it.
+    """
+    if not compiled.plan.fingerprint:
+        return salt
+    return hashlib.sha256(f"{salt or ''}:{compiled.plan.fingerprint}".encode()).hexdigest()
+
+
+def engine_entry(compiled: CompiledRequest, key: str) -> dict[str, Any]:
+    """Return our entry of ``extra_args`` for the worker: plain values and bytes only."""
+    tensors = {
+        name: (content.dtype, list(content.shape), content.data)
+        for name, content in compiled.tensors.items()
+    }
+    return {"key": key, "plan": compiled.plan.encode(), "tensors": tensors}
+
+
+def prepare_params(params: Any, compiled: CompiledRequest, key: str) -> None:
+    """Make vLLM's sampling parameters carry a compiled request."""
+    extra = dict(params.extra_args or {})
+    extra.pop(TICKET_KEY, None)
+    extra[PLAN_KEY] = engine_entry(compiled, key)
+    params.extra_args = extra
+    if compiled.reads_prompt:
+        # A cached prefix would never pass the model, and its rows would be missing.
+        params.skip_reading_prefix_cache = True

@@ -1,0 +1,117 @@
+"""The one module that knows vLLM's version: where its classes are and what it can be started with.
+
+Written for vLLM 0.32, model runner V1. Everything else in ``vllm_backend`` names vLLM's
+stable parts only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.plans.records import StepResults
+
+if TYPE_CHECKING:
+    from nnsight_engine.vllm_backend.families import ModelPoints
+
+SUPPORTED_VERSION: Final = "0.32"
+CONFIG_KEY: Final = "nnsight_engine"
+"""Key of our entry in vLLM's ``additional_config``, which is part of the compile cache's key."""
+
+WORKER_CLASS: Final = "nnsight_engine.vllm_backend.worker.InterventionWorker"
+SCHEDULER_CLASS: Final = "nnsight_engine.vllm_backend.scheduler.InterventionScheduler"
+_RESULTS_ATTRIBUTE: Final = "nnsight_engine_results"
+
+
+class UnsupportedOptionError(Exception):
+    """An engine option with which interventions cannot be right; the message names it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Limits that the worker enforces, in bytes."""
+
+    max_capture_bytes_per_request: int = 256 * 1024 * 1024
+    max_capture_bytes_engine: int = 1024 * 1024 * 1024
+
+    @classmethod
+    def read(cls, config: VllmConfig) -> EngineLimits:
+        """Read what ``engine_options`` wrote, defaults where it is missing."""
+        entry = (config.additional_config or {}).get(CONFIG_KEY, {})
+        return cls(**entry.get("limits", {}))
+
+
+def engine_options(limits: EngineLimits) -> dict[str, Any]:
+    """Return the engine arguments that make vLLM's engine able to intervene.
+
+    Pass them to ``vllm.LLM`` or ``AsyncEngineArgs`` beside one's own.
+    """
+    return {
+        "worker_cls": WORKER_CLASS,
+        "scheduler_cls": SCHEDULER_CLASS,
+        # Token ids must be known in bookkeeping, and results must leave with their step.
+        "async_scheduling": False,
+        "additional_config": {CONFIG_KEY: {"taps": "all", "limits": dataclasses.asdict(limits)}},
+    }
+
+
+def check_supported(config: VllmConfig) -> None:
+    """Raise UnsupportedOptionError for options under which interventions could be silently wrong."""
+    parallel = config.parallel_config
+    refused = {
+        "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
+        "--data-parallel-size": parallel.data_parallel_size > 1,
+        "--speculative-config": config.speculative_config is not None,
+        "--async-scheduling": bool(config.scheduler_config.async_scheduling),
+        "--kv-transfer-config": config.kv_transfer_config is not None,
+        "--enable-dbo": bool(getattr(parallel, "enable_dbo", False)),
+    }
+    for option, given in refused.items():
+        if given:
+            message = f"{option} is not supported together with interventions yet; start without it"
+            raise UnsupportedOptionError(message)
+
+
+def platform_worker_class() -> Any:
+    """Return the worker class that vLLM would use on this platform."""
+    names = {
+        "cpu": "vllm.v1.worker.cpu_worker.CPUWorker",
+        "cuda": "vllm.v1.worker.gpu_worker.Worker",
+        "rocm": "vllm.v1.worker.gpu_worker.Worker",
+    }
+    name = names.get(current_platform.device_type, names["cuda"])
+    return resolve_obj_by_qualname(name)
+
+
+def attach_results(output: Any, results: StepResults) -> Any:
+    """Let results ride on a runner's output, which travels pickled between vLLM's own processes."""
+    setattr(output, _RESULTS_ATTRIBUTE, results)
+    return output
+
+
+def detach_results(output: Any) -> StepResults | None:
+    """Return what rides on a runner's output, or None."""
+    return getattr(output, _RESULTS_ATTRIBUTE, None)
+
+
+def describe_model(points: ModelPoints, config: VllmConfig, limits: EngineLimits) -> ModelSpec:
+    """Return the model's description for admission and capabilities."""
+    model = config.model_config
+    served = model.served_model_name
+    return ModelSpec(
+        name=served if isinstance(served, str) else served[0],
+        architecture=model.architectures[0],
+        num_layers=len(points.layers),
+        hidden_size=points.hidden_size,
+        vocab_size=points.vocab_size,
+        dtype=str(model.dtype).removeprefix("torch."),
+        max_model_len=model.max_model_len,
+        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+        leaves=points.leaf_specs(),
+        max_capture_bytes=limits.max_capture_bytes_per_request,
+    )

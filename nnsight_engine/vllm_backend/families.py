@@ -1,0 +1,457 @@
+"""Where each point of the vocabulary lies in the module tree of each model family in vLLM.
+
+A point such as ``layers.3.attn.q`` means the same on every architecture, while vLLM fuses, splits
+and names things differently in each. The tables here say which module carries a point and on
+which side of it; ``ModelPoints`` is a table resolved against one loaded model. The runner builds
+it once after the weights are loaded and places taps and hooks by it.
+
+Invariant: a leaf that ``leaf_specs`` lists can be located on every layer that this rank holds,
+and what ``view`` returns shares memory with what the module computes with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from typing import TYPE_CHECKING, Final, Literal, Protocol, cast
+
+import torch
+
+from nnsight_engine.core.model_spec import LeafSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+Part = Literal["", "q", "k", "v", "gate", "up"]
+
+VALUE_OPERATIONS: Final = ("steer", "ablate", "patch", "capture", "probe")
+"""Operations of every point whose value is a vector."""
+
+SHARDED_LEAVES: Final = frozenset(
+    {"attn.q", "attn.k", "attn.v", "attn.heads", "mlp.gate", "mlp.up", "mlp.act"}
+)
+"""Leaves of which each tensor-parallel rank computes its own columns only."""
+
+_QKV: Final = ("q", "k", "v")
+
+
+class UnsupportedModelError(Exception):
+    """The loaded model's architecture is in no table, or its modules do not fit its table."""
+
+
+class TextConfig(Protocol):
+    """What is read of a Hugging Face text config (``ModelConfig.hf_text_config``)."""
+
+    architectures: list[str] | None
+    hidden_size: int
+    num_attention_heads: int
+    vocab_size: int
+
+
+class _Linear(Protocol):
+    input_size: int
+
+
+class _CausalModel(Protocol):
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HookSpec:
+    """Which value of which module a leaf is.
+
+    Attributes:
+        path: Module path below the layer, such as ``self_attn.qkv_proj``.
+        side: ``input`` is the module's first positional argument, which every listed module is
+            called with; ``output`` is what it returns, or the first of the tuple it returns.
+        part: Which part of a fused output; empty for the whole.
+    """
+
+    path: str
+    side: Literal["input", "output"]
+    part: Part = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Family:
+    """One layout of decoder blocks, shared by the model classes named.
+
+    Attributes:
+        name: Key of the table.
+        model_classes: vLLM model classes, by name, that are laid out so.
+        architectures: Entries of the config's ``architectures`` that the table is for; empty
+            where the class alone decides. vLLM's Transformers backend is one class for all.
+        layers: Path of the decoder blocks' list.
+        final_norm: Path of the final norm; the module may be None (OPT-350m).
+        leaves: Leaf of a layer to its place, without the residual ``input`` and ``output``.
+        project_out: Path of a projection between the final norm and the unembedding, or empty.
+        hidden_index: Position of the hidden states among the arguments of a block's ``forward``.
+        returns_residual: Whether blocks take and return ``(hidden, residual)``, whose sum is the
+            residual stream (block 0 takes None for the residual). Otherwise blocks take and
+            return the residual stream itself, as one tensor.
+        is_batched: Whether values have a leading axis of size 1 (``[1, tokens, width]``).
+        is_qkv_interleaved: Whether the fused output is ``[heads, (q, k, v), head_dim]`` rather
+            than all of q, then k, then v.
+    """
+
+    name: str
+    model_classes: tuple[str, ...]
+    layers: str
+    final_norm: str
+    leaves: Mapping[str, HookSpec]
+    architectures: tuple[str, ...] = ()
+    project_out: str = ""
+    hidden_index: int = 0
+    returns_residual: bool = False
+    is_batched: bool = False
+    is_qkv_interleaved: bool = False
+
+
+def _leaves(*, attention: str, qkv: str, out: str, mlp: str, up: str, down: str) -> dict[str, HookSpec]:
+    """Lay out a block whose attention and MLP are modules called with one tensor.
+
+    ``attention`` is what yields ``attn.output``; ``qkv`` and ``out`` are its projections; ``up``
+    and ``down`` are the MLP's, relative to the layer like the others.
+    """
+    return {
+        "attn.output": HookSpec(attention, "output"),
+        "attn.q": HookSpec(qkv, "output", "q"),
+        "attn.k": HookSpec(qkv, "output", "k"),
+        "attn.v": HookSpec(qkv, "output", "v"),
+        "attn.heads": HookSpec(out, "input"),
+        "mlp.input": HookSpec(mlp, "input"),
+        "mlp.output": HookSpec(mlp, "output"),
+        "mlp.up": HookSpec(up, "output"),
+        "mlp.act": HookSpec(down, "input"),
+    }
+
+
+_LLAMA_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
+    _leaves(
+        attention="self_attn",
+        qkv="self_attn.qkv_proj",
+        out="self_attn.o_proj",
+        mlp="mlp",
+        up="mlp.gate_up_proj",
+        down="mlp.down_proj",
+    )
+    | {
+        "mlp.gate": HookSpec("mlp.gate_up_proj", "output", "gate"),
+        "mlp.up": HookSpec("mlp.gate_up_proj", "output", "up"),
+    }
+)
+
+_GPT2_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
+    _leaves(
+        attention="attn", qkv="attn.c_attn", out="attn.c_proj", mlp="mlp", up="mlp.c_fc", down="mlp.c_proj"
+    )
+)
+
+# OPT's MLP is two linears of the block itself, so both of its ends are theirs.
+_OPT_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
+    _leaves(
+        attention="self_attn",
+        qkv="self_attn.qkv_proj",
+        out="self_attn.out_proj",
+        mlp="fc1",
+        up="fc1",
+        down="fc2",
+    )
+    | {"mlp.output": HookSpec("fc2", "output")}
+)
+
+# The attention module returns (output, weights), so its projection's output is taken instead.
+_GPT_NEOX_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
+    _leaves(
+        attention="attention.dense",
+        qkv="attention.query_key_value",
+        out="attention.dense",
+        mlp="mlp",
+        up="mlp.dense_h_to_4h",
+        down="mlp.dense_4h_to_h",
+    )
+)
+
+FAMILIES: Final = (
+    Family(
+        name="llama",
+        model_classes=(
+            "LlamaForCausalLM",
+            "MistralForCausalLM",
+            "Qwen2ForCausalLM",
+            "Qwen3ForCausalLM",
+            "Gemma2ForCausalLM",
+            "Gemma3ForCausalLM",
+            "Phi3ForCausalLM",
+        ),
+        layers="model.layers",
+        final_norm="model.norm",
+        leaves=_LLAMA_LEAVES,
+        hidden_index=1,
+        returns_residual=True,
+    ),
+    Family(
+        name="gpt2",
+        model_classes=("GPT2LMHeadModel",),
+        layers="transformer.h",
+        final_norm="transformer.ln_f",
+        leaves=_GPT2_LEAVES,
+    ),
+    Family(
+        name="opt",
+        model_classes=("OPTForCausalLM",),
+        layers="model.decoder.layers",
+        final_norm="model.decoder.final_layer_norm",
+        project_out="model.decoder.project_out",
+        leaves=_OPT_LEAVES,
+    ),
+    # vLLM 0.32 has no GPT-NeoX of its own: transformers' modules run inside its Transformers
+    # backend, with vLLM's linears, and with transformers' per-head layout of the fused projection.
+    Family(
+        name="gpt_neox",
+        model_classes=("TransformersForCausalLM",),
+        architectures=("GPTNeoXForCausalLM",),
+        layers="model.layers",
+        final_norm="model.final_layer_norm",
+        leaves=_GPT_NEOX_LEAVES,
+        is_batched=True,
+        is_qkv_interleaved=True,
+    ),
+)
+"""The tables, one per layout."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelPoints:
+    """A family's table resolved against one loaded model; sizes are whole-model, not one rank's.
+
+    Attributes:
+        model: The model as vLLM loaded it.
+        family: Its table.
+        layers: All blocks of the model in order; those of other pipeline stages are vLLM's
+            placeholders.
+        local_layers: Indices of the blocks that this pipeline stage holds.
+        final_norm: The final norm, or None where the model has none.
+        project_out: Projection between the final norm and the unembedding, or None.
+        tensor_parallel_size: Ranks that share each layer.
+    """
+
+    model: nn.Module
+    family: Family
+    layers: tuple[nn.Module, ...]
+    local_layers: range
+    final_norm: nn.Module | None
+    project_out: nn.Module | None
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    tensor_parallel_size: int
+
+    @property
+    def returns_residual(self) -> bool:
+        """Whether blocks return ``(hidden, residual)`` instead of one tensor."""
+        return self.family.returns_residual
+
+    def locate(self, leaf: str, layer: int) -> tuple[nn.Module, HookSpec]:
+        """Return the module that carries ``leaf`` of ``layer``, and on which side and part.
+
+        Args:
+            leaf: A leaf of ``family.leaves``.
+            layer: Index of a block that this pipeline stage holds.
+
+        Raises:
+            LookupError: The leaf or the layer is not here.
+        """
+        spec = self.family.leaves.get(leaf)
+        if spec is None:
+            known = ", ".join(self.family.leaves)
+            raise LookupError(f"the leaf must be one of {known}, got {leaf!r}; residual points are taps")
+        if layer not in self.local_layers:
+            held = f"{self.local_layers.start} to {self.local_layers.stop - 1}"
+            raise LookupError(
+                f"this pipeline stage holds layers {held}, got {layer}; ask the stage that has it"
+            )
+        return self.layers[layer].get_submodule(spec.path), spec
+
+    def value(self, spec: HookSpec, hooked: object) -> torch.Tensor:
+        """Pick the tensor out of what a hook was given.
+
+        Args:
+            spec: The leaf's place.
+            hooked: A pre-hook's positional arguments (side ``input``) or the module's output.
+
+        Raises:
+            TypeError: The module works on something else, such as an activation that vLLM
+                quantized together with the activation function.
+        """
+        first = hooked[0] if isinstance(hooked, tuple) and hooked else hooked
+        if not isinstance(first, torch.Tensor):
+            raise TypeError(
+                f"the {spec.side} of {spec.path} must be a tensor, got {type(first).__name__}; "
+                "fused quantization hides this point, serve the model without it"
+            )
+        return first
+
+    def view(self, spec: HookSpec, value: torch.Tensor) -> torch.Tensor:
+        """Return the leaf's rows ``[tokens, *leaf shape]`` as a view into ``value``.
+
+        Writing into the view writes into ``value``. Do so on outputs only: an input may be a
+        tensor that the block still needs (OPT-350m's ``mlp.input`` is its residual), so clone
+        an input, write into the clone's view and hand the clone on.
+        """
+        rows = value[0] if self.family.is_batched else value
+        if spec.part in _QKV:
+            return self._heads(spec.part, rows)
+        if spec.part:
+            start = self.intermediate_size if spec.part == "up" else 0
+            return rows[..., start : start + self.intermediate_size]
+        if spec == self.family.leaves["attn.heads"]:
+            return _split_last(rows, self.num_heads, self.head_dim)
+        return rows
+
+    def _heads(self, part: str, rows: torch.Tensor) -> torch.Tensor:
+        """Return one of q, k, v out of the fused rows, ``[tokens, heads, head_dim]``."""
+        index = _QKV.index(part)
+        if self.family.is_qkv_interleaved:
+            return _split_last(rows, self.num_heads, len(_QKV), self.head_dim)[..., index, :]
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        start = sum(heads[:index]) * self.head_dim
+        columns = rows[..., start : start + heads[index] * self.head_dim]
+        return _split_last(columns, heads[index], self.head_dim)
+
+    def lens_logits(self, residual: torch.Tensor) -> torch.Tensor | None:
+        """Read residual rows as the last block's: final norm, then the model's own unembedding.
+
+        Logit scales, soft caps and OPT's output projection are the model's. Replaced ``forward``
+        methods and hooks on the modules do not run, so that a lens never sets off other
+        operations. Every tensor-parallel rank must call this together, with the same rows.
+
+        Args:
+            residual: ``[n, hidden]`` in the model's dtype; left unchanged.
+
+        Returns:
+            ``[n, vocab]``, or None on a rank that vLLM gathers no logits on.
+        """
+        model_class = cast("type[_CausalModel]", type(self.model))
+        hidden = residual
+        # The rows come from a step under inference mode, and may be read outside of it.
+        with torch.inference_mode():
+            if self.final_norm is not None:
+                hidden = _plain_forward(self.final_norm, hidden)
+            if self.project_out is not None:
+                hidden = _plain_forward(self.project_out, hidden)
+            return model_class.compute_logits(cast("_CausalModel", self.model), hidden)
+
+    def leaf_specs(self) -> tuple[LeafSpec, ...]:
+        """Return the points this model offers, without ``attn.pattern``.
+
+        Under tensor parallelism the leaves that are sharded over ranks are left out.
+        """
+        hidden = (self.hidden_size,)
+        specs = [
+            LeafSpec("embed.output", hidden, "tap", VALUE_OPERATIONS),
+            LeafSpec("input", hidden, "tap", VALUE_OPERATIONS),
+            LeafSpec("output", hidden, "tap", (*VALUE_OPERATIONS, "logit_lens")),
+        ]
+        specs += [
+            LeafSpec(leaf, self._shape(leaf), "eager", VALUE_OPERATIONS)
+            for leaf in self.family.leaves
+            if self.tensor_parallel_size == 1 or leaf not in SHARDED_LEAVES
+        ]
+        if self.final_norm is not None:
+            specs.append(LeafSpec("norm.output", hidden, "tap", VALUE_OPERATIONS))
+        specs.append(LeafSpec("logits", (self.vocab_size,), "tap", VALUE_OPERATIONS))
+        specs.append(LeafSpec("samples", (), "tap", ("capture",)))
+        return tuple(specs)
+
+    def _shape(self, leaf: str) -> tuple[int, ...]:
+        """Shape of one position's value of a hooked leaf."""
+        if leaf in {"attn.q", "attn.heads"}:
+            return (self.num_heads, self.head_dim)
+        if leaf in {"attn.k", "attn.v"}:
+            return (self.num_kv_heads, self.head_dim)
+        if leaf in {"mlp.gate", "mlp.up", "mlp.act"}:
+            return (self.intermediate_size,)
+        return (self.hidden_size,)
+
+
+def resolve_points(model: nn.Module, config: TextConfig, *, tensor_parallel_size: int = 1) -> ModelPoints:
+    """Find the points of a loaded vLLM model.
+
+    Args:
+        model: The model that vLLM's loader returned.
+        config: Its text config, ``ModelConfig.hf_text_config``.
+        tensor_parallel_size: Ranks that share each layer.
+
+    Raises:
+        UnsupportedModelError: No table fits the model.
+    """
+    family = _family_of(model, config)
+    layers = tuple(model.get_submodule(family.layers).children())
+    # What vLLM puts in place of another pipeline stage's block has no modules in it.
+    held = [index for index, layer in enumerate(layers) if next(layer.children(), None) is not None]
+    if not held:
+        raise UnsupportedModelError(f"{type(model).__name__} has no decoder blocks at {family.layers}")
+    block = layers[held[0]]
+    num_heads = config.num_attention_heads
+    return ModelPoints(
+        model=model,
+        family=family,
+        layers=layers,
+        local_layers=range(held[0], held[-1] + 1),
+        final_norm=_optional_module(model, family.final_norm),
+        project_out=_optional_module(model, family.project_out) if family.project_out else None,
+        hidden_size=config.hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        # Sizes come from the projections: configs disagree about where, and whether, they say them.
+        head_dim=_input_size(block, family.leaves["attn.heads"]) // num_heads,
+        intermediate_size=_input_size(block, family.leaves["mlp.act"]),
+        vocab_size=config.vocab_size,
+        tensor_parallel_size=tensor_parallel_size,
+    )
+
+
+def _family_of(model: nn.Module, config: TextConfig) -> Family:
+    """Return the table for a model; raises UnsupportedModelError."""
+    class_name = type(model).__name__
+    architectures = config.architectures or []
+    for family in FAMILIES:
+        if class_name in family.model_classes and (
+            not family.architectures or any(name in family.architectures for name in architectures)
+        ):
+            return family
+    supported = [name for family in FAMILIES for name in family.architectures or family.model_classes]
+    raise UnsupportedModelError(
+        f"the architecture must be one of {', '.join(supported)}, "
+        f"got {', '.join(architectures) or 'none'} (vLLM class {class_name}); serve another model, "
+        "or drop --model-impl transformers if it was given"
+    )
+
+
+def _optional_module(model: nn.Module, path: str) -> nn.Module | None:
+    """Return the module at ``path``, or None where the model sets the attribute to None."""
+    parent, _, name = path.rpartition(".")
+    module: nn.Module | None = getattr(model.get_submodule(parent), name)
+    return module
+
+
+def _input_size(block: nn.Module, spec: HookSpec) -> int:
+    """Return the whole-model input width of one of vLLM's linears."""
+    return cast("_Linear", block.get_submodule(spec.path)).input_size
+
+
+def _plain_forward(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """Run a module's own class's ``forward``, past replacements and hooks of this instance."""
+    result = type(module).forward(module, rows)
+    return cast("torch.Tensor", result[0] if isinstance(result, tuple) else result)
+
+
+def _split_last(rows: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """Split the last axis into several; splitting one axis is a view whatever the strides."""
+    return rows.view(*rows.shape[:-1], *sizes)

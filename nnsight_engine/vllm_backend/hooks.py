@@ -1,0 +1,61 @@
+"""Points inside a block, reached by hooks on one uncompiled step.
+
+Hooks are registered for the sites a step asks for and removed with it: hooks present when
+a graph is traced would be frozen into it, and hooks added later never fire in a compiled
+step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from nnsight_engine.plans.request_plan import Site
+from nnsight_engine.plans.step_plan import StepPlan
+from nnsight_engine.vllm_backend.families import ModelPoints
+
+
+@contextlib.contextmanager
+def hooked(points: ModelPoints, plan: StepPlan) -> Iterator[None]:
+    """Serve the plan's hook sites during one forward pass."""
+    handles: list[RemovableHandle] = []
+    try:
+        for site in plan.hook_sites():
+            handles.append(_register(points, plan, site))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _register(points: ModelPoints, plan: StepPlan, site: Site) -> RemovableHandle:
+    module, spec = points.locate(site.leaf, site.layer)
+    writes = plan.writes_at(site)
+
+    def serve(hooked_value: object) -> torch.Tensor:
+        value = points.value(spec, hooked_value)
+        # An input may be memory that the block still needs, so a write gets its own copy.
+        if writes and spec.side == "input":
+            value = value.clone()
+        view = points.view(spec, value)
+        flat = view.reshape(view.shape[0], -1)
+        plan.run(site, flat, None)
+        if writes and flat.data_ptr() != view.data_ptr():
+            view.copy_(flat.view_as(view))
+        return value
+
+    def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        value = serve(args)
+        return (value, *args[1:]) if writes else None
+
+    def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        serve(output)
+
+    if spec.side == "input":
+        return module.register_forward_pre_hook(before)
+    return module.register_forward_hook(after)

@@ -1,0 +1,137 @@
+"""The model runner's part: vLLM's own runner with interventions around its phases.
+
+``execute_model`` meets new and finished requests, ``_model_forward`` is where the batch is
+final and the model runs, ``sample_tokens`` is where logits become tokens and the step's
+results leave. A step in which nobody intervenes passes through all three untouched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import numpy as np
+from vllm.forward_context import get_forward_context
+
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.plans.records import StepResults
+from nnsight_engine.plans.request_plan import PLAN_KEY
+from nnsight_engine.plans.step_plan import StepPlan
+from nnsight_engine.vllm_backend.compat import EngineLimits, attach_results, describe_model
+from nnsight_engine.vllm_backend.families import resolve_points
+from nnsight_engine.vllm_backend.hooks import hooked
+from nnsight_engine.vllm_backend.taps import CONTEXT_KEY, install_taps
+from nnsight_engine.vllm_backend.worker_state import WorkerState
+
+
+@dataclasses.dataclass(slots=True)
+class Step:
+    """One step between the forward pass and its results."""
+
+    plan: StepPlan
+    hidden: Any
+    sample_rows: Any
+
+
+class InterventionRunnerMixin:
+    """Put in front of vLLM's runner class; see ``worker.py``."""
+
+    interventions: WorkerState
+    _step: Step | None = None
+    _scheduled: dict[str, int]
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model, then place taps in it, before anything is compiled."""
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        model = self.get_model()  # type: ignore[attr-defined]
+        config = self.vllm_config  # type: ignore[attr-defined]
+        limits = EngineLimits.read(config)
+        points = resolve_points(
+            model,
+            config.model_config.hf_text_config,
+            tensor_parallel_size=config.parallel_config.tensor_parallel_size,
+        )
+        spec = describe_model(points, config, limits)
+        install_taps(points.layers, points.family.hidden_index)
+        self.interventions = WorkerState(
+            points,
+            spec,
+            self.device,  # type: ignore[attr-defined]
+            max_request_bytes=limits.max_capture_bytes_per_request,
+            max_engine_bytes=limits.max_capture_bytes_engine,
+        )
+
+    @property
+    def model_spec(self) -> ModelSpec:
+        """The loaded model's description."""
+        return self.interventions.spec
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Register and forget requests, then run the step."""
+        arrived = [
+            (request.req_id, request.sampling_params.extra_args[PLAN_KEY])
+            for request in scheduler_output.scheduled_new_reqs
+            if request.sampling_params is not None
+            and request.sampling_params.extra_args
+            and PLAN_KEY in request.sampling_params.extra_args
+        ]
+        self.interventions.begin(arrived, scheduler_output.finished_req_ids)
+        self._step = None
+        self._scheduled = scheduler_output.num_scheduled_tokens
+        return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        plan = None if self.interventions.idle else self._plan_step()
+        if plan is None:
+            return super()._model_forward(*args, **kwargs)  # type: ignore[misc]
+        context = get_forward_context()
+        context.additional_kwargs[CONTEXT_KEY] = plan
+        with contextlib.ExitStack() as stack:
+            if plan.hook_sites():
+                context.skip_compiled = True
+                stack.enter_context(hooked(self.interventions.points, plan))
+                for span in plan.spans.values():
+                    span.request.tier = "eager"
+            hidden = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
+        self.interventions.on_hidden(plan, hidden)
+        self._step = Step(plan, hidden, self._sample_rows())
+        return hidden
+
+    def _plan_step(self) -> StepPlan | None:
+        batch = self.input_batch  # type: ignore[attr-defined]
+        spans = []
+        row = 0
+        for index, request_id in enumerate(batch.req_ids):
+            num_rows = self._scheduled[request_id]
+            start = int(batch.num_computed_tokens_cpu[index])
+            span = self.interventions.span(request_id, row, num_rows, start, batch.token_ids_cpu[index])
+            if span is not None:
+                spans.append(span)
+            row += num_rows
+        return self.interventions.plan(spans)
+
+    def _sample_rows(self) -> Any:
+        batch = self.input_batch  # type: ignore[attr-defined]
+        counts = [self._scheduled[request_id] for request_id in batch.req_ids]
+        return np.cumsum(np.asarray(counts, np.int64)) - 1
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Run what is planned at the logits, sample, and attach the step's results."""
+        step, self._step = self._step, None
+        state = self.execute_model_state  # type: ignore[has-type]
+        if step is not None and state is not None:
+            self.interventions.on_logits(
+                step.plan,
+                step.hidden,
+                state.logits,
+                step.sample_rows,
+                self.get_model().compute_logits,  # type: ignore[attr-defined]
+            )
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        results: StepResults | None = self.interventions.finish(
+            None if step is None else step.plan,
+            getattr(output, "sampled_token_ids", None) or [],
+            getattr(output, "req_id_to_index", None) or {},
+        )
+        return output if results is None else attach_results(output, results)

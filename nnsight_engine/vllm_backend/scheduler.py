@@ -1,0 +1,129 @@
+"""The scheduler class handed to vLLM by name: results leave with the outputs they belong to.
+
+The worker's records reach the scheduler with the runner's output; here they wait until an
+output leaves for their request and travel inside it. A request that the worker reports as
+failed is finished with an error, its blocks taken out of the prefix cache, since nobody may
+read keys and values that lack a write. What a request holds is dropped when it ends,
+however it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from nnsight_engine.plans.records import Failure, PendingResults, StepResults
+from nnsight_engine.plans.request_plan import PLAN_KEY, RequestPlan
+from nnsight_engine.vllm_backend.compat import detach_results
+from nnsight_engine.vllm_backend.interning import ContentTable
+
+
+class InterventionScheduler(Scheduler):
+    """vLLM's scheduler, carrying results and failures of interventions."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Start with no pending results."""
+        super().__init__(*args, **kwargs)
+        self._pending: dict[str, PendingResults] = {}
+        self._owners: dict[str, str] = {}
+        self._contents = ContentTable()
+
+    def add_request(self, request: Request) -> None:
+        """Queue the request; equal tensors of several requests are kept once."""
+        params = request.sampling_params
+        entry = (params.extra_args or {}).get(PLAN_KEY) if params is not None else None
+        if params is not None and entry is not None:
+            entry["tensors"] = self._contents.acquire(request.request_id, entry["tensors"])
+            plan = RequestPlan.decode(entry["plan"])
+            self._pending[request.request_id] = PendingResults(plan, stops_outside=bool(params.stop))
+            self._owners[request.request_id] = entry["key"]
+        super().add_request(request)
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        """End requests from outside, and drop what they held."""
+        finished: list[Request] = super().finish_requests(request_ids, finished_status)
+        for request in finished:
+            self._drop(request.request_id)
+        return finished
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Take the step's results, and send them with the outputs that leave."""
+        results = detach_results(model_runner_output)
+        if results is not None:
+            self._absorb(results)
+            # Blocks can be named only while their request still has them.
+            for request_id in results.failures:
+                self._uncache(request_id)
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
+            scheduler_output, model_runner_output
+        )
+        if self._pending:
+            self._attach(outputs)
+            if results is not None:
+                self._end_failed(results.failures, outputs)
+        return outputs
+
+    def num_pending(self) -> int:
+        """Return how many requests' results are waiting."""
+        return len(self._pending)
+
+    def _absorb(self, results: StepResults) -> None:
+        for request_id, info in results.infos.items():
+            pending = self._pending.get(request_id)
+            if pending is not None:
+                pending.absorb(results.records.get(request_id, ()), info, None)
+        for request_id, failure in results.failures.items():
+            pending = self._pending.get(request_id)
+            if pending is not None:
+                pending.absorb((), None, failure)
+
+    def _uncache(self, request_id: str) -> None:
+        if request_id in self.requests:
+            block_ids = self.kv_cache_manager.get_block_ids(request_id)
+            self.kv_cache_manager.evict_blocks({block for group in block_ids for block in group})
+
+    def _attach(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        for client_outputs in outputs.values():
+            for output in client_outputs.outputs:
+                pending = self._pending.get(output.request_id)
+                if pending is None:
+                    continue
+                payload = pending.take(final=output.finished)
+                if payload is not None:
+                    output.kv_transfer_params = self._parcel(output.request_id, payload.encode())
+                if output.finished:
+                    self._drop(output.request_id)
+
+    def _end_failed(self, failures: dict[str, Failure], outputs: dict[int, EngineCoreOutputs]) -> None:
+        for request_id in failures:
+            pending = self._pending.get(request_id)
+            if pending is None:
+                continue
+            payload = pending.take(final=True)
+            parcel = None if payload is None else self._parcel(request_id, payload.encode())
+            for request in self.finish_requests(request_id, RequestStatus.FINISHED_ERROR):
+                output = EngineCoreOutput(
+                    request_id=request_id,
+                    new_token_ids=[],
+                    finish_reason=request.get_finished_reason(),
+                    kv_transfer_params=parcel,
+                )
+                outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+
+    def _parcel(self, request_id: str, data: bytes) -> dict[str, Any]:
+        return {PLAN_KEY: {"key": self._owners[request_id], "data": data}}
+
+    def _drop(self, request_id: str) -> None:
+        if self._pending.pop(request_id, None) is not None:
+            del self._owners[request_id]
+            self._contents.release(request_id)

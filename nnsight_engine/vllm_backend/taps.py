@@ -1,0 +1,100 @@
+"""Taps: opaque operators at the residual stream, in every block from load time on.
+
+A tap sits at the end of each decoder layer, and one more at the start of the first. To the
+compiler it is an operator that changes its arguments and nothing else, so it stays in the
+compiled step; its body looks up the step's plan and returns at once where there is none.
+Taps must be placed after the weights are loaded and before anything is compiled.
+
+The plan rides on vLLM's forward context, so that engines in one process do not meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+from vllm.forward_context import get_forward_context
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from nnsight_engine.plans.step_plan import StepPlan
+
+CONTEXT_KEY: Final = "nnsight_engine_step_plan"
+"""Key of the step's plan in ``ForwardContext.additional_kwargs``."""
+
+_LIBRARY: Final = torch.library.Library("nnsight_engine", "FRAGMENT")
+
+
+def _tap_pair(hidden: torch.Tensor, residual: torch.Tensor, tap: int) -> None:
+    plan: StepPlan | None = get_forward_context().additional_kwargs.get(CONTEXT_KEY)
+    if plan is not None:
+        # Some backends keep a leading batch axis of one; rows are all that counts here.
+        plan.run(tap, hidden.flatten(0, -2), residual.flatten(0, -2))
+
+
+def _tap_single(hidden: torch.Tensor, tap: int) -> None:
+    plan: StepPlan | None = get_forward_context().additional_kwargs.get(CONTEXT_KEY)
+    if plan is not None:
+        plan.run(tap, hidden.flatten(0, -2), None)
+
+
+def _tap_pair_fake(hidden: torch.Tensor, residual: torch.Tensor, tap: int) -> None:
+    """Nothing happens while the graph is traced."""
+
+
+def _tap_single_fake(hidden: torch.Tensor, tap: int) -> None:
+    """Nothing happens while the graph is traced."""
+
+
+direct_register_custom_op(
+    "tap_pair",
+    _tap_pair,
+    mutates_args=["hidden", "residual"],
+    fake_impl=_tap_pair_fake,
+    target_lib=_LIBRARY,
+)
+direct_register_custom_op(
+    "tap_single",
+    _tap_single,
+    mutates_args=["hidden"],
+    fake_impl=_tap_single_fake,
+    target_lib=_LIBRARY,
+)
+
+
+def install_taps(layers: Sequence[nn.Module], hidden_index: int) -> None:
+    """Put a tap before the first layer and one after each.
+
+    Args:
+        layers: The decoder layers, in order.
+        hidden_index: Position of the hidden states among the arguments of a layer's ``forward``.
+    """
+    for index, layer in enumerate(layers):
+        layer.forward = _tapped(layer.forward, index)
+    first = layers[0]
+    first.forward = _tapped_at_start(first.forward, hidden_index)
+
+
+def _tapped(forward: Callable[..., Any], index: int) -> Callable[..., Any]:
+    tap = index + 1
+
+    def tapped_forward(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if isinstance(output, tuple):
+            torch.ops.nnsight_engine.tap_pair(output[0], output[1], tap)
+        else:
+            torch.ops.nnsight_engine.tap_single(output, tap)
+        return output
+
+    return tapped_forward
+
+
+def _tapped_at_start(forward: Callable[..., Any], position: int) -> Callable[..., Any]:
+    def tapped_forward(*args: Any, **kwargs: Any) -> Any:
+        hidden = args[position] if position < len(args) else kwargs["hidden_states"]
+        torch.ops.nnsight_engine.tap_single(hidden, 0)
+        return forward(*args, **kwargs)
+
+    return tapped_forward
+

@@ -1,0 +1,35 @@
+"""The worker class handed to vLLM by name: the platform's own worker with our runner in it.
+
+vLLM imports this module in every worker process. The runner is vLLM's, its class swapped
+for one with ``InterventionRunnerMixin`` in front before the model is loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nnsight_engine.vllm_backend.compat import platform_worker_class
+from nnsight_engine.vllm_backend.runner import InterventionRunnerMixin
+
+_PlatformWorker: Any = platform_worker_class()
+
+
+class InterventionWorker(_PlatformWorker):  # type: ignore[misc]
+    """A worker that can intervene."""
+
+    def init_device(self) -> None:
+        """Set the device up as the platform does, then give the runner its interventions."""
+        super().init_device()
+        runner = self.model_runner
+        cls = type(runner)
+        runner.__class__ = type(f"Intervention{cls.__name__}", (InterventionRunnerMixin, cls), {})
+
+    def describe_interventions(self) -> dict[str, Any]:
+        """Return the model's description as plain values; called over vLLM's RPC."""
+        plain: dict[str, Any] = self.model_runner.model_spec.to_plain()
+        return plain
+
+    def count_interventions(self) -> dict[str, int]:
+        """Return how much live requests hold; called over vLLM's RPC."""
+        counts: dict[str, int] = self.model_runner.interventions.num_live()
+        return counts

@@ -1,0 +1,191 @@
+"""Everything that a worker knows of interventions: live requests, the step's plan, the model's points.
+
+Follows the life of a step: ``begin`` with the scheduler's output, ``plan`` when the rows are
+final, ``forward`` around the model, ``on_hidden`` and ``on_logits`` behind it, ``finish`` after
+sampling. What goes wrong for one request is kept with it and never raised.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from nnsight_engine.core.errors import InterventionError
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.core.tensor_bytes import DTYPES
+from nnsight_engine.plans.active import ActiveRequest, Registrar
+from nnsight_engine.plans.builder import LOGITS, StepBuilder
+from nnsight_engine.plans.harvest import Harvester
+from nnsight_engine.plans.ledger import ByteLedger
+from nnsight_engine.plans.records import Failure, StepResults
+from nnsight_engine.plans.request_plan import Site
+from nnsight_engine.plans.step_plan import Span, StepPlan
+from nnsight_engine.vllm_backend.families import ModelPoints
+
+logger = logging.getLogger(__name__)
+
+NORM = Site("norm.output")
+
+
+class WorkerState:
+    """Interventions of one worker.
+
+    Args:
+        points: The loaded model's points.
+        spec: Its description.
+        device: Where it runs.
+        max_request_bytes: Most that one request may capture.
+        max_engine_bytes: Most that all live requests may hold captured together.
+    """
+
+    def __init__(
+        self,
+        points: ModelPoints,
+        spec: ModelSpec,
+        device: torch.device,
+        *,
+        max_request_bytes: int,
+        max_engine_bytes: int,
+    ) -> None:
+        """Start with no live request."""
+        self.points = points
+        self.spec = spec
+        dtype = DTYPES[spec.dtype]
+        self._ledger = ByteLedger(max_request_bytes=max_request_bytes, max_engine_bytes=max_engine_bytes)
+        self._registrar = Registrar(spec, dtype, device)
+        self._builder = StepBuilder(spec, dtype, device, self._ledger)
+        self._harvester = Harvester(points.lens_logits)
+        self._active: dict[str, ActiveRequest] = {}
+        self._refused: dict[str, Failure] = {}
+
+    def begin(self, arrived: Sequence[tuple[str, dict[str, Any]]], finished: set[str]) -> None:
+        """Register the requests that arrived with interventions, forget those that finished.
+
+        Args:
+            arrived: Request id and our entry of ``extra_args``.
+            finished: Ids of all finished requests.
+        """
+        if self._active or self._refused:
+            for request_id in finished:
+                self._forget(request_id)
+        for request_id, entry in arrived:
+            if request_id in self._active:
+                continue
+            try:
+                self._active[request_id] = self._registrar.register(
+                    request_id, entry["plan"], entry["tensors"]
+                )
+            except InterventionError as error:
+                self._refused[request_id] = Failure(error.code, error.message)
+            except Exception as error:
+                logger.exception("a plan could not be registered")
+                self._refused[request_id] = Failure("intervention_failed", f"the plan is unusable: {error}")
+
+    def _forget(self, request_id: str) -> None:
+        self._refused.pop(request_id, None)
+        request = self._active.pop(request_id, None)
+        if request is not None:
+            self._registrar.forget(request)
+            self._ledger.release(request_id)
+            self._builder.forget()
+
+    def num_live(self) -> dict[str, int]:
+        """Return how much is held, for tests and metrics: all zero when no request is live."""
+        return {
+            "requests": len(self._active) + len(self._refused),
+            "vectors": len(self._registrar.bank),
+            "captured_bytes": self._ledger.total_bytes,
+        }
+
+    @property
+    def idle(self) -> bool:
+        """Whether no live request intervenes."""
+        return not self._active
+
+    def span(self, request_id: str, row: int, num_rows: int, start: int, tokens: Any) -> Span | None:
+        """Return the request's span in this step, or None when it does not intervene."""
+        request = self._active.get(request_id)
+        if request is None:
+            return None
+        return Span(request, row, num_rows, start, tokens)
+
+    def plan(self, spans: list[Span]) -> StepPlan | None:
+        """Return the step's plan, or None when nobody in it intervenes."""
+        if not spans:
+            return None
+        try:
+            return self._builder.plan(spans)
+        except Exception as error:
+            # A plan that cannot be built concerns the intervening requests alone.
+            logger.exception("a step could not be planned")
+            self._builder.forget()
+            for span in spans:
+                span.request.fail("intervention_failed", f"the step could not be planned: {error}")
+            return self._builder.plan(spans)
+
+    def on_hidden(self, plan: StepPlan, hidden: torch.Tensor) -> None:
+        """Run what is planned at the final norm's output, ``[tokens, hidden]``."""
+        plan.run(NORM, hidden, None)
+
+    def on_logits(
+        self,
+        plan: StepPlan,
+        hidden: torch.Tensor,
+        sampled: torch.Tensor,
+        sample_rows: np.ndarray[Any, np.dtype[np.int64]],
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Run what is planned at the logits.
+
+        Args:
+            plan: The step's plan.
+            hidden: Output of the final norm, ``[tokens, hidden]``.
+            sampled: Logits from which tokens are about to be sampled, ``[requests, vocabulary]``.
+            sample_rows: Row of ``hidden`` behind each row of ``sampled``, ascending.
+            compute_logits: The model's own unembedding.
+        """
+        rows = plan.logits_rows
+        if not len(rows):
+            return
+        place = np.searchsorted(sample_rows, rows)
+        place = np.minimum(place, len(sample_rows) - 1)
+        known = sample_rows[place] == rows
+        # Only what the engine has not computed is computed here.
+        logits = sampled.new_empty(len(rows), sampled.shape[1])
+        own = torch.from_numpy(np.flatnonzero(known)).to(sampled.device)
+        from_sampled = torch.from_numpy(place[known]).to(sampled.device)
+        logits[own] = sampled[from_sampled]
+        if not known.all():
+            extra = torch.from_numpy(np.flatnonzero(~known)).to(sampled.device)
+            extra_rows = torch.from_numpy(rows[~known]).to(hidden.device)
+            logits[extra] = compute_logits(hidden[extra_rows]).to(logits.dtype)
+        plan.run(LOGITS, logits, None)
+        if plan.writes_logits:
+            sampled[from_sampled] = logits[own]
+
+    def finish(
+        self, plan: StepPlan | None, sampled: Sequence[Sequence[int]], order: dict[str, int]
+    ) -> StepResults | None:
+        """Return what the step produced, or None where nobody intervened."""
+        refused, results = self._refused, None
+        if plan is not None:
+            plan.fail_unreached()
+            try:
+                results = self._harvester.harvest(plan, sampled, order)
+            except Exception as error:
+                logger.exception("a step could not be harvested")
+                self._builder.forget()
+                for span in plan.spans.values():
+                    span.request.fail("intervention_failed", f"results could not be collected: {error}")
+                failures = {
+                    key: span.request.failure for key, span in plan.spans.items() if span.request.failure
+                }
+                results = StepResults({}, {}, failures)
+        if refused:
+            results = results or StepResults({}, {}, {})
+            results.failures.update(refused)
+        return results

@@ -1,0 +1,193 @@
+"""A real engine in this process, driven step by step, for tests of what happens inside it.
+
+Requests go through the same parsing, compiling and collecting as over HTTP; only the HTTP
+server is missing. One engine serves a whole test module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import LLM, SamplingParams
+
+from api_schemas.interventions import parse_interventions
+from api_schemas.limits import Limits
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.core.tensor_bytes import tensor_from_bytes
+from nnsight_engine.plans.collected import (
+    CaptureResult,
+    CollectedResults,
+    LensResult,
+    ProbeResult,
+    TensorResult,
+)
+from nnsight_engine.plans.collector import RequestCollector
+from nnsight_engine.plans.compile import compile_request
+from nnsight_engine.vllm_backend.call import prepare_params, salted
+from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
+from nnsight_engine.vllm_backend.router import ResultRouter
+
+Interventions = list[dict[str, Any]]
+
+
+@dataclasses.dataclass
+class Ask:
+    """One request: a prompt as text or ids, and what to do with it."""
+
+    prompt: str | list[int]
+    interventions: Interventions = dataclasses.field(default_factory=list)
+    max_tokens: int = 8
+    sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Reply:
+    """One choice of an answer."""
+
+    token_ids: list[int]
+    text: str
+    logprobs: list[dict[int, float]]
+    collected: CollectedResults | None
+    failure: Any
+    num_cached_tokens: int
+
+    def result(self, name: str) -> CaptureResult | ProbeResult | LensResult:
+        """Return the result called ``name``."""
+        assert self.collected is not None, self.failure
+        return next(result for result in self.collected.results if result.name == name)
+
+    def tensor(self, name: str, point: str) -> torch.Tensor:
+        """Return a captured tensor as float32."""
+        result = self.result(name)
+        assert isinstance(result, CaptureResult)
+        return as_tensor(result.points[point])
+
+
+def as_tensor(result: TensorResult) -> torch.Tensor:
+    """Return a tensor result as float32 (int64 stays)."""
+    if result.dtype == "int64":
+        return torch.from_numpy(np.frombuffer(result.data, np.int64).copy()).reshape(result.shape)
+    return tensor_from_bytes(result.dtype, result.shape, result.data).float()
+
+
+class Engine:
+    """vLLM's ``LLM`` with interventions."""
+
+    def __init__(self, model: Path | str, *, limits: EngineLimits | None = None, **options: Any) -> None:
+        """Load the model; engine arguments are vLLM's own."""
+        defaults: dict[str, Any] = {
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "max_num_seqs": 64,
+            "disable_log_stats": True,
+        }
+        self.llm = LLM(model=str(model), **engine_options(limits or EngineLimits()), **(defaults | options))
+        self.core = self.llm.llm_engine
+        self.tokenizer = self.llm.get_tokenizer()
+        (plain,) = self.llm.collective_rpc("describe_interventions")
+        self.spec = ModelSpec.from_plain(plain)
+        self.router = ResultRouter(self.spec)
+        self.router.attach(self.core.output_processor)
+
+    def close(self) -> None:
+        """Free the engine."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+    def token_ids(self, prompt: str | list[int]) -> list[int]:
+        """Return the prompt as ids."""
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def ask(self, prompt: str | list[int], interventions: Interventions | None = None, **options: Any) -> Reply:
+        """Run one request alone and return its only choice."""
+        (reply,) = self.run([Ask(prompt, interventions or [], **options)])
+        return reply[0]
+
+    def run(self, asks: Sequence[Ask]) -> list[list[Reply]]:
+        """Run requests together; return the choices of each."""
+        pending = [self.submit(ask) for ask in asks]
+        done: dict[str, Any] = {}
+        while self.core.has_unfinished_requests():
+            for output in self.core.step():
+                if output.finished:
+                    done[output.request_id] = output
+        return [self.replies(entry, done[entry.request_id]) for entry in pending]
+
+    def submit(self, ask: Ask) -> Pending:
+        """Queue one request."""
+        ids = self.token_ids(ask.prompt)
+        options = {"temperature": 0.0, "max_tokens": ask.max_tokens, "ignore_eos": True} | ask.sampling
+        params = SamplingParams(**options)
+        prompt: dict[str, Any] = {"prompt_token_ids": ids}
+        request_id = uuid.uuid4().hex
+        collectors: list[RequestCollector] = []
+        if ask.interventions:
+            ops = parse_interventions(ask.interventions, Limits())
+            compiled = compile_request(
+                ops,
+                spec=self.spec,
+                prompt_token_ids=ids,
+                max_tokens=ask.max_tokens,
+                tokenize=lambda text: self.tokenizer.encode(text, add_special_tokens=False),
+                stream=False,
+                prompt_logprobs=params.prompt_logprobs is not None,
+            )
+            collectors = self.router.open(
+                request_id,
+                compiled.plan,
+                prompt_token_ids=ids,
+                op_names=[op.op for op in ops],
+                num_choices=params.n,
+            )
+            prepare_params(params, compiled, request_id)
+            salt = salted(compiled, None)
+            if salt is not None:
+                prompt["cache_salt"] = salt
+        self.core.add_request(request_id, prompt, params)
+        return Pending(request_id, collectors)
+
+    def replies(self, pending: Pending, output: Any) -> list[Reply]:
+        """Return the choices of a finished request."""
+        self.router.close(pending.request_id)
+        replies = []
+        for choice in output.outputs:
+            collector = pending.collectors[choice.index] if pending.collectors else None
+            failure = None if collector is None else collector.failure
+            collected = None
+            if collector is not None and failure is None:
+                collected = collector.take_final(choice.token_ids)
+            logprobs = [
+                {token: entry.logprob for token, entry in step.items()} for step in choice.logprobs or []
+            ]
+            replies.append(
+                Reply(
+                    list(choice.token_ids),
+                    choice.text,
+                    logprobs,
+                    collected,
+                    failure,
+                    output.num_cached_tokens or 0,
+                )
+            )
+        return replies
+
+    def held(self) -> dict[str, int]:
+        """Return everything the engine holds for live requests, after one more step has told the worker."""
+        self.ask("a", max_tokens=1)
+        self.ask("a", max_tokens=1)
+        (counts,) = self.llm.collective_rpc("count_interventions")
+        scheduler = self.core.engine_core.engine_core.scheduler
+        return {**counts, "pending": scheduler.num_pending(), "open": len(self.router)}
+
+
+@dataclasses.dataclass
+class Pending:
+    """A request in flight."""
+
+    request_id: str
+    collectors: list[RequestCollector]

@@ -1,0 +1,1 @@
+"""Tiny checkpoints of every supported model family, and what transformers computes on them."""

@@ -1,0 +1,191 @@
+"""Tiny random checkpoints, one per model family, in Hugging Face's format.
+
+No hub is reached: weights come from a seed and the tokenizer from a word list, so a test can
+write a whole model in a second. Sizes are the smallest that vLLM's CPU attention takes (heads of
+32), and chosen so that mistakes show: heads × head_dim differs from hidden where a family allows
+it, fewer KV heads than heads where it has them, a vocabulary that vLLM has to pad.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FAMILIES: Final = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "gpt2",
+    "opt",
+    "gpt_neox",
+)
+"""The supported families."""
+
+VARIANTS: Final = ("opt_post_norm", "gpt_neox_sequential")
+"""Members of a family that are wired differently: OPT-350m's norms and projections, and
+GPT-NeoX without the parallel residual."""
+
+NUM_LAYERS: Final = 4
+HIDDEN_SIZE: Final = 128
+NUM_HEADS: Final = 4
+NUM_KV_HEADS: Final = 2
+INTERMEDIATE_SIZE: Final = 192
+MAX_POSITIONS: Final = 256
+
+END_OF_TEXT: Final = "<|endoftext|>"
+WORDS: Final = (
+    " the", " a", " is", " of", " in", " to", " and", " I", " think", " dogs", " cats", " are", " city",
+    " tower", " Paris", " Rome", " Eiffel", " love", " hate", " good", " bad",
+)  # fmt: skip
+"""Words that are one token each, leading space included."""
+
+_COMMON: Final[dict[str, Any]] = {
+    "hidden_size": HIDDEN_SIZE,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": NUM_HEADS,
+    "max_position_embeddings": MAX_POSITIONS,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+_GROUPED: Final = {**_COMMON, "num_key_value_heads": NUM_KV_HEADS, "intermediate_size": INTERMEDIATE_SIZE}
+# Heads of 64, so that heads × head_dim (256) is not the hidden size.
+_WIDE: Final = {**_GROUPED, "head_dim": 64}
+_GEMMA: Final = {
+    **_WIDE,
+    "sliding_window": 64,
+    "layer_types": ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2),
+    "query_pre_attn_scalar": 48,
+}
+_OPT: Final = {**_COMMON, "ffn_dim": INTERMEDIATE_SIZE, "word_embed_proj_dim": HIDDEN_SIZE}
+_NEOX: Final = {**_COMMON, "intermediate_size": INTERMEDIATE_SIZE}
+
+_CONFIGS: Final[dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]]] = {
+    "llama": (LlamaConfig, {**_GROUPED, "tie_word_embeddings": False}),
+    "mistral": (MistralConfig, {**_WIDE, "sliding_window": None, "tie_word_embeddings": False}),
+    "qwen2": (Qwen2Config, {**_GROUPED, "tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, {**_WIDE, "tie_word_embeddings": False}),
+    "gemma2": (Gemma2Config, {**_GEMMA, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}),
+    "gemma3": (Gemma3TextConfig, _GEMMA),
+    "phi3": (Phi3Config, {**_GROUPED, "original_max_position_embeddings": MAX_POSITIONS}),
+    "gpt2": (GPT2Config, {**_COMMON, "n_inner": INTERMEDIATE_SIZE}),
+    "opt": (OPTConfig, _OPT),
+    "opt_post_norm": (OPTConfig, {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 64}),
+    "gpt_neox": (GPTNeoXConfig, _NEOX),
+    "gpt_neox_sequential": (GPTNeoXConfig, {**_NEOX, "use_parallel_residual": False}),
+}
+
+CHAT_TEMPLATE: Final = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Build a byte-level BPE tokenizer: any text encodes, and ``WORDS`` are single tokens.
+
+    No special token is added to a prompt; ``<|endoftext|>`` ends and pads.
+    """
+    # Token 0 ends the text: configs and generation defaults then agree without further settings.
+    vocab = {END_OF_TEXT: 0}
+    for character in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        vocab[character] = len(vocab)
+    merges: list[tuple[str, str]] = []
+    for word in WORDS:
+        # Byte-level BPE writes a space as Ġ. Every merge grows a word from it, so that words
+        # cannot spoil each other's merges.
+        letters = word.replace(" ", "Ġ")
+        for end in range(1, len(letters)):
+            merge = (letters[:end], letters[end])
+            if merge not in merges:
+                merges.append(merge)
+                vocab[letters[: end + 1]] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def build_config(family: str, vocab_size: int) -> PreTrainedConfig:
+    """Return the config of a family's (or a variant's) tiny model.
+
+    Raises:
+        ValueError: There is no such family.
+    """
+    if family not in _CONFIGS:
+        raise ValueError(f"family must be one of {', '.join(FAMILIES + VARIANTS)}, got {family!r}")
+    config_class, settings = _CONFIGS[family]
+    return config_class(vocab_size=vocab_size, **settings)
+
+
+def write_checkpoint(family: str, directory: Path, *, seed: int = 0) -> Path:
+    """Write a family's tiny random model and its tokenizer, float32.
+
+    Args:
+        family: One of ``FAMILIES`` or ``VARIANTS``.
+        directory: Where to write; made if missing.
+        seed: Seed of the weights; the same seed writes the same weights.
+
+    Returns:
+        ``directory``, ready for ``from_pretrained`` and for vLLM.
+    """
+    tokenizer = build_tokenizer()
+    config = build_config(family, vocab_size=len(tokenizer))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # Gemma multiplies embeddings by the root of the hidden size.
+    embedding_std = 0.03 if config.model_type.startswith("gemma") else 0.1
+    _randomize(model, torch.Generator().manual_seed(seed), embedding_std)
+    directory.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def _randomize(model: torch.nn.Module, generator: torch.Generator, embedding_std: float) -> None:
+    """Redraw every weight with enough spread that tokens, layers and heads differ plainly.
+
+    Norm weights and biases are moved off their initial 1 and 0, so that dropping one shows.
+    Embeddings are small beside what the blocks add: where they also unembed, a large one would
+    make every token predict itself.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * noise)
+            elif any(part in name for part in ("embed", "wte", "wpe")):
+                parameter.copy_(embedding_std * noise)
+            else:
+                parameter.copy_(0.15 * noise)

@@ -1,0 +1,199 @@
+"""What transformers computes at every point of a checkpoint: the measure for the engine.
+
+Ordinary forward hooks on the eager model, one prompt, no cache. The module paths below are
+transformers', written down apart from the engine's own tables, so that the two can disagree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from transformers import AutoModelForCausalLM
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import nn
+
+Split = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Tree:
+    """Module paths of one architecture in transformers.
+
+    Attributes:
+        layers: Path of the blocks' list.
+        norm: Path of the final norm.
+        inputs: Leaf to the module, below a block, whose input it is.
+        outputs: Leaf to the module whose output it is; ``a|b|c`` where the output holds several.
+    """
+
+    layers: str
+    norm: str
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+
+_LLAMA: Final = _Tree(
+    layers="model.layers",
+    norm="model.norm",
+    inputs={"attn.heads": "self_attn.o_proj", "mlp.input": "mlp", "mlp.act": "mlp.down_proj"},
+    outputs={
+        "attn.output": "self_attn.o_proj",
+        "attn.q": "self_attn.q_proj",
+        "attn.k": "self_attn.k_proj",
+        "attn.v": "self_attn.v_proj",
+        "mlp.gate": "mlp.gate_proj",
+        "mlp.up": "mlp.up_proj",
+        "mlp.output": "mlp",
+    },
+)
+
+_TREES: Final[dict[str, _Tree]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"), _LLAMA),
+    "phi3": _Tree(
+        layers="model.layers",
+        norm="model.norm",
+        inputs=_LLAMA.inputs,
+        outputs={
+            "attn.output": "self_attn.o_proj",
+            "attn.q|attn.k|attn.v": "self_attn.qkv_proj",
+            "mlp.gate|mlp.up": "mlp.gate_up_proj",
+            "mlp.output": "mlp",
+        },
+    ),
+    "gpt2": _Tree(
+        layers="transformer.h",
+        norm="transformer.ln_f",
+        inputs={"attn.heads": "attn.c_proj", "mlp.input": "mlp", "mlp.act": "mlp.c_proj"},
+        outputs={
+            "attn.output": "attn.c_proj",
+            "attn.q|attn.k|attn.v": "attn.c_attn",
+            "mlp.up": "mlp.c_fc",
+            "mlp.output": "mlp",
+        },
+    ),
+    "opt": _Tree(
+        layers="model.decoder.layers",
+        norm="model.decoder.final_layer_norm",
+        inputs={"attn.heads": "self_attn.out_proj", "mlp.input": "fc1", "mlp.act": "fc2"},
+        outputs={
+            "attn.output": "self_attn.out_proj",
+            "attn.q": "self_attn.q_proj",
+            "attn.k": "self_attn.k_proj",
+            "attn.v": "self_attn.v_proj",
+            "mlp.up": "fc1",
+            "mlp.output": "fc2",
+        },
+    ),
+    "gpt_neox": _Tree(
+        layers="gpt_neox.layers",
+        norm="gpt_neox.final_layer_norm",
+        inputs={"attn.heads": "attention.dense", "mlp.input": "mlp", "mlp.act": "mlp.dense_4h_to_h"},
+        outputs={
+            "attn.output": "attention.dense",
+            "attn.q|attn.k|attn.v": "attention.query_key_value",
+            "mlp.up": "mlp.dense_h_to_4h",
+            "mlp.output": "mlp",
+        },
+    ),
+}
+
+
+def load_reference_model(path: Path) -> nn.Module:
+    """Load a checkpoint with transformers: float32, eager attention, evaluation mode."""
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    )
+    return model.eval()
+
+
+def reference_activations(path: Path, prompt_ids: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Return transformers' value at every point for one prompt.
+
+    Args:
+        path: A checkpoint that ``write_checkpoint`` wrote, or any of the same families.
+        prompt_ids: The prompt's token ids.
+
+    Returns:
+        Point string (``layers.3.attn.q``, ``norm.output``, …) to float32 ``[tokens, *shape]``.
+        ``norm.output`` is missing where the model has no final norm.
+    """
+    model = load_reference_model(path)
+    config: Any = model.config
+    tree = _TREES[config.model_type]
+    found: dict[str, torch.Tensor] = {}
+    blocks = list(model.get_submodule(tree.layers).children())
+    for index, block in enumerate(blocks):
+        _record(block, "input", [f"layers.{index}.input"], found)
+        _record(block, "output", [f"layers.{index}.output"], found)
+        for leaf, module_path in tree.inputs.items():
+            _record(block.get_submodule(module_path), "input", [f"layers.{index}.{leaf}"], found)
+        for leaves, module_path in tree.outputs.items():
+            points = [f"layers.{index}.{leaf}" for leaf in leaves.split("|")]
+            _record(block.get_submodule(module_path), "output", points, found, _splitter(config, len(points)))
+    parent, _, name = tree.norm.rpartition(".")
+    norm = getattr(model.get_submodule(parent), name)
+    if norm is not None:
+        _record(norm, "output", ["norm.output"], found)
+    with torch.no_grad():
+        logits = model(torch.tensor([list(prompt_ids)]), use_cache=False).logits[0]
+    found["embed.output"] = found["layers.0.input"]
+    found["logits"] = logits.float()
+    return {point: _shaped(point, value, config) for point, value in found.items()}
+
+
+def _record(
+    module: nn.Module,
+    side: str,
+    points: list[str],
+    found: dict[str, torch.Tensor],
+    split: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda rows: (rows,),
+) -> None:
+    """Hook one side of a module and keep copies of its rows under the points' names."""
+
+    def keep(value: Any) -> None:
+        tensor = value[0] if isinstance(value, tuple) else value
+        rows = tensor.detach().reshape(-1, tensor.shape[-1])
+        found.update({point: part.clone() for point, part in zip(points, split(rows), strict=True)})
+
+    if side == "input":
+        module.register_forward_pre_hook(
+            lambda _module, args, kwargs: keep(args or kwargs["hidden_states"]), with_kwargs=True
+        )
+    else:
+        module.register_forward_hook(lambda _module, _args, output: keep(output))
+
+
+def _splitter(config: Any, num_parts: int) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
+    """Return how a fused projection's rows come apart into q, k, v or gate, up."""
+
+    def per_head(rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        # GPT-NeoX packs each head's q, k and v side by side.
+        return rows.view(rows.shape[0], config.num_attention_heads, 3, -1).unbind(dim=2)
+
+    def in_order(rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        if num_parts != len("qkv"):
+            return rows.chunk(num_parts, dim=-1)
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = rows.shape[-1] // (config.num_attention_heads + 2 * kv_heads)
+        sizes = [count * head_dim for count in (config.num_attention_heads, kv_heads, kv_heads)]
+        return torch.split(rows, sizes, dim=-1)
+
+    is_packed = config.model_type == "gpt_neox" and num_parts == len("qkv")
+    return per_head if is_packed else in_order
+
+
+def _shaped(point: str, value: torch.Tensor, config: Any) -> torch.Tensor:
+    """Give attention leaves their ``[tokens, heads, head_dim]`` shape."""
+    leaf = point.rpartition(".")[2]
+    if ".attn." not in point or leaf == "output":
+        return value
+    heads = config.num_attention_heads
+    if leaf in {"k", "v"}:
+        heads = getattr(config, "num_key_value_heads", None) or heads
+    return value.reshape(value.shape[0], heads, -1)

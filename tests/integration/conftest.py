@@ -1,0 +1,76 @@
+"""A server over the fake engine, and a client for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from app.context import Context
+from app.engine.fake import FakeBehaviour, FakeEngineClient
+from app.main import create_app, new_store
+from app.settings import Settings
+
+
+class Server:
+    """A running application, its engine, and a client."""
+
+    def __init__(self, app: FastAPI, engine: FakeEngineClient, client: httpx.AsyncClient) -> None:
+        self.app = app
+        self.engine = engine
+        self.client = client
+        self.context: Context = app.state.context
+
+    async def complete(self, **body: object) -> httpx.Response:
+        return await self.client.post("/v1/completions", json={"prompt": "one two three", **body})
+
+    async def until_idle(self) -> None:
+        assert await self.context.lifecycle.wait_idle(5)
+
+
+Serve = Callable[..., AbstractAsyncContextManager[Server]]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Serve:
+    @contextlib.asynccontextmanager
+    async def serving(behaviour: FakeBehaviour | None = None, **settings: float) -> AsyncIterator[Server]:
+        values = {"result_dir": tmp_path / "results", "drain_timeout_s": 1.0, **settings}
+        chosen = Settings.model_validate(values)
+        store = new_store(chosen)
+        engine = FakeEngineClient(chosen, store, behaviour)
+        app = create_app(chosen, engine, store)
+        transport = httpx.ASGITransport(app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+        ):
+            await asyncio.sleep(0)
+            yield Server(app, engine, client)
+
+    return serving
+
+
+ErrorCheck = Callable[[httpx.Response, int, str], str]
+
+
+@pytest.fixture
+def error_of() -> ErrorCheck:
+    """Check a response for OpenAI's error shape, a status and a code; return the message."""
+
+    def check(response: httpx.Response, status: int, code: str) -> str:
+        assert response.status_code == status, response.text
+        assert response.headers["content-type"] == "application/json"
+        body = response.json()
+        assert set(body) == {"error"}
+        assert set(body["error"]) == {"message", "type", "param", "code"}
+        assert body["error"]["code"] == code
+        return str(body["error"]["message"])
+
+    return check

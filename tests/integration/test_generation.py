@@ -1,0 +1,237 @@
+"""What routes pass through: whole answers, streams, interventions' results."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import load
+from starlette.types import Message
+
+from api_schemas.completions import CompletionResponse
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.results import CaptureResult, TensorLink
+from api_schemas.tensors import TensorObject
+from app.engine.fake import FakeBehaviour
+from tests.integration.conftest import ErrorCheck, Serve, Server
+
+READS = [
+    {"op": "capture", "at": "layers.1.output", "name": "resid"},
+    {"op": "probe", "at": ["layers.2.output"], "weights": [1.0] * 8},
+    {"op": "logit_lens", "layers": [0, 1], "top_k": 2, "targets": [7]},
+    {"op": "steer", "at": "layers.1.output", "vector": [1.0] * 8},
+]
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """Check the framing of a stream and return its events without the last, ``[DONE]``."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    frames = response.text.split("\n\n")
+    assert frames[-2:] == ["data: [DONE]", ""]
+    return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
+
+
+async def test_completions_answer_every_prompt_and_choice(serve: Serve):
+    async with serve() as server:
+        body = (await server.complete(prompt=["a b", "c d"], n=2, max_tokens=2)).json()
+        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+        assert [choice["text"] for choice in body["choices"]] == [" a b", " b a", " c d", " d c"]
+        assert body["usage"]["completion_tokens"] == 8
+
+
+async def test_a_stream_says_the_same_as_the_whole_answer(serve: Serve):
+    async with serve() as server:
+        request = {"prompt": ["a b", "c"], "n": 2, "max_tokens": 3}
+        whole = (await server.complete(**request)).json()
+        response = await server.complete(**request, stream=True, stream_options={"include_usage": True})
+        texts = ["", "", "", ""]
+        events = events_of(response)
+        for event in events:
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice["text"]
+        assert texts == [choice["text"] for choice in whole["choices"]]
+        assert events[-1]["usage"] == whole["usage"]
+        assert server.engine.num_running == 0
+
+
+async def test_chat_whole_and_streamed(serve: Serve):
+    async with serve() as server:
+        request = {"messages": [{"role": "user", "content": "hi there"}], "max_tokens": 2}
+        whole = await server.client.post("/v1/chat/completions", json=request)
+        assert whole.json()["choices"][0]["message"]["content"] == " hi there"
+        streamed = await server.client.post("/v1/chat/completions", json={**request, "stream": True})
+        deltas = [event["choices"][0]["delta"]["content"] for event in events_of(streamed)]
+        assert "".join(deltas) == " hi there"
+
+
+async def test_results_come_with_each_choice(serve: Serve):
+    async with serve() as server:
+        body = (await server.complete(interventions=READS, n=2, max_tokens=2)).json()
+        for choice in body["choices"]:
+            results = choice["interventions"]["results"]
+            assert list(results) == ["resid", "probe_1", "logit_lens_2"]
+            assert results["resid"]["positions"] == [0, 1, 2, 3]
+            tensor = results["resid"]["points"]["layers.1.output"]
+            assert tensor["shape"] == [4, 8]
+            assert len(base64.b64decode(tensor["data"])) == 4 * 8 * 4
+            assert len(results["probe_1"]["points"]["layers.2.output"]) == 4
+            assert len(results["logit_lens_2"]["layers"]["1"]) == 4
+            assert [applied["op"] for applied in choice["interventions"]["applied"]][-1] == "steer"
+            assert choice["interventions"]["provenance"]["tier"] == "tap"
+
+
+@pytest.mark.parametrize("inline_tensor_bytes", [10, 100_000])
+async def test_answers_fit_the_schema_that_clients_use(serve: Serve, inline_tensor_bytes: int):
+    async with serve(inline_tensor_bytes=inline_tensor_bytes) as server:
+        whole = CompletionResponse.model_validate((await server.complete(interventions=READS)).json())
+        events = events_of(await server.complete(interventions=READS, stream=True))
+        for answer in (whole, *map(CompletionResponse.model_validate, events)):
+            field = answer.choices[0].interventions
+            assert field is not None
+            result = field.results["resid"]
+            assert isinstance(result, CaptureResult)
+            kind = TensorLink if inline_tensor_bytes == 10 else TensorObject
+            assert isinstance(result.points["layers.1.output"], kind)
+
+
+async def test_a_stream_carries_each_tokens_results_with_that_token(serve: Serve):
+    async with serve() as server:
+        events = events_of(await server.complete(interventions=READS, max_tokens=3, stream=True))
+        fields = [event["choices"][0]["interventions"] for event in events]
+        assert [field["results"]["probe_1"]["positions"] for field in fields] == [[0, 1, 2], [3], [4]]
+        assert ["provenance" in field for field in fields] == [False, False, True]
+
+
+async def test_large_captures_are_fetched_by_url_until_they_expire(serve: Serve, error_of: ErrorCheck):
+    async with serve(inline_tensor_bytes=10, result_ttl_s=0.3) as server:
+        body = (await server.complete(interventions=READS, max_tokens=2)).json()
+        sent = body["choices"][0]["interventions"]["results"]["resid"]["points"]["layers.1.output"]
+        response = await server.client.get(sent["url"])
+        assert response.status_code == 200
+        assert response.headers["content-type"] == "application/safetensors"
+        assert int(response.headers["content-length"]) == len(response.content)
+        np.testing.assert_array_equal(load(response.content)[sent["key"]][:, 0], [0, 1, 2, 3])
+        await asyncio.sleep(0.4)
+        error_of(await server.client.get(sent["url"]), 404, "result_not_found")
+
+
+@pytest.mark.parametrize("result_id", ["unknown", "..%2f..%2fetc%2fpasswd", "%00", "a" * 2000, "%ff"])
+async def test_ids_of_no_result_are_not_found(serve: Serve, error_of: ErrorCheck, result_id: str):
+    async with serve() as server:
+        response = await server.client.get(f"/v1/results/{result_id}")
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] in {"result_not_found", "not_found"}
+
+
+async def test_a_capture_beyond_the_whole_store_fails_the_request(serve: Serve, error_of: ErrorCheck):
+    async with serve(inline_tensor_bytes=10, result_store_bytes=100) as server:
+        error_of(await server.complete(interventions=READS), 400, "capture_too_large")
+        # The first event already has the prompt's rows, so the stream fails with a status as well.
+        error_of(await server.complete(interventions=READS, stream=True), 400, "capture_too_large")
+        assert server.engine.num_running == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ApiError(ErrorCode.INTERVENTION_FAILED, "the patch met no row"), "intervention_failed"),
+        (RuntimeError("secret"), "internal_error"),
+    ],
+)
+async def test_an_error_in_mid_stream_is_an_event_and_then_the_end(serve: Serve, error: Exception, code: str):
+    async with serve(FakeBehaviour(stream_error=error, num_events_before_error=2)) as server:
+        response = await server.complete(stream=True)
+        assert response.status_code == 200
+        events = events_of(response)
+        assert len(events) == 3
+        assert events[2]["error"]["code"] == code
+        assert "secret" not in response.text
+        assert server.engine.num_running == 0
+
+
+async def test_an_error_before_the_first_event_has_its_own_status(serve: Serve, error_of: ErrorCheck):
+    error = ApiError(ErrorCode.ENGINE_CAPTURE_FULL, "full")
+    async with serve(FakeBehaviour(stream_error=error, num_events_before_error=0)) as server:
+        response = await server.complete(stream=True)
+        error_of(response, 503, "engine_capture_full")
+        assert int(response.headers["retry-after"]) > 0
+
+
+class LeavingClient:
+    """An ASGI connection whose client leaves when told to, or after the first bytes of the answer."""
+
+    def __init__(self, body: dict[str, Any], *, leaves_at_first_byte: bool = False) -> None:
+        self.has_left = asyncio.Event()
+        self.received: list[Message] = []
+        self._body = json.dumps(body).encode()
+        self._is_sent = False
+        self._leaves_at_first_byte = leaves_at_first_byte
+
+    async def receive(self) -> Message:
+        if not self._is_sent:
+            self._is_sent = True
+            return {"type": "http.request", "body": self._body, "more_body": False}
+        await self.has_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        self.received.append(message)
+        if self._leaves_at_first_byte and message.get("body"):
+            self.has_left.set()
+            await asyncio.sleep(60)
+
+    async def run(self, server: Server) -> None:
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": "/v1/completions",
+            "raw_path": b"/v1/completions",
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+            "client": ("test", 1),
+            "server": ("test", 80),
+        }
+        async with asyncio.timeout(5):
+            await server.app(scope, self.receive, self.send)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_client_that_leaves_before_the_answer_ends_the_engines_work(serve: Serve, is_stream: bool):
+    async with serve(FakeBehaviour(delay_s=30)) as server:
+        client = LeavingClient({"prompt": "a", "stream": is_stream})
+        connection = asyncio.create_task(client.run(server))
+        async with asyncio.timeout(5):
+            while server.engine.num_running == 0:  # noqa: ASYNC110 - the engine tells nobody when it is called
+                await asyncio.sleep(0.01)
+        client.has_left.set()
+        await connection
+        assert server.engine.num_running == 0
+        assert client.received == []
+
+
+async def test_a_client_that_leaves_in_mid_stream_ends_the_engines_stream(serve: Serve):
+    async with serve() as server:
+        client = LeavingClient({"prompt": "a", "stream": True}, leaves_at_first_byte=True)
+        await client.run(server)
+        assert server.engine.num_running == 0
+        assert server.context.lifecycle.num_in_flight == 0
+        assert (await server.complete()).status_code == 200
+
+
+async def test_a_client_that_leaves_before_its_body_is_whole_costs_nothing(serve: Serve):
+    async with serve() as server:
+        client = LeavingClient({})
+        client._is_sent = True
+        client.has_left.set()
+        await client.run(server)
+        assert client.received == []
+        assert server.engine.num_calls == 0

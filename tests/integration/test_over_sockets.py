@@ -1,0 +1,89 @@
+"""The same server behind a real HTTP server: what only sockets show."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+
+from app.engine.fake import FakeBehaviour, FakeEngineClient
+from app.main import create_app, new_store
+from app.settings import Settings
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    directory: Path, behaviour: FakeBehaviour, **settings: int
+) -> AsyncIterator[tuple[httpx.AsyncClient, FakeEngineClient]]:
+    chosen = Settings.model_validate({"result_dir": directory, "drain_timeout_s": 1, **settings})
+    store = new_store(chosen)
+    engine = FakeEngineClient(chosen, store, behaviour)
+    config = uvicorn.Config(create_app(chosen, engine, store), port=0, log_level="warning")
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    async with asyncio.timeout(10):
+        while not server.started:  # noqa: ASYNC110 - uvicorn has a flag and no event
+            await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
+        yield client, engine
+    server.should_exit = True
+    await serving
+
+
+async def until_idle(engine: FakeEngineClient) -> None:
+    async with asyncio.timeout(5):
+        while engine.num_running:  # noqa: ASYNC110 - the engine tells nobody when it is idle
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_client_that_gives_up_ends_the_engines_work(tmp_path: Path, is_stream: bool):
+    async with listening(tmp_path, FakeBehaviour(delay_s=30)) as (client, engine):
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/v1/completions", json={"prompt": "a", "stream": is_stream}, timeout=0.2)
+        await until_idle(engine)
+        assert engine.num_calls == 1
+
+
+async def test_a_client_that_stops_reading_a_stream_ends_it(tmp_path: Path):
+    request = {"prompt": "a", "stream": True, "max_tokens": 10_000}
+    async with listening(tmp_path, FakeBehaviour(delay_s=0.01)) as (client, engine):
+        async with client.stream("POST", "/v1/completions", json=request) as response:
+            async for line in response.aiter_lines():
+                assert line.startswith("data: ")
+                break
+            assert engine.num_running == 1
+        await until_idle(engine)
+
+
+async def test_events_arrive_as_they_are_made(tmp_path: Path):
+    request = {"prompt": "a b", "stream": True, "max_tokens": 4}
+    async with listening(tmp_path, FakeBehaviour(delay_s=0.1)) as (client, _):
+        loop = asyncio.get_running_loop()
+        async with client.stream("POST", "/v1/completions", json=request) as response:
+            arrivals = [loop.time() async for line in response.aiter_lines() if line]
+        assert len(arrivals) == 5
+        assert arrivals[3] - arrivals[0] > 0.2
+
+
+async def test_a_body_over_the_limit_is_answered_and_the_connection_lives_on(tmp_path: Path):
+    async with listening(tmp_path, FakeBehaviour(), max_body_bytes=10_000) as (client, engine):
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for _ in range(300):
+                yield b" " * 10_000
+
+        for content in (b" " * 3_000_000, chunks()):
+            response = await client.post(
+                "/v1/completions", content=content, headers={"content-type": "application/json"}
+            )
+            assert response.status_code == 413
+            assert response.json()["error"]["code"] == "body_too_large"
+        assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+        assert engine.num_calls == 1

@@ -1,0 +1,74 @@
+"""Bodies: limits and refusals before and while parsing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from api_schemas.errors import ApiError
+from app.body import exceeds_depth, parse_object
+
+MAX_DEPTH = 4
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(alphabet='ab"\\[]{}\n\u2200'),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(alphabet='k"\\[]{'), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+def depth_of(value: object) -> int:
+    if isinstance(value, dict):
+        return 1 + max((depth_of(inner) for inner in value.values()), default=0)
+    if isinstance(value, list):
+        return 1 + max((depth_of(inner) for inner in value), default=0)
+    return 0
+
+
+@given(json_values, st.booleans())
+def test_depth_is_counted_as_a_parser_would(value: object, ascii_only: bool):
+    body = json.dumps(value, ensure_ascii=ascii_only).encode()
+    assert exceeds_depth(body, MAX_DEPTH) == (depth_of(value) > MAX_DEPTH)
+
+
+def test_depth_is_counted_across_chunks():
+    padding = json.dumps("[" * 3_000_000)
+    deep = f"[{padding},[[[{padding}]]]]".encode()
+    assert not exceeds_depth(deep, 4)
+    assert exceeds_depth(deep, 3)
+
+
+def test_brackets_in_strings_and_side_by_side_are_not_depth():
+    assert not exceeds_depth(b'{"a": "[[[[[[[[[[", "b": "\\"[[[[[[[["}', MAX_DEPTH)
+    assert not exceeds_depth(b"[" + b",".join([b"[]"] * 1000) + b"]", MAX_DEPTH)
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"", "invalid_json"),
+        (b"{", "invalid_json"),
+        (b'{"a": tru}', "invalid_json"),
+        (b"\xff\xfe{\x00}\x00", "invalid_json"),
+        (b'{"a": "\xff"}', "invalid_json"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", "invalid_json"),
+        (b'{"a": NaN}', "not_finite"),
+        (b'{"a": [-Infinity]}', "not_finite"),
+        (b"[1]", "invalid_shape"),
+        (b'"text"', "invalid_shape"),
+        (b"null", "invalid_shape"),
+    ],
+)
+def test_what_is_not_a_json_object_is_refused_by_code(body: bytes, code: str):
+    with pytest.raises(ApiError) as caught:
+        parse_object(body)
+    assert caught.value.code == code
+
+
+def test_large_integers_and_a_byte_order_mark_are_fine():
+    assert parse_object(b'\xef\xbb\xbf{"a": ' + b"9" * 400 + b"}") == {"a": int("9" * 400)}

