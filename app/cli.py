@@ -129,8 +129,7 @@ async def _announce(engine: Any, url: str, console: Console) -> None:
     """Show that the engine is loading, then one line to try it with."""
     with _progress(console) as progress:
         progress.add_task("Loading the engine", total=None)
-        while not engine.ready:
-            await asyncio.sleep(0.1)
+        await engine.started.wait()
     spec = engine.engine.spec
     layer = spec.num_layers // 2
     steer = (

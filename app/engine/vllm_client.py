@@ -41,7 +41,7 @@ from app.settings import Settings
 from app.storage.results import ResultStore
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
 from nnsight_engine.vllm_backend.call import InterventionCall
-from nnsight_engine.vllm_backend.compat import EngineLimits, check_supported, engine_options
+from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,8 @@ class VLLMEngineClient:
         self._store = store
         self._engine: InterventionAsyncLLM | None = None
         self._is_ready = False
+        self._loading: asyncio.Task[InterventionAsyncLLM] | None = None
+        self.started = asyncio.Event()
         # Never served: vLLM's handlers look up their state on an application.
         self._vllm_app = FastAPI()
 
@@ -94,7 +96,9 @@ class VLLMEngineClient:
                 setattr(self._args, name, value)
         additional = {**(self._args.additional_config or {}), **engine_options(limits)["additional_config"]}
         self._args.additional_config = additional
-        self._engine = await asyncio.to_thread(self._load)
+        # A thread cannot be cancelled; `close` waits for it, lest an engine be left behind.
+        self._loading = asyncio.create_task(asyncio.to_thread(self._load))
+        self._engine = await asyncio.shield(self._loading)
         await self._engine.describe()
         tasks = await self._engine.get_supported_tasks()
         await init_app_state(self._engine, self._vllm_app.state, self._args, tasks)
@@ -102,26 +106,31 @@ class VLLMEngineClient:
         async for _ in self._engine.generate({"prompt_token_ids": [0]}, params, "warm-up"):
             pass
         self._is_ready = True
+        self.started.set()
 
     def _load(self) -> InterventionAsyncLLM:
         engine_args = AsyncEngineArgs.from_cli_args(self._args)
         config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-        check_supported(config)
-        engine = InterventionAsyncLLM.from_vllm_config(
+        return InterventionAsyncLLM.create(
             config,
-            usage_context=UsageContext.OPENAI_API_SERVER,
             enable_log_requests=engine_args.enable_log_requests,
             disable_log_stats=engine_args.disable_log_stats,
         )
-        assert isinstance(engine, InterventionAsyncLLM)
-        return engine
 
     async def close(self) -> None:
         """Stop the engine and its processes."""
         self._is_ready = False
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            await asyncio.to_thread(engine.shutdown)
+        loading, self._loading = self._loading, None
+        if loading is None:
+            return
+        (engine,) = await asyncio.gather(loading, return_exceptions=True)
+        self._engine = None
+        if isinstance(engine, BaseException):
+            return
+        if engine.output_handler is not None:
+            # It would take the engine's orderly end for its death.
+            engine.output_handler.cancel()
+        await asyncio.to_thread(engine.shutdown)
 
     def capabilities(self) -> Capabilities:
         """Return what this model offers to interventions."""
@@ -238,10 +247,9 @@ class VLLMEngineClient:
         if "error" in chunk:
             return frame if call.failure is None else error_frame(call.failure)
         for choice in chunk.get("choices", ()):
-            if choice.get("finish_reason") is not None:
-                collected = call.take_final(choice["index"], num_choices)
-            else:
-                collected = call.take_part(choice["index"], num_choices)
+            is_last = choice.get("finish_reason") is not None
+            take = call.take_final if is_last else call.take_part
+            collected = take(choice["index"], num_choices)
             if collected is not None:
                 choice["interventions"] = await self._choice_json(collected)
         return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"

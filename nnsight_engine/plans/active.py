@@ -49,6 +49,7 @@ class ActiveOp:
         units: Selected units as an index tensor, or None.
         constant: Whether it acts on every generated position (True), on none (False), or on
             some (None).
+        widths: Width of each site's value.
     """
 
     op: PlannedOp
@@ -57,12 +58,14 @@ class ActiveOp:
     tensor: torch.Tensor | None
     units: torch.Tensor | None
     constant: bool | None
+    widths: tuple[int, ...]
 
     def tensor_at(self, site_index: int) -> torch.Tensor:
         """Return the tensor for the op's ``site_index``-th site."""
         if self.tensor is None:
             raise InterventionError("intervention_failed", f"{self.op.kind} carries no tensor")
-        return self.tensor[site_index if len(self.tensor) > 1 else 0]
+        own = self.tensor[site_index if len(self.tensor) > 1 else 0]
+        return own[..., : self.widths[site_index]]
 
 
 @dataclasses.dataclass(slots=True)
@@ -112,7 +115,9 @@ class Registrar:
     ) -> ActiveRequest:
         """Return the request ready to take part in steps."""
         plan = RequestPlan.decode(plan_bytes)
-        contents = {key: TensorData(dtype, tuple(shape), data) for key, (dtype, shape, data) in tensors.items()}
+        contents = {
+            key: TensorData(dtype, tuple(shape), data) for key, (dtype, shape, data) in tensors.items()
+        }
         bank_keys: list[BankKey] = []
         try:
             ops = [
@@ -139,23 +144,25 @@ class Registrar:
         bank_keys: list[BankKey],
     ) -> ActiveOp:
         tensor = None
+        widths = tuple(self._width(site) for site in op.sites)
         if op.kind is Kind.ZERO:
-            width = self._width(op.sites[0])
-            tensor = torch.zeros(1, width, dtype=self._dtype, device=self._device)
+            tensor = torch.zeros(1, max(widths), dtype=self._dtype, device=self._device)
         elif op.tensor:
             scale = op.scale if op.kind in {Kind.ADD, Kind.NORM_MATCH, Kind.REPLACE} else 1.0
             # One vector for many layers and a stack of one per layer differ in shape, not in kind.
             key = (op.tensor, str(op.kind), scale)
             tensor = self.bank.acquire(key, lambda: self._prepare(op, contents[op.tensor], scale))
             bank_keys.append(key)
-            self._check_width(op, tensor)
+            _check_width(op, tensor, widths)
         units = None if op.units is None else torch.tensor(op.units, dtype=torch.long, device=self._device)
         keys = tuple(site_key(site) for site in op.sites)
         constant = generated_is_constant(op.where, prompt_len, prompt_len)
-        return ActiveOp(op, index, keys, tensor, units, constant)
+        return ActiveOp(op, index, keys, tensor, units, constant, widths)
 
     def _prepare(self, op: PlannedOp, content: TensorData, scale: float) -> torch.Tensor:
-        tensor = tensor_from_bytes(content.dtype, content.shape, content.data).to(device=self._device, dtype=torch.float32)
+        tensor = tensor_from_bytes(content.dtype, content.shape, content.data).to(
+            device=self._device, dtype=torch.float32
+        )
         if op.kind is not Kind.PATCH:
             tensor = tensor.reshape(-1, tensor.shape[-1])
         elif tensor.ndim == len(("positions", "width")):
@@ -166,16 +173,16 @@ class Registrar:
         keeps_float32 = op.kind in NEEDS_DIRECTION or op.kind is Kind.PROBE
         return tensor if keeps_float32 else tensor.to(self._dtype)
 
-    def _check_width(self, op: PlannedOp, tensor: torch.Tensor) -> None:
-        for site in op.sites:
-            width = self._width(site)
-            if tensor.shape[-1] != width:
-                raise InterventionError(
-                    "wrong_width", f"{site} has width {width}, the tensor has {tensor.shape[-1]}"
-                )
-
     def _width(self, site: Site) -> int:
         leaf = self._spec.leaf(site.leaf)
         if leaf is None or site.layer >= self._spec.num_layers:
             raise InterventionError("unknown_point", f"the model has no point {site}")
         return leaf.width
+
+
+def _check_width(op: PlannedOp, tensor: torch.Tensor, widths: tuple[int, ...]) -> None:
+    for site, width in zip(op.sites, widths, strict=True):
+        if tensor.shape[-1] != width:
+            raise InterventionError(
+                "wrong_width", f"{site} has width {width}, the tensor has {tensor.shape[-1]}"
+            )

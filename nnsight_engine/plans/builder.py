@@ -19,7 +19,7 @@ import torch
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import DTYPES
-from nnsight_engine.plans.active import ActiveOp, ActiveRequest, SiteKey
+from nnsight_engine.plans.active import ActiveOp, SiteKey
 from nnsight_engine.plans.groups import GroupKey, KernelFactory, Member, RowArray, group_key
 from nnsight_engine.plans.ledger import ByteLedger
 from nnsight_engine.plans.request_plan import Kind, PlannedOp, Site
@@ -83,9 +83,7 @@ class StepBuilder:
         ledger: Counts captured bytes.
     """
 
-    def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, ledger: ByteLedger
-    ) -> None:
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, ledger: ByteLedger) -> None:
         """Remember no step."""
         self._spec = spec
         self._dtype = dtype
@@ -192,7 +190,9 @@ class StepBuilder:
             item.logits_rows = np.searchsorted(plan.logits_rows, item.logits_rows).astype(np.int64)
 
     def _plan_writes_and_reads(self, plan: StepPlan, work: list[Rows]) -> None:
-        slots: dict[SiteKey, dict[tuple[int, GroupKey], list[Member]]] = defaultdict(lambda: defaultdict(list))
+        slots: dict[SiteKey, dict[tuple[int, GroupKey], list[Member]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         read_groups: dict[GroupKey, list[Rows]] = defaultdict(list)
         for item in work:
             if item.active.op.reads:

@@ -31,7 +31,12 @@ from nnsight_engine.plans.records import Failure, Payload, StepInfo, StepRecord
 from nnsight_engine.plans.request_plan import Kind, PlannedOp, RequestPlan
 from nnsight_engine.plans.where import evaluate
 
-_ITEM_DTYPES = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16, "int64": np.uint64}
+_ITEM_DTYPES: dict[str, type[np.generic]] = {
+    "float32": np.uint32,
+    "float16": np.uint16,
+    "bfloat16": np.uint16,
+    "int64": np.uint64,
+}
 """Unsigned integers of each dtype's size: values are moved here, never computed with."""
 
 Values = npt.NDArray[np.generic]
@@ -123,9 +128,7 @@ class RequestCollector:
             by_op[record.op].append(record)
         return [self._result(self._plan.ops[index], by_op[index]) for index in sorted(by_op)]
 
-    def _result(
-        self, op: PlannedOp, records: list[StepRecord]
-    ) -> CaptureResult | ProbeResult | LensResult:
+    def _result(self, op: PlannedOp, records: list[StepRecord]) -> CaptureResult | ProbeResult | LensResult:
         positions = [position for record in records for position in record.positions]
         match op.kind:
             case Kind.PROBE:
@@ -161,9 +164,7 @@ class RequestCollector:
         return {str(op.sites[index]): points[index] for index in sorted(points)}
 
 
-def _join(
-    records: list[StepRecord], part: int, shape: tuple[int, ...], dtype: type[np.generic]
-) -> Values:
+def _join(records: list[StepRecord], part: int, shape: tuple[int, ...], dtype: type[np.generic]) -> Values:
     """Return one part of all records, joined along the rows (the second axis)."""
     pieces = [np.frombuffer(record.parts[part], dtype).reshape(shape) for record in records]
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
@@ -198,4 +199,3 @@ def _lens_layers(op: PlannedOp, records: list[StepRecord]) -> dict[int, list[Len
                 ]
                 layers[site.layer].append((top, targets))
     return layers
-

@@ -103,18 +103,14 @@ class KernelFactory:
 
     def _stack(self, members: list[Member]) -> torch.Tensor:
         """Return each member's vector once per row, ``[rows, width]``."""
-        key = tuple(
-            (id(m.active.tensor), _stack_index(m), len(m.rows)) for m in members
-        )
+        key = tuple((id(m.active.tensor), _stack_index(m), len(m.rows)) for m in members)
         stack = self._stacks.get(key)
         if stack is None:
             vectors = [m.active.tensor_at(m.site_index) for m in members]
             if all(len(m.rows) == 1 for m in members):
                 stack = torch.stack(vectors)
             else:
-                stack = torch.cat(
-                    [v.expand(len(m.rows), -1) for v, m in zip(vectors, members, strict=True)]
-                )
+                stack = torch.cat([v.expand(len(m.rows), -1) for v, m in zip(vectors, members, strict=True)])
             self._stacks[key] = stack
         return stack
 
@@ -164,4 +160,3 @@ class KernelFactory:
 def _stack_index(member: Member) -> int:
     tensor = member.active.tensor
     return member.site_index if tensor is not None and len(tensor) > 1 else 0
-

@@ -64,9 +64,7 @@ class Harvester:
         infos = {request_id: span.request.info() for request_id, span in plan.spans.items()}
         return StepResults(dict(records), infos, failures)
 
-    def _harvest_group(
-        self, group: ReadGroup, plan: StepPlan, records: dict[str, list[StepRecord]]
-    ) -> None:
+    def _harvest_group(self, group: ReadGroup, plan: StepPlan, records: dict[str, list[StepRecord]]) -> None:
         op = group.slices[0].active.op
         if op.kind is Kind.LENS:
             parts = self._lens(group.buffers[0], op.top_k, op.targets)
@@ -84,7 +82,7 @@ class Harvester:
     def _lens(
         self, residual: torch.Tensor, top_k: int, targets: tuple[int, ...]
     ) -> list[npt.NDArray[np.generic]]:
-        """Return ids, log-probabilities, and the targets' log-probabilities and ranks, ``[sites, rows, k]``."""
+        """Return ids, log-probabilities, then those and ranks of the targets, ``[sites, rows, k]``."""
         num_sites, num_rows, hidden = residual.shape
         chunks = []
         for rows in residual.reshape(-1, hidden).split(LENS_CHUNK_ROWS):
@@ -109,7 +107,9 @@ def _lens_chunk(logits: torch.Tensor, top_k: int, targets: tuple[int, ...]) -> l
 
 def _host_view(buffer: torch.Tensor) -> npt.NDArray[np.generic]:
     host = buffer.cpu()
-    array: npt.NDArray[np.generic] = (host.view(torch.int16) if host.dtype is torch.bfloat16 else host).numpy()
+    if host.dtype is torch.bfloat16:
+        host = host.view(torch.int16)
+    array: npt.NDArray[np.generic] = host.numpy()
     return array
 
 

@@ -104,9 +104,7 @@ class PendingResults:
         self._info: StepInfo | None = None
         self._failure: Failure | None = None
 
-    def absorb(
-        self, records: Sequence[StepRecord], info: StepInfo | None, failure: Failure | None
-    ) -> None:
+    def absorb(self, records: Sequence[StepRecord], info: StepInfo | None, failure: Failure | None) -> None:
         """Take over one step's records."""
         for record in records:
             op = self._plan.ops[record.op]

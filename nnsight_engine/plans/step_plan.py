@@ -84,7 +84,10 @@ class Group:
 
 @dataclasses.dataclass(slots=True)
 class ReadSlice:
-    """One request's rows in a read group's buffers, from ``start`` to ``stop``; positions relative to its span."""
+    """One request's rows in a read group's buffers, from ``start`` to ``stop``.
+
+    ``offsets`` are the rows' places in the request's span.
+    """
 
     request: ActiveRequest
     active: ActiveOp

@@ -11,9 +11,12 @@ import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.executor import Executor
 
 from api_schemas.errors import ApiError, ErrorCode
 from nnsight_engine.core.model_spec import ModelSpec
@@ -25,6 +28,7 @@ from nnsight_engine.vllm_backend.call import (
     prepare_params,
     salted,
 )
+from nnsight_engine.vllm_backend.compat import check_supported
 from nnsight_engine.vllm_backend.router import ResultRouter
 
 
@@ -33,6 +37,24 @@ class InterventionAsyncLLM(AsyncLLM):
 
     spec: ModelSpec
     router: ResultRouter
+
+    @classmethod
+    def create(
+        cls, config: VllmConfig, *, enable_log_requests: bool, disable_log_stats: bool
+    ) -> InterventionAsyncLLM:
+        """Start the engine's processes and load the model; blocks until that is done.
+
+        Raises:
+            UnsupportedOptionError: An option under which interventions could be silently wrong.
+        """
+        check_supported(config)
+        return cls(
+            vllm_config=config,
+            executor_class=Executor.get_class(config),
+            usage_context=UsageContext.OPENAI_API_SERVER,
+            log_requests=enable_log_requests,
+            log_stats=not disable_log_stats,
+        )
 
     async def describe(self) -> ModelSpec:
         """Fetch the model's description from the worker and start routing results."""
@@ -68,7 +90,10 @@ class InterventionAsyncLLM(AsyncLLM):
             )
         call = self._calls.get(extra.get(TICKET_KEY, ""))
         if call is None:
-            return super().generate(prompt, sampling_params, request_id, **kwargs)
+            plain: AsyncGenerator[RequestOutput, None] = super().generate(
+                prompt, sampling_params, request_id, **kwargs
+            )
+            return plain
         prompt_token_ids = _token_ids(prompt)
         compiled = call.compile(prompt_token_ids, sampling_params)
         key = uuid.uuid4().hex

@@ -136,8 +136,7 @@ def salted(compiled: CompiledRequest, salt: str | None) -> str | None:
 def engine_entry(compiled: CompiledRequest, key: str) -> dict[str, Any]:
     """Return our entry of ``extra_args`` for the worker: plain values and bytes only."""
     tensors = {
-        name: (content.dtype, list(content.shape), content.data)
-        for name, content in compiled.tensors.items()
+        name: (content.dtype, list(content.shape), content.data) for name, content in compiled.tensors.items()
     }
     return {"key": key, "plan": compiled.plan.encode(), "tensors": tensors}
 

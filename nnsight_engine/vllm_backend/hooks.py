@@ -25,8 +25,7 @@ def hooked(points: ModelPoints, plan: StepPlan) -> Iterator[None]:
     """Serve the plan's hook sites during one forward pass."""
     handles: list[RemovableHandle] = []
     try:
-        for site in plan.hook_sites():
-            handles.append(_register(points, plan, site))
+        handles.extend(_register(points, plan, site) for site in plan.hook_sites())
         yield
     finally:
         for handle in handles:

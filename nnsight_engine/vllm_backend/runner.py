@@ -119,7 +119,7 @@ class InterventionRunnerMixin:
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Run what is planned at the logits, sample, and attach the step's results."""
         step, self._step = self._step, None
-        state = self.execute_model_state  # type: ignore[has-type]
+        state = self.execute_model_state  # type: ignore[attr-defined]
         if step is not None and state is not None:
             self.interventions.on_logits(
                 step.plan,

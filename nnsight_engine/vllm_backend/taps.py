@@ -97,4 +97,3 @@ def _tapped_at_start(forward: Callable[..., Any], position: int) -> Callable[...
         return forward(*args, **kwargs)
 
     return tapped_forward
-

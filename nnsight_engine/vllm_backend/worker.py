@@ -14,7 +14,7 @@ from nnsight_engine.vllm_backend.runner import InterventionRunnerMixin
 _PlatformWorker: Any = platform_worker_class()
 
 
-class InterventionWorker(_PlatformWorker):  # type: ignore[misc]
+class InterventionWorker(_PlatformWorker):
     """A worker that can intervene."""
 
     def init_device(self) -> None:

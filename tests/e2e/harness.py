@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from nnsight_engine.plans.collected import (
 )
 from nnsight_engine.plans.collector import RequestCollector
 from nnsight_engine.plans.compile import compile_request
+from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.vllm_backend.call import prepare_params, salted
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
 from nnsight_engine.vllm_backend.router import ResultRouter
@@ -69,6 +70,12 @@ class Reply:
         return as_tensor(result.points[point])
 
 
+def random_vector(seed: int, width: int = 576) -> list[float]:
+    """Return a fixed vector of normal numbers, by default as wide as the bundled model."""
+    numbers: list[float] = np.random.default_rng(seed).normal(size=width).astype(np.float32).tolist()
+    return numbers
+
+
 def as_tensor(result: TensorResult) -> torch.Tensor:
     """Return a tensor result as float32 (int64 stays)."""
     if result.dtype == "int64":
@@ -103,7 +110,9 @@ class Engine:
         """Return the prompt as ids."""
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def ask(self, prompt: str | list[int], interventions: Interventions | None = None, **options: Any) -> Reply:
+    def ask(
+        self, prompt: str | list[int], interventions: Interventions | None = None, **options: Any
+    ) -> Reply:
         """Run one request alone and return its only choice."""
         (reply,) = self.run([Ask(prompt, interventions or [], **options)])
         return reply[0]
@@ -118,8 +127,8 @@ class Engine:
                     done[output.request_id] = output
         return [self.replies(entry, done[entry.request_id]) for entry in pending]
 
-    def submit(self, ask: Ask) -> Pending:
-        """Queue one request."""
+    def submit(self, ask: Ask, tamper: Callable[[SamplingParams], None] | None = None) -> Pending:
+        """Queue one request; ``tamper`` may change what the engine is sent."""
         ids = self.token_ids(ask.prompt)
         options = {"temperature": 0.0, "max_tokens": ask.max_tokens, "ignore_eos": True} | ask.sampling
         params = SamplingParams(**options)
@@ -148,8 +157,24 @@ class Engine:
             salt = salted(compiled, None)
             if salt is not None:
                 prompt["cache_salt"] = salt
+        if tamper is not None:
+            tamper(params)
         self.core.add_request(request_id, prompt, params)
         return Pending(request_id, collectors)
+
+    def submit_broken(self, ask: Ask) -> Pending:
+        """Queue a request whose first tensor is swapped for a narrower one behind admission's back."""
+        entries: list[Any] = []
+
+        def narrow(params: SamplingParams) -> None:
+            entry = (params.extra_args or {})[PLAN_KEY]
+            (name,) = entry["tensors"]
+            entry["tensors"][name] = ("float32", [3], bytes(12))
+            entries.append(entry)
+
+        pending = self.submit(ask, tamper=narrow)
+        assert entries
+        return pending
 
     def replies(self, pending: Pending, output: Any) -> list[Reply]:
         """Return the choices of a finished request."""

@@ -22,7 +22,7 @@ Split = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Tree:
+class Tree:
     """Module paths of one architecture in transformers.
 
     Attributes:
@@ -38,7 +38,7 @@ class _Tree:
     outputs: Mapping[str, str]
 
 
-_LLAMA: Final = _Tree(
+_LLAMA: Final = Tree(
     layers="model.layers",
     norm="model.norm",
     inputs={"attn.heads": "self_attn.o_proj", "mlp.input": "mlp", "mlp.act": "mlp.down_proj"},
@@ -53,9 +53,9 @@ _LLAMA: Final = _Tree(
     },
 )
 
-_TREES: Final[dict[str, _Tree]] = {
+TREES: Final[dict[str, Tree]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"), _LLAMA),
-    "phi3": _Tree(
+    "phi3": Tree(
         layers="model.layers",
         norm="model.norm",
         inputs=_LLAMA.inputs,
@@ -66,7 +66,7 @@ _TREES: Final[dict[str, _Tree]] = {
             "mlp.output": "mlp",
         },
     ),
-    "gpt2": _Tree(
+    "gpt2": Tree(
         layers="transformer.h",
         norm="transformer.ln_f",
         inputs={"attn.heads": "attn.c_proj", "mlp.input": "mlp", "mlp.act": "mlp.c_proj"},
@@ -77,7 +77,7 @@ _TREES: Final[dict[str, _Tree]] = {
             "mlp.output": "mlp",
         },
     ),
-    "opt": _Tree(
+    "opt": Tree(
         layers="model.decoder.layers",
         norm="model.decoder.final_layer_norm",
         inputs={"attn.heads": "self_attn.out_proj", "mlp.input": "fc1", "mlp.act": "fc2"},
@@ -90,7 +90,7 @@ _TREES: Final[dict[str, _Tree]] = {
             "mlp.output": "fc2",
         },
     ),
-    "gpt_neox": _Tree(
+    "gpt_neox": Tree(
         layers="gpt_neox.layers",
         norm="gpt_neox.final_layer_norm",
         inputs={"attn.heads": "attention.dense", "mlp.input": "mlp", "mlp.act": "mlp.dense_4h_to_h"},
@@ -125,7 +125,7 @@ def reference_activations(path: Path, prompt_ids: Sequence[int]) -> dict[str, to
     """
     model = load_reference_model(path)
     config: Any = model.config
-    tree = _TREES[config.model_type]
+    tree = TREES[config.model_type]
     found: dict[str, torch.Tensor] = {}
     blocks = list(model.get_submodule(tree.layers).children())
     for index, block in enumerate(blocks):
@@ -135,7 +135,7 @@ def reference_activations(path: Path, prompt_ids: Sequence[int]) -> dict[str, to
             _record(block.get_submodule(module_path), "input", [f"layers.{index}.{leaf}"], found)
         for leaves, module_path in tree.outputs.items():
             points = [f"layers.{index}.{leaf}" for leaf in leaves.split("|")]
-            _record(block.get_submodule(module_path), "output", points, found, _splitter(config, len(points)))
+            _record(block.get_submodule(module_path), "output", points, found, splitter(config, len(points)))
     parent, _, name = tree.norm.rpartition(".")
     norm = getattr(model.get_submodule(parent), name)
     if norm is not None:
@@ -169,7 +169,7 @@ def _record(
         module.register_forward_hook(lambda _module, _args, output: keep(output))
 
 
-def _splitter(config: Any, num_parts: int) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
+def splitter(config: Any, num_parts: int) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
     """Return how a fused projection's rows come apart into q, k, v or gate, up."""
 
     def per_head(rows: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -1,0 +1,1 @@
+"""What we claim about speed and memory, measured against plain vLLM on the same machine, as ratios."""

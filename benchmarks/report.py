@@ -1,0 +1,134 @@
+"""The tables: on the terminal, and as markdown and JSON in ``benchmarks/results/``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from benchmarks.cases import Quantity
+from benchmarks.machine import Machine
+from benchmarks.ratios import Row
+
+_COLUMNS = ("case", "size", "ratio", "quartiles", "target", "reached", "ours", "plain")
+
+_TITLES = {
+    Quantity.DECODE: "Decode throughput, ours / plain vLLM (size: requests in the batch)",
+    Quantity.FIRST_TOKEN: "Time to first token, ours / plain vLLM (size: tokens of the prompt)",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """One mode's results.
+
+    Attributes:
+        mode: ``eager`` or ``compiled``.
+        machine: Where they were measured.
+        num_steps: Timed decode steps per side and repetition.
+        rows: The results, in any order.
+    """
+
+    mode: str
+    machine: Machine
+    num_steps: int
+    rows: Sequence[Row]
+
+    def tables(self) -> list[Table]:
+        """Return one table per quantity for the terminal."""
+        tables = []
+        for quantity, title in _TITLES.items():
+            table = Table(title=f"{title}, {self.mode}")
+            for place, column in enumerate(_COLUMNS):
+                table.add_column(column, justify="left" if place == 0 else "right")
+            for row in self._sorted(quantity):
+                style = "red" if row.reached is False else ""
+                table.add_row(*_cells(row), style=style)
+            tables.append(table)
+        return tables
+
+    def write(self, folder: Path) -> Path:
+        """Write ``<date>-<mode>.md`` and ``.json``, and return the markdown file."""
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = folder / f"{self.machine.date}-{self.mode}"
+        stem.with_suffix(".json").write_text(self.to_json(), encoding="utf-8")
+        markdown = stem.with_suffix(".md")
+        markdown.write_text(self.to_markdown(), encoding="utf-8")
+        return markdown
+
+    def to_markdown(self) -> str:
+        """Return the report as markdown."""
+        machine = self.machine
+        versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+        busy = " **The machine was busy: these numbers show little.**" if machine.is_busy else ""
+        lines = [
+            f"# Against plain vLLM, {self.mode}, {machine.date}",
+            "",
+            f"Commit {machine.commit}; {machine.cpu}, {machine.num_cores} cores; {versions}.",
+            f"Load average before the start {machine.load:.2f}.{busy}",
+            "",
+            "SmolLM2-135M-Instruct in bf16. Both engines live in one process with the same arguments and "
+            "take strict turns; a ratio is the",
+            "median over repetitions of paired ratios, quartiles beside it. Made by "
+            f'`make bench ARGS="--mode {self.mode}"`,',
+            f"{self.rows[0].num_repeats} repetitions, {self.num_steps} timed decode steps on each side.",
+        ]
+        for quantity, title in _TITLES.items():
+            unit = quantity.unit
+            head = [*_COLUMNS[:-2], f"ours, {unit}", f"plain, {unit}"]
+            lines += ["", f"## {title}", "", _line(head), _line(["---"] + ["---:"] * (len(head) - 1))]
+            lines += [_line(_cells(row)) for row in self._sorted(quantity)]
+        return "\n".join(lines) + "\n"
+
+    def to_json(self) -> str:
+        """Return the report as JSON."""
+        rows = [
+            {
+                "case": row.case.name,
+                "quantity": row.case.quantity,
+                "size": row.case.size,
+                "ratio": row.ratio,
+                "quartiles": row.quartiles,
+                "target": row.case.target,
+                "reached": row.reached,
+                "ours": row.ours,
+                "plain": row.plain,
+                "unit": row.case.quantity.unit,
+                "repeats": row.num_repeats,
+            }
+            for quantity in _TITLES
+            for row in self._sorted(quantity)
+        ]
+        content = {
+            "mode": self.mode,
+            "steps": self.num_steps,
+            "machine": dataclasses.asdict(self.machine),
+            "rows": rows,
+        }
+        return json.dumps(content, indent=1) + "\n"
+
+    def _sorted(self, quantity: Quantity) -> list[Row]:
+        own = [row for row in self.rows if row.case.quantity is quantity]
+        return sorted(own, key=lambda row: (row.case.name, row.case.size))
+
+
+def _cells(row: Row) -> list[str]:
+    case = row.case
+    sign = "≥" if case.quantity is Quantity.DECODE else "≤"
+    return [
+        case.name,
+        str(case.size),
+        f"{row.ratio:.3f}",
+        f"{row.quartiles[0]:.3f} – {row.quartiles[1]:.3f}",
+        "" if case.target is None else f"{sign} {case.target:.2f}",
+        {True: "yes", False: "no", None: ""}[row.reached],
+        f"{row.ours:.1f}",
+        f"{row.plain:.1f}",
+    ]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

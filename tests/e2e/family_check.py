@@ -1,0 +1,292 @@
+"""Everything that is checked of one model family, in a process of its own.
+
+Engines would pile up in one process, and vLLM's Transformers backend (GPT-NeoX) changes
+transformers' classes for the whole process: what transformers computes is computed here before
+the first engine starts. ``test_families`` runs this module and reads the report it writes.
+
+``python -m tests.e2e.family_check FAMILY FOLDER`` writes a checkpoint and ``report.json``, by
+check the traceback of what went wrong or null, into the folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from api_schemas.points import MODEL_POINTS
+from nnsight_engine.plans.collected import CaptureResult, LensResult, LensToken
+from tests.e2e.harness import Ask, Engine, Reply
+from tests.families.checkpoints import NUM_LAYERS, write_checkpoint
+from tests.families.edits import Continuation, add, continued, place, zero
+from tests.families.reference import load_reference_model, reference_activations
+
+PROMPT_IDS: Final = [45, 257, 80, 301, 77, 78, 260, 90, 91, 120, 33, 44]
+NUM_TOKENS: Final = 6
+UNITS: Final = list(range(0, 192, 3))
+LENS_TARGETS: Final = [7, 45, 301]
+REPORT: Final = "report.json"
+CHECKS: Final = ("captures", "aliases", "lens", "writes", "greedy")
+COMPILED_CHECKS: Final = ("compiled_taps", "compiled_hooks", "compiled_writes", "compiled_greedy")
+COMPILED_FAMILIES: Final = ("llama", "gpt2")
+_COMPILED: Final[dict[str, Any]] = {"enforce_eager": False, "compilation_config": {"backend": "eager"}}
+
+_WRITES: Final[dict[str, dict[str, Any]]] = {
+    "layers.1.output": {"op": "steer", "scale": 1.5},
+    "embed.output": {"op": "steer", "scale": 0.5},
+    "layers.1.mlp.act": {"op": "ablate", "units": UNITS},
+    "layers.1.attn.q": {"op": "steer", "scale": 2.0},
+}
+"""The writes that are compared, by the point at which each acts."""
+
+_LOGITS: Final[dict[str, Any]] = {"op": "capture", "at": "logits", "name": "logits"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Expected:
+    """What transformers computes.
+
+    Attributes:
+        activations: Value at every point, as ``reference_activations`` returns it.
+        generated: Tokens that transformers' own ``generate`` appends.
+        plain: The prompt's greedy continuation.
+        written: Greedy continuations under the writes, by point.
+        vectors: Steering vectors, by point, flat.
+    """
+
+    activations: dict[str, torch.Tensor]
+    generated: list[int]
+    plain: Continuation
+    written: dict[str, Continuation]
+    vectors: dict[str, torch.Tensor]
+
+
+def expect(checkpoint: Path) -> Expected:
+    """Compute everything with transformers."""
+    activations = reference_activations(checkpoint, PROMPT_IDS)
+    generator = torch.Generator().manual_seed(7)
+    vectors = {
+        point: torch.randn(activations[point][0].numel(), generator=generator)
+        for point, write in _WRITES.items()
+        if write["op"] == "steer"
+    }
+    model: Any = load_reference_model(checkpoint)
+    written = {}
+    for point, write in _WRITES.items():
+        change = zero(UNITS) if point not in vectors else add(write["scale"] * vectors[point])
+        handle = place(model, point, change)
+        written[point] = continued(model, PROMPT_IDS, NUM_TOKENS)
+        handle.remove()
+    # The engine is told to run past the end of text, so transformers is, too.
+    model.generation_config.eos_token_id = None
+    prompt = torch.tensor([PROMPT_IDS])
+    generated = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=NUM_TOKENS
+    )
+    return Expected(
+        activations,
+        generated[0, len(PROMPT_IDS) :].tolist(),
+        continued(model, PROMPT_IDS, NUM_TOKENS),
+        written,
+        vectors,
+    )
+
+
+def check_captures(engine: Engine, expected: Expected) -> None:
+    """Every point offered has transformers' value at every prompt position, in the shape it says."""
+    leaves = [leaf for leaf in engine.spec.leaves if leaf.name != "samples"]
+    reply = engine.ask(
+        PROMPT_IDS,
+        [_capture(_pattern(leaf.name), leaf.name, {"phase": "prompt"}) for leaf in leaves]
+        + [_capture("samples", "samples", {})],
+        max_tokens=3,
+    )
+    checked = set()
+    for leaf in leaves:
+        result = _capture_result(reply, leaf.name)
+        assert result.positions == list(range(len(PROMPT_IDS))), f"{leaf.name}: {result.positions}"
+        assert len(result.points) == (1 if leaf.name in MODEL_POINTS else NUM_LAYERS), list(result.points)
+        for point in result.points:
+            value = reply.tensor(leaf.name, point)
+            assert value.shape == (len(PROMPT_IDS), *leaf.shape), f"{point}: {value.shape}, {leaf.shape}"
+            _assert_close(value, expected.activations[point], point)
+            checked.add(point)
+    assert checked == set(expected.activations), checked ^ set(expected.activations)
+    samples = reply.tensor("samples", "samples")
+    assert samples.tolist() == reply.token_ids, samples
+
+
+def check_aliases(engine: Engine, expected: Expected) -> None:
+    """A layer's input is the output before it, bit for bit, under both names."""
+    names = ["layers.*.input", "layers.*.output", "embed.output"]
+    reply = engine.ask(PROMPT_IDS, [_capture(name, name, {}) for name in names], max_tokens=3)
+    before = [reply.tensor("embed.output", "embed.output")]
+    before += [reply.tensor("layers.*.output", f"layers.{i}.output") for i in range(NUM_LAYERS - 1)]
+    for layer, value in enumerate(before):
+        own = reply.tensor("layers.*.input", f"layers.{layer}.input")
+        assert torch.equal(own, value), f"layers.{layer}.input"
+
+
+def check_lens(engine: Engine, expected: Expected) -> None:
+    """The lens after the last layer is the model's own distribution, ranks included."""
+    lens = {"op": "logit_lens", "layers": [-1], "top_k": 5, "targets": LENS_TARGETS, "name": "lens"}
+    reply = engine.ask(PROMPT_IDS, [lens, _LOGITS], max_tokens=NUM_TOKENS)
+    result = reply.result("lens")
+    assert isinstance(result, LensResult)
+    assert result.positions == list(range(len(PROMPT_IDS) + NUM_TOKENS - 1)), result.positions
+    logprobs = reply.tensor("logits", "logits").log_softmax(dim=-1)
+    rows = result.layers[NUM_LAYERS - 1]
+    top = logprobs.topk(5, dim=-1)
+    assert [[token.id for token in tokens] for tokens, _ in rows] == top.indices.tolist()
+    _assert_close(_logprobs([tokens for tokens, _ in rows]), top.values, "top")
+    targets = [tokens for _, tokens in rows]
+    assert all([token.id for token in tokens] == LENS_TARGETS for tokens in targets)
+    of_targets = logprobs[:, LENS_TARGETS]
+    _assert_close(_logprobs(targets), of_targets, "targets")
+    ranks = (logprobs.unsqueeze(1) > of_targets.unsqueeze(2)).sum(dim=-1) + 1
+    assert [[token.rank for token in tokens] for tokens in targets] == ranks.tolist()
+    # The lens as transformers would give it, wherever its logits are known.
+    own = expected.activations["logits"].log_softmax(dim=-1)[:, LENS_TARGETS]
+    _assert_close(_logprobs(targets[: len(PROMPT_IDS)]), own, "targets against transformers")
+
+
+def check_writes(engine: Engine, expected: Expected) -> None:
+    """Writes act as hooks in transformers do, on prompt and generated positions, all in one batch."""
+    asks = [Ask(PROMPT_IDS, [_write(point, expected), _LOGITS], max_tokens=NUM_TOKENS) for point in _WRITES]
+    asks.insert(2, Ask(PROMPT_IDS, [], max_tokens=NUM_TOKENS))
+    replies = [choices[0] for choices in engine.run(asks)]
+    neighbour = replies.pop(2)
+    assert neighbour.token_ids == expected.plain.token_ids, neighbour.token_ids
+    for point, reply in zip(_WRITES, replies, strict=True):
+        _assert_continuation(reply, expected.written[point], expected.plain, point)
+        assert reply.collected is not None
+        applied = reply.collected.applied[0]
+        assert applied.at == [point], applied
+        assert applied.positions == list(range(len(PROMPT_IDS) + NUM_TOKENS - 1)), applied
+
+
+def check_greedy(engine: Engine, expected: Expected) -> None:
+    """A plain request has the tokens of transformers' ``generate``."""
+    reply = engine.ask(PROMPT_IDS, max_tokens=NUM_TOKENS)
+    assert reply.token_ids == expected.generated, (reply.token_ids, expected.generated)
+    assert reply.token_ids == expected.plain.token_ids, reply.token_ids
+
+
+def check_compiled_taps(engine: Engine, expected: Expected) -> None:
+    """Writes and reads at taps happen inside the compiled step."""
+    assert not engine.core.vllm_config.model_config.enforce_eager
+    points = ["embed.output", "layers.*.output", "norm.output", "logits"]
+    reply = engine.ask(PROMPT_IDS, [_capture(points, "taps", {"phase": "prompt"})], max_tokens=NUM_TOKENS)
+    assert _tier(reply) == "tap"
+    result = _capture_result(reply, "taps")
+    for point in result.points:
+        _assert_close(reply.tensor("taps", point), expected.activations[point], point)
+    for point in ("embed.output", "layers.1.output"):
+        reply = engine.ask(PROMPT_IDS, [_write(point, expected), _LOGITS], max_tokens=NUM_TOKENS)
+        assert _tier(reply) == "tap", point
+        _assert_continuation(reply, expected.written[point], expected.plain, point)
+
+
+def check_compiled_hooks(engine: Engine, expected: Expected) -> None:
+    """Any other point makes its steps eager, and has its value."""
+    reply = engine.ask(PROMPT_IDS, [_capture("layers.*.attn.output", "hooks", {"phase": "prompt"})])
+    assert _tier(reply) == "eager"
+    for point in _capture_result(reply, "hooks").points:
+        _assert_close(reply.tensor("hooks", point), expected.activations[point], point)
+
+
+def _pattern(leaf: str) -> str:
+    return leaf if leaf in MODEL_POINTS else f"layers.*.{leaf}"
+
+
+def _capture(at: str | list[str], name: str, where: dict[str, Any]) -> dict[str, Any]:
+    return {"op": "capture", "at": at, "name": name, "where": where}
+
+
+def _write(point: str, expected: Expected) -> dict[str, Any]:
+    write = {"at": point, **_WRITES[point]}
+    return write | ({"vector": expected.vectors[point].tolist()} if point in expected.vectors else {})
+
+
+def _capture_result(reply: Reply, name: str) -> CaptureResult:
+    result = reply.result(name)
+    assert isinstance(result, CaptureResult), result
+    return result
+
+
+def _logprobs(rows: list[list[LensToken]]) -> torch.Tensor:
+    return torch.tensor([[token.logprob for token in tokens] for tokens in rows])
+
+
+def _tier(reply: Reply) -> str:
+    assert reply.collected is not None, reply.failure
+    return reply.collected.tier
+
+
+def _assert_continuation(reply: Reply, written: Continuation, plain: Continuation, point: str) -> None:
+    assert (written.logits[0] - plain.logits[0]).abs().max() > 0.1, f"{point}: the write changes too little"
+    assert reply.collected is not None, f"{point}: {reply.failure}"
+    assert reply.token_ids == written.token_ids, f"{point}: {reply.token_ids}, {written.token_ids}"
+    _assert_close(reply.tensor("logits", "logits")[len(PROMPT_IDS) - 1 :], written.logits, point)
+
+
+def _assert_close(actual: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    # The absolute bound is for values near zero, which carry the rounding of the larger ones.
+    atol = 1e-5 * max(1.0, float(wanted.abs().max()))
+    torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=atol, msg=lambda text: f"{what}: {text}")
+
+
+def run(family: str, folder: Path) -> dict[str, str | None]:
+    """Run every check of a family; by check the traceback of what went wrong, or None."""
+    checkpoint = write_checkpoint(family, folder / family)
+    expected = expect(checkpoint)
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 8}
+    engine = Engine(checkpoint, **options)
+    eager: dict[str, Check] = {
+        "captures": check_captures,
+        "aliases": check_aliases,
+        "lens": check_lens,
+        "writes": check_writes,
+        "greedy": check_greedy,
+    }
+    report = {name: _outcome(check, engine, expected) for name, check in eager.items()}
+    engine.close()
+    if family in COMPILED_FAMILIES:
+        engine = Engine(checkpoint, **options, **_COMPILED)
+        compiled: dict[str, Check] = {
+            "compiled_taps": check_compiled_taps,
+            "compiled_hooks": check_compiled_hooks,
+            "compiled_writes": check_writes,
+            # Last: hooks of the steps before have left no trace.
+            "compiled_greedy": check_greedy,
+        }
+        report |= {name: _outcome(check, engine, expected) for name, check in compiled.items()}
+        engine.close()
+    return report
+
+
+Check = Callable[[Engine, Expected], None]
+
+
+def _outcome(check: Check, engine: Engine, expected: Expected) -> str | None:
+    try:
+        check(engine, expected)
+    except Exception:  # noqa: BLE001 - whatever it is, the report says it and the next check runs
+        return traceback.format_exc()
+    return None
+
+
+def main() -> None:
+    """Write the report of the family named on the command line."""
+    family, folder = sys.argv[1], Path(sys.argv[2])
+    (folder / REPORT).write_text(json.dumps(run(family, folder)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The server in this process over a real socket, so that a test can ask as a client and look inside."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import uvicorn
+
+from app.engine.vllm_arguments import parse
+from app.engine.vllm_client import VLLMEngineClient
+from app.main import create_app, new_store
+from app.settings import Settings
+
+MODEL: Final = "smollm2-135m-instruct"
+
+
+class Live:
+    """A running server: a client of it, and the engine behind it."""
+
+    def __init__(self, engine: VLLMEngineClient, http: httpx.AsyncClient) -> None:
+        """Keep the parts."""
+        self.engine = engine
+        self.http = http
+
+    async def post(self, path: str = "/v1/completions", /, **body: Any) -> httpx.Response:
+        """Send a request, greedy and short unless it says otherwise."""
+        return await self.http.post(path, json=self._body(body))
+
+    async def events(self, path: str = "/v1/completions", /, **body: Any) -> list[Any]:
+        """Stream a request and return its events, without the closing one."""
+        response = await self.post(path, stream=True, **body)
+        assert response.status_code == 200, response.text
+        frames = [frame for frame in response.text.split("\n\n") if frame]
+        assert frames[-1] == "data: [DONE]"
+        return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-1]]
+
+    async def leave_after(self, num_events: int, **body: Any) -> None:
+        """Stream a request and go away after some events."""
+        async with self.http.stream(
+            "POST", "/v1/completions", json=self._body({**body, "stream": True})
+        ) as response:
+            seen = 0
+            async for line in response.aiter_lines():
+                seen += line.startswith("data: ")
+                if seen == num_events:
+                    return
+
+    async def held(self) -> dict[str, int]:
+        """Return what worker and router hold once they have heard of every end."""
+        await asyncio.sleep(0.2)
+        for _ in range(2):
+            await self.post(prompt="a", max_tokens=2)
+        (counts,) = await self.engine.engine.collective_rpc("count_interventions")
+        return {**counts, "open": len(self.engine.engine.router)}
+
+    @staticmethod
+    def _body(body: dict[str, Any]) -> dict[str, Any]:
+        return {"model": MODEL, "temperature": 0, "max_tokens": 8} | body
+
+
+@contextlib.asynccontextmanager
+async def live_server(model: Path, result_dir: Path, *options: str) -> AsyncIterator[Live]:
+    """Serve the bundled model on a free port for the length of the block."""
+    settings = Settings(port=0, result_dir=result_dir, drain_timeout_s=5)
+    store = new_store(settings)
+    args = parse([str(model), "--served-model-name", MODEL, "--max-model-len", "1024", *options])
+    engine = VLLMEngineClient(args, settings, store)
+    config = uvicorn.Config(create_app(settings, engine, store), log_level="warning")
+    sock = config.bind_socket()
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    base_url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    try:
+        await asyncio.wait_for(engine.started.wait(), timeout=180)
+        async with httpx.AsyncClient(base_url=base_url, timeout=120) as http:
+            yield Live(engine, http)
+    finally:
+        server.should_exit = True
+        await serving

@@ -1,0 +1,98 @@
+"""What fails in the worker costs its own request only, and nothing is held afterwards."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nnsight_engine.vllm_backend.compat import EngineLimits
+from tests.e2e.harness import Ask, Engine, random_vector
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def engine(bundled: Path) -> Iterator[Engine]:
+    """Serve with room for little."""
+    limits = EngineLimits(max_capture_bytes_per_request=200_000, max_capture_bytes_engine=250_000)
+    engine = Engine(bundled, limits=limits, dtype="float32")
+    yield engine
+    engine.close()
+
+
+def test_a_capture_over_the_limit_fails_alone_and_says_how_much(engine: Engine) -> None:
+    plain = engine.ask("I think dogs are", max_tokens=20)
+    capture = {"op": "capture", "at": "layers.*.output", "name": "c", "where": {"phase": "generated"}}
+    replies = engine.run(
+        [Ask("I think dogs are", max_tokens=20), Ask("Hello there", [capture], max_tokens=20)]
+    )
+    assert replies[0][0].token_ids == plain.token_ids
+    failure = replies[1][0].failure
+    assert failure.code == "capture_too_large"
+    assert "200000" in failure.message
+    assert set(engine.held().values()) == {0}
+
+
+def test_the_engines_limit_counts_everybody(engine: Engine) -> None:
+    capture = {"op": "capture", "at": "layers.0:10.output", "name": "c", "where": {"phase": "generated"}}
+    batch = [Ask("Hello there", [capture], max_tokens=8) for _ in range(3)]
+    codes = [reply.failure.code for (reply,) in engine.run(batch) if reply.failure]
+    assert codes
+    assert set(codes) == {"engine_capture_full"}
+    assert engine.ask("Hello there", [capture], max_tokens=8).failure is None
+    assert set(engine.held().values()) == {0}
+
+
+def test_a_plan_that_raises_in_the_worker_fails_alone(engine: Engine) -> None:
+    """Past admission, a plan with a tensor of the wrong width must not reach its neighbours."""
+    good = Ask("I think dogs are", max_tokens=6)
+    ((expected,),) = engine.run([good])
+    steer = {"op": "steer", "at": "layers.5.output", "vector": random_vector(0)}
+    entries = [engine.submit(good), engine.submit_broken(Ask("Hello", [steer], max_tokens=6))]
+    done: dict[str, Any] = {}
+    while engine.core.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.core.step() if output.finished}
+    (reply,) = engine.replies(entries[0], done[entries[0].request_id])
+    (broken,) = engine.replies(entries[1], done[entries[1].request_id])
+    assert reply.token_ids == expected.token_ids
+    assert broken.failure.code == "wrong_width"
+    assert set(engine.held().values()) == {0}
+
+
+def test_two_hundred_mixed_requests(engine: Engine) -> None:
+    rng = random.Random(0)
+    expected = engine.ask("I think dogs are", max_tokens=5).token_ids
+    kinds: list[list[dict[str, Any]]] = [
+        [],
+        [{"op": "steer", "at": "layers.5.output", "vector": random_vector(0), "scale": 0.1}],
+        [{"op": "capture", "at": "layers.*.output", "where": {"phase": "generated"}}],
+        [{"op": "probe", "at": "layers.3:9.output", "weights": random_vector(1)}],
+        [{"op": "ablate", "at": "layers.2.mlp.act", "units": [1, 2]}],
+        [{"op": "logit_lens", "layers": [29], "where": {"phase": "generated"}}],
+        [{"op": "ablate", "at": "layers.9.output", "method": "mean"}],
+        [{"op": "capture", "at": "logits", "reduce": "last", "where": {"positions": [-1]}}],
+    ]
+    waiting = []
+    for number in range(200):
+        ask = Ask(
+            f"{number} is a number, and " + "so on " * rng.randint(0, 30),
+            rng.choice(kinds),
+            max_tokens=rng.randint(1, 12),
+            sampling={"temperature": rng.choice([0.0, 1.0])},
+        )
+        waiting.append(engine.submit(ask))
+        engine.core.step()
+        if rng.random() < 0.15:
+            victim = waiting.pop(rng.randrange(len(waiting)))
+            engine.core.abort_request([victim.request_id])
+            engine.router.close(victim.request_id)
+    while engine.core.has_unfinished_requests():
+        engine.core.step()
+    for entry in waiting:
+        engine.router.close(entry.request_id)
+    assert engine.ask("I think dogs are", max_tokens=5).token_ids == expected
+    assert set(engine.held().values()) == {0}

@@ -1,0 +1,242 @@
+"""The whole server on the real model: OpenAI's client, streams, files, errors, clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import safetensors.numpy
+from openai import AsyncOpenAI
+
+from tests.e2e.harness import random_vector
+from tests.e2e.live import MODEL, Live, live_server
+
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+
+PROMPT = "The Eiffel Tower is in the city of"
+STEER = {
+    "op": "steer",
+    "at": "layers.15.output",
+    "vector": random_vector(0),
+    "scale": 0.5,
+    "mode": "norm_match",
+}
+PROBE = {"op": "probe", "at": "layers.15.output", "weights": random_vector(1), "name": "probe"}
+LENS = {"op": "logit_lens", "layers": "all", "top_k": 3, "where": {"phase": "generated"}, "name": "lens"}
+CAPTURE = {"op": "capture", "at": "layers.10.output", "dtype": "float32", "name": "resid"}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def live(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
+    """Serve the bundled model with small result files at hand."""
+    async with live_server(bundled, tmp_path_factory.mktemp("results")) as live:
+        yield live
+
+
+def decode(tensor: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """Return an inline float32 tensor."""
+    assert tensor["dtype"] == "float32"
+    return np.frombuffer(base64.b64decode(tensor["data"]), np.float32).reshape(tensor["shape"])
+
+
+async def test_openais_client_passes_interventions_and_reads_results(live: Live) -> None:
+    client = AsyncOpenAI(base_url=f"{live.http.base_url}v1", api_key="unused")
+    plain = await client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8, temperature=0)
+    steered = await client.completions.create(
+        model=MODEL,
+        prompt=PROMPT,
+        max_tokens=8,
+        temperature=0,
+        extra_body={"interventions": [STEER, CAPTURE]},
+    )
+    assert plain.choices[0].text.startswith(" Paris")
+    assert steered.choices[0].text != plain.choices[0].text
+    extra = steered.choices[0].model_extra
+    assert extra is not None
+    answer = extra["interventions"]
+    positions = answer["results"]["resid"]["positions"]
+    assert decode(answer["results"]["resid"]["points"]["layers.10.output"]).shape == (len(positions), 576)
+    assert [entry["op"] for entry in answer["applied"]] == ["steer", "capture"]
+    assert answer["applied"][0]["positions"] == positions
+    assert len(answer["provenance"]["fingerprint"]) == 64
+    assert answer["provenance"]["tier"] == "tap"
+
+
+async def test_chat_takes_interventions_too(live: Live) -> None:
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    plain = (await live.post("/v1/chat/completions", messages=messages)).json()
+    body = (await live.post("/v1/chat/completions", messages=messages, interventions=[STEER, PROBE])).json()
+    choice = body["choices"][0]
+    assert choice["message"]["content"] != plain["choices"][0]["message"]["content"]
+    num_fed = body["usage"]["prompt_tokens"] + body["usage"]["completion_tokens"] - 1
+    assert choice["interventions"]["results"]["probe"]["positions"] == list(range(num_fed))
+
+
+async def test_a_stream_carries_each_tokens_results_with_that_token(live: Live) -> None:
+    interventions = [STEER, PROBE, LENS, {**CAPTURE, "reduce": "mean", "name": "mean"}]
+    whole = (await live.post(prompt=PROMPT, interventions=interventions)).json()["choices"][0]
+    events = await live.events(prompt=PROMPT, interventions=interventions)
+    assert "".join(event["choices"][0]["text"] for event in events) == whole["text"]
+    parts = [event["choices"][0]["interventions"] for event in events]
+    prompt_len = len(parts[0]["results"]["probe"]["positions"])
+    for index, part in enumerate(parts):
+        # The first token comes with the whole prompt, each further one with the position it was sampled at.
+        expected = list(range(prompt_len)) if index == 0 else [prompt_len + index - 1]
+        assert part["results"]["probe"]["positions"] == expected
+        assert ("lens" in part["results"]) == (index > 0)
+        assert ("mean" in part["results"]) == (index == len(parts) - 1)
+    streamed = [value for part in parts for value in part["results"]["probe"]["points"]["layers.15.output"]]
+    assert streamed == whole["interventions"]["results"]["probe"]["points"]["layers.15.output"]
+    assert parts[-1]["applied"] == whole["interventions"]["applied"]
+    mean = decode(parts[-1]["results"]["mean"]["points"]["layers.10.output"])
+    np.testing.assert_allclose(
+        mean, decode(whole["interventions"]["results"]["mean"]["points"]["layers.10.output"]), rtol=1e-5
+    )
+
+
+async def test_several_prompts_and_choices_each_have_their_own_results(live: Live) -> None:
+    prompts = [PROMPT, "Hello"]
+    sampling = {"prompt": prompts, "n": 2, "temperature": 1.0, "seed": 5, "max_tokens": 4}
+    interventions = [PROBE, {"op": "capture", "at": "samples", "name": "ids"}]
+    body = (await live.post(interventions=interventions, **sampling, return_token_ids=True)).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    for choice in body["choices"]:
+        results = choice["interventions"]["results"]
+        ids = np.frombuffer(base64.b64decode(results["ids"]["points"]["samples"]["data"]), np.int64)
+        assert ids.tolist() == choice["token_ids"]
+        num_prompt = len(choice["prompt_token_ids"] or []) or results["ids"]["positions"][0] + 1
+        assert results["probe"]["positions"] == list(range(num_prompt + 3))
+    events = await live.events(interventions=interventions, **sampling)
+    seen: dict[int, list[int]] = {}
+    for event in events:
+        for choice in event["choices"]:
+            probe = choice.get("interventions", {}).get("results", {}).get("probe", {"positions": []})
+            seen.setdefault(choice["index"], []).extend(probe["positions"])
+    for choice in body["choices"]:
+        assert seen[choice["index"]] == choice["interventions"]["results"]["probe"]["positions"]
+
+
+async def test_stop_strings_end_a_request_with_its_results(live: Live) -> None:
+    plain = (await live.post(prompt=PROMPT, max_tokens=16)).json()["choices"][0]["text"]
+    stop = plain.strip().split()[2]
+    for stream in (False, True):
+        body = {
+            "prompt": PROMPT,
+            "max_tokens": 16,
+            "stop": [stop],
+            "interventions": [PROBE, {**CAPTURE, "reduce": "last"}],
+        }
+        if stream:
+            choice = (await live.events(**body))[-1]["choices"][0]
+        else:
+            choice = (await live.post(**body)).json()["choices"][0]
+            assert choice["interventions"]["results"]["probe"]["positions"][-1] > 8
+        assert choice["finish_reason"] == "stop"
+        assert "resid" in choice["interventions"]["results"]
+        assert choice["interventions"]["applied"][0]["positions"]
+    assert set((await live.held()).values()) == {0}
+
+
+async def test_large_results_are_files_equal_to_what_was_captured(live: Live) -> None:
+    prompt = "The history of the city begins with a small settlement by the river. " * 14
+    points = ["layers.0.output", "layers.29.output"]
+    big = {"op": "capture", "at": "layers.*.output", "dtype": "float32", "name": "big"}
+    body = (await live.post(prompt=prompt, max_tokens=1, interventions=[big])).json()
+    tensors = body["choices"][0]["interventions"]["results"]["big"]["points"]
+    link = tensors[points[0]]
+    assert link["format"] == "safetensors"
+    response = await live.http.get(link["url"])
+    stored = safetensors.numpy.load(response.content)
+    small = {**big, "at": points, "where": {"positions": [0, 5]}}
+    inline = (await live.post(prompt=prompt, max_tokens=1, interventions=[small])).json()
+    expected = inline["choices"][0]["interventions"]["results"]["big"]["points"]
+    for point in points:
+        assert tensors[point]["shape"] == list(stored[tensors[point]["key"]].shape)
+        np.testing.assert_array_equal(stored[tensors[point]["key"]][[0, 5]], decode(expected[point]))
+    assert (await live.http.get("/v1/results/unknown")).json()["error"]["code"] == "result_not_found"
+
+
+BAD: list[tuple[dict[str, Any], int, str]] = [
+    ({"op": "teleport"}, 400, "unknown_operation"),
+    ({"op": "capture", "at": "layers.30.output"}, 400, "unknown_layer"),
+    ({"op": "capture", "at": "layers.3.mood"}, 400, "unknown_point"),
+    ({"op": "steer", "at": "layers.3.output", "vector": [1.0, 2.0]}, 400, "wrong_width"),
+    ({"op": "capture", "at": "layers.3.output", "where": {"positions": []}}, 400, "empty_where"),
+    (
+        {"op": "capture", "at": "layers.3.output", "where": {"phase": "generated", "positions": [0]}},
+        400,
+        "contradictory_where",
+    ),
+    ({"op": "capture", "at": "layers.3.output", "where": {"positions": [-99]}}, 400, "position_out_of_range"),
+    ({"op": "capture", "at": 7}, 422, "invalid_shape"),
+    ({"op": "steer", "at": "layers.3.output", "vector": {"name": "joy"}}, 400, "unknown_vector"),
+]
+
+
+@pytest.mark.parametrize(("operation", "status", "code"), BAD, ids=lambda value: str(value)[:50])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_bad_operations_are_refused_with_a_status_even_when_streaming(
+    live: Live, operation: dict[str, Any], status: int, code: str, stream: bool
+) -> None:
+    response = await live.post(prompt=PROMPT, stream=stream, interventions=[operation])
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error["code"] == code
+    assert error["param"].startswith("interventions.0")
+    assert len(error["message"]) > 20
+
+
+async def test_beam_search_and_forged_plans_are_refused(live: Live) -> None:
+    beam = await live.post(prompt=PROMPT, use_beam_search=True, n=2, interventions=[STEER])
+    assert (beam.status_code, beam.json()["error"]["code"]) == (400, "unsupported_combination")
+    forged = await live.post(prompt=PROMPT, vllm_xargs={"nnsight_engine": "x"})
+    assert (forged.status_code, forged.json()["error"]["code"]) == (400, "bad_request")
+    assert (await live.post(prompt=PROMPT)).status_code == 200
+
+
+async def test_a_capture_over_the_limit_fails_with_a_code_in_a_stream_too(live: Live) -> None:
+    huge = {"op": "capture", "at": "logits", "dtype": "float32", "where": {"phase": "generated"}}
+    lens = [{**huge, "name": f"c{i}"} for i in range(60)]
+    failed = await live.post(prompt=PROMPT, max_tokens=64, ignore_eos=True, interventions=lens)
+    assert failed.status_code == 400, failed.text[:500]
+    assert failed.json()["error"]["code"] == "capture_too_large"
+    events = await live.events(prompt=PROMPT, max_tokens=64, ignore_eos=True, interventions=lens)
+    assert events[-1]["error"]["code"] == "capture_too_large"
+    assert len(events) > 1
+    assert set((await live.held()).values()) == {0}
+
+
+async def test_clients_that_go_away_leave_nothing_behind(live: Live) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 600, "ignore_eos": True, "interventions": [STEER, CAPTURE]}
+    await asyncio.gather(*(live.leave_after(3, **body) for _ in range(4)))
+    whole = asyncio.create_task(live.post(**body))
+    await asyncio.sleep(0.5)
+    whole.cancel()
+    await asyncio.gather(whole, return_exceptions=True)
+    assert set((await live.held()).values()) == {0}
+
+
+async def test_capabilities_name_what_requests_may(live: Live) -> None:
+    body = (await live.http.get("/v1/capabilities")).json()
+    assert body["sizes"] == {
+        "num_layers": 30,
+        "hidden_size": 576,
+        "vocab_size": 49152,
+        "max_model_len": 1024,
+    }
+    by_name = {point["name"]: point for point in body["points"]}
+    assert by_name["layers.*.output"]["tier"] == "tap"
+    assert by_name["layers.*.attn.q"]["shape"] == [9, 64]
+    for name, point in by_name.items():
+        if "capture" in point["operations"] and name != "samples":
+            at = name.replace("*", "3")
+            response = await live.post(
+                prompt=PROMPT, max_tokens=1, interventions=[{"op": "capture", "at": at, "name": "c"}]
+            )
+            assert response.status_code == 200, (name, response.text)

@@ -1,0 +1,110 @@
+"""Transformers with one value edited: the measure for what the engine's writes do.
+
+Ordinary forward hooks at the places that ``reference`` reads from. Greedy continuations are
+computed without a cache, so that every position is computed under the edit at every step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from tests.families.reference import TREES, splitter
+
+Change = Callable[[torch.Tensor], None]
+"""Changes rows ``[..., *leaf shape]`` in place, all positions alike."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Continuation:
+    """A greedy continuation.
+
+    Attributes:
+        token_ids: The tokens chosen.
+        logits: What each was chosen from, float32 ``[tokens, vocabulary]``.
+    """
+
+    token_ids: list[int]
+    logits: torch.Tensor
+
+
+def add(vector: torch.Tensor) -> Change:
+    """Return the change that adds a vector, flat over the leaf's shape."""
+
+    def change(rows: torch.Tensor) -> None:
+        is_split = rows.shape[-1] != vector.numel()
+        rows.add_(vector.view(rows.shape[-2:]) if is_split else vector)
+
+    return change
+
+
+def zero(units: list[int]) -> Change:
+    """Return the change that sets some units to zero."""
+
+    def change(rows: torch.Tensor) -> None:
+        rows[..., units] = 0
+
+    return change
+
+
+def continued(model: nn.Module, prompt_ids: Sequence[int], num_tokens: int) -> Continuation:
+    """Continue a prompt greedily, without a cache."""
+    ids = list(prompt_ids)
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids]), use_cache=False).logits[0].float()
+        ids.append(int(logits[-1].argmax()))
+    return Continuation(ids[len(prompt_ids) :], logits[len(prompt_ids) - 1 :])
+
+
+def place(model: nn.Module, point: str, change: Change) -> RemovableHandle:
+    """Edit a point of a model that ``load_reference_model`` returned, until the handle is removed.
+
+    Args:
+        model: The model.
+        point: ``embed.output`` or a point of a layer.
+        change: What to do there.
+    """
+    config: Any = model.config
+    tree = TREES[config.model_type]
+    blocks = list(model.get_submodule(tree.layers).children())
+    if point == "embed.output":
+        return _before(blocks[0], change)
+    _, layer, leaf = point.split(".", 2)
+    block = blocks[int(layer)]
+    if leaf == "output":
+        return _after(block, change)
+    if leaf in tree.inputs:
+        return _before(block.get_submodule(tree.inputs[leaf]), change)
+    leaves, path = next(entry for entry in tree.outputs.items() if leaf in entry[0].split("|"))
+    names = leaves.split("|")
+    split = splitter(config, len(names))
+
+    def change_part(rows: torch.Tensor) -> None:
+        # Parts are views, so the whole changes with them.
+        change(split(rows.view(-1, rows.shape[-1]))[names.index(leaf)])
+
+    return _after(block.get_submodule(path), change_part if len(names) > 1 else change)
+
+
+def _before(module: nn.Module, change: Change) -> RemovableHandle:
+    def edit(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        value = (args[0] if args else kwargs["hidden_states"]).clone()
+        change(value)
+        return ((value, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": value})
+
+    return module.register_forward_pre_hook(edit, with_kwargs=True)
+
+
+def _after(module: nn.Module, change: Change) -> RemovableHandle:
+    def edit(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        value = (output[0] if isinstance(output, tuple) else output).clone()
+        change(value)
+        return (value, *output[1:]) if isinstance(output, tuple) else value
+
+    return module.register_forward_hook(edit)

@@ -1,0 +1,252 @@
+"""From JSON to operations, and every way in which the JSON can be wrong."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from api_schemas.completions import CompletionRequest, CompletionResponse
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.interventions import OPERATIONS, Limits, parse_interventions
+from api_schemas.operations import Capture, LogitLens, Patch, Probe, Steer
+from api_schemas.tensors import TensorObject
+
+STEER: dict[str, Any] = {"op": "steer", "at": "layers.3.output", "vector": [1.0, 2.0]}
+TENSOR: dict[str, Any] = {
+    "dtype": "float32",
+    "shape": [2],
+    "data": base64.b64encode(b"\x00" * 8).decode(),
+    "encoding": "base64",
+}
+
+
+def parse_error(raw: object, limits: Limits | None = None) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        parse_interventions(raw, limits or Limits())
+    json.dumps(caught.value.body().model_dump(), ensure_ascii=False).encode("utf-8")
+    assert len(caught.value.message) < 600
+    return caught.value
+
+
+@pytest.mark.parametrize("raw", [None, []])
+def test_nothing_asked_is_no_operation(raw: object) -> None:
+    assert parse_interventions(raw) == ()
+
+
+def test_operations_keep_their_order_and_fields() -> None:
+    ops = parse_interventions(
+        [
+            STEER | {"scale": 4, "mode": "clamp", "where": {"phase": "generated"}},
+            {"op": "ablate", "at": ["layers.0.mlp.act"], "units": [3, 1]},
+            {"op": "patch", "at": "logits", "values": [[1, 2]], "where": {"positions": [-1]}},
+            {"op": "capture", "at": "layers.*.output", "reduce": "mean", "dtype": "float16", "name": "x"},
+            {"op": "probe", "at": "logits", "weights": TENSOR, "bias": 1},
+            {"op": "logit_lens", "layers": [0, -1], "targets": [" Paris", 7]},
+        ]
+    )
+    assert [op.op for op in ops] == list(OPERATIONS)
+    steer, _, patch, capture, probe, lens = ops
+    assert isinstance(steer, Steer)
+    assert (steer.scale, steer.mode, steer.where.phase) == (4.0, "clamp", "generated")
+    assert isinstance(patch, Patch)
+    assert patch.values == [[1.0, 2.0]]
+    assert isinstance(capture, Capture)
+    assert (capture.reduce, capture.dtype, capture.name) == ("mean", "float16", "x")
+    assert isinstance(probe, Probe)
+    assert isinstance(probe.weights, TensorObject)
+    assert probe.weights.raw == b"\x00" * 8
+    assert isinstance(lens, LogitLens)
+    assert lens.targets == [" Paris", 7]
+
+
+@pytest.mark.parametrize(
+    ("raw", "param"),
+    [
+        ({}, "interventions"),
+        ("steer", "interventions"),
+        ([3], "interventions.0"),
+        ([{"at": "logits"}], "interventions.0.op"),
+        ([{"op": ["steer"]}], "interventions.0.op"),
+        ([{"op": "steer", "vector": [1]}], "interventions.0.at"),
+        ([STEER, STEER | {"scale": True}], "interventions.1.scale"),
+        ([STEER | {"scale": "4"}], "interventions.0.scale"),
+        ([STEER | {"mode": "push"}], "interventions.0.mode"),
+        ([STEER | {"strength": 1}], "interventions.0.strength"),
+        ([STEER | {"at": 3}], "interventions.0.at"),
+        ([STEER | {"at": ["logits", None]}], "interventions.0.at.1"),
+        ([STEER | {"vector": [1, False]}], "interventions.0.vector.1"),
+        ([STEER | {"vector": [[1, 2], [3]]}], "interventions.0.vector"),
+        ([STEER | {"vector": [[1, 2], 3]}], "interventions.0.vector.1"),
+        ([STEER | {"vector": [[[[1]]]]}], "interventions.0.vector.0.0.0"),
+        ([STEER | {"vector": "joy"}], "interventions.0.vector"),
+        ([STEER | {"vector": {"dtype": "float32"}}], "interventions.0.vector.shape"),
+        ([STEER | {"vector": {"name": 3}}], "interventions.0.vector.name"),
+        ([STEER | {"vector": TENSOR | {"shape": 2}}], "interventions.0.vector.shape"),
+        ([STEER | {"vector": TENSOR | {"shape": [2.0]}}], "interventions.0.vector.shape.0"),
+        ([STEER | {"where": []}], "interventions.0.where"),
+        ([STEER | {"where": {"phase": "decode"}}], "interventions.0.where.phase"),
+        ([STEER | {"where": {"positions": [True]}}], "interventions.0.where.positions.0"),
+        ([STEER | {"where": {"positions": 3}}], "interventions.0.where.positions"),
+        ([STEER | {"where": {"range": [1]}}], "interventions.0.where.range.1"),
+        ([STEER | {"where": {"tokens": [1.5]}}], "interventions.0.where.tokens.0"),
+        ([STEER | {"where": {"exclude": {"exclude": {}}}}], "interventions.0.where.exclude.exclude"),
+        ([{"op": "ablate", "at": "logits", "method": "vector"}], "interventions.0.vector"),
+        ([{"op": "ablate", "at": "logits", "vector": [1]}], "interventions.0.vector"),
+        ([{"op": "ablate", "at": "logits", "units": [1.0]}], "interventions.0.units.0"),
+        ([{"op": "patch", "at": "logits", "values": [[1]]}], "interventions.0.where"),
+        ([{"op": "patch", "at": "logits", "values": [[1]], "where": {}}], "interventions.0.where.positions"),
+        ([{"op": "logit_lens", "layers": [True]}], "interventions.0.layers.0"),
+        ([STEER | {f"x{i}": 1 for i in range(100_000)}], "interventions.0"),
+        ([STEER | {"where": {f"x{i}": 1 for i in range(100_000)}}], "interventions.0.where"),
+    ],
+)
+def test_wrong_shape_is_422_and_names_the_field(raw: object, param: str) -> None:
+    error = parse_error(raw)
+    assert (error.code, error.status, error.param) == (ErrorCode.INVALID_SHAPE, 422, param)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "param"),
+    [
+        ({"op": "sneer"}, ErrorCode.UNKNOWN_OPERATION, "op"),
+        ({"scale": float("nan")}, ErrorCode.NOT_FINITE, "scale"),
+        ({"scale": float("inf")}, ErrorCode.NOT_FINITE, "scale"),
+        ({"vector": [0.0, float("-inf")]}, ErrorCode.NOT_FINITE, "vector.1"),
+        ({"vector": TENSOR | {"data": "AAA"}}, ErrorCode.WRONG_ENCODING, "vector.data"),
+        ({"vector": TENSOR | {"data": "é{}"}}, ErrorCode.WRONG_ENCODING, "vector.data"),
+        ({"vector": TENSOR | {"data": "AAAA\n"}}, ErrorCode.WRONG_ENCODING, "vector.data"),
+        ({"vector": TENSOR | {"data": "AAAA"}}, ErrorCode.WRONG_ENCODING, "vector.data"),
+        ({"vector": TENSOR | {"encoding": "hex"}}, ErrorCode.WRONG_ENCODING, "vector.encoding"),
+        ({"vector": TENSOR | {"dtype": "float64"}}, ErrorCode.WRONG_DTYPE, "vector.dtype"),
+        ({"vector": TENSOR | {"dtype": "int64", "shape": [1]}}, ErrorCode.WRONG_DTYPE, "vector.dtype"),
+        ({"vector": TENSOR | {"shape": [-2]}}, ErrorCode.INVALID_VALUE, "vector.shape.0"),
+        ({"vector": TENSOR | {"shape": [10**4000]}}, ErrorCode.INVALID_VALUE, "vector.shape.0"),
+        ({"vector": TENSOR | {"shape": [1] * 9}}, ErrorCode.INVALID_VALUE, "vector.shape"),
+        ({"vector": TENSOR | {"shape": [10**9, 10**9]}}, ErrorCode.TENSOR_TOO_LARGE, "vector"),
+        ({"at": []}, ErrorCode.INVALID_VALUE, "at"),
+        ({"at": "x" * 1000}, ErrorCode.INVALID_VALUE, "at"),
+        ({"at": "\ud800"}, ErrorCode.INVALID_VALUE, "at"),
+        ({"at": ["logits"] * 1025}, ErrorCode.INVALID_VALUE, "at"),
+        ({"name": ""}, ErrorCode.INVALID_VALUE, "name"),
+        ({"where": {"positions": [1] * 131073}}, ErrorCode.INVALID_VALUE, "where.positions"),
+        ({"where": {"exclude": {"tokens": [1] * 131073}}}, ErrorCode.INVALID_VALUE, "where.exclude.tokens"),
+        ({"where": {"tokens": ["\udfff"]}}, ErrorCode.INVALID_VALUE, "where.tokens.0"),
+    ],
+)
+def test_wrong_values_are_400_with_their_own_code(
+    change: dict[str, Any], code: ErrorCode, param: str
+) -> None:
+    error = parse_error([STEER | change])
+    assert (error.code, error.status, error.param) == (code, 400, f"interventions.0.{param}")
+
+
+def test_an_unknown_operation_is_told_the_known_ones() -> None:
+    message = parse_error([{"op": "sneer"}]).message
+    assert all(operation in message for operation in OPERATIONS)
+    assert "'sneer'" in message
+
+
+@pytest.mark.parametrize("change", [{"top_k": -1}, {"top_k": 101}, {"top_k": 0}, {"targets": [1] * 101}])
+def test_a_lens_has_bounds(change: dict[str, Any]) -> None:
+    assert parse_error([{"op": "logit_lens"} | change]).code is ErrorCode.INVALID_VALUE
+
+
+def test_a_lens_may_ask_for_targets_alone() -> None:
+    (lens,) = parse_interventions([{"op": "logit_lens", "top_k": 0, "targets": [1]}])
+    assert isinstance(lens, LogitLens)
+
+
+def test_too_many_operations_are_refused_unread() -> None:
+    error = parse_error([{"op": "sneer"}] * 3, Limits(max_operations=2))
+    assert error.code is ErrorCode.TOO_MANY_OPERATIONS
+    assert "2" in error.message
+    assert "3" in error.message
+
+
+@pytest.mark.parametrize(
+    "vector",
+    [
+        [1.0] * 5,
+        [[1.0] * 3] * 2,
+        TENSOR | {"shape": [5], "data": base64.b64encode(b"\x00" * 20).decode()},
+        TENSOR | {"shape": [1], "data": "?" * 1000},
+    ],
+)
+def test_a_tensor_over_the_limit_is_refused(vector: object) -> None:
+    assert (
+        parse_error([STEER | {"vector": vector}], Limits(max_tensor_bytes=16)).code
+        is ErrorCode.TENSOR_TOO_LARGE
+    )
+
+
+def test_a_tensor_at_the_limit_is_read() -> None:
+    data = base64.b64encode(b"\x00" * 16).decode()
+    vector = TENSOR | {"shape": [4], "data": data}
+    (op,) = parse_interventions([STEER | {"vector": vector}], Limits(max_tensor_bytes=16))
+    assert isinstance(op, Steer)
+
+
+@pytest.mark.parametrize("vector", [[0.5] * 1_000_000, [[0.5] * 1000] * 1000])
+def test_a_million_numbers_are_read_quickly(vector: list[Any]) -> None:
+    start = time.perf_counter()
+    parse_interventions([STEER | {"vector": vector}])
+    assert time.perf_counter() - start < 2.0
+
+
+@pytest.mark.parametrize(
+    "vector", [["x"] * 1_000_000, [[1.0]] * 500_000 + [["x"]] * 500_000, [[[[1.0]] * 1_000_000]]]
+)
+def test_a_million_wrong_items_are_one_error(vector: list[Any]) -> None:
+    start = time.perf_counter()
+    assert parse_error([STEER | {"vector": vector}]).code is ErrorCode.INVALID_SHAPE
+    assert time.perf_counter() - start < 2.0
+
+
+def test_tensor_objects_survive_the_wire() -> None:
+    sent = TensorObject.from_bytes("float16", [2, 1], b"abcd")
+    read = TensorObject.model_validate_json(sent.model_dump_json())
+    assert (read.raw, read.shape, read.dtype) == (b"abcd", [2, 1], "float16")
+
+
+def test_a_client_can_write_requests_and_read_responses_with_the_models() -> None:
+    request = CompletionRequest(
+        prompt="x", interventions=[Steer(at="logits", vector=[1.0], scale=2.0), Capture(at=["logits"])]
+    )
+    body = json.loads(request.model_dump_json())
+    assert [op.op for op in parse_interventions(body["interventions"])] == ["steer", "capture"]
+    response = CompletionResponse.model_validate(
+        {
+            "id": "x",
+            "created": 1,
+            "model": "m",
+            "choices": [
+                {
+                    "index": 0,
+                    "text": " y",
+                    "interventions": {
+                        "results": {
+                            "a": {"type": "capture", "positions": [0, 1], "points": {"logits": TENSOR}},
+                            "b": {"type": "probe", "positions": [0], "points": {"logits": [None]}},
+                        },
+                        "applied": [{"op": "steer", "at": ["logits"], "positions": [0]}],
+                    },
+                }
+            ],
+        }
+    )
+    assert response.choices[0].interventions is not None
+    assert set(response.choices[0].interventions.results) == {"a", "b"}
+
+
+def test_the_wire_loads_no_heavy_package() -> None:
+    code = (
+        "import sys, api_schemas.chat, api_schemas.completions, api_schemas.capabilities; "
+        "sys.exit(bool({'torch', 'numpy', 'vllm', 'fastapi', 'msgspec'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,262 @@
+"""Requests that can be served: what their plans say."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from api_schemas.interventions import parse_interventions
+from api_schemas.tensors import TensorObject
+from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
+from nnsight_engine.plans.compile import compile_request
+from nnsight_engine.plans.request_plan import CompiledRequest, Kind, RequestPlan, Site, WhereRule
+
+VALUES = ("steer", "ablate", "patch", "capture", "probe")
+SPEC = ModelSpec(
+    name="tiny",
+    architecture="LlamaForCausalLM",
+    num_layers=4,
+    hidden_size=8,
+    vocab_size=100,
+    dtype="bfloat16",
+    max_model_len=64,
+    max_num_batched_tokens=32,
+    leaves=(
+        LeafSpec("embed.output", (8,), "tap", VALUES),
+        LeafSpec("input", (8,), "tap", VALUES),
+        LeafSpec("output", (8,), "tap", (*VALUES, "logit_lens")),
+        LeafSpec("attn.q", (2, 4), "eager", VALUES),
+        LeafSpec("mlp.act", (16,), "eager", VALUES),
+        LeafSpec("logits", (100,), "tap", VALUES),
+        LeafSpec("samples", (), "tap", ("capture",)),
+    ),
+    max_capture_bytes=4096,
+)
+PROMPT = [10, 11, 12, 13, 11]
+
+
+def tokenize(text: str) -> list[int]:
+    """One token per word; a word's id is its length."""
+    return [len(word) for word in text.split()]
+
+
+def compiled(*raw: dict[str, Any], prompt: list[int] = PROMPT, max_tokens: int = 8) -> CompiledRequest:
+    return compile_request(
+        parse_interventions(list(raw)),
+        spec=SPEC,
+        prompt_token_ids=prompt,
+        max_tokens=max_tokens,
+        tokenize=tokenize,
+        stream=True,
+    )
+
+
+def vector(width: int = 8) -> list[float]:
+    return [float(i + 1) for i in range(width)]
+
+
+def steer(**change: Any) -> dict[str, Any]:
+    return {"op": "steer", "at": "layers.1.output", "vector": vector()} | change
+
+
+def test_no_operations_make_an_empty_plan() -> None:
+    request = compiled()
+    assert request == CompiledRequest(RequestPlan(5, (), stream=True), {}, reads_prompt=False, prompt_bytes=0)
+
+
+def test_a_steer_keeps_vector_and_scale_apart() -> None:
+    request = compiled(steer(scale=4, mode="norm_match", where={"phase": "generated"}))
+    (op,) = request.plan.ops
+    assert (op.kind, op.sites, op.scale, op.name) == (Kind.NORM_MATCH, (Site("output", 1),), 4.0, "")
+    assert op.where == WhereRule(phase="generated")
+    tensor = request.tensors[op.tensor]
+    assert (tensor.dtype, tensor.shape, tensor.data) == ("float32", (8,), struct.pack("<8f", *vector()))
+    assert tensor.key() == op.tensor
+    assert (request.reads_prompt, request.prompt_bytes) == (False, 0)
+
+
+def test_patterns_expand_and_one_vector_may_differ_per_site() -> None:
+    request = compiled(steer(at=["layers.1:3.output", "embed.output"], vector=[vector(), vector(), vector()]))
+    (op,) = request.plan.ops
+    assert op.sites == (Site("output", 1), Site("output", 2), Site("embed.output"))
+    assert request.tensors[op.tensor].shape == (3, 8)
+
+
+def test_equal_vectors_are_held_once() -> None:
+    request = compiled(steer(), steer(at="layers.2.output"))
+    assert len(request.tensors) == 1
+    assert {op.tensor for op in request.plan.ops} == set(request.tensors)
+
+
+def test_the_users_dtype_stays() -> None:
+    data = TensorObject.from_bytes("bfloat16", [8], bytes([0x80, 0x3F] * 8)).model_dump()
+    request = compiled(steer(vector=data, mode="project_out"))
+    (tensor,) = request.tensors.values()
+    assert (tensor.dtype, tensor.shape, tensor.data) == ("bfloat16", (8,), bytes([0x80, 0x3F] * 8))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({}, Kind.ZERO),
+        ({"method": "mean"}, Kind.MEAN),
+        ({"method": "vector", "vector": vector()}, Kind.REPLACE),
+    ],
+)
+def test_ablations_have_their_kind_and_units(change: dict[str, Any], kind: Kind) -> None:
+    request = compiled({"op": "ablate", "at": "layers.*.attn.q", "units": [7, 0]} | change)
+    (op,) = request.plan.ops
+    assert (op.kind, op.units, op.scale) == (kind, (0, 7), 1.0)
+    assert bool(op.tensor) is (kind is Kind.REPLACE)
+
+
+def test_a_patch_sorts_its_positions_and_rows_together() -> None:
+    rows = [[float(i)] * 8 for i in range(3)]
+    where = {"positions": [-1, 0, 7]}
+    request = compiled({"op": "patch", "at": "layers.0.output", "values": rows, "where": where})
+    (op,) = request.plan.ops
+    assert op.where == WhereRule(positions=(0, 4, 7))
+    values = np.frombuffer(request.tensors[op.tensor].data, "<f4").reshape(3, 8)
+    assert values[:, 0].tolist() == [1.0, 0.0, 2.0]
+
+
+def test_a_patch_per_point_sorts_every_points_rows() -> None:
+    rows = [[[float(10 * site + i)] * 8 for i in range(2)] for site in range(2)]
+    request = compiled(
+        {
+            "op": "patch",
+            "at": "layers.1:3.output",
+            "values": rows,
+            "where": {"positions": [3, 1], "phase": "prompt"},
+        }
+    )
+    (op,) = request.plan.ops
+    values = np.frombuffer(request.tensors[op.tensor].data, "<f4").reshape(2, 2, 8)
+    assert values[..., 0].tolist() == [[1.0, 0.0], [11.0, 10.0]]
+
+
+def test_reads_have_names_dtypes_and_bytes() -> None:
+    request = compiled(
+        steer(),
+        {"op": "capture", "at": ["layers.0.output", "layers.0.mlp.act"], "where": {"positions": [-1, 9]}},
+        {"op": "capture", "at": "layers.3.output", "reduce": "mean", "dtype": "float16", "name": "mean"},
+        {"op": "capture", "at": "layers.3.output", "reduce": "last", "dtype": "float32"},
+        {"op": "probe", "at": "layers.*.output", "weights": vector(), "bias": 0.5},
+        {"op": "logit_lens", "layers": "1:3", "top_k": 2, "targets": ["abc", 4]},
+        {"op": "capture", "at": "samples"},
+    )
+    _, rows, mean, last, probe, lens, samples = request.plan.ops
+    assert [op.name for op in request.plan.ops] == [
+        "",
+        "capture_1",
+        "mean",
+        "capture_3",
+        "probe_4",
+        "logit_lens_5",
+        "capture_6",
+    ]
+    assert [op.dtype for op in (rows, mean, last, samples)] == ["bfloat16", "float16", "float32", "int64"]
+    assert (probe.bias, request.tensors[probe.tensor].shape) == (0.5, (8,))
+    assert (lens.sites, lens.top_k, lens.targets) == ((Site("output", 1), Site("output", 2)), 2, (3, 4))
+    expected = {
+        "rows": 1 * 24 * 2,
+        "mean": 8 * 4,
+        "last": 8 * 4,
+        "probe": 5 * 4 * 4,
+        "lens": 5 * 2 * 4 * 8,
+        "ids": 5 * 8,
+    }
+    assert request.prompt_bytes == sum(expected.values())
+    assert request.reads_prompt
+
+
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [
+        (steer(), False),
+        ({"op": "capture", "at": "logits", "where": {"phase": "generated"}}, False),
+        ({"op": "capture", "at": "layers.0.output", "where": {"tokens": [99]}}, False),
+        ({"op": "capture", "at": "layers.0.output", "where": {"tokens": [11]}}, True),
+        ({"op": "ablate", "at": "layers.0.output", "method": "mean"}, True),
+        ({"op": "ablate", "at": "layers.0.output"}, False),
+    ],
+)
+def test_the_prefix_cache_is_skipped_only_where_prompt_rows_are_needed(
+    operation: dict[str, Any], expected: bool
+) -> None:
+    assert compiled(operation).reads_prompt is expected
+
+
+def test_a_where_is_resolved_to_positions_and_ids() -> None:
+    where = {
+        "positions": [-1, 0, -1],
+        "range": [-5, 100],
+        "tokens": [11, "x", 10],
+        "exclude": {"tokens": ["xy"]},
+    }
+    (op,) = compiled(steer(where=where)).plan.ops
+    assert op.where == WhereRule(positions=(0, 4), tokens=(1, 10, 11), exclude=WhereRule(tokens=(2,)))
+
+
+def test_plans_survive_the_trip_to_the_worker() -> None:
+    request = compiled(steer(where={"exclude": {"positions": [0]}}), {"op": "logit_lens"})
+    assert RequestPlan.decode(request.plan.encode()) == request.plan
+
+
+def fingerprint(*raw: dict[str, Any], prompt: list[int] = PROMPT) -> str:
+    return compiled(*raw, prompt=prompt).plan.fingerprint
+
+
+def test_a_fingerprint_is_of_the_writes_alone() -> None:
+    assert fingerprint({"op": "capture", "at": "logits", "where": {"positions": [-1]}}) == ""
+    own = fingerprint(steer())
+    assert len(own) == 64
+    assert fingerprint(steer(name="x"), {"op": "logit_lens", "layers": [0]}) == own
+    assert fingerprint(steer(), prompt=[1, 2, 3]) == own
+    others = [
+        fingerprint(steer(scale=2)),
+        fingerprint(steer(vector=vector()[::-1])),
+        fingerprint(steer(at="layers.2.output")),
+        fingerprint(steer(mode="replace")),
+        fingerprint(steer(where={"positions": [0]})),
+        fingerprint(steer(), steer()),
+    ]
+    assert len({own, *others}) == 7
+
+
+def test_what_depends_on_the_prompt_does_not_share_a_cache_with_other_prompts() -> None:
+    generated = steer(where={"phase": "generated"})
+    excluded = steer(where={"exclude": {"phase": "prompt"}})
+    # The longer prompt may be the shorter one and its answer: the same tokens, written differently.
+    for operation in (generated, excluded):
+        assert fingerprint(operation) != fingerprint(operation, prompt=[*PROMPT, 1])
+        assert fingerprint(operation) == fingerprint(operation, prompt=[5, 4, 3, 2, 1])
+    mean = {"op": "ablate", "at": "layers.0.output", "method": "mean"}
+    assert fingerprint(mean) != fingerprint(mean, prompt=[*PROMPT[:-1], 99])
+    assert fingerprint(mean) == fingerprint(mean, prompt=list(PROMPT))
+
+
+def test_a_vector_of_real_size_compiles_in_well_under_two_milliseconds() -> None:
+    ops = parse_interventions([steer(at="logits", vector=vector(100))])
+    durations = []
+    for _ in range(30):
+        start = time.perf_counter()
+        compile_request(
+            ops, spec=SPEC, prompt_token_ids=PROMPT, max_tokens=8, tokenize=tokenize, stream=False
+        )
+        durations.append(time.perf_counter() - start)
+    assert sorted(durations)[len(durations) // 2] < 0.002
+
+
+def test_compiling_loads_neither_torch_nor_vllm() -> None:
+    code = (
+        "import sys, nnsight_engine.plans.compile, nnsight_engine.plans.where; "
+        "sys.exit(bool({'torch', 'vllm', 'fastapi'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,279 @@
+"""Requests that cannot be served on this model and prompt: code, field and message."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.interventions import parse_interventions
+from api_schemas.tensors import TensorObject
+from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
+from nnsight_engine.plans.compile import compile_request
+
+VALUES = ("steer", "ablate", "patch", "capture", "probe")
+SPEC = ModelSpec(
+    name="tiny",
+    architecture="LlamaForCausalLM",
+    num_layers=4,
+    hidden_size=8,
+    vocab_size=100,
+    dtype="bfloat16",
+    max_model_len=64,
+    max_num_batched_tokens=32,
+    leaves=(
+        LeafSpec("embed.output", (8,), "tap", VALUES),
+        LeafSpec("input", (8,), "tap", VALUES),
+        LeafSpec("output", (8,), "tap", (*VALUES, "logit_lens")),
+        LeafSpec("attn.q", (2, 4), "eager", VALUES),
+        LeafSpec("attn.pattern", (2, -1), "eager", ("capture",)),
+        LeafSpec("mlp.act", (16,), "eager", VALUES),
+        LeafSpec("logits", (100,), "tap", VALUES),
+        LeafSpec("samples", (), "tap", ("capture",)),
+    ),
+    max_capture_bytes=4096,
+)
+PROMPT = [10, 11, 12, 13, 11]
+VECTOR = [1.0] * 8
+STEER: dict[str, Any] = {"op": "steer", "at": "layers.1.output", "vector": VECTOR}
+ABLATE: dict[str, Any] = {"op": "ablate", "at": "layers.1.output"}
+PATCH: dict[str, Any] = {
+    "op": "patch",
+    "at": "layers.1.output",
+    "values": [VECTOR] * 2,
+    "where": {"positions": [0, 1]},
+}
+CAPTURE: dict[str, Any] = {"op": "capture", "at": "layers.1.output"}
+LENS: dict[str, Any] = {"op": "logit_lens"}
+
+
+def tokenize(text: str) -> list[int]:
+    """One token per word; a word's id is its length."""
+    return [len(word) for word in text.split()]
+
+
+def refused(
+    *raw: dict[str, Any],
+    spec: ModelSpec = SPEC,
+    prompt: list[int] = PROMPT,
+    max_tokens: int = 8,
+    prompt_logprobs: bool = False,
+) -> ApiError:
+    ops = parse_interventions(list(raw))
+    with pytest.raises(ApiError) as caught:
+        compile_request(
+            ops,
+            spec=spec,
+            prompt_token_ids=prompt,
+            max_tokens=max_tokens,
+            tokenize=tokenize,
+            stream=False,
+            prompt_logprobs=prompt_logprobs,
+        )
+    assert caught.value.status == 400
+    assert len(caught.value.message) < 700
+    return caught.value
+
+
+def tensor(dtype: Any, shape: list[int], data: bytes) -> dict[str, Any]:
+    return TensorObject.from_bytes(dtype, shape, data).model_dump()
+
+
+@pytest.mark.parametrize(
+    ("operation", "code", "param"),
+    [
+        (STEER | {"at": "layers.1.mlp.gate"}, ErrorCode.UNKNOWN_POINT, "at"),
+        (STEER | {"at": "norm.output"}, ErrorCode.UNKNOWN_POINT, "at"),
+        (STEER | {"at": "layers.1.logits"}, ErrorCode.UNKNOWN_POINT, "at"),
+        (STEER | {"at": ["logits", "nowhere"]}, ErrorCode.UNKNOWN_POINT, "at.1"),
+        (STEER | {"at": "layers.4.output"}, ErrorCode.UNKNOWN_LAYER, "at"),
+        (STEER | {"at": "layers.2:5.output"}, ErrorCode.UNKNOWN_LAYER, "at"),
+        (LENS | {"layers": [0, 4]}, ErrorCode.UNKNOWN_LAYER, "layers.1"),
+        (LENS | {"layers": [10**3000]}, ErrorCode.UNKNOWN_LAYER, "layers.0"),
+        (LENS | {"layers": "0:9"}, ErrorCode.UNKNOWN_LAYER, "layers"),
+        (LENS | {"layers": "some"}, ErrorCode.UNKNOWN_LAYER, "layers"),
+        (LENS | {"layers": [1, -3]}, ErrorCode.INVALID_VALUE, "layers.1"),
+        (STEER | {"at": "samples"}, ErrorCode.UNSUPPORTED_AT_POINT, "at"),
+        (STEER | {"at": "layers.*.attn.pattern"}, ErrorCode.UNSUPPORTED_AT_POINT, "at"),
+        (STEER | {"vector": [1.0] * 7}, ErrorCode.WRONG_WIDTH, "vector"),
+        (STEER | {"vector": []}, ErrorCode.WRONG_WIDTH, "vector"),
+        (STEER | {"vector": [VECTOR] * 2}, ErrorCode.WRONG_WIDTH, "vector"),
+        (STEER | {"vector": [[[1.0] * 8]]}, ErrorCode.WRONG_WIDTH, "vector"),
+        (STEER | {"vector": tensor("float32", [], b"\0\0\0\0")}, ErrorCode.WRONG_WIDTH, "vector"),
+        (STEER | {"at": ["logits", "layers.0.output"]}, ErrorCode.WRONG_WIDTH, "vector"),
+        ({"op": "probe", "at": "layers.0.mlp.act", "weights": VECTOR}, ErrorCode.WRONG_WIDTH, "weights"),
+        (ABLATE | {"method": "vector", "vector": [1.0]}, ErrorCode.WRONG_WIDTH, "vector"),
+        (PATCH | {"values": [[1.0] * 7] * 2}, ErrorCode.WRONG_WIDTH, "values"),
+        (PATCH | {"values": VECTOR}, ErrorCode.WRONG_WIDTH, "values"),
+        (PATCH | {"values": [[VECTOR] * 2] * 2}, ErrorCode.WRONG_WIDTH, "values"),
+        (PATCH | {"values": [VECTOR] * 3}, ErrorCode.INVALID_VALUE, "values"),
+        (PATCH | {"where": {"positions": [0, -5]}}, ErrorCode.INVALID_VALUE, "where.positions"),
+        (PATCH | {"where": {"positions": [0, 1], "tokens": [10]}}, ErrorCode.INVALID_VALUE, "where"),
+        (PATCH | {"where": {"positions": [0, 1], "range": [0, 3]}}, ErrorCode.INVALID_VALUE, "where"),
+        (
+            PATCH | {"where": {"positions": [0, 6], "phase": "generated"}},
+            ErrorCode.CONTRADICTORY_WHERE,
+            "where.positions",
+        ),
+        (STEER | {"vector": [1e300] * 8}, ErrorCode.NOT_FINITE, "vector"),
+        (STEER | {"vector": tensor("float32", [8], b"\x00\x00\x80\x7f" * 8)}, ErrorCode.NOT_FINITE, "vector"),
+        (STEER | {"vector": tensor("float16", [8], b"\x00\xfc" * 8)}, ErrorCode.NOT_FINITE, "vector"),
+        (STEER | {"vector": tensor("bfloat16", [8], b"\xc1\x7f" * 8)}, ErrorCode.NOT_FINITE, "vector"),
+        (STEER | {"scale": 1e39}, ErrorCode.NOT_FINITE, "scale"),
+        (
+            {"op": "probe", "at": "layers.0.output", "weights": VECTOR, "bias": -1e39},
+            ErrorCode.NOT_FINITE,
+            "bias",
+        ),
+        (STEER | {"vector": {"name": "joy"}}, ErrorCode.UNKNOWN_VECTOR, "vector"),
+        (STEER | {"vector": [0.0] * 8, "mode": "clamp"}, ErrorCode.INVALID_VALUE, "vector"),
+        (STEER | {"vector": [1e-30] * 8, "mode": "norm_match"}, ErrorCode.INVALID_VALUE, "vector"),
+        (STEER | {"vector": [1e30] * 8, "mode": "project_out"}, ErrorCode.INVALID_VALUE, "vector"),
+        (STEER | {"at": ["layers.1.output", "layers.1.output"]}, ErrorCode.INVALID_VALUE, "at.1"),
+        (STEER | {"at": ["layers.-3.output", "layers.1.output"]}, ErrorCode.INVALID_VALUE, "at.1"),
+        (STEER | {"at": ["layers.*.output", "layers.3.input"]}, ErrorCode.INVALID_VALUE, "at.1"),
+        (STEER | {"at": ["layers.0.input", "embed.output"]}, ErrorCode.INVALID_VALUE, "at.1"),
+        (ABLATE | {"units": [8]}, ErrorCode.INVALID_VALUE, "units.0"),
+        (ABLATE | {"units": [0, -1]}, ErrorCode.INVALID_VALUE, "units.1"),
+        (ABLATE | {"units": [3, 3]}, ErrorCode.INVALID_VALUE, "units"),
+        (ABLATE | {"units": []}, ErrorCode.INVALID_VALUE, "units"),
+        (LENS | {"targets": ["two words"]}, ErrorCode.UNKNOWN_TOKEN, "targets.0"),
+        (LENS | {"targets": ["", 3]}, ErrorCode.UNKNOWN_TOKEN, "targets.0"),
+        (LENS | {"targets": [3, 100]}, ErrorCode.UNKNOWN_TOKEN, "targets.1"),
+        (LENS | {"targets": [3, "abc"]}, ErrorCode.INVALID_VALUE, "targets.1"),
+        (STEER | {"where": {"tokens": [-1]}}, ErrorCode.UNKNOWN_TOKEN, "where.tokens.0"),
+        (STEER | {"where": {"tokens": [10**30]}}, ErrorCode.UNKNOWN_TOKEN, "where.tokens.0"),
+        (CAPTURE | {"at": ["samples", "logits"]}, ErrorCode.UNSUPPORTED_COMBINATION, "at"),
+        (CAPTURE | {"at": "samples", "reduce": "mean"}, ErrorCode.UNSUPPORTED_COMBINATION, "at"),
+        (
+            CAPTURE | {"at": "layers.0.attn.pattern", "reduce": "mean"},
+            ErrorCode.UNSUPPORTED_COMBINATION,
+            "reduce",
+        ),
+        (
+            ABLATE | {"method": "mean", "where": {"phase": "generated"}},
+            ErrorCode.CONTRADICTORY_WHERE,
+            "where",
+        ),
+    ],
+)
+def test_an_operation_that_does_not_fit_the_model_is_refused(
+    operation: dict[str, Any], code: ErrorCode, param: str
+) -> None:
+    error = refused(CAPTURE | {"where": {"positions": [0]}}, operation)
+    assert (error.code, error.param) == (code, f"interventions.1.{param}")
+
+
+# Five prompt tokens and eight to generate, of which seven are fed back: positions 0 to 11.
+@pytest.mark.parametrize(
+    ("where", "code", "param"),
+    [
+        ({"positions": [12]}, ErrorCode.POSITION_OUT_OF_RANGE, ".positions.0"),
+        ({"positions": [0, -6]}, ErrorCode.POSITION_OUT_OF_RANGE, ".positions.1"),
+        ({"positions": [10**3000]}, ErrorCode.POSITION_OUT_OF_RANGE, ".positions.0"),
+        ({"positions": [5], "phase": "prompt"}, ErrorCode.POSITION_OUT_OF_RANGE, ".positions.0"),
+        ({"exclude": {"positions": [12]}}, ErrorCode.POSITION_OUT_OF_RANGE, ".exclude.positions.0"),
+        ({"range": [12, None]}, ErrorCode.POSITION_OUT_OF_RANGE, ".range.0"),
+        ({"range": [-6, 3]}, ErrorCode.POSITION_OUT_OF_RANGE, ".range.0"),
+        ({"range": [0, -6]}, ErrorCode.POSITION_OUT_OF_RANGE, ".range.1"),
+        ({"positions": []}, ErrorCode.EMPTY_WHERE, ".positions"),
+        ({"tokens": []}, ErrorCode.EMPTY_WHERE, ".tokens"),
+        ({"range": [3, 3]}, ErrorCode.EMPTY_WHERE, ".range"),
+        ({"range": [4, -2]}, ErrorCode.EMPTY_WHERE, ".range"),
+        ({"exclude": {"tokens": []}}, ErrorCode.EMPTY_WHERE, ".exclude.tokens"),
+        ({"phase": "generated", "positions": [0, -1]}, ErrorCode.CONTRADICTORY_WHERE, ""),
+        ({"phase": "generated", "range": [0, 5]}, ErrorCode.CONTRADICTORY_WHERE, ""),
+        ({"phase": "prompt", "range": [5, None]}, ErrorCode.CONTRADICTORY_WHERE, ""),
+        ({"positions": [1, 2], "range": [3, 5]}, ErrorCode.CONTRADICTORY_WHERE, ""),
+        ({"exclude": {}}, ErrorCode.CONTRADICTORY_WHERE, ""),
+        ({"positions": [3], "exclude": {"range": [2, 4]}}, ErrorCode.CONTRADICTORY_WHERE, ""),
+        ({"phase": "prompt", "exclude": {"phase": "prompt"}}, ErrorCode.CONTRADICTORY_WHERE, ""),
+        ({"tokens": [11], "exclude": {"tokens": [11, 12]}}, ErrorCode.CONTRADICTORY_WHERE, ""),
+        ({"phase": "prompt", "tokens": [99]}, ErrorCode.CONTRADICTORY_WHERE, ""),
+        ({"positions": [0], "tokens": [11]}, ErrorCode.CONTRADICTORY_WHERE, ""),
+    ],
+)
+def test_a_where_that_names_nothing_is_refused(where: dict[str, Any], code: ErrorCode, param: str) -> None:
+    error = refused(STEER | {"where": where})
+    assert (error.code, error.param) == (code, f"interventions.0.where{param}")
+
+
+def test_the_last_generated_token_has_no_position_and_the_message_says_why() -> None:
+    message = refused(STEER | {"where": {"positions": [12]}}).message
+    assert "11" in message
+    assert "never fed back" in message
+
+
+def test_one_token_alone_has_no_generated_positions() -> None:
+    error = refused(STEER | {"where": {"phase": "generated"}}, max_tokens=1)
+    assert error.code is ErrorCode.CONTRADICTORY_WHERE
+    assert "max_tokens" in error.message
+
+
+def test_messages_list_what_exists_and_what_was_expected() -> None:
+    message = refused(STEER | {"at": "layers.0.mlp.gate"}).message
+    assert "layers.*.mlp.act" in message
+    assert "embed.output" in message
+    message = refused(STEER | {"vector": [1.0] * 7}).message
+    assert "[8]" in message
+    assert "[7]" in message
+    assert "2: [3, 5]" in refused(LENS | {"targets": ["two words"]}).message
+
+
+@pytest.mark.parametrize(
+    "operations",
+    [
+        [CAPTURE | {"name": "a"}, LENS | {"name": "a"}],
+        [CAPTURE | {"name": "capture_1"}, CAPTURE],
+        [STEER | {"name": "a"}, CAPTURE | {"name": "a"}],
+    ],
+)
+def test_a_name_may_be_used_once(operations: list[dict[str, Any]]) -> None:
+    error = refused(*operations)
+    assert (error.code, error.param) == (ErrorCode.DUPLICATE_NAME, "interventions.1.name")
+
+
+def test_captures_are_counted_before_anything_runs() -> None:
+    prompt = [1] * 33
+    capture = CAPTURE | {"at": "layers.*.output", "where": {"phase": "prompt"}, "dtype": "float32"}
+    error = refused(capture, prompt=prompt)
+    assert error.code is ErrorCode.CAPTURE_TOO_LARGE
+    assert str(4 * 33 * 8 * 4) in error.message
+    assert "4096" in error.message
+    assert refused(*[LENS | {"top_k": 8}] * 2, prompt=[1] * 9).code is ErrorCode.CAPTURE_TOO_LARGE
+    assert refused(CAPTURE | {"at": "logits"}, prompt=[1] * 21).code is ErrorCode.CAPTURE_TOO_LARGE
+
+
+def test_a_mean_needs_the_prompt_in_one_step() -> None:
+    error = refused(ABLATE | {"method": "mean"}, prompt=[1] * 33)
+    assert error.code is ErrorCode.UNSUPPORTED_COMBINATION
+    assert "32" in error.message
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        STEER | {"at": "logits", "vector": [1.0] * 100},
+        ABLATE | {"at": "logits", "units": [3]},
+        PATCH | {"at": "logits", "values": [[1.0] * 100], "where": {"positions": [-1]}},
+    ],
+)
+def test_written_logits_and_prompt_logprobs_exclude_each_other(operation: dict[str, Any]) -> None:
+    assert refused(operation, prompt_logprobs=True).code is ErrorCode.UNSUPPORTED_COMBINATION
+
+
+def test_a_small_vocabulary_bounds_top_k() -> None:
+    small = dataclasses.replace(SPEC, vocab_size=4)
+    assert refused(LENS | {"top_k": 5}, spec=small).param == "interventions.0.top_k"
+
+
+def test_a_model_without_a_lens_says_so() -> None:
+    bare = dataclasses.replace(SPEC, leaves=SPEC.leaves[:2])
+    assert refused(LENS, spec=bare).code is ErrorCode.UNSUPPORTED_AT_POINT
+
+
+def test_a_request_cannot_have_millions_of_strings_tokenized() -> None:
+    words = ["x" * (i % 90 + 1) + " " * (i // 90) for i in range(2000)]
+    assert refused(STEER | {"where": {"tokens": words}}).code is ErrorCode.INVALID_VALUE

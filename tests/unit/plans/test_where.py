@@ -1,0 +1,209 @@
+"""Where-clauses: from JSON to masks, against a slow reference that reads the JSON itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.where import Where
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.plans.compile_scope import CompileScope
+from nnsight_engine.plans.compile_where import Named, compile_where
+from nnsight_engine.plans.request_plan import WhereRule
+from nnsight_engine.plans.where import evaluate, generated_is_constant, reads_prompt
+
+VOCABULARY = 6
+SPEC = ModelSpec("tiny", "Llama", 2, 8, VOCABULARY, "float32", 64, 64, (), 1 << 20)
+
+
+def token_of(text: str) -> list[int]:
+    """Tokenize "t3" as token 3."""
+    return [int(text[1:])]
+
+
+def clause_names(clause: dict[str, Any], position: int, token: int, prompt_len: int) -> bool:
+    """Say whether the clause names the position, straight from what the JSON means."""
+    phase = clause.get("phase", "all")
+    if phase == "prompt" and position >= prompt_len:
+        return False
+    if phase == "generated" and position < prompt_len:
+        return False
+    if clause.get("positions") is not None:
+        absolute = [p if p >= 0 else prompt_len + p for p in clause["positions"]]
+        if position not in absolute:
+            return False
+    if clause.get("range") is not None:
+        start, stop = clause["range"]
+        start = start if start >= 0 else prompt_len + start
+        if stop is not None and stop < 0:
+            stop = prompt_len + stop
+        if position < start or (stop is not None and position >= stop):
+            return False
+    if clause.get("tokens") is not None:
+        ids = [int(t[1:]) if isinstance(t, str) else t for t in clause["tokens"]]
+        if token not in ids:
+            return False
+    exclude = clause.get("exclude")
+    return exclude is None or not clause_names(exclude, position, token, prompt_len)
+
+
+@st.composite
+def clauses(draw: st.DrawFn, prompt_len: int, num_positions: int, *, nested: bool) -> dict[str, Any]:
+    clause: dict[str, Any] = {}
+    if draw(st.booleans()):
+        clause["phase"] = draw(st.sampled_from(["prompt", "generated", "all"]))
+    if draw(st.booleans()):
+        position = st.integers(-prompt_len, num_positions - 1) | st.integers(-prompt_len - 1, num_positions)
+        clause["positions"] = draw(st.lists(position, min_size=1, max_size=6) | st.none())
+    if draw(st.booleans()):
+        bound = st.integers(-prompt_len, num_positions - 1) | st.integers(-prompt_len - 1, num_positions + 3)
+        clause["range"] = [draw(bound), draw(bound | st.none())]
+    if draw(st.booleans()):
+        token = st.integers(0, VOCABULARY - 1)
+        clause["tokens"] = draw(
+            st.lists(token | token.map(lambda t: f"t{t}"), min_size=1, max_size=VOCABULARY)
+        )
+    if nested and draw(st.booleans()):
+        clause["exclude"] = draw(clauses(prompt_len, num_positions, nested=False))
+    return clause
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[dict[str, Any], list[int], int, int]:
+    prompt_len = draw(st.integers(1, 12))
+    max_tokens = draw(st.integers(1, 10))
+    num_positions = prompt_len + max_tokens - 1
+    tokens = st.integers(0, VOCABULARY - 1)
+    token_ids = draw(st.lists(tokens, min_size=num_positions, max_size=num_positions))
+    clause = draw(clauses(prompt_len, num_positions, nested=True))
+    return clause, token_ids, prompt_len, max_tokens
+
+
+@settings(max_examples=600, deadline=None)
+@given(requests(), st.data())
+def test_a_clause_names_what_its_json_says_whatever_the_chunks(
+    request_: tuple[dict[str, Any], list[int], int, int], data: st.DataObject
+) -> None:
+    clause, token_ids, prompt_len, max_tokens = request_
+    num_positions = len(token_ids)
+    expected = [
+        position
+        for position in range(num_positions)
+        if clause_names(clause, position, token_ids[position], prompt_len)
+    ]
+    in_prompt = [position for position in expected if position < prompt_len]
+    scope = CompileScope(SPEC, token_ids[:prompt_len], max_tokens, token_of)
+    named = compiled_or_refused(clause, scope)
+    if isinstance(named, ApiError):
+        if named.code is ErrorCode.CONTRADICTORY_WHERE:
+            # Only what cannot act may be called contradictory; generated tokens are not known yet.
+            assert not expected
+            assert not may_generate_any(clause, prompt_len, num_positions)
+        else:
+            assert named.code in {ErrorCode.EMPTY_WHERE, ErrorCode.POSITION_OUT_OF_RANGE}
+            assert is_out_of_place(clause, prompt_len, num_positions)
+        return
+    assert not is_out_of_place(clause, prompt_len, num_positions)
+    assert named.num_prompt == len(in_prompt)
+    assert in_prompt or may_generate_any(clause, prompt_len, num_positions)
+    cuts = sorted(data.draw(st.sets(st.integers(0, num_positions), max_size=4)))
+    found: list[int] = []
+    for start, stop in zip([0, *cuts], [*cuts, num_positions], strict=True):
+        positions = np.arange(start, stop, dtype=np.int64)
+        ids = np.asarray(token_ids[start:stop], np.int32)
+        found += positions[evaluate(named.rule, positions, ids, prompt_len)].tolist()
+    assert found == expected
+    if in_prompt:
+        assert reads_prompt(named.rule, prompt_len)
+    for first in range(prompt_len, num_positions):
+        constant = generated_is_constant(named.rule, prompt_len, first)
+        if constant is not None:
+            assert all(
+                clause_names(clause, position, token, prompt_len) is constant
+                for position in range(first, num_positions)
+                for token in range(VOCABULARY)
+            )
+
+
+def compiled_or_refused(clause: dict[str, Any], scope: CompileScope) -> Named | ApiError:
+    try:
+        return compile_where(Where.model_validate(clause), scope, "where")
+    except ApiError as error:
+        return error
+
+
+def may_generate_any(clause: dict[str, Any], prompt_len: int, num_positions: int) -> bool:
+    """Say whether some token at some generated position would be named."""
+    return any(
+        clause_names(clause, position, token, prompt_len)
+        for position in range(prompt_len, num_positions)
+        for token in range(VOCABULARY)
+    )
+
+
+def is_out_of_place(clause: dict[str, Any], prompt_len: int, num_positions: int) -> bool:
+    """Say whether a clause names positions that the request has not, or is empty as written."""
+    positions, bounds = clause.get("positions"), clause.get("range")
+    if positions is not None:
+        top = prompt_len if clause.get("phase") == "prompt" else num_positions
+        if not positions or any(p < -prompt_len or p >= top for p in positions):
+            return True
+    if clause.get("tokens") == []:
+        return True
+    if bounds is not None:
+        if any(bound is not None and bound < -prompt_len for bound in bounds):
+            return True
+        start, stop = (b if b is None or b >= 0 else prompt_len + b for b in bounds)
+        if start >= num_positions or (stop is not None and start >= stop):
+            return True
+    exclude = clause.get("exclude")
+    return exclude is not None and is_out_of_place(exclude, prompt_len, num_positions)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (WhereRule(), True),
+        (WhereRule(phase="generated"), True),
+        (WhereRule(phase="prompt"), False),
+        (WhereRule(positions=(0, 4)), False),
+        (WhereRule(positions=(0, 12)), None),
+        (WhereRule(start=10), True),
+        (WhereRule(start=11), None),
+        (WhereRule(stop=10), False),
+        (WhereRule(stop=11), None),
+        (WhereRule(positions=(12,), start=13), False),
+        (WhereRule(start=14, stop=12), False),
+        (WhereRule(tokens=(1,)), None),
+        (WhereRule(phase="prompt", tokens=(1,)), False),
+        (WhereRule(exclude=WhereRule(phase="prompt")), True),
+        (WhereRule(exclude=WhereRule(phase="generated")), False),
+        (WhereRule(exclude=WhereRule(tokens=(1,))), None),
+        (WhereRule(tokens=(1,), exclude=WhereRule(start=3)), False),
+    ],
+)
+def test_steady_answers_are_known_from_a_position_on(rule: WhereRule, expected: bool | None) -> None:
+    assert generated_is_constant(rule, 8, 10) is expected
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (WhereRule(), True),
+        (WhereRule(phase="generated"), False),
+        (WhereRule(start=8), False),
+        (WhereRule(start=7), True),
+        (WhereRule(positions=(8, 9)), False),
+        (WhereRule(positions=(3, 9), start=4), False),
+        (WhereRule(tokens=(1,)), True),
+        (WhereRule(exclude=WhereRule(phase="prompt")), False),
+        (WhereRule(exclude=WhereRule(phase="prompt", tokens=(1,))), True),
+    ],
+)
+def test_what_may_read_the_prompt_is_known_without_its_tokens(rule: WhereRule, expected: bool) -> None:
+    assert reads_prompt(rule, 8) is expected

@@ -1,0 +1,182 @@
+"""The documentation is complete: what the code offers has its place in ``docs/``, and examples work."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.interventions import OPERATIONS, parse_interventions
+from api_schemas.operations import Ablate, Capture, LogitLens, Patch, Probe, Steer
+from api_schemas.points import MODEL_POINTS, PointPattern
+from api_schemas.results import ChoiceInterventions
+from api_schemas.where import Where
+from app.engine.fake import FakeEngineClient
+from app.main import create_app, new_store
+from app.settings import Settings
+from nnsight_engine.core.model_spec import RESIDUAL_LEAVES
+from nnsight_engine.vllm_backend.families import FAMILIES
+
+PROJECT = Path(__file__).resolve().parents[2]
+DOCS = PROJECT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+LINKED_PAGES = [*PAGES, PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", PROJECT / "CHANGELOG.md"]
+GENERATED_ROUTES = {"/docs", "/redoc", "/openapi.json"}
+
+SCHEMAS: tuple[type[BaseModel], ...] = (Steer, Ablate, Patch, Capture, Probe, LogitLens)
+
+
+def page(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def rows(name: str) -> dict[str, list[str]]:
+    """Return a page's table rows by what stands in backquotes in their first cell."""
+    found: dict[str, list[str]] = {}
+    for line in page(name).splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `"):
+            for key in re.findall(r"`([^`]+)`", cells[0]):
+                found[key] = cells
+    return found
+
+
+def json_blocks(name: str) -> list[Any]:
+    return [json.loads(block) for block in re.findall(r"```json\n(.*?)```", page(name), re.DOTALL)]
+
+
+def test_every_setting_has_its_variable_and_its_default() -> None:
+    documented = rows("settings.md")
+    prefix = Settings.model_config["env_prefix"]
+    for name, field in Settings.model_fields.items():
+        cells = documented[f"{prefix}{name}".upper()]
+        if field.default_factory is None:
+            default = field.default
+            written = f"{default:g}" if isinstance(default, float) else str(default)
+            assert cells[1] == written, name
+        assert cells[2], name
+
+
+def test_no_setting_is_documented_that_does_not_exist() -> None:
+    prefix = Settings.model_config["env_prefix"]
+    named = {key for key in rows("settings.md") if key.startswith(prefix)}
+    assert named == {f"{prefix}{name}".upper() for name in Settings.model_fields}
+
+
+def test_settings_named_on_other_pages_exist() -> None:
+    pattern = re.compile(r"`((?:max_\w+_(?:bytes|depth|operations)|inline_\w+|result_ttl\w+|drain_\w+))`")
+    for path in PAGES:
+        for name in pattern.findall(path.read_text(encoding="utf-8")):
+            assert name in Settings.model_fields, f"{path.name}: {name}"
+
+
+def test_every_route_is_documented(tmp_path: Path) -> None:
+    settings = Settings(result_dir=tmp_path)
+    store = new_store(settings)
+    app = create_app(settings, FakeEngineClient(settings, store), store)
+    documented = rows("http.md")
+    served = {
+        f"{method.upper()} {path}" for path, methods in app.openapi()["paths"].items() for method in methods
+    }
+    assert served == {key for key in documented if key.startswith(("GET ", "POST "))}
+    for path in GENERATED_ROUTES:
+        assert f"`{path}`" in page("http.md")
+
+
+def test_every_error_code_is_documented_with_its_status() -> None:
+    documented = {key: cells for key, cells in rows("errors.md").items() if re.fullmatch(r"[a-z_]+", key)}
+    assert set(documented) == {code.value for code in ErrorCode}
+    for code in ErrorCode:
+        assert documented[code.value][1] == str(ApiError(code, "").status), code
+
+
+def test_every_operation_has_a_section_with_all_its_fields() -> None:
+    text = page("interventions.md")
+    common = {"op", "at", "where", "name"}
+    for operation, schema in zip(OPERATIONS, SCHEMAS, strict=True):
+        section = re.search(rf"\n## {operation}\n(.*?)\n## ", text, re.DOTALL)
+        assert section is not None, operation
+        assert "```json" in section[1], operation
+        for field in set(schema.model_fields) - common:
+            assert f"| `{field}` |" in section[1], f"{operation}.{field}"
+
+
+def test_every_field_of_where_is_documented() -> None:
+    section = page("interventions.md").split("\n## Where\n")[1]
+    for field in Where.model_fields:
+        assert f"| `{field}` |" in section
+
+
+def test_every_mode_and_method_is_documented() -> None:
+    text = page("interventions.md")
+    words: list[tuple[type[BaseModel], str]] = [
+        (Steer, "mode"),
+        (Ablate, "method"),
+        (Capture, "reduce"),
+        (Where, "phase"),
+    ]
+    for schema, field in words:
+        for word in schema.model_json_schema()["properties"][field]["enum"]:
+            assert f"`{word}`" in text, word
+
+
+def test_every_point_is_documented_and_none_that_no_family_has() -> None:
+    leaves = {leaf for family in FAMILIES for leaf in family.leaves} | set(RESIDUAL_LEAVES)
+    offered = {f"layers.*.{leaf}" for leaf in leaves} | set(MODEL_POINTS)
+    table = page("points.md").split("\n## Every point\n")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)) == offered
+
+
+def test_every_family_and_architecture_is_documented() -> None:
+    table = page("points.md").split("\n## Families\n")[1]
+    for family in FAMILIES:
+        for name in family.architectures or family.model_classes:
+            assert f"`{name}`" in table, name
+
+
+@pytest.mark.parametrize("block", json_blocks("interventions.md"), ids=lambda block: json.dumps(block)[:50])
+def test_examples_of_interventions_parse(block: Any) -> None:
+    if isinstance(block, dict) and "results" in block:
+        ChoiceInterventions.model_validate(block)
+        return
+    raw = block if isinstance(block, list) else [block]
+    operations = parse_interventions(raw)
+    for operation in operations:
+        points = [] if isinstance(operation, LogitLens) else operation.at
+        for text in [points] if isinstance(points, str) else points:
+            PointPattern.parse(text).resolve(30)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
+def test_curl_bodies_are_requests_that_parse(path: Path) -> None:
+    for body in re.findall(r"-d '(\{.*?\})'", path.read_text(encoding="utf-8"), re.DOTALL):
+        parse_interventions(json.loads(body).get("interventions"))
+
+
+@pytest.mark.parametrize("path", LINKED_PAGES, ids=lambda path: str(path.relative_to(PROJECT)))
+def test_relative_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = (path.parent / file).resolve() if file else path
+        assert linked.exists(), f"{path.name}: {target}"
+        if anchor:
+            assert anchor in anchors(linked), f"{path.name}: {target}"
+
+
+def test_every_page_is_listed_on_the_first() -> None:
+    text = page("index.md")
+    for path in DOCS.glob("*.md"):
+        assert path.name == "index.md" or f"({path.name})" in text, path.name
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the anchors that a page's headings make, as GitHub forms them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
