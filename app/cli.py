@@ -16,11 +16,13 @@ from types import FrameType
 from typing import Any, Final
 
 import uvicorn
+from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from app.main import create_app, new_store
 from app.settings import Settings, set_engine_defaults
+from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.modeling.bundled import BUNDLED_MODEL_NAME, BundledModelError, bundled_model_path
 
 USAGE: Final = """\
@@ -68,13 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if {"-h", "--help"} & set(arguments) else _USAGE_ERROR
     try:
         return _serve(arguments[1:], console)
-    except (CommandError, BundledModelError) as error:
+    except (CommandError, BundledModelError, UnsupportedOptionError) as error:
         console.print(f"nnsight-engine: {error}", markup=False)
         return 1
 
 
 def _serve(arguments: list[str], console: Console) -> int:
-    settings = Settings()
+    settings = _settings()
     set_engine_defaults()
     model, options = _split_model(arguments)
     with _progress(console) as progress:
@@ -93,6 +95,17 @@ def _serve(arguments: list[str], console: Console) -> int:
         update={"host": args.host or settings.host, "port": _port(options, args, settings)}
     )
     return _run(args, settings, client_module, console)
+
+
+def _settings() -> Settings:
+    try:
+        return Settings()
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = f"{Settings.model_config['env_prefix']}{'.'.join(map(str, first['loc']))}".upper()
+        raise CommandError(
+            f"the variable {name} is wrong: {first['msg']}, got {first['input']!r}; see docs/settings.md"
+        ) from error
 
 
 def _run(args: argparse.Namespace, settings: Settings, client_module: Any, console: Console) -> int:

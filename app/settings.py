@@ -74,7 +74,9 @@ _ENGINE_DEFAULTS: Final = {
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     # GiB of KV cache on CPU: without it vLLM takes nearly all memory.
     "VLLM_CPU_KVCACHE_SPACE": "2",
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    # One process for the engine instead of one for it and one for its only worker: seconds at start.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # Interventions are written for the V1 runner.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_NO_USAGE_STATS": "1",

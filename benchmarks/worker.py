@@ -26,11 +26,11 @@ def main() -> None:
     events = EventPipe(args.events_fd)
     eager = args.mode == "eager"
     max_num_seqs = max(args.batches)
-    engines = []
-    for able, title in ((False, "plain vLLM"), (True, "the engine able to intervene")):
-        events.send({"stage": f"loading {title}"})
-        engines.append(Engine(able=able, eager=eager, max_num_seqs=max_num_seqs))
-    for engine in engines:
+    events.send({"stage": "loading plain vLLM"})
+    plain = Engine(able=False, eager=eager, max_num_seqs=max_num_seqs)
+    events.send({"stage": "loading the engine able to intervene"})
+    ours = Engine(able=True, eager=eager, max_num_seqs=max_num_seqs)
+    for engine in (plain, ours):
         engine.check_taps()
     measurer = Measurer(plain, ours, args.steps)
     cases = all_cases(args.batches)

@@ -8,6 +8,8 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from nnsight_engine.core.errors import UnsupportedOptionError
+
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Return vLLM's parsed ``serve`` arguments.
@@ -24,6 +26,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     args: argparse.Namespace = parser.parse_args(options)
     validate_parsed_serve_args(args)
     args.model = args.model_tag
+    for option in ("async_scheduling", "worker_cls", "scheduler_cls"):
+        if getattr(args, option) not in {None, False, "auto"}:
+            flag = f"--{option.replace('_', '-')}"
+            raise UnsupportedOptionError(
+                f"{flag} is not supported: interventions need their own; start without it"
+            )
     if current_platform.is_cpu() and not compiles:
         args.enforce_eager = True
     if not current_platform.is_cpu():

@@ -1,4 +1,4 @@
-"""Why one request's interventions cannot go on: raised in the worker, told to that request only."""
+"""What can go wrong in the engine: with one request, and with the options it is started with."""
 
 from __future__ import annotations
 
@@ -16,3 +16,7 @@ class InterventionError(Exception):
         super().__init__(message)
         self.code = code
         self.message = message
+
+
+class UnsupportedOptionError(Exception):
+    """An engine option with which interventions could be silently wrong; the message names it."""

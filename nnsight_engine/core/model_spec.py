@@ -12,6 +12,9 @@ from typing import Any
 RESIDUAL_LEAVES = ("input", "output")
 """Leaves of a layer that are the residual stream itself, served by taps."""
 
+PATTERN_LEAF = "attn.pattern"
+"""Leaf of a layer's attention probabilities, the one whose values grow with the position."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeafSpec:
@@ -35,10 +38,10 @@ class LeafSpec:
 
     @property
     def width(self) -> int:
-        """Numbers in one position's value, counted flat."""
+        """Numbers in one position's value, counted flat; an axis that grows counts as one."""
         total = 1
         for size in self.shape:
-            total *= size
+            total *= abs(size)
         return total
 
 

@@ -20,6 +20,9 @@ DTYPES: dict[str, torch.dtype] = {
 
 def tensor_from_bytes(dtype: str, shape: Sequence[int], data: bytes) -> torch.Tensor:
     """Return a tensor of its own memory holding ``data``; ``dtype`` is a key of ``DTYPES``."""
+    if not data:
+        # torch cannot reinterpret an empty tensor.
+        return torch.empty(tuple(shape), dtype=DTYPES[dtype])
     raw = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
     return raw.view(DTYPES[dtype]).reshape(tuple(shape))
 

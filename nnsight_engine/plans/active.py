@@ -14,10 +14,11 @@ import torch
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
+from nnsight_engine.plans.key_store import PatternState
 from nnsight_engine.plans.records import Failure, StepInfo
 from nnsight_engine.plans.request_plan import Kind, PlannedOp, RequestPlan, Site, TensorData
 from nnsight_engine.plans.vector_bank import BankKey, VectorBank
-from nnsight_engine.plans.where import generated_is_constant
+from nnsight_engine.plans.where import generated_is_constant, last_position
 
 SiteKey = int | Site
 """A tap's number (0 before the first layer, i + 1 after layer i), or any other site itself."""
@@ -83,6 +84,7 @@ class ActiveRequest:
     tier: str = "tap"
     failure: Failure | None = None
     means: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
+    patterns: PatternState = dataclasses.field(default_factory=PatternState)
 
     def info(self) -> StepInfo:
         """Return what was done so far, for the answer's provenance."""
@@ -127,7 +129,7 @@ class Registrar:
         except BaseException:
             self.bank.release(bank_keys)
             raise
-        steady = all(op.constant is not None and op.op.kind is not Kind.MEAN for op in ops)
+        steady = all(_is_steady(op, plan.prompt_len) for op in ops)
         return ActiveRequest(request_id, plan, ops, bank_keys, steady)
 
     def forget(self, request: ActiveRequest) -> None:
@@ -178,6 +180,15 @@ class Registrar:
         if leaf is None or site.layer >= self._spec.num_layers:
             raise InterventionError("unknown_point", f"the model has no point {site}")
         return leaf.width
+
+
+def _is_steady(active: ActiveOp, prompt_len: int) -> bool:
+    """Return whether the operation does the same in every decode step."""
+    if active.op.captures_patterns:
+        # One that is still open keeps the keys of each step, so no step is like the one before.
+        last = last_position(active.op.where, prompt_len)
+        return last is not None and last < prompt_len
+    return active.constant is not None and active.op.kind is not Kind.MEAN
 
 
 def _check_width(op: PlannedOp, tensor: torch.Tensor, widths: tuple[int, ...]) -> None:

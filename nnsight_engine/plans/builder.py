@@ -22,6 +22,7 @@ from nnsight_engine.core.tensor_bytes import DTYPES
 from nnsight_engine.plans.active import ActiveOp, SiteKey
 from nnsight_engine.plans.groups import GroupKey, KernelFactory, Member, RowArray, group_key
 from nnsight_engine.plans.ledger import ByteLedger
+from nnsight_engine.plans.patterns import FormOf, PatternPlanner
 from nnsight_engine.plans.request_plan import Kind, PlannedOp, Site
 from nnsight_engine.plans.step_plan import Group, ReadGroup, ReadSlice, Span, StepPlan
 from nnsight_engine.plans.where import evaluate
@@ -81,14 +82,23 @@ class StepBuilder:
         dtype: The model's dtype, that of captures which name none.
         device: Where the model runs.
         ledger: Counts captured bytes.
+        form_of: A layer's form of attention, for patterns.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, ledger: ByteLedger) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        ledger: ByteLedger,
+        form_of: FormOf,
+    ) -> None:
         """Remember no step."""
         self._spec = spec
         self._dtype = dtype
         self._device = device
         self._ledger = ledger
+        self._patterns = PatternPlanner(spec, dtype, device, ledger, form_of)
         self._last: StepPlan | None = None
 
     def forget(self) -> None:
@@ -117,8 +127,13 @@ class StepBuilder:
         work: list[Rows] = []
         stages: dict[SiteKey, int] = defaultdict(int)
         reserved = 0
+        patterns: list[tuple[ActiveOp, RowArray]] = []
         for active in span.request.ops:
             offsets = _named_offsets(span, active)
+            if active.op.captures_patterns:
+                # Planned also where no row is captured: keys are kept from every step.
+                patterns.append((active, offsets))
+                continue
             if not len(offsets):
                 continue
             if active.keys[0] == SAMPLES:
@@ -131,6 +146,8 @@ class StepBuilder:
                 stages[key] += 1
             work.append(Rows(span, active, offsets, numbers, offsets + span.row))
             reserved += self._read_bytes(active, len(offsets))
+        if patterns:
+            self._patterns.plan(plan, span, patterns)
         try:
             self._ledger.reserve(span.request.request_id, reserved)
         except InterventionError as error:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import DTYPES, tensor_to_bytes
 from nnsight_engine.plans.builder import leaf_width, width_classes
@@ -27,9 +28,10 @@ from nnsight_engine.plans.collected import (
     ProbeResult,
     TensorResult,
 )
+from nnsight_engine.plans.pattern_results import captured_patterns
 from nnsight_engine.plans.records import Failure, Payload, StepInfo, StepRecord
 from nnsight_engine.plans.request_plan import Kind, PlannedOp, RequestPlan
-from nnsight_engine.plans.where import evaluate
+from nnsight_engine.plans.where import Positions, evaluate
 
 _ITEM_DTYPES: dict[str, type[np.generic]] = {
     "float32": np.uint32,
@@ -38,6 +40,9 @@ _ITEM_DTYPES: dict[str, type[np.generic]] = {
     "int64": np.uint64,
 }
 """Unsigned integers of each dtype's size: values are moved here, never computed with."""
+
+NUM_LENS_PARTS = 4
+"""Parts of a lens record, see ``StepRecord``; other records have at most one for each site."""
 
 Values = npt.NDArray[np.generic]
 
@@ -67,12 +72,14 @@ class RequestCollector:
         self._prompt_token_ids = list(prompt_token_ids)
         self._waiting: list[StepRecord] = []
         self._reduced: dict[int, StepRecord] = {}
+        self._seen: set[int] = set()
         self._info: StepInfo | None = None
         self.failure: Failure | None = None
 
     def add(self, payload: Payload) -> None:
         """Take over one payload."""
         for record in payload.records:
+            self._seen.add(record.op)
             if self._plan.ops[record.op].reduce == "none":
                 self._waiting.append(record)
             else:
@@ -92,18 +99,41 @@ class RequestCollector:
 
     def take_final(self, generated_token_ids: Sequence[int]) -> CollectedResults:
         """Return everything not taken yet, where each operation applied, and the provenance."""
-        records = [*self._waiting, *self._reduced.values()]
+        info = self._checked_info(len(generated_token_ids))
+        applied = self._applied(info, generated_token_ids)
+        records = [*self._waiting, *self._reduced.values(), *self._empty_records()]
         self._waiting, self._reduced = [], {}
-        info = self._info or StepInfo(0, 0, 0, "tap")
         return CollectedResults(
             results=self._assemble(records),
             final=True,
-            applied=self._applied(info, generated_token_ids),
+            applied=applied,
             fingerprint=self._plan.fingerprint,
             cached_tokens=max(info.first_position, 0),
             recomputed_tokens=info.recomputed_tokens,
             tier=info.tier,
         )
+
+    def _checked_info(self, num_generated: int) -> StepInfo:
+        """Return what the worker did, or raise where it did less than the answer needs."""
+        info = self._info
+        # The last token is sampled and never fed back.
+        num_fed = self._plan.prompt_len + max(num_generated - 1, 0)
+        if info is None or info.end_position < num_fed:
+            seen = 0 if info is None else info.end_position
+            raise InterventionError(
+                "intervention_failed",
+                f"the worker met {seen} of {num_fed} positions with this request's operations, so the answer "
+                "is not what was asked for; this is a defect of the server, please report it",
+            )
+        return info
+
+    def _empty_records(self) -> list[StepRecord]:
+        """Return a record without positions for each read that met none, so that its name has a result."""
+        return [
+            StepRecord(index, [], [b""] * max(len(op.sites), NUM_LENS_PARTS))
+            for index, op in enumerate(self._plan.ops)
+            if op.reads and op.reduce == "none" and index not in self._seen
+        ]
 
     def _applied(self, info: StepInfo, generated_token_ids: Sequence[int]) -> list[Applied]:
         """Name the positions each operation met, cached ones included: their keys and values carry it."""
@@ -115,9 +145,7 @@ class RequestCollector:
             Applied(
                 op=name,
                 at=[str(site) for site in op.sites],
-                positions=positions[
-                    evaluate(op.where, positions, token_ids[:end], self._plan.prompt_len)
-                ].tolist(),
+                positions=_met(op, self._plan.prompt_len, positions, token_ids[:end]),
             )
             for name, op in zip(self._op_names, self._plan.ops, strict=True)
         ]
@@ -144,6 +172,9 @@ class RequestCollector:
         dtype = op.dtype or self._spec.dtype
         if op.sites[0].leaf == "samples":
             dtype = "int64"
+        if op.captures_patterns:
+            num_heads = leaf_width(op.sites[0], self._spec)
+            return captured_patterns(op, records, num_heads=num_heads, dtype=dtype)
         points: dict[int, TensorResult] = {}
         for part, indices in enumerate(width_classes(op, self._spec)):
             width = leaf_width(op.sites[indices[0]], self._spec)
@@ -162,6 +193,16 @@ class RequestCollector:
                 rows = values[place].shape[:-1] if op.reduce == "none" else ()
                 points[index] = TensorResult(dtype, (*rows, *shape), values[place].tobytes())
         return {str(op.sites[index]): points[index] for index in sorted(points)}
+
+
+def _met(op: PlannedOp, prompt_len: int, positions: Positions, token_ids: Positions) -> list[int]:
+    """Return the positions that an operation met among those that were fed."""
+    named = evaluate(op.where, positions, token_ids, prompt_len)
+    if op.sites[0].leaf == "samples":
+        # Nothing is sampled before the prompt's last position.
+        named &= positions >= prompt_len - 1
+    met: list[int] = positions[named].tolist()
+    return met
 
 
 def _join(records: list[StepRecord], part: int, shape: tuple[int, ...], dtype: type[np.generic]) -> Values:

@@ -16,7 +16,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.interventions import FIELD, Intervention
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.plans.compile_cost import prompt_bytes
+from nnsight_engine.plans.compile_cost import key_bytes, prompt_bytes
 from nnsight_engine.plans.compile_ops import OperationCompiler
 from nnsight_engine.plans.compile_scope import CompileScope, Tokenize
 from nnsight_engine.plans.request_plan import CompiledRequest, Kind, PlannedOp, RequestPlan, WhereRule
@@ -72,7 +72,10 @@ def compile_request(
         planned.append(plan_op)
         # A mean is taken over prompt rows, which a prefix cache would not compute again.
         needs_prompt |= named.num_prompt > 0 and (plan_op.reads or plan_op.kind is Kind.MEAN)
-        num_bytes += prompt_bytes(plan_op, named.num_prompt, spec)
+        # A generated position attends to the prompt, whose keys are only met where they are computed.
+        needs_prompt |= plan_op.captures_patterns
+        num_bytes += prompt_bytes(plan_op, named, spec)
+    num_bytes += key_bytes(planned, scope.prompt_len, spec)
     if num_bytes > spec.max_capture_bytes:
         raise ApiError(
             ErrorCode.CAPTURE_TOO_LARGE,

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from nnsight_engine.core.dtypes import ITEM_BYTES
-from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
+from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.compile_sites import leaf_of
+from nnsight_engine.plans.compile_where import Named
 from nnsight_engine.plans.request_plan import Kind, PlannedOp
+from nnsight_engine.plans.where import last_position
 
 _PAIR_BYTES: Final = 8
 """A lens result's token: an id or a rank, and a log-probability, four bytes each."""
 
 
-def prompt_bytes(op: PlannedOp, num_prompt: int, spec: ModelSpec) -> int:
+def prompt_bytes(op: PlannedOp, named: Named, spec: ModelSpec) -> int:
     """Return the bytes of the operation's results over the prompt.
 
     Args:
         op: The operation; writes need none.
-        num_prompt: Positions of the prompt that it names.
+        named: What its rule names of the prompt.
         spec: The model's description.
     """
+    num_prompt = named.num_prompt
     match op.kind:
         case Kind.CAPTURE:
             # A mean is kept in float32; a reduced capture is one row however many positions it has.
             num_rows = num_prompt if op.reduce == "none" else min(num_prompt, 1)
             item_bytes = ITEM_BYTES["float32" if op.reduce == "mean" else op.dtype]
-            width = sum(_width(leaf_of(site, spec), num_prompt) for site in op.sites)
+            width = sum(leaf_of(site, spec).width for site in op.sites)
+            if op.captures_patterns:
+                # Every row is as long as the last, with a number for each key.
+                width *= named.last_prompt + 1
             return num_rows * width * item_bytes
         case Kind.PROBE:
             return num_prompt * len(op.sites) * ITEM_BYTES["float32"]
@@ -36,8 +43,23 @@ def prompt_bytes(op: PlannedOp, num_prompt: int, spec: ModelSpec) -> int:
             return 0
 
 
-def _width(leaf: LeafSpec, num_prompt: int) -> int:
-    """Return the flat width; an axis that grows with the position counts at its least, on average half."""
-    if -1 not in leaf.shape:
-        return leaf.width
-    return abs(leaf.width) * max(1, num_prompt // 2)
+def key_bytes(ops: Sequence[PlannedOp], prompt_len: int, spec: ModelSpec) -> int:
+    """Return the bytes of the prompt's keys that the worker keeps while it captures attention patterns.
+
+    Args:
+        ops: All operations of the request; those at one layer share its keys.
+        prompt_len: Tokens of the prompt.
+        spec: The model's description.
+    """
+    leaf = spec.leaf("attn.k")
+    if leaf is None:
+        return 0
+    num_keys: dict[int, int] = {}
+    for op in ops:
+        if not op.captures_patterns:
+            continue
+        last = last_position(op.where, prompt_len)
+        needed = prompt_len if last is None else min(prompt_len, last + 1)
+        for site in op.sites:
+            num_keys[site.layer] = max(num_keys.get(site.layer, 0), needed)
+    return sum(num_keys.values()) * leaf.width * ITEM_BYTES[spec.dtype]

@@ -14,7 +14,7 @@ from api_schemas.excerpt import excerpt
 from api_schemas.interventions import Intervention
 from api_schemas.operations import Ablate, Capture, LogitLens, Patch, Probe, Steer
 from nnsight_engine.core.dtypes import FLOAT32_MAX
-from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.core.model_spec import PATTERN_LEAF, ModelSpec
 from nnsight_engine.plans.compile_scope import CompileScope
 from nnsight_engine.plans.compile_sites import leaf_of, resolve_lens_sites, resolve_sites
 from nnsight_engine.plans.compile_where import Named, compile_where, resolve_positions
@@ -158,7 +158,15 @@ class OperationCompiler:
                     f"{param}.at",
                 )
             dtype = "int64"
-        if op.reduce == "mean" and any(-1 in leaf_of(site, self._spec).shape for site in sites):
+        pattern = [site.leaf == PATTERN_LEAF for site in sites]
+        if any(pattern) and not all(pattern):
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                "Attention patterns grow with the position and other points do not; capture "
+                f"{PATTERN_LEAF} in an operation of its own.",
+                f"{param}.at",
+            )
+        if op.reduce == "mean" and any(pattern):
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
                 "`reduce` mean needs rows of one length, and attention patterns grow with the position; "

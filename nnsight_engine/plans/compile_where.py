@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import excerpt
 from api_schemas.where import Where, WhereClause
 from nnsight_engine.plans.compile_scope import CompileScope
 from nnsight_engine.plans.request_plan import WhereRule
-from nnsight_engine.plans.where import evaluate, may_generate
+from nnsight_engine.plans.where import Positions, evaluate, may_generate
 
 _EVERYWHERE = WhereRule()
 
@@ -25,10 +27,12 @@ class Named:
     Attributes:
         rule: The rule.
         num_prompt: Positions of the prompt that it names, exactly.
+        last_prompt: The last of them, -1 where it names none.
     """
 
     rule: WhereRule
     num_prompt: int
+    last_prompt: int
 
 
 def compile_where(where: Where, scope: CompileScope, param: str) -> Named:
@@ -48,11 +52,11 @@ def compile_where(where: Where, scope: CompileScope, param: str) -> Named:
         exclude = _clause(where.exclude, scope, f"{param}.exclude")
         rule = WhereRule(rule.phase, rule.positions, rule.start, rule.stop, rule.tokens, exclude)
     if rule == _EVERYWHERE:
-        return Named(rule, scope.prompt_len)
-    num_prompt = _count_prompt(rule, scope)
-    if num_prompt == 0 and not may_generate(rule, scope.prompt_len, scope.num_positions):
+        return Named(rule, scope.prompt_len, scope.prompt_len - 1)
+    named = _named_prompt(rule, scope)
+    if not len(named) and not may_generate(rule, scope.prompt_len, scope.num_positions):
         raise ApiError(ErrorCode.CONTRADICTORY_WHERE, _contradiction(rule, scope), param)
-    return Named(rule, num_prompt)
+    return Named(rule, len(named), int(named[-1]) if len(named) else -1)
 
 
 def resolve_positions(positions: list[int], phase: str, scope: CompileScope, param: str) -> list[int]:
@@ -134,13 +138,13 @@ def _out_of_range(position: int, scope: CompileScope, param: str) -> ApiError:
     )
 
 
-def _count_prompt(rule: WhereRule, scope: CompileScope) -> int:
+def _named_prompt(rule: WhereRule, scope: CompileScope) -> Positions:
     if rule.phase == "generated":
-        return 0
+        return np.empty(0, np.int64)
     positions = scope.prompt_positions
     uses_tokens = rule.tokens is not None or (rule.exclude is not None and rule.exclude.tokens is not None)
     token_ids = scope.prompt_ids if uses_tokens else positions
-    return int(evaluate(rule, positions, token_ids, scope.prompt_len).sum())
+    return positions[evaluate(rule, positions, token_ids, scope.prompt_len)]
 
 
 def _contradiction(rule: WhereRule, scope: CompileScope) -> str:
@@ -151,7 +155,7 @@ def _contradiction(rule: WhereRule, scope: CompileScope) -> str:
             "raise `max_tokens`, or name the prompt's last position, -1, which the first token comes from."
         )
     bare = WhereRule(rule.phase, rule.positions, rule.start, rule.stop, None, rule.exclude)
-    if rule.tokens is not None and _count_prompt(bare, scope) > 0:
+    if rule.tokens is not None and len(_named_prompt(bare, scope)):
         return (
             "None of these tokens stands at the prompt positions that the other conditions name; "
             "check the tokens against the prompt's (spaces count), or widen the conditions."

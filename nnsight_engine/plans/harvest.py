@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,10 @@ class Harvester:
         records: dict[str, list[StepRecord]] = defaultdict(list)
         for group in plan.reads:
             self._harvest_group(group, plan, records)
+        for pattern in plan.patterns:
+            part = tensor_to_bytes(pattern.out)
+            record = StepRecord(pattern.active.index, pattern.positions, [part])
+            records[pattern.request.request_id].append(record)
         for request, active in plan.samples:
             ids = sampled[order[request.request_id]] if sampled else []
             if ids:
@@ -73,10 +78,7 @@ class Harvester:
         for piece in group.slices:
             span = plan.spans[piece.request.request_id]
             positions = (piece.offsets + span.start).tolist()
-            if piece.active.op.reduce == "none":
-                data = [part[:, piece.start : piece.stop].tobytes() for part in parts]
-            else:
-                data = [_reduce(buffer, piece) for buffer in group.buffers]
+            data = [_own_bytes(part, piece) for part in parts]
             records[piece.request.request_id].append(StepRecord(piece.active.index, positions, data))
 
     def _lens(
@@ -113,11 +115,16 @@ def _host_view(buffer: torch.Tensor) -> npt.NDArray[np.generic]:
     return array
 
 
-def _reduce(buffer: torch.Tensor, piece: ReadSlice) -> bytes:
-    own = buffer[:, piece.start : piece.stop]
+def _own_bytes(part: npt.NDArray[Any], piece: ReadSlice) -> bytes:
+    """Return one request's rows of a part ``[sites, rows, …]``, reduced as it asked."""
+    own = part[:, piece.start : piece.stop]
     if piece.active.op.reduce == "mean":
-        return tensor_to_bytes(own.sum(dim=1, dtype=torch.float32))
-    return tensor_to_bytes(own[:, -1])
+        # The buffer of a mean is float32 whatever it is handed out as.
+        own = own.sum(axis=1, dtype=np.float32)
+    elif piece.active.op.reduce == "last":
+        own = own[:, -1]
+    data: bytes = own.tobytes()
+    return data
 
 
 def _advance(request: ActiveRequest, start: int, stop: int) -> None:

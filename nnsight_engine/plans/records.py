@@ -26,8 +26,8 @@ class StepRecord(msgspec.Struct, array_like=True):
             ``[sites, width]`` (a mean travels as its float32 sum). Probe: float32
             ``[sites, rows]``. Lens: ids int32 and log-probabilities float32
             ``[sites, rows, top_k]``, then log-probabilities float32 and ranks int32 of the
-            targets ``[sites, rows, targets]``. Patterns: one part per position, float32
-            ``[sites, heads, position + 1]``.
+            targets ``[sites, rows, targets]``. Patterns: one part ``[sites, rows, heads,
+            keys]``, reduced ``[sites, heads, keys]``, whose keys are those of the last position.
     """
 
     op: int

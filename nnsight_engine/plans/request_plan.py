@@ -13,6 +13,8 @@ from typing import Final
 
 import msgspec
 
+from nnsight_engine.core.model_spec import PATTERN_LEAF
+
 PLAN_KEY: Final = "nnsight_engine"
 """Key of our entry in vLLM's ``SamplingParams.extra_args``."""
 
@@ -118,6 +120,11 @@ class PlannedOp(msgspec.Struct, frozen=True, omit_defaults=True):
         """Whether the operation leaves the model's values alone."""
         return self.kind in READS
 
+    @property
+    def captures_patterns(self) -> bool:
+        """Whether the operation captures attention patterns, which share it with no other points."""
+        return self.sites[0].leaf == PATTERN_LEAF
+
 
 class RequestPlan(msgspec.Struct, frozen=True):
     """All operations of one prompt's request.
@@ -150,8 +157,8 @@ class CompiledRequest(msgspec.Struct, frozen=True):
     Attributes:
         plan: The plan.
         tensors: Content of every tensor the plan names, by key.
-        reads_prompt: Whether a read may name prompt positions, so that the prefix cache must not
-            be read.
+        reads_prompt: Whether a read may name prompt positions, or needs their keys, so that the
+            prefix cache must not be read.
         prompt_bytes: Captured bytes that the prompt alone is sure to need.
     """
 

@@ -110,6 +110,16 @@ class ReadGroup:
 
 
 @dataclasses.dataclass(slots=True)
+class PatternRead:
+    """One capture's attention patterns: ``out`` is ``[sites, rows, heads, last position + 1]``."""
+
+    request: ActiveRequest
+    active: ActiveOp
+    positions: list[int]
+    out: torch.Tensor
+
+
+@dataclasses.dataclass(slots=True)
 class StepPlan:
     """The fused interventions of one step.
 
@@ -117,6 +127,7 @@ class StepPlan:
         spans: The requests that take part.
         groups: Kernels by site, in the order in which they run.
         reads: Buffers to harvest.
+        patterns: Attention patterns to harvest.
         samples: Captures of sampled ids: who, and which operation.
         logits_rows: Batch rows whose logits the ``logits`` site needs, ascending.
         writes_logits: Whether anything changes logits.
@@ -130,6 +141,7 @@ class StepPlan:
     factory: KernelFactory
     groups: dict[SiteKey, list[Group]] = dataclasses.field(default_factory=dict)
     reads: list[ReadGroup] = dataclasses.field(default_factory=list)
+    patterns: list[PatternRead] = dataclasses.field(default_factory=list)
     samples: list[tuple[ActiveRequest, ActiveOp]] = dataclasses.field(default_factory=list)
     logits_rows: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
     writes_logits: bool = False

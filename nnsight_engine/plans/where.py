@@ -80,6 +80,18 @@ def may_generate(rule: WhereRule, prompt_len: int, num_positions: int) -> bool:
     return len(candidates) > 0
 
 
+def last_position(rule: WhereRule, prompt_len: int) -> int | None:
+    """Return a position beyond which the rule names none, -1 where it names none; None for no such bound."""
+    bounds: list[int] = []
+    if rule.phase == "prompt":
+        bounds.append(prompt_len - 1)
+    if rule.stop is not None:
+        bounds.append(rule.stop - 1)
+    if rule.positions is not None:
+        bounds.append(max(rule.positions, default=-1))
+    return min(bounds, default=None)
+
+
 def _sure_of_tokens(rule: WhereRule, exclude: WhereRule) -> bool:
     """Return whether every token that the rule lets through is one that ``exclude`` names."""
     if exclude.tokens is None:

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import msgspec
 from vllm.config import VllmConfig
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -29,6 +30,7 @@ from nnsight_engine.vllm_backend.call import (
     salted,
 )
 from nnsight_engine.vllm_backend.compat import check_supported
+from nnsight_engine.vllm_backend.interning import ContentTable
 from nnsight_engine.vllm_backend.router import ResultRouter
 
 
@@ -63,6 +65,7 @@ class InterventionAsyncLLM(AsyncLLM):
         self.router = ResultRouter(self.spec)
         self.router.attach(self.output_processor)
         self._calls: dict[str, InterventionCall] = {}
+        self._contents = ContentTable()
         return self.spec
 
     def open_call(self, call: InterventionCall) -> None:
@@ -70,8 +73,14 @@ class InterventionAsyncLLM(AsyncLLM):
         self._calls[call.ticket] = call
 
     def close_call(self, call: InterventionCall) -> None:
-        """Forget a call."""
+        """Forget a call and its prompts, those included that never ran because another was refused."""
         self._calls.pop(call.ticket, None)
+        for entry in call.entries:
+            self._close_entry(entry)
+
+    def _close_entry(self, entry: PromptEntry) -> None:
+        self.router.close(entry.key)
+        self._contents.release(entry.key)
 
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
@@ -97,6 +106,7 @@ class InterventionAsyncLLM(AsyncLLM):
         prompt_token_ids = _token_ids(prompt)
         compiled = call.compile(prompt_token_ids, sampling_params)
         key = uuid.uuid4().hex
+        compiled = msgspec.structs.replace(compiled, tensors=self._contents.acquire(key, compiled.tensors))
         collectors = self.router.open(
             key,
             compiled.plan,
@@ -133,7 +143,6 @@ class InterventionAsyncLLM(AsyncLLM):
             raise
         finally:
             await outputs.aclose()
-            self.router.close(entry.key)
 
 
 def _token_ids(prompt: Any) -> list[int]:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import Intervention
+from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.collected import CollectedResults
 from nnsight_engine.plans.collector import RequestCollector
@@ -109,7 +110,10 @@ class InterventionCall:
     def take_final(self, choice: int, num_choices: int) -> CollectedResults:
         """Return everything not taken yet for a choice of the answer, which has ended."""
         entry, index = self._locate(choice, num_choices)
-        return entry.collectors[index].take_final(entry.token_ids[index])
+        try:
+            return entry.collectors[index].take_final(entry.token_ids[index])
+        except InterventionError as error:
+            raise ApiError(ErrorCode(error.code), error.message, "interventions") from error
 
     def _locate(self, choice: int, num_choices: int) -> tuple[PromptEntry, int]:
         # vLLM numbers choices prompt by prompt.

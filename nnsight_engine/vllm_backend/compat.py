@@ -13,6 +13,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.records import StepResults
 
@@ -26,10 +27,6 @@ CONFIG_KEY: Final = "nnsight_engine"
 WORKER_CLASS: Final = "nnsight_engine.vllm_backend.worker.InterventionWorker"
 SCHEDULER_CLASS: Final = "nnsight_engine.vllm_backend.scheduler.InterventionScheduler"
 _RESULTS_ATTRIBUTE: Final = "nnsight_engine_results"
-
-
-class UnsupportedOptionError(Exception):
-    """An engine option with which interventions cannot be right; the message names it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, cast
 
 import torch
 
-from nnsight_engine.core.model_spec import LeafSpec
+from nnsight_engine.core.model_spec import PATTERN_LEAF, LeafSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -86,6 +86,7 @@ class Family:
         layers: Path of the decoder blocks' list.
         final_norm: Path of the final norm; the module may be None (OPT-350m).
         leaves: Leaf of a layer to its place, without the residual ``input`` and ``output``.
+        kernel: Path below the layer of vLLM's ``Attention``, which is given queries and keys.
         project_out: Path of a projection between the final norm and the unembedding, or empty.
         hidden_index: Position of the hidden states among the arguments of a block's ``forward``.
         returns_residual: Whether blocks take and return ``(hidden, residual)``, whose sum is the
@@ -101,6 +102,7 @@ class Family:
     layers: str
     final_norm: str
     leaves: Mapping[str, HookSpec]
+    kernel: str
     architectures: tuple[str, ...] = ()
     project_out: str = ""
     hidden_index: int = 0
@@ -189,6 +191,7 @@ FAMILIES: Final = (
         layers="model.layers",
         final_norm="model.norm",
         leaves=_LLAMA_LEAVES,
+        kernel="self_attn.attn",
         hidden_index=1,
         returns_residual=True,
     ),
@@ -198,6 +201,7 @@ FAMILIES: Final = (
         layers="transformer.h",
         final_norm="transformer.ln_f",
         leaves=_GPT2_LEAVES,
+        kernel="attn.attn",
     ),
     Family(
         name="opt",
@@ -206,6 +210,7 @@ FAMILIES: Final = (
         final_norm="model.decoder.final_layer_norm",
         project_out="model.decoder.project_out",
         leaves=_OPT_LEAVES,
+        kernel="self_attn.attn",
     ),
     # vLLM 0.32 has no GPT-NeoX of its own: transformers' modules run inside its Transformers
     # backend, with vLLM's linears, and with transformers' per-head layout of the fused projection.
@@ -216,6 +221,7 @@ FAMILIES: Final = (
         layers="model.layers",
         final_norm="model.final_layer_norm",
         leaves=_GPT_NEOX_LEAVES,
+        kernel="attention.attn",
         is_batched=True,
         is_qkv_interleaved=True,
     ),
@@ -277,6 +283,10 @@ class ModelPoints:
                 f"this pipeline stage holds layers {held}, got {layer}; ask the stage that has it"
             )
         return self.layers[layer].get_submodule(spec.path), spec
+
+    def attention(self, layer: int) -> nn.Module:
+        """Return vLLM's ``Attention`` of a layer that this pipeline stage holds."""
+        return self.layers[layer].get_submodule(self.family.kernel)
 
     def value(self, spec: HookSpec, hooked: object) -> torch.Tensor:
         """Pick the tensor out of what a hook was given.
@@ -348,9 +358,10 @@ class ModelPoints:
             return model_class.compute_logits(cast("_CausalModel", self.model), hidden)
 
     def leaf_specs(self) -> tuple[LeafSpec, ...]:
-        """Return the points this model offers, without ``attn.pattern``.
+        """Return the points this model offers.
 
-        Under tensor parallelism the leaves that are sharded over ranks are left out.
+        Under tensor parallelism the leaves that are sharded over ranks are left out, and the
+        attention patterns, of which each rank could compute its own heads only.
         """
         hidden = (self.hidden_size,)
         specs = [
@@ -363,6 +374,8 @@ class ModelPoints:
             for leaf in self.family.leaves
             if self.tensor_parallel_size == 1 or leaf not in SHARDED_LEAVES
         ]
+        if self.tensor_parallel_size == 1:
+            specs.append(LeafSpec(PATTERN_LEAF, (self.num_heads, -1), "eager", ("capture",)))
         if self.final_norm is not None:
             specs.append(LeafSpec("norm.output", hidden, "tap", VALUE_OPERATIONS))
         specs.append(LeafSpec("logits", (self.vocab_size,), "tap", VALUE_OPERATIONS))

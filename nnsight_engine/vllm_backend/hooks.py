@@ -15,15 +15,17 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from nnsight_engine.core.model_spec import PATTERN_LEAF
 from nnsight_engine.plans.request_plan import Site
 from nnsight_engine.plans.step_plan import StepPlan
+from nnsight_engine.vllm_backend.attention_hooks import AttentionHook
 from nnsight_engine.vllm_backend.families import ModelPoints
 
 
 @contextlib.contextmanager
 def hooked(points: ModelPoints, plan: StepPlan) -> Iterator[None]:
     """Serve the plan's hook sites during one forward pass."""
-    handles: list[RemovableHandle] = []
+    handles: list[RemovableHandle | AttentionHook] = []
     try:
         handles.extend(_register(points, plan, site) for site in plan.hook_sites())
         yield
@@ -32,7 +34,9 @@ def hooked(points: ModelPoints, plan: StepPlan) -> Iterator[None]:
             handle.remove()
 
 
-def _register(points: ModelPoints, plan: StepPlan, site: Site) -> RemovableHandle:
+def _register(points: ModelPoints, plan: StepPlan, site: Site) -> RemovableHandle | AttentionHook:
+    if site.leaf == PATTERN_LEAF:
+        return AttentionHook(points.attention(site.layer), plan, site)
     module, spec = points.locate(site.leaf, site.layer)
     writes = plan.writes_at(site)
 

@@ -95,7 +95,7 @@ class InterventionRunnerMixin:
                     span.request.tier = "eager"
             hidden = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
         self.interventions.on_hidden(plan, hidden)
-        self._step = Step(plan, hidden, self._sample_rows())
+        self._step = Step(plan, hidden, self._sample_rows() if len(plan.logits_rows) else None)
         return hidden
 
     def _plan_step(self) -> StepPlan | None:

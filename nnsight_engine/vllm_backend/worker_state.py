@@ -24,6 +24,7 @@ from nnsight_engine.plans.ledger import ByteLedger
 from nnsight_engine.plans.records import Failure, StepResults
 from nnsight_engine.plans.request_plan import Site
 from nnsight_engine.plans.step_plan import Span, StepPlan
+from nnsight_engine.vllm_backend.attention_hooks import attention_form
 from nnsight_engine.vllm_backend.families import ModelPoints
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,9 @@ class WorkerState:
         dtype = DTYPES[spec.dtype]
         self._ledger = ByteLedger(max_request_bytes=max_request_bytes, max_engine_bytes=max_engine_bytes)
         self._registrar = Registrar(spec, dtype, device)
-        self._builder = StepBuilder(spec, dtype, device, self._ledger)
+        self._builder = StepBuilder(
+            spec, dtype, device, self._ledger, lambda layer: attention_form(points.attention(layer))
+        )
         self._harvester = Harvester(points.lens_logits)
         self._active: dict[str, ActiveRequest] = {}
         self._refused: dict[str, Failure] = {}

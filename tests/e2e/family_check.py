@@ -32,8 +32,6 @@ NUM_TOKENS: Final = 6
 UNITS: Final = list(range(0, 192, 3))
 LENS_TARGETS: Final = [7, 45, 301]
 REPORT: Final = "report.json"
-CHECKS: Final = ("captures", "aliases", "lens", "writes", "greedy")
-COMPILED_CHECKS: Final = ("compiled_taps", "compiled_hooks", "compiled_writes", "compiled_greedy")
 COMPILED_FAMILIES: Final = ("llama", "gpt2")
 _COMPILED: Final[dict[str, Any]] = {"enforce_eager": False, "compilation_config": {"backend": "eager"}}
 
@@ -53,7 +51,8 @@ class Expected:
     """What transformers computes.
 
     Attributes:
-        activations: Value at every point, as ``reference_activations`` returns it.
+        activations: Value at every point, as ``reference_activations`` returns it, and the
+            attention patterns, ``[tokens, heads, tokens]``.
         generated: Tokens that transformers' own ``generate`` appends.
         plain: The prompt's greedy continuation.
         written: Greedy continuations under the writes, by point.
@@ -77,6 +76,7 @@ def expect(checkpoint: Path) -> Expected:
         if write["op"] == "steer"
     }
     model: Any = load_reference_model(checkpoint)
+    activations |= _patterns(model)
     written = {}
     for point, write in _WRITES.items():
         change = zero(UNITS) if point not in vectors else add(write["scale"] * vectors[point])
@@ -98,6 +98,15 @@ def expect(checkpoint: Path) -> Expected:
     )
 
 
+def _patterns(model: Any) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        output = model(torch.tensor([PROMPT_IDS]), use_cache=False, output_attentions=True)
+    return {
+        f"layers.{layer}.attn.pattern": pattern[0].transpose(0, 1)
+        for layer, pattern in enumerate(output.attentions)
+    }
+
+
 def check_captures(engine: Engine, expected: Expected) -> None:
     """Every point offered has transformers' value at every prompt position, in the shape it says."""
     leaves = [leaf for leaf in engine.spec.leaves if leaf.name != "samples"]
@@ -114,7 +123,9 @@ def check_captures(engine: Engine, expected: Expected) -> None:
         assert len(result.points) == (1 if leaf.name in MODEL_POINTS else NUM_LAYERS), list(result.points)
         for point in result.points:
             value = reply.tensor(leaf.name, point)
-            assert value.shape == (len(PROMPT_IDS), *leaf.shape), f"{point}: {value.shape}, {leaf.shape}"
+            # The axis that grows with the position reaches the last position captured.
+            shape = tuple(len(PROMPT_IDS) if size < 0 else size for size in leaf.shape)
+            assert value.shape == (len(PROMPT_IDS), *shape), f"{point}: {value.shape}, {leaf.shape}"
             _assert_close(value, expected.activations[point], point)
             checked.add(point)
     assert checked == set(expected.activations), checked ^ set(expected.activations)
@@ -242,36 +253,37 @@ def _assert_close(actual: torch.Tensor, wanted: torch.Tensor, what: str) -> None
     torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=atol, msg=lambda text: f"{what}: {text}")
 
 
+Check = Callable[[Engine, Expected], None]
+
+CHECKS: Final[dict[str, Check]] = {
+    "captures": check_captures,
+    "aliases": check_aliases,
+    "lens": check_lens,
+    "writes": check_writes,
+    "greedy": check_greedy,
+}
+COMPILED_CHECKS: Final[dict[str, Check]] = {
+    "compiled_taps": check_compiled_taps,
+    "compiled_hooks": check_compiled_hooks,
+    "compiled_writes": check_writes,
+    # Last: the hooks of the steps before have left no trace.
+    "compiled_greedy": check_greedy,
+}
+
+
 def run(family: str, folder: Path) -> dict[str, str | None]:
     """Run every check of a family; by check the traceback of what went wrong, or None."""
     checkpoint = write_checkpoint(family, folder / family)
     expected = expect(checkpoint)
     options: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 8}
     engine = Engine(checkpoint, **options)
-    eager: dict[str, Check] = {
-        "captures": check_captures,
-        "aliases": check_aliases,
-        "lens": check_lens,
-        "writes": check_writes,
-        "greedy": check_greedy,
-    }
-    report = {name: _outcome(check, engine, expected) for name, check in eager.items()}
+    report = {name: _outcome(check, engine, expected) for name, check in CHECKS.items()}
     engine.close()
     if family in COMPILED_FAMILIES:
         engine = Engine(checkpoint, **options, **_COMPILED)
-        compiled: dict[str, Check] = {
-            "compiled_taps": check_compiled_taps,
-            "compiled_hooks": check_compiled_hooks,
-            "compiled_writes": check_writes,
-            # Last: hooks of the steps before have left no trace.
-            "compiled_greedy": check_greedy,
-        }
-        report |= {name: _outcome(check, engine, expected) for name, check in compiled.items()}
+        report |= {name: _outcome(check, engine, expected) for name, check in COMPILED_CHECKS.items()}
         engine.close()
     return report
-
-
-Check = Callable[[Engine, Expected], None]
 
 
 def _outcome(check: Check, engine: Engine, expected: Expected) -> str | None:

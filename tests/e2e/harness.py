@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from api_schemas.interventions import parse_interventions
 from api_schemas.limits import Limits
@@ -97,7 +98,7 @@ class Engine:
         self.llm = LLM(model=str(model), **engine_options(limits or EngineLimits()), **(defaults | options))
         self.core = self.llm.llm_engine
         self.tokenizer = self.llm.get_tokenizer()
-        (plain,) = self.llm.collective_rpc("describe_interventions")
+        plain, *_ = self.llm.collective_rpc("describe_interventions")
         self.spec = ModelSpec.from_plain(plain)
         self.router = ResultRouter(self.spec)
         self.router.attach(self.core.output_processor)
@@ -131,7 +132,7 @@ class Engine:
         """Queue one request; ``tamper`` may change what the engine is sent."""
         ids = self.token_ids(ask.prompt)
         options = {"temperature": 0.0, "max_tokens": ask.max_tokens, "ignore_eos": True} | ask.sampling
-        params = SamplingParams(**options)
+        params = SamplingParams(**options, output_kind=RequestOutputKind.FINAL_ONLY)
         prompt: dict[str, Any] = {"prompt_token_ids": ids}
         request_id = uuid.uuid4().hex
         collectors: list[RequestCollector] = []
@@ -205,7 +206,7 @@ class Engine:
         """Return everything the engine holds for live requests, after one more step has told the worker."""
         self.ask("a", max_tokens=1)
         self.ask("a", max_tokens=1)
-        (counts,) = self.llm.collective_rpc("count_interventions")
+        counts, *_ = self.llm.collective_rpc("count_interventions")
         scheduler = self.core.engine_core.engine_core.scheduler
         return {**counts, "pending": scheduler.num_pending(), "open": len(self.router)}
 

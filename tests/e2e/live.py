@@ -71,7 +71,7 @@ async def live_server(model: Path, result_dir: Path, *options: str) -> AsyncIter
     store = new_store(settings)
     args = parse([str(model), "--served-model-name", MODEL, "--max-model-len", "1024", *options])
     engine = VLLMEngineClient(args, settings, store)
-    config = uvicorn.Config(create_app(settings, engine, store), log_level="warning")
+    config = uvicorn.Config(create_app(settings, engine, store), port=0, log_level="warning")
     sock = config.bind_socket()
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve(sockets=[sock]))

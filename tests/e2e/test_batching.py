@@ -10,28 +10,9 @@ import pytest
 import torch
 
 from tests.e2e.harness import Ask, Engine, Reply, random_vector
+from tests.e2e.neighbours import INTERVENING, INTERVENTIONS, PROMPTS, asks, assert_neighbours_notice_nothing
 
 pytestmark = pytest.mark.e2e
-
-PROMPTS = [
-    "The Eiffel Tower is in the city of",
-    "I think dogs are",
-    "Once upon a time",
-    "The best way to learn",
-    "In the year 2050",
-    "My favourite food is",
-    "Water boils at",
-    "She opened the door and",
-]
-STEERED = 3
-
-
-def asks(interventions: list[dict[str, Any]]) -> list[Ask]:
-    """Return a batch of 8 of which one intervenes."""
-    return [
-        Ask(prompt, interventions if i == STEERED else [], max_tokens=12, sampling={"logprobs": 5})
-        for i, prompt in enumerate(PROMPTS)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -48,32 +29,16 @@ def plain(engine: Engine) -> list[Reply]:
     return [reply for (reply,) in engine.run(asks([]))]
 
 
-INTERVENTIONS: dict[str, list[dict[str, Any]]] = {
-    "steer at one layer": [{"op": "steer", "at": "layers.15.output", "vector": random_vector(1), "scale": 3}],
-    "steer at all layers": [{"op": "steer", "at": "layers.*.output", "vector": random_vector(1), "scale": 1}],
-    "capture everywhere": [{"op": "capture", "at": "layers.*.output"}],
-    "lens": [{"op": "logit_lens", "layers": "all"}],
-    "hooks": [{"op": "ablate", "at": "layers.4.mlp.act"}, {"op": "capture", "at": "layers.*.attn.q"}],
-    "logits": [{"op": "ablate", "at": "logits", "units": list(range(40000))}],
-}
-
-
 @pytest.mark.parametrize("name", INTERVENTIONS)
 def test_seven_neighbours_are_bit_identical(engine: Engine, plain: list[Reply], name: str) -> None:
-    replies = [reply for (reply,) in engine.run(asks(INTERVENTIONS[name]))]
-    for i, (before, after) in enumerate(zip(plain, replies, strict=True)):
-        if i != STEERED:
-            assert after.token_ids == before.token_ids
-            assert after.logprobs == before.logprobs
-    intervening = replies[STEERED]
-    assert intervening.failure is None
-    writes = name in {"steer at one layer", "steer at all layers", "hooks", "logits"}
-    assert (intervening.token_ids != plain[STEERED].token_ids) == writes
+    own = assert_neighbours_notice_nothing(engine, plain, name)
+    assert own.collected is not None
+    assert own.collected.tier == ("eager" if name == "hooks" else "tap")
 
 
 def test_a_capture_does_not_change_its_own_request(engine: Engine, plain: list[Reply]) -> None:
     replies = [reply for (reply,) in engine.run(asks(INTERVENTIONS["capture everywhere"]))]
-    assert replies[STEERED].logprobs == plain[STEERED].logprobs
+    assert replies[INTERVENING].logprobs == plain[INTERVENING].logprobs
 
 
 def test_several_choices_each_carry_their_own_results(engine: Engine) -> None:
@@ -89,10 +54,23 @@ def test_several_choices_each_carry_their_own_results(engine: Engine) -> None:
         sampling={"n": 4, "temperature": 1.0},
     )
     (replies,) = engine.run([ask])
+    assert [len(reply.token_ids) for reply in replies] == [10] * 4
     assert len({tuple(reply.token_ids) for reply in replies}) > 1
     for reply in replies:
         assert reply.tensor("s", "samples").tolist() == reply.token_ids
         assert torch.equal(reply.tensor("c", "layers.3.output"), replies[0].tensor("c", "layers.3.output"))
+
+
+def test_a_read_that_meets_no_position_still_has_a_result(engine: Engine) -> None:
+    where = {"phase": "generated", "tokens": [0]}
+    interventions: list[dict[str, Any]] = [
+        {"op": "capture", "at": ["layers.3.output", "layers.3.mlp.act"], "name": "c", "where": where},
+        {"op": "probe", "at": "layers.3.output", "weights": random_vector(1), "name": "p", "where": where},
+        {"op": "logit_lens", "layers": [29], "name": "l", "where": where},
+    ]
+    reply = engine.ask(PROMPTS[2], interventions, max_tokens=4)
+    assert [reply.result(name).positions for name in "cpl"] == [[], [], []]
+    assert reply.tensor("c", "layers.3.mlp.act").shape == (0, 1536)
 
 
 def test_where_by_token_follows_what_was_generated(engine: Engine) -> None:

@@ -81,7 +81,7 @@ def test_two_hundred_mixed_requests(engine: Engine) -> None:
         ask = Ask(
             f"{number} is a number, and " + "so on " * rng.randint(0, 30),
             rng.choice(kinds),
-            max_tokens=rng.randint(1, 12),
+            max_tokens=rng.randint(2, 12),
             sampling={"temperature": rng.choice([0.0, 1.0])},
         )
         waiting.append(engine.submit(ask))

@@ -46,7 +46,7 @@ def decode(tensor: dict[str, Any]) -> np.ndarray[Any, Any]:
 
 
 async def test_openais_client_passes_interventions_and_reads_results(live: Live) -> None:
-    client = AsyncOpenAI(base_url=f"{live.http.base_url}v1", api_key="unused")
+    client = AsyncOpenAI(base_url=f"{live.http.base_url}/v1", api_key="unused")
     plain = await client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8, temperature=0)
     steered = await client.completions.create(
         model=MODEL,

@@ -19,7 +19,7 @@ from api_schemas.where import Where
 from app.engine.fake import FakeEngineClient
 from app.main import create_app, new_store
 from app.settings import Settings
-from nnsight_engine.core.model_spec import RESIDUAL_LEAVES
+from nnsight_engine.core.model_spec import PATTERN_LEAF, RESIDUAL_LEAVES
 from nnsight_engine.vllm_backend.families import FAMILIES
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -126,7 +126,7 @@ def test_every_mode_and_method_is_documented() -> None:
 
 
 def test_every_point_is_documented_and_none_that_no_family_has() -> None:
-    leaves = {leaf for family in FAMILIES for leaf in family.leaves} | set(RESIDUAL_LEAVES)
+    leaves = {leaf for family in FAMILIES for leaf in family.leaves} | {*RESIDUAL_LEAVES, PATTERN_LEAF}
     offered = {f"layers.*.{leaf}" for leaf in leaves} | set(MODEL_POINTS)
     table = page("points.md").split("\n## Every point\n")[1].split("\n## ")[0]
     assert set(re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)) == offered

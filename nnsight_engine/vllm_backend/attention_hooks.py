@@ -1,0 +1,92 @@
+"""Queries and keys on their way into vLLM's attention, for one uncompiled step.
+
+Attention's module meets them as the kernel does: after rotary embedding and per-head norms. Some
+models call the module, others its ``forward``, past every hook; so ``forward`` itself is replaced
+on the instance for the step, and put back.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from nnsight_engine.core.errors import InterventionError
+from nnsight_engine.plans.patterns import AttentionForm
+from nnsight_engine.plans.request_plan import Site
+from nnsight_engine.plans.step_plan import StepPlan
+
+
+class AttentionModule(Protocol):
+    """What is used of vLLM's ``Attention``."""
+
+    forward: Any
+    impl: Any
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    sliding_window: int | None
+
+
+class AttentionHook:
+    """Serves a pattern's site until it is removed.
+
+    Args:
+        module: vLLM's ``Attention`` of the layer.
+        plan: The step's plan.
+        site: The pattern.
+    """
+
+    def __init__(self, module: nn.Module, plan: StepPlan, site: Site) -> None:
+        """Replace the instance's ``forward``."""
+        attention = cast("AttentionModule", module)
+        self._attention = attention
+        self._replaced = vars(module).get("forward")
+        forward = attention.forward
+
+        def attend(
+            query: torch.Tensor, key: torch.Tensor | None, value: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            queries = query.reshape(-1, attention.num_heads, attention.head_size)
+            keys = None if key is None else key.reshape(-1, attention.num_kv_heads, attention.head_size)
+            plan.run(site, queries, keys)
+            return forward(query, key, value, *args, **kwargs)
+
+        attention.forward = attend
+
+    def remove(self) -> None:
+        """Put ``forward`` back as it was."""
+        if self._replaced is None:
+            del self._attention.forward
+        else:
+            self._attention.forward = self._replaced
+
+
+def attention_form(module: object) -> AttentionForm:
+    """Return how a layer's attention makes probabilities.
+
+    Args:
+        module: vLLM's ``Attention``.
+
+    Raises:
+        InterventionError: It does more than scale, cap and mask, or does not say what it does.
+    """
+    attention = cast("AttentionModule", module)
+    impl = attention.impl
+    if not (hasattr(impl, "scale") and hasattr(impl, "logits_soft_cap")):
+        raise _not_computable(f"{type(impl).__name__} does not tell its scale and soft cap")
+    if getattr(impl, "alibi_slopes", None) is not None or getattr(attention, "has_sink", False):
+        raise _not_computable("the model's attention has position biases or sinks")
+    return AttentionForm(
+        scale=float(impl.scale),
+        soft_cap=float(impl.logits_soft_cap or 0.0),
+        window=attention.sliding_window or 0,
+    )
+
+
+def _not_computable(reason: str) -> InterventionError:
+    return InterventionError(
+        "unsupported_at_point",
+        f"attention patterns cannot be computed: {reason}; capture attn.q and attn.k instead",
+    )

@@ -1,0 +1,309 @@
+"""Attention patterns: what compiling refuses and counts, what the worker keeps and computes, results."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.interventions import parse_interventions
+from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
+from nnsight_engine.plans.active import ActiveRequest, Registrar
+from nnsight_engine.plans.builder import StepBuilder
+from nnsight_engine.plans.collected import CaptureResult
+from nnsight_engine.plans.collector import RequestCollector
+from nnsight_engine.plans.compile import compile_request
+from nnsight_engine.plans.harvest import Harvester
+from nnsight_engine.plans.key_store import KeyStore
+from nnsight_engine.plans.ledger import ByteLedger
+from nnsight_engine.plans.patterns import AttentionForm, ComputePattern
+from nnsight_engine.plans.records import Payload, PendingResults
+from nnsight_engine.plans.request_plan import CompiledRequest, Site
+from nnsight_engine.plans.step_plan import Span
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 3
+VALUES = ("steer", "ablate", "patch", "capture", "probe")
+SPEC = ModelSpec(
+    name="tiny",
+    architecture="LlamaForCausalLM",
+    num_layers=2,
+    hidden_size=12,
+    vocab_size=100,
+    dtype="float32",
+    max_model_len=64,
+    max_num_batched_tokens=32,
+    leaves=(
+        LeafSpec("output", (12,), "tap", (*VALUES, "logit_lens")),
+        LeafSpec("attn.k", (KV_HEADS, HEAD_DIM), "eager", VALUES),
+        LeafSpec("attn.pattern", (HEADS, -1), "eager", ("capture",)),
+    ),
+    max_capture_bytes=8192,
+)
+PROMPT = [10, 11, 12, 13, 11]
+FORM = AttentionForm(scale=0.7, soft_cap=2.0, window=4)
+KEY_BYTES = KV_HEADS * HEAD_DIM * 4
+
+
+def capture(at: str | list[str] = "layers.0.attn.pattern", **fields: Any) -> dict[str, Any]:
+    return {"op": "capture", "at": at} | fields
+
+
+def compiled(*raw: dict[str, Any], prompt: list[int] = PROMPT, stream: bool = False) -> CompiledRequest:
+    return compile_request(
+        parse_interventions(list(raw)),
+        spec=SPEC,
+        prompt_token_ids=prompt,
+        max_tokens=20,
+        tokenize=lambda text: [len(word) for word in text.split()],
+        stream=stream,
+    )
+
+
+@pytest.mark.parametrize(
+    "at", [["layers.0.attn.pattern", "layers.0.output"], ["layers.0.attn.k", "layers.1.attn.pattern"]]
+)
+def test_patterns_have_an_operation_of_their_own(at: list[str]) -> None:
+    with pytest.raises(ApiError, match="operation of its own") as caught:
+        compiled(capture(at))
+    assert caught.value.code == ErrorCode.UNSUPPORTED_COMBINATION
+    assert caught.value.status == 400
+
+
+def test_a_mean_of_patterns_is_refused() -> None:
+    with pytest.raises(ApiError, match="none or last") as caught:
+        compiled(capture(reduce="mean"))
+    assert caught.value.code == ErrorCode.UNSUPPORTED_COMBINATION
+
+
+def test_a_pattern_of_generated_positions_still_needs_the_prompt_computed() -> None:
+    assert compiled(capture(where={"phase": "generated"})).reads_prompt
+    assert not compiled(capture("layers.0.output", where={"phase": "generated"})).reads_prompt
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_numbers", "num_keys"),
+    [
+        ({}, 5 * HEADS * 5, 5),
+        ({"reduce": "last"}, HEADS * 5, 5),
+        ({"where": {"positions": [0, 2]}}, 2 * HEADS * 3, 3),
+        ({"where": {"phase": "generated"}}, 0, 5),
+        ({"where": {"range": [1, 4], "tokens": [11]}}, HEADS * 2, 4),
+    ],
+)
+def test_the_prompt_is_counted_with_its_keys(fields: dict[str, Any], num_numbers: int, num_keys: int) -> None:
+    request = compiled(capture("layers.*.attn.pattern", dtype="float16", **fields))
+    assert request.prompt_bytes == 2 * (num_numbers * 2 + num_keys * KEY_BYTES)
+
+
+def test_keys_of_a_layer_are_counted_once() -> None:
+    one = compiled(capture(name="a")).prompt_bytes
+    both = compiled(capture(name="a"), capture(name="b", where={"positions": [0]})).prompt_bytes
+    assert both - one == HEADS * 4
+
+
+def test_a_long_prompt_is_too_large() -> None:
+    with pytest.raises(ApiError) as caught:
+        compiled(capture(), prompt=[1] * 40)
+    assert caught.value.code == ErrorCode.CAPTURE_TOO_LARGE
+
+
+def by_hand(
+    queries: torch.Tensor, keys: torch.Tensor, position: int, form: AttentionForm
+) -> list[list[float]]:
+    """Compute one query's pattern number by number, ``[heads][position + 1]``."""
+    rows = []
+    for head in range(HEADS):
+        weights = []
+        for other in range(position + 1):
+            score = float(queries[head] @ keys[other, head // (HEADS // KV_HEADS)]) * form.scale
+            if form.soft_cap:
+                score = form.soft_cap * math.tanh(score / form.soft_cap)
+            is_seen = not form.window or position - other < form.window
+            weights.append(math.exp(score) if is_seen else 0.0)
+        rows.append([weight / sum(weights) for weight in weights])
+    return rows
+
+
+@pytest.mark.parametrize("form", [AttentionForm(0.5), FORM, AttentionForm(1.3, window=1)])
+@pytest.mark.parametrize("scratch_bytes", [1, 200, 1 << 20])
+def test_patterns_are_a_masked_softmax(form: AttentionForm, scratch_bytes: int) -> None:
+    torch.manual_seed(0)
+    queries, keys = torch.randn(9, HEADS, HEAD_DIM), torch.randn(8, KV_HEADS, HEAD_DIM)
+    store = KeyStore(torch.empty(8, KV_HEADS, HEAD_DIM))
+    store.put(0, keys)
+    rows, positions = torch.tensor([1, 4, 8]), [0, 3, 6]
+    out = torch.zeros(3, HEADS, 7)
+    kernel = ComputePattern(store, form, rows, torch.tensor(positions), positions, out, scratch_bytes)
+    kernel.run(queries, None)
+    for row, position in enumerate(positions):
+        expected = torch.tensor(by_hand(queries[rows[row]], keys, position, form))
+        torch.testing.assert_close(out[row, :, : position + 1], expected)
+        assert not out[row, :, position + 1 :].any()
+
+
+class Worker:
+    """A request in the worker, fed with queries and keys in steps."""
+
+    def __init__(self, request: CompiledRequest, *, max_bytes: int = 1 << 20) -> None:
+        device = torch.device("cpu")
+        self.compiled = request
+        self.ledger = ByteLedger(max_request_bytes=max_bytes, max_engine_bytes=1 << 20)
+        self.builder = StepBuilder(SPEC, torch.float32, device, self.ledger, lambda _layer: FORM)
+        self.request: ActiveRequest = Registrar(SPEC, torch.float32, device).register(
+            "r", request.plan.encode(), {}
+        )
+        self.harvester = Harvester(lambda rows: rows)
+        self.pending = PendingResults(request.plan, stops_outside=False)
+        self.queries, self.keys = torch.randn(64, HEADS, HEAD_DIM), torch.randn(64, KV_HEADS, HEAD_DIM)
+
+    def step(self, start: int, stop: int) -> bool:
+        """Compute positions; return whether attention had to be met."""
+        # The request's rows are not the first of the step.
+        span = Span(self.request, 2, stop - start, start, np.zeros(64, np.int32))
+        plan = self.builder.plan([span])
+        sites = plan.hook_sites()
+        other = torch.full((2, 1, HEAD_DIM), torch.nan)
+        for site in sites:
+            queries = torch.cat([other.expand(-1, HEADS, -1), self.queries[start:stop]])
+            plan.run(site, queries, torch.cat([other.expand(-1, KV_HEADS, -1), self.keys[start:stop]]))
+        plan.fail_unreached()
+        results = self.harvester.harvest(plan, [], {})
+        self.pending.absorb(results.records.get("r", []), results.infos.get("r"), results.failures.get("r"))
+        return bool(sites)
+
+    def expected(self, position: int) -> torch.Tensor:
+        return torch.tensor(by_hand(self.queries[position], self.keys, position, FORM))
+
+    def collector(self) -> RequestCollector:
+        return RequestCollector(
+            self.compiled.plan,
+            SPEC,
+            prompt_token_ids=PROMPT,
+            op_names=["capture"] * len(self.compiled.plan.ops),
+        )
+
+    def results(self, num_tokens: int) -> list[Any]:
+        payload = self.pending.take(final=True)
+        assert payload is not None
+        collector = self.collector()
+        collector.add(Payload.decode(payload.encode()))
+        return collector.take_final([7] * num_tokens).results
+
+
+def values(result: CaptureResult, point: str = "layers.0.attn.pattern") -> torch.Tensor:
+    tensor = result.points[point]
+    return torch.from_numpy(np.frombuffer(tensor.data, np.float32).copy()).reshape(tensor.shape)
+
+
+STEPS: list[list[tuple[int, int]]] = [
+    [(0, 5), (5, 6), (6, 7), (7, 8)],
+    [(0, 2), (2, 3), (3, 5), (5, 6), (6, 7), (7, 8)],
+    # Preempted after position 6: the blocks are computed again, the rows not captured again.
+    [(0, 5), (5, 6), (6, 7), (0, 4), (4, 7), (7, 8)],
+]
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_rows_are_the_same_however_the_steps_fall(steps: list[tuple[int, int]]) -> None:
+    request = compiled(
+        capture("layers.*.attn.pattern", name="all"),
+        capture(name="some", where={"positions": [1, 6]}),
+        capture(name="last", reduce="last"),
+    )
+    worker = Worker(request)
+    for start, stop in steps:
+        worker.step(start, stop)
+    assert worker.request.failure is None
+    everything, some, last = worker.results(4)
+    assert everything.positions == list(range(8))
+    assert list(everything.points) == ["layers.0.attn.pattern", "layers.1.attn.pattern"]
+    assert values(everything).shape == (8, HEADS, 8)
+    for position in range(8):
+        row = values(everything)[position]
+        torch.testing.assert_close(row[:, : position + 1], worker.expected(position))
+        assert not row[:, position + 1 :].any()
+    assert (some.positions, values(some).shape) == ([1, 6], (2, HEADS, 7))
+    torch.testing.assert_close(values(some)[1], worker.expected(6))
+    assert (last.positions, values(last).shape) == ([7], (HEADS, 8))
+    torch.testing.assert_close(values(last), worker.expected(7))
+
+
+def test_a_stream_carries_each_row_with_its_token() -> None:
+    worker = Worker(compiled(capture(), stream=True))
+    collector = worker.collector()
+    shapes = []
+    for token, (start, stop) in enumerate([(0, 5), (5, 6), (6, 7)]):
+        worker.step(start, stop)
+        payload = worker.pending.take(final=False)
+        assert payload is not None
+        collector.add(payload)
+        part = collector.take_part(token + 1)
+        assert part is not None
+        (result,) = part.results
+        assert isinstance(result, CaptureResult)
+        shapes.append((result.positions, values(result).shape))
+        torch.testing.assert_close(values(result)[-1], worker.expected(stop - 1))
+    assert shapes == [
+        ([0, 1, 2, 3, 4], (5, HEADS, 5)),
+        ([5], (1, HEADS, 6)),
+        ([6], (1, HEADS, 7)),
+    ]
+
+
+def test_attention_is_met_until_the_last_row_and_keys_are_let_go() -> None:
+    worker = Worker(compiled(capture(where={"positions": [3]})))
+    assert worker.step(0, 3)
+    assert worker.ledger.total_bytes == 4 * KEY_BYTES
+    assert worker.step(3, 5)
+    assert not worker.step(5, 6)
+    assert worker.ledger.total_bytes == HEADS * 4 * 4
+    assert not worker.step(6, 7)
+    # After a preemption nothing is left to do for what was delivered.
+    assert not worker.step(0, 5)
+    assert worker.request.failure is None
+
+
+def test_an_open_capture_is_met_in_every_step() -> None:
+    worker = Worker(compiled(capture(where={"positions": [7]})))
+    assert [worker.step(start, stop) for start, stop in STEPS[0]] == [True] * 4
+    (result,) = worker.results(4)
+    torch.testing.assert_close(values(result)[0], worker.expected(7))
+
+
+def test_a_capture_that_met_no_position_is_empty() -> None:
+    worker = Worker(compiled(capture(where={"positions": [9]})))
+    worker.step(0, 5)
+    (result,) = worker.results(1)
+    assert (result.positions, values(result).shape) == ([], (0, HEADS, 0))
+
+
+def test_keys_missing_from_the_front_fail_the_request() -> None:
+    worker = Worker(compiled(capture()))
+    worker.step(2, 5)
+    assert worker.request.failure is not None
+    assert worker.request.failure.code == "intervention_failed"
+    assert "from position 0 on" in worker.request.failure.message
+
+
+def test_bytes_are_counted_before_anything_is_allocated() -> None:
+    limit = 5 * KEY_BYTES + 5 * HEADS * 5 * 4
+    worker = Worker(compiled(capture()), max_bytes=limit)
+    failures = []
+    for start, stop in [(0, 5), (5, 6)]:
+        worker.step(start, stop)
+        failures.append(worker.request.failure)
+        assert worker.ledger.total_bytes == limit
+    assert [failure and failure.code for failure in failures] == [None, "capture_too_large"]
+
+
+def test_a_layer_that_cannot_be_computed_fails_its_request() -> None:
+    worker = Worker(compiled(capture()))
+    site = Site("attn.pattern", 0)
+    plan = worker.builder.plan([Span(worker.request, 0, 5, 0, np.zeros(64, np.int32))])
+    plan.run(site, worker.queries[:5], None)
+    assert worker.request.failure is not None
+    assert "another layer's keys" in worker.request.failure.message
