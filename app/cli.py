@@ -42,6 +42,8 @@ vLLM's own arguments: vllm serve --help=all
 """
 
 _USAGE_ERROR: Final = 2
+_DEMO_AXIS: Final = 464
+"""A unit of the bundled model's residual stream along which steering reads well."""
 
 
 class CommandError(Exception):
@@ -144,16 +146,24 @@ async def _announce(engine: Any, url: str, console: Console) -> None:
         progress.add_task("Loading the engine", total=None)
         await engine.started.wait()
     spec = engine.engine.spec
-    layer = spec.num_layers // 2
+    console.print(f"Ready: {spec.name} at {url}, docs at {url}/docs. Steer it:", markup=False, soft_wrap=True)
+    console.print(_steering_line(url, spec), markup=False, soft_wrap=True)
+
+
+def _steering_line(url: str, spec: Any) -> str:
+    """Return one line for a shell that steers along one axis of the residual stream, half way up."""
+    axis = _DEMO_AXIS if spec.hidden_size > _DEMO_AXIS else 1
+    after = spec.hidden_size - axis - 1
+    vector = f"'$(printf '0,%.0s' $(seq {axis}))1$(printf ',0%.0s' $(seq {after}))'"
     steer = (
-        f'{{"op":"steer","at":"layers.{layer}.output",'
-        f"\"vector\":['$(seq -s, {spec.hidden_size})'],"
-        f'"mode":"norm_match","scale":0.5}}'
+        f'{{"op":"steer","at":"layers.{spec.num_layers // 2}.output","vector":[{vector}],'
+        f'"mode":"norm_match","scale":0.3}}'
     )
-    body = f'{{"model":"{spec.name}","prompt":"I think dogs are","max_tokens":24,"interventions":[{steer}]}}'
-    console.print(f"Ready: {spec.name} at {url} (docs at {url}/docs). Steer it:", markup=False)
-    line = f"curl {url}/v1/completions -H 'content-type: application/json' -d '{body}'"
-    console.print(line, markup=False, soft_wrap=True)
+    body = (
+        f'{{"model":"{spec.name}","prompt":"I think dogs are","max_tokens":24,"temperature":0,'
+        f'"interventions":[{steer}]}}'
+    )
+    return f"curl {url}/v1/completions -H 'content-type: application/json' -d '{body}'"
 
 
 def _split_model(arguments: list[str]) -> tuple[str | None, list[str]]:

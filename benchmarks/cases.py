@@ -2,7 +2,7 @@
 
 A case is one question: decode throughput of one variant at one batch size, or time to first
 token at one prompt length. Every case pairs an engine that can intervene with a plain one
-doing the same work without interventions.
+doing the same work without interventions; the control pairs two plain ones.
 """
 
 from __future__ import annotations
@@ -59,11 +59,14 @@ class Variant:
         name: Its name in the tables.
         targets: Ratio to plain vLLM to reach, by batch size or ``ANY_BATCH``.
         for_request: The interventions of each request of a batch.
+        control: Whether a second plain engine runs it instead: how far its ratio is from 1 is the
+            error of the whole measurement.
     """
 
     name: str
     targets: dict[int, float]
     for_request: ForRequest
+    control: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class Case:
         size: Requests in the batch, or tokens of the prompt where the first token is timed.
         target: Ratio to reach: at least for throughput, at most for time; None where none is set.
         for_request: The interventions of each request.
+        control: As in ``Variant``.
     """
 
     name: str
@@ -83,6 +87,7 @@ class Case:
     size: int
     target: float | None
     for_request: ForRequest
+    control: bool = False
 
     @property
     def key(self) -> str:
@@ -105,6 +110,7 @@ def all_cases(batches: Sequence[int]) -> list[Case]:
             batch,
             variant.targets.get(batch, variant.targets.get(ANY_BATCH)),
             variant.for_request,
+            variant.control,
         )
         for variant in VARIANTS
         for batch in batches
@@ -149,6 +155,7 @@ def _each_captured(index: int, shape: Shape) -> list[JsonObject]:
 
 
 VARIANTS: Final = (
+    Variant("(control: plain vLLM again)", {}, _nothing, control=True),
     Variant("idle", {ANY_BATCH: 0.98}, _nothing),
     Variant("one request steered", {8: 0.97, 32: 0.97}, _first_steered),
     Variant("every request its own vector, one layer", {32: 0.96}, _each_steered),

@@ -51,13 +51,15 @@ class Measurer:
     Args:
         plain: vLLM as it comes.
         ours: The engine that can intervene.
+        control: Another like ``plain``.
         num_steps: Timed decode steps per side and repetition, a multiple of ``TURN_STEPS``.
     """
 
-    def __init__(self, plain: Engine, ours: Engine, num_steps: int) -> None:
+    def __init__(self, plain: Engine, ours: Engine, control: Engine, num_steps: int) -> None:
         """Keep the engines and start a stream of prompts."""
         self._plain = plain
         self._ours = ours
+        self._control = control
         self._num_turns = num_steps // TURN_STEPS
         self._random = np.random.default_rng(0)
 
@@ -76,10 +78,11 @@ class Measurer:
         prompts = [self._prompt(_PROMPT_TOKENS) for _ in range(case.size)]
         num_timed = self._num_turns * TURN_STEPS
         plain = Batch(self._plain, num_timed)
-        ours = Batch(self._ours, num_timed)
+        other = self._control if case.control else self._ours
+        ours = Batch(other, num_timed)
         for index, prompt in enumerate(prompts):
             plain.add(prompt, [])
-            ours.add(prompt, case.for_request(index, self._ours.shape))
+            ours.add(prompt, case.for_request(index, other.shape))
         for batch in (plain, ours):
             batch.warm_up()
         for batch in _turns(plain, ours, self._num_turns):

@@ -1,7 +1,7 @@
 """The process in which engines are compared: ``python -m benchmarks`` starts one for each mode.
 
-It loads a plain engine and one of ours, then runs every case once per repetition, each time in
-another order, and reports each pair of numbers as it has it.
+It loads a plain engine, one of ours and a second plain one as control, then runs every case once
+per repetition, each time in another order, and reports each pair of numbers as it has it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ def main() -> None:
     plain = Engine(able=False, eager=eager, max_num_seqs=max_num_seqs)
     events.send({"stage": "loading the engine able to intervene"})
     ours = Engine(able=True, eager=eager, max_num_seqs=max_num_seqs)
-    for engine in (plain, ours):
+    events.send({"stage": "loading plain vLLM again, the control"})
+    control = Engine(able=False, eager=eager, max_num_seqs=max_num_seqs)
+    for engine in (plain, ours, control):
         engine.check_taps()
-    measurer = Measurer(plain, ours, args.steps)
+    measurer = Measurer(plain, ours, control, args.steps)
     cases = all_cases(args.batches)
     events.send({"stage": "warming up"})
     for case in cases:

@@ -33,7 +33,7 @@ def reference(bundled: Path) -> Reference:
     return Reference(bundled)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """Serve the bundled model over HTTP, in processes of its own."""
     with Server(arguments=["--max-model-len", "1024"]) as server:

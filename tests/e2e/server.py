@@ -35,6 +35,8 @@ class Server:
     Args:
         model: A model's name or folder; None for the bundled one.
         arguments: More of the command line.
+        command: What to run before the model; ours where absent.
+        ready_path: What answers 200 once requests are served.
         environment: Variables beside this process's own, of which vLLM's are left out: other tests set
             them for engines of theirs.
         cache_dir: ``XDG_CACHE_HOME`` of the server; None for the real one, whose bundled model is reused.
@@ -47,6 +49,8 @@ class Server:
         model: str | None = None,
         *,
         arguments: Sequence[str] = (),
+        command: Sequence[str] = ("-m", "app.cli", "serve"),
+        ready_path: str = "/health/ready",
         environment: dict[str, str] | None = None,
         cache_dir: Path | None = None,
         ready_timeout_s: float = 180.0,
@@ -56,7 +60,8 @@ class Server:
         self.port = _free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.start_s = 0.0
-        self._command = [sys.executable, "-m", "app.cli", "serve"]
+        self._command = [sys.executable, *command]
+        self._ready_path = ready_path
         self._command += [*([] if model is None else [model]), "--port", str(self.port), *arguments]
         self._environment = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **(environment or {})}
         if cache_dir is not None:
@@ -125,7 +130,7 @@ class Server:
         started = time.monotonic()
         deadline = started + self._ready_timeout_s
         with httpx.Client(base_url=self.base_url, timeout=5.0) as client:
-            while not _is_ready(client):
+            while not _is_ready(client, self._ready_path):
                 if self.process.poll() is not None:
                     raise ServerError(
                         f"the server ended ({self.process.returncode}) before it was ready:\n{self.output()}"
@@ -138,9 +143,9 @@ class Server:
         self.start_s = time.monotonic() - started
 
 
-def _is_ready(client: httpx.Client) -> bool:
+def _is_ready(client: httpx.Client, path: str) -> bool:
     try:
-        return client.get("/health/ready").is_success
+        return client.get(path).is_success
     except httpx.TransportError:
         return False
 

@@ -1,0 +1,126 @@
+"""A request without interventions answers exactly as vLLM's own server does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.live import MODEL
+from tests.e2e.server import Server
+
+pytestmark = pytest.mark.e2e
+
+MESSAGES = [{"role": "user", "content": "Name a colour."}]
+TOOL = {
+    "type": "function",
+    "function": {"name": "paint", "parameters": {"type": "object", "properties": {"c": {"type": "string"}}}},
+}
+SCHEMA = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "colour",
+        "schema": {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]},
+    },
+}
+
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("completions", {"prompt": "The Eiffel Tower is in", "max_tokens": 6}),
+    "several prompts and logprobs": (
+        "completions",
+        {"prompt": ["Hello", "Once upon"], "max_tokens": 4, "logprobs": 3, "echo": True},
+    ),
+    "seeded choices": (
+        "completions",
+        {"prompt": "I like", "n": 3, "temperature": 1.0, "seed": 11, "max_tokens": 5},
+    ),
+    "stop strings": ("completions", {"prompt": "1, 2, 3, 4, 5,", "stop": ["8"], "max_tokens": 20}),
+    "token ids": ("completions", {"prompt": [504, 2345, 1234], "max_tokens": 3, "return_token_ids": True}),
+    "streamed with usage": (
+        "completions",
+        {"prompt": "A cat", "max_tokens": 5, "stream": True, "stream_options": {"include_usage": True}},
+    ),
+    "chat": (
+        "chat/completions",
+        {"messages": MESSAGES, "max_tokens": 6, "logprobs": True, "top_logprobs": 2},
+    ),
+    "chat streamed": ("chat/completions", {"messages": MESSAGES, "max_tokens": 6, "stream": True}),
+    "structured output": (
+        "chat/completions",
+        {"messages": MESSAGES, "max_tokens": 24, "response_format": SCHEMA},
+    ),
+    "a tool that must be called": (
+        "chat/completions",
+        {
+            "messages": MESSAGES,
+            "max_tokens": 24,
+            "tools": [TOOL],
+            "tool_choice": {"type": "function", "function": {"name": "paint"}},
+        },
+    ),
+    "an unknown model": ("completions", {"prompt": "x", "model": "nobody"}),
+    "a wrong type": ("completions", {"prompt": 3.5}),
+    "a bad number": ("completions", {"prompt": "x", "temperature": -1}),
+    "too long": ("completions", {"prompt": "x", "max_tokens": 100000}),
+    "no messages": ("chat/completions", {}),
+}
+
+VOLATILE = {"id", "created", "system_fingerprint"}
+
+
+@pytest.fixture(scope="module")
+def servers(bundled: Path) -> Iterator[list[httpx.Client]]:
+    """Serve the bundled model twice: by us, and by vLLM itself."""
+    options = ["--served-model-name", MODEL, "--max-model-len", "512", "--enforce-eager"]
+    vllm = Server(
+        str(bundled),
+        command=["-m", "vllm.entrypoints.cli.main", "serve"],
+        ready_path="/health",
+        arguments=options,
+        environment={"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    )
+    with (
+        Server(str(bundled), arguments=options) as ours,
+        vllm as theirs,
+        httpx.Client(base_url=ours.base_url, timeout=120) as one,
+        httpx.Client(base_url=theirs.base_url, timeout=120) as other,
+    ):
+        yield [one, other]
+
+
+def stripped(value: Any) -> Any:
+    """Return a JSON value without what differs between any two answers."""
+    if isinstance(value, dict):
+        return {key: stripped(entry) for key, entry in value.items() if key not in VOLATILE}
+    if isinstance(value, list):
+        return [stripped(entry) for entry in value]
+    return value
+
+
+def answer(client: httpx.Client, path: str, body: dict[str, Any]) -> tuple[int, str, Any]:
+    """Return status, content type and content of an answer."""
+    response = client.post(f"/v1/{path}", json={"model": MODEL, "temperature": 0} | body)
+    kind = response.headers["content-type"].split(";")[0]
+    if kind != "text/event-stream":
+        return response.status_code, kind, stripped(response.json())
+    frames = [frame.removeprefix("data: ") for frame in response.text.split("\n\n") if frame]
+    return response.status_code, kind, [f if f == "[DONE]" else stripped(json.loads(f)) for f in frames]
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_answers_are_equal(servers: list[httpx.Client], name: str) -> None:
+    ours, theirs = (answer(client, *REQUESTS[name]) for client in servers)
+    assert ours == theirs
+
+
+def test_models_are_equal(servers: list[httpx.Client]) -> None:
+    ours, theirs = (client.get("/v1/models").json() for client in servers)
+    for body in (ours, theirs):
+        for model in body["data"]:
+            model.pop("created")
+            model.pop("permission")
+    assert ours == theirs

@@ -1,0 +1,51 @@
+"""Two ranks give what one gives: every rank applies the writes, one hands out the reads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.harness import Engine, Reply, random_vector
+from tests.families.checkpoints import write_checkpoint
+
+pytestmark = pytest.mark.e2e
+
+
+def run(model: Path, size: int) -> tuple[Engine, Reply]:
+    """Return an engine of so many ranks, closed, and what it answered."""
+    engine = Engine(model, dtype="float32", tensor_parallel_size=size, max_model_len=128)
+    try:
+        width = engine.spec.hidden_size
+        interventions: list[dict[str, Any]] = [
+            {"op": "steer", "at": "layers.1.output", "vector": random_vector(0, width)},
+            {"op": "capture", "at": ["layers.*.output", "layers.2.attn.output"], "name": "c"},
+            {"op": "logit_lens", "layers": "all", "top_k": 3, "name": "lens"},
+            {"op": "capture", "at": "logits", "name": "logits", "where": {"positions": [0, -1]}},
+        ]
+        return engine, engine.ask("Hello there, you", interventions, max_tokens=5)
+    finally:
+        engine.close()
+
+
+def test_two_ranks_answer_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_checkpoint("llama", tmp_path)
+    _, expected = run(model, 1)
+    monkeypatch.setitem(os.environ, "VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
+    engine, reply = run(model, 2)
+    assert reply.failure is None
+    assert reply.token_ids == expected.token_ids
+    for point in ("layers.0.output", "layers.3.output", "layers.2.attn.output"):
+        torch.testing.assert_close(
+            reply.tensor("c", point), expected.tensor("c", point), rtol=1e-3, atol=1e-4
+        )
+    torch.testing.assert_close(
+        reply.tensor("logits", "logits"), expected.tensor("logits", "logits"), rtol=1e-3, atol=1e-4
+    )
+    assert reply.result("lens").positions == expected.result("lens").positions
+    # What each rank holds a part of is not offered, rather than offered wrong.
+    assert engine.spec.leaf("attn.q") is None
