@@ -1,0 +1,60 @@
+"""A fused kernel that raises is tried member by member, and only the guilty fail."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from nnsight_engine.core.errors import InterventionError
+from nnsight_engine.plans.active import ActiveOp, ActiveRequest
+from nnsight_engine.plans.groups import KernelFactory, Member
+from nnsight_engine.plans.request_plan import Kind, PlannedOp, RequestPlan, Site
+from nnsight_engine.plans.step_plan import Group, StepPlan
+
+
+@dataclasses.dataclass
+class Adding:
+    """Adds one to its rows, or raises where one of them is poisoned."""
+
+    rows: list[int]
+    poisoned: int
+
+    def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        if self.poisoned in self.rows:
+            raise InterventionError("intervention_failed", "row is poisoned")
+        hidden[self.rows] += 1
+
+
+def member(row: int) -> Member:
+    op = PlannedOp(Kind.ADD, (Site("output", 0),))
+    active = ActiveOp(op, 0, (1,), None, None, True, (4,))
+    request = ActiveRequest(str(row), RequestPlan(1, (op,)), [active], [], True)
+    return Member(request, active, 0, np.array([row], np.int64))
+
+
+def test_only_the_member_that_raises_fails() -> None:
+    members = [member(row) for row in range(3)]
+    group = Group(Adding([0, 1, 2], 1), members, lambda m: Adding(m.rows.tolist(), 1))
+    hidden = torch.zeros(3, 4)
+    group.run(hidden, None)
+    assert hidden[:, 0].tolist() == [1.0, 0.0, 1.0]
+    assert [m.request.failure is not None for m in members] == [False, True, False]
+
+
+def test_a_site_that_the_forward_never_reached_fails_its_requests() -> None:
+    reached, missed = member(0), member(1)
+    plan = StepPlan(
+        {},
+        factory=KernelFactory(torch.device("cpu")),
+        groups={
+            1: [Group(Adding([0], -1), [reached], lambda m: Adding(m.rows.tolist(), -1))],
+            2: [Group(Adding([1], -1), [missed], lambda m: Adding(m.rows.tolist(), -1))],
+        },
+    )
+    plan.run(1, torch.zeros(2, 4), None)
+    plan.fail_unreached()
+    assert reached.request.failure is None
+    assert missed.request.failure is not None
+    assert missed.request.failure.code == "intervention_failed"
