@@ -26,7 +26,7 @@ from rich.progress import (
 
 from benchmarks.cases import TURN_STEPS, all_cases
 from benchmarks.machine import Machine, describe_machine
-from benchmarks.processes import ChildError, run_child
+from benchmarks.processes import HUGE_PAGES, ChildError, run_child
 from benchmarks.ratios import summarize
 from benchmarks.report import Report
 from nnsight_engine.modeling.bundled import BundledModelError, bundled_model_path
@@ -99,7 +99,7 @@ def _run(mode: str, args: argparse.Namespace, machine: Machine, console: Console
     )
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(mode, total=args.repeats * len(cases))
-        for event in run_child("benchmarks.worker", options):
+        for event in run_child("benchmarks.worker", options, HUGE_PAGES):
             if "stage" in event:
                 progress.update(task, description=f"{mode}: {event['stage']}")
             else:

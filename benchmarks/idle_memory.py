@@ -1,6 +1,6 @@
 """What being able to intervene costs in memory while nobody does.
 
-    python -m benchmarks.idle_memory [--repeats 3]
+    python -m benchmarks.idle_memory [--repeats 5]
 
 Resident memory of an engine process able to intervene, minus that of a plain one: separate
 processes, taking turns, medians.
@@ -25,7 +25,7 @@ _MIB: Final = 1024 * 1024
 def main() -> int:
     """Measure, print, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.idle_memory", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3, help="processes of each kind")
+    parser.add_argument("--repeats", type=int, default=5, help="processes of each kind")
     args = parser.parse_args()
     console = Console()
     sizes: dict[str, list[float]] = {"plain vLLM": [], "able to intervene": []}
@@ -36,7 +36,7 @@ def main() -> int:
                 for kind, own in sizes.items():
                     options = ["--able"] if kind == "able to intervene" else []
                     own += [
-                        event["resident_bytes"] / _MIB for event in run_child("benchmarks.probe", options)
+                        event["resident_bytes"] / _MIB for event in run_child("benchmarks.probe", options, {})
                     ]
                     progress.advance(task)
     except ChildError as error:

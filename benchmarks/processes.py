@@ -11,15 +11,16 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TextIO
 
 Event = dict[str, Any]
 
+# Where 4 KiB pages happen to lie makes one of two equal engines in a process up to 15 % slower than
+# the other; with huge pages they differ by less than 1 %. The control shows it.
+HUGE_PAGES: Final = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
 _ENVIRONMENT: Final = {
-    # Where 4 KiB pages happen to lie makes one of two equal engines in a process up to 15 % slower
-    # than the other; with huge pages they differ by less than 1 %. The control shows it.
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "HF_HUB_OFFLINE": "1",
     "KINETO_LOG_LEVEL": "99",
     # Both engines of a comparison live in one process, driven step by step.
@@ -40,13 +41,13 @@ class ChildError(Exception):
     """A child ended with an error; the message has the end of what it printed."""
 
 
-def environment() -> dict[str, str]:
-    """Return this process's environment with what vLLM needs to be measured."""
-    return {**os.environ, **_ENVIRONMENT}
-
-
-def run_child(module: str, arguments: Sequence[str]) -> Iterator[Event]:
+def run_child(module: str, arguments: Sequence[str], variables: Mapping[str, str]) -> Iterator[Event]:
     """Run ``python -m module arguments --events-fd N`` and yield its events as they come.
+
+    Args:
+        module: Module to run.
+        arguments: Its arguments.
+        variables: Environment variables beside those that every measured engine gets.
 
     Raises:
         ChildError: It ended with a status other than 0.
@@ -55,7 +56,11 @@ def run_child(module: str, arguments: Sequence[str]) -> Iterator[Event]:
     with tempfile.TemporaryFile() as printed, os.fdopen(read_fd, encoding="utf-8") as events:
         command = [sys.executable, "-m", module, *arguments, "--events-fd", str(write_fd)]
         child = subprocess.Popen(
-            command, env=environment(), pass_fds=(write_fd,), stdout=printed, stderr=subprocess.STDOUT
+            command,
+            env={**os.environ, **_ENVIRONMENT, **variables},
+            pass_fds=(write_fd,),
+            stdout=printed,
+            stderr=subprocess.STDOUT,
         )
         os.close(write_fd)
         try:
