@@ -72,8 +72,8 @@ class Report:
             "",
             "SmolLM2-135M-Instruct in bf16. Both engines live in one process with the same arguments and "
             "take strict turns; a ratio is the",
-            "median over repetitions of paired ratios, quartiles beside it. The control's distance from 1 is the",
-            f'error of the measurement. Made by `make bench ARGS="--mode {self.mode}"`: '
+            "median over repetitions of paired ratios, quartiles beside it. The control's distance from 1 is",
+            f'the error of the measurement. Made by `make bench ARGS="--mode {self.mode}"`: '
             f"{self.rows[0].num_repeats} repetitions, {self.num_steps} timed decode steps on each side.",
         ]
         for quantity, title in _TITLES.items():

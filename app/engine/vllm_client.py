@@ -267,7 +267,7 @@ class VLLMEngineClient:
 
     async def _invalid(self, error: ValidationError, http: Request) -> EngineReply:
         """Answer as vLLM's own server does, whose framework puts ``body`` before each field."""
-        errors = [{**entry, "loc": ("body", *entry["loc"])} for entry in error.errors()]
+        errors = [{**entry, "loc": ("body", *entry["loc"])} for entry in error.errors(include_url=False)]
         response = await validation_exception_handler(self._as_vllm(http), RequestValidationError(errors))
         return EngineReply(status=response.status_code, body=json.loads(bytes(response.body)))
 

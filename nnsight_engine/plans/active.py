@@ -83,6 +83,7 @@ class ActiveRequest:
     recomputed_tokens: int = 0
     tier: str = "tap"
     failure: Failure | None = None
+    reductions: set[int] = dataclasses.field(default_factory=set)
     means: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
     patterns: PatternState = dataclasses.field(default_factory=PatternState)
 

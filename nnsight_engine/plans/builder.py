@@ -19,12 +19,12 @@ import torch
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import DTYPES
-from nnsight_engine.plans.active import ActiveOp, SiteKey
+from nnsight_engine.plans.active import ActiveOp, ActiveRequest, SiteKey
 from nnsight_engine.plans.groups import GroupKey, KernelFactory, Member, RowArray, group_key
 from nnsight_engine.plans.ledger import ByteLedger
 from nnsight_engine.plans.patterns import FormOf, PatternPlanner
 from nnsight_engine.plans.request_plan import Kind, PlannedOp, Site
-from nnsight_engine.plans.step_plan import Group, ReadGroup, ReadSlice, Span, StepPlan
+from nnsight_engine.plans.step_plan import Group, ReadGroup, ReadSlice, Span, StepBytes, StepPlan
 from nnsight_engine.plans.where import evaluate
 from nnsight_engine.plans.writes import Kernel
 
@@ -111,7 +111,8 @@ class StepBuilder:
         last = self._last
         if last is not None and signature is not None and last.signature == signature:
             last.reuse({span.request.request_id: span for span in spans})
-            self._reserve_again(last)
+            for span in spans:
+                self._reserve(span, last.reserved[span.request.request_id])
             return last
         plan = StepPlan({span.request.request_id: span for span in spans}, KernelFactory(self._device))
         work = [rows for span in spans for rows in self._rows_of(span, plan)]
@@ -126,7 +127,7 @@ class StepBuilder:
             return []
         work: list[Rows] = []
         stages: dict[SiteKey, int] = defaultdict(int)
-        reserved = 0
+        reserved = StepBytes()
         patterns: list[tuple[ActiveOp, RowArray]] = []
         for active in span.request.ops:
             offsets = _named_offsets(span, active)
@@ -145,37 +146,62 @@ class StepBuilder:
             for key in active.keys:
                 stages[key] += 1
             work.append(Rows(span, active, offsets, numbers, offsets + span.row))
-            reserved += self._read_bytes(active, len(offsets))
+            self._count_read(reserved, span.request, active, len(offsets))
         if patterns:
             self._patterns.plan(plan, span, patterns)
+        plan.reserved[span.request.request_id] = reserved
+        return work if self._reserve(span, reserved) else []
+
+    def _reserve(self, span: Span, reserved: StepBytes) -> bool:
+        """Count a step's bytes; over a limit the request fails and nothing is allocated for it."""
         try:
-            self._ledger.reserve(span.request.request_id, reserved)
+            self._ledger.reserve(span.request.request_id, reserved.kept + reserved.scratch)
         except InterventionError as error:
             span.request.fail(error.code, error.message)
-            return []
-        plan.reserved[span.request.request_id] = reserved
-        return work
+            # Nothing was counted, so nothing may be given back.
+            reserved.kept = reserved.scratch = 0
+            return False
+        return True
 
-    def _reserve_again(self, plan: StepPlan) -> None:
-        for request_id, num_bytes in plan.reserved.items():
-            try:
-                self._ledger.reserve(request_id, num_bytes)
-            except InterventionError as error:
-                plan.spans[request_id].request.fail(error.code, error.message)
+    def give_back(self, plan: StepPlan) -> None:
+        """Uncount what the step needed only while it ran."""
+        for request_id, reserved in plan.reserved.items():
+            self._ledger.give_back(request_id, reserved.scratch)
 
-    def _read_bytes(self, active: ActiveOp, num_rows: int) -> int:
+    def _count_read(
+        self, reserved: StepBytes, request: ActiveRequest, active: ActiveOp, num_rows: int
+    ) -> None:
         op = active.op
+        if LOGITS in active.keys:
+            # The logits themselves, of which a probe keeps one number.
+            reserved.scratch += num_rows * self._spec.vocab_size * self._dtype.itemsize
         match op.kind:
             case Kind.CAPTURE:
                 width = sum(leaf_width(site, self._spec) for site in op.sites)
-                return num_rows * width * self._capture_dtype(op).itemsize
+                row_bytes = width * self._capture_dtype(op).itemsize
+                if op.reduce == "none":
+                    reserved.kept += num_rows * row_bytes
+                else:
+                    reserved.scratch += num_rows * row_bytes
+                    self._keep_reduction(request, active.index, row_bytes)
             case Kind.PROBE:
-                return num_rows * len(op.sites) * torch.float32.itemsize
+                reserved.kept += num_rows * len(op.sites) * torch.float32.itemsize
             case Kind.LENS:
-                hidden = self._spec.hidden_size * self._dtype.itemsize
-                return num_rows * len(op.sites) * (hidden + 8 * (op.top_k + len(op.targets)))
+                rows = num_rows * len(op.sites)
+                reserved.scratch += rows * self._spec.hidden_size * self._dtype.itemsize
+                reserved.kept += rows * 8 * (op.top_k + len(op.targets))
             case _:
-                return 0
+                pass
+
+    def _keep_reduction(self, request: ActiveRequest, op_index: int, num_bytes: int) -> None:
+        """Count the one row that a reduction holds, once in the request's life."""
+        if op_index in request.reductions:
+            return
+        request.reductions.add(op_index)
+        try:
+            self._ledger.reserve(request.request_id, num_bytes)
+        except InterventionError as error:
+            request.fail(error.code, error.message)
 
     def _capture_dtype(self, op: PlannedOp) -> torch.dtype:
         # A mean is summed in float32 whatever it is handed out as.

@@ -120,6 +120,14 @@ class PatternRead:
 
 
 @dataclasses.dataclass(slots=True)
+class StepBytes:
+    """What one request's reads need in one step: bytes kept until it ends, and bytes free after the step."""
+
+    kept: int = 0
+    scratch: int = 0
+
+
+@dataclasses.dataclass(slots=True)
 class StepPlan:
     """The fused interventions of one step.
 
@@ -131,8 +139,7 @@ class StepPlan:
         samples: Captures of sampled ids: who, and which operation.
         logits_rows: Batch rows whose logits the ``logits`` site needs, ascending.
         writes_logits: Whether anything changes logits.
-        scratch: Bytes reserved per request for this step alone.
-        reserved: Bytes reserved per request for what it captures, in each step that reuses the plan.
+        reserved: Bytes that each request needs in every step that runs this plan.
         signature: What must be the same for the next step to reuse this plan; None forbids it.
         ran: Sites reached so far.
     """
@@ -145,8 +152,7 @@ class StepPlan:
     samples: list[tuple[ActiveRequest, ActiveOp]] = dataclasses.field(default_factory=list)
     logits_rows: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
     writes_logits: bool = False
-    scratch: dict[str, int] = dataclasses.field(default_factory=dict)
-    reserved: dict[str, int] = dataclasses.field(default_factory=dict)
+    reserved: dict[str, StepBytes] = dataclasses.field(default_factory=dict)
     signature: tuple[object, ...] | None = None
     ran: set[SiteKey] = dataclasses.field(default_factory=set)
 

@@ -28,15 +28,19 @@ _LIBRARY: Final = torch.library.Library("nnsight_engine", "FRAGMENT")
 
 def _tap_pair(hidden: torch.Tensor, residual: torch.Tensor, tap: int) -> None:
     plan: StepPlan | None = get_forward_context().additional_kwargs.get(CONTEXT_KEY)
-    if plan is not None:
-        # Some backends keep a leading batch axis of one; rows are all that counts here.
-        plan.run(tap, hidden.flatten(0, -2), residual.flatten(0, -2))
+    if plan is not None and tap in plan.groups:
+        plan.run(tap, _rows(hidden), _rows(residual))
 
 
 def _tap_single(hidden: torch.Tensor, tap: int) -> None:
     plan: StepPlan | None = get_forward_context().additional_kwargs.get(CONTEXT_KEY)
-    if plan is not None:
-        plan.run(tap, hidden.flatten(0, -2), None)
+    if plan is not None and tap in plan.groups:
+        plan.run(tap, _rows(hidden), None)
+
+
+def _rows(value: torch.Tensor) -> torch.Tensor:
+    """Return ``[tokens, width]``: some backends keep a leading batch axis of one."""
+    return value if value.ndim == len(("tokens", "width")) else value.flatten(0, -2)
 
 
 def _tap_pair_fake(hidden: torch.Tensor, residual: torch.Tensor, tap: int) -> None:

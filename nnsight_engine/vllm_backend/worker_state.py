@@ -177,6 +177,7 @@ class WorkerState:
         refused, results = self._refused, None
         if plan is not None:
             plan.fail_unreached()
+            self._builder.give_back(plan)
             try:
                 results = self._harvester.harvest(plan, sampled, order)
             except Exception as error:

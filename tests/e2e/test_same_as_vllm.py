@@ -77,10 +77,9 @@ def servers(bundled: Path) -> Iterator[list[httpx.Client]]:
     """Serve the bundled model twice: by us, and by vLLM itself."""
     options = ["--served-model-name", MODEL, "--max-model-len", "512", "--enforce-eager"]
     vllm = Server(
-        str(bundled),
-        command=["-m", "vllm.entrypoints.cli.main", "serve"],
+        command=["-m", "vllm.entrypoints.openai.api_server"],
         ready_path="/health",
-        arguments=options,
+        arguments=["--model", str(bundled), *options],
         environment={"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     )
     with (
