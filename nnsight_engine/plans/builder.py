@@ -115,9 +115,14 @@ class StepBuilder:
                 self._reserve(span, last.reserved[span.request.request_id])
             return last
         plan = StepPlan({span.request.request_id: span for span in spans}, KernelFactory(self._device))
-        work = [rows for span in spans for rows in self._rows_of(span, plan)]
-        self._number_logits_rows(plan, work)
-        self._plan_writes_and_reads(plan, work)
+        self._last = None
+        try:
+            work = [rows for span in spans for rows in self._rows_of(span, plan)]
+            self._number_logits_rows(plan, work)
+            self._plan_writes_and_reads(plan, work)
+        except BaseException:
+            self.give_back(plan, kept=True)
+            raise
         plan.signature = signature
         self._last = plan
         return plan
@@ -163,10 +168,10 @@ class StepBuilder:
             return False
         return True
 
-    def give_back(self, plan: StepPlan) -> None:
-        """Uncount what the step needed only while it ran."""
+    def give_back(self, plan: StepPlan, *, kept: bool = False) -> None:
+        """Uncount what the step needed only while it ran; all of it where the step never ran."""
         for request_id, reserved in plan.reserved.items():
-            self._ledger.give_back(request_id, reserved.scratch)
+            self._ledger.give_back(request_id, reserved.scratch + (reserved.kept if kept else 0))
 
     def _count_read(
         self, reserved: StepBytes, request: ActiveRequest, active: ActiveOp, num_rows: int

@@ -8,8 +8,10 @@ its requests instead of answering unsteered.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,8 @@ from nnsight_engine.plans.active import ActiveOp, ActiveRequest, SiteKey
 from nnsight_engine.plans.groups import KernelFactory, Member
 from nnsight_engine.plans.request_plan import Site
 from nnsight_engine.plans.writes import Kernel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(slots=True)
@@ -72,6 +76,11 @@ class Group:
                     self.rebuild(member).run(hidden, residual)
                 except Exception as own_error:  # noqa: BLE001 - as above
                     self._fail(member, own_error)
+
+    def fail(self, error: Exception) -> None:
+        """Fail everybody whom the group serves."""
+        for member in self.members:
+            self._fail(member, error)
 
     @staticmethod
     def _fail(member: Member, error: Exception) -> None:
@@ -173,6 +182,17 @@ class StepPlan:
         """Return whether anything planned at a site changes it."""
         groups = self.groups.get(key, [])
         return any(not member.active.op.reads for group in groups for member in group.members)
+
+    @contextlib.contextmanager
+    def containing(self, key: SiteKey) -> Iterator[None]:
+        """Keep what is raised in the block from the engine: it fails the requests of that site alone."""
+        try:
+            yield
+        except Exception as error:
+            logger.exception("a point could not be served")
+            self.ran.add(key)
+            for group in self.groups.get(key, ()):
+                group.fail(error)
 
     def fail_unreached(self) -> None:
         """Fail the requests of every site that the forward pass never reached."""

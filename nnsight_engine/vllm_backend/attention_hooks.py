@@ -48,9 +48,10 @@ class AttentionHook:
         def attend(
             query: torch.Tensor, key: torch.Tensor | None, value: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            queries = query.reshape(-1, attention.num_heads, attention.head_size)
-            keys = None if key is None else key.reshape(-1, attention.num_kv_heads, attention.head_size)
-            plan.run(site, queries, keys)
+            with plan.containing(site):
+                queries = query.reshape(-1, attention.num_heads, attention.head_size)
+                keys = None if key is None else key.reshape(-1, attention.num_kv_heads, attention.head_size)
+                plan.run(site, queries, keys)
             return forward(query, key, value, *args, **kwargs)
 
         attention.forward = attend

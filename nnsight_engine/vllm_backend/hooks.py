@@ -53,11 +53,15 @@ def _register(points: ModelPoints, plan: StepPlan, site: Site) -> RemovableHandl
         return value
 
     def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        value = serve(args)
-        return (value, *args[1:]) if writes else None
+        changed = None
+        with plan.containing(site):
+            value = serve(args)
+            changed = (value, *args[1:]) if writes else None
+        return changed
 
     def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        serve(output)
+        with plan.containing(site):
+            serve(output)
 
     if spec.side == "input":
         return module.register_forward_pre_hook(before)

@@ -120,7 +120,8 @@ class InterventionRunnerMixin:
         """Run what is planned at the logits, sample, and attach the step's results."""
         step, self._step = self._step, None
         state = self.execute_model_state  # type: ignore[attr-defined]
-        if step is not None and state is not None:
+        # Ranks without logits leave them to the one that has them, whose results are the ones that leave.
+        if step is not None and state is not None and state.logits is not None:
             self.interventions.on_logits(
                 step.plan,
                 step.hidden,

@@ -32,14 +32,14 @@ class InterventionScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self._pending: dict[str, PendingResults] = {}
         self._owners: dict[str, str] = {}
-        self._contents = ContentTable()
+        self.contents = ContentTable()
 
     def add_request(self, request: Request) -> None:
         """Queue the request; equal tensors of several requests are kept once."""
         params = request.sampling_params
         entry = (params.extra_args or {}).get(PLAN_KEY) if params is not None else None
         if params is not None and entry is not None:
-            entry["tensors"] = self._contents.acquire(request.request_id, entry["tensors"])
+            entry["tensors"] = self.contents.acquire(request.request_id, entry["tensors"])
             plan = RequestPlan.decode(entry["plan"])
             self._pending[request.request_id] = PendingResults(plan, stops_outside=bool(params.stop))
             self._owners[request.request_id] = entry["key"]
@@ -126,4 +126,4 @@ class InterventionScheduler(Scheduler):
     def _drop(self, request_id: str) -> None:
         if self._pending.pop(request_id, None) is not None:
             del self._owners[request_id]
-            self._contents.release(request_id)
+            self.contents.release(request_id)

@@ -122,13 +122,19 @@ class WorkerState:
             return None
         try:
             return self._builder.plan(spans)
-        except Exception as error:
-            # A plan that cannot be built concerns the intervening requests alone.
+        except Exception:
+            # Found one by one: whoever cannot be planned alone, and nobody else, fails.
             logger.exception("a step could not be planned")
-            self._builder.forget()
             for span in spans:
-                span.request.fail("intervention_failed", f"the step could not be planned: {error}")
+                self._try(span)
             return self._builder.plan(spans)
+
+    def _try(self, span: Span) -> None:
+        try:
+            self._builder.give_back(self._builder.plan([span]), kept=True)
+        except Exception as error:
+            logger.exception("a request could not be planned")
+            span.request.fail("intervention_failed", f"its operations could not be planned: {error}")
 
     def on_hidden(self, plan: StepPlan, hidden: torch.Tensor) -> None:
         """Run what is planned at the final norm's output, ``[tokens, hidden]``."""
@@ -151,9 +157,19 @@ class WorkerState:
             sample_rows: Row of ``hidden`` behind each row of ``sampled``, ascending.
             compute_logits: The model's own unembedding.
         """
+        if len(plan.logits_rows):
+            with plan.containing(LOGITS):
+                self._run_logits(plan, hidden, sampled, sample_rows, compute_logits)
+
+    @staticmethod
+    def _run_logits(
+        plan: StepPlan,
+        hidden: torch.Tensor,
+        sampled: torch.Tensor,
+        sample_rows: np.ndarray[Any, np.dtype[np.int64]],
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
         rows = plan.logits_rows
-        if not len(rows):
-            return
         place = np.searchsorted(sample_rows, rows)
         place = np.minimum(place, len(sample_rows) - 1)
         known = sample_rows[place] == rows

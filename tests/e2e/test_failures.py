@@ -63,6 +63,22 @@ def test_a_plan_that_raises_in_the_worker_fails_alone(engine: Engine) -> None:
     assert set(engine.held().values()) == {0}
 
 
+def test_a_vector_of_many_requests_is_held_once(engine: Engine) -> None:
+    steer = {"op": "steer", "at": "layers.5.output", "vector": random_vector(0)}
+    entries = [engine.submit(Ask("Hello there", [steer], max_tokens=20)) for _ in range(4)]
+    for _ in range(3):
+        engine.core.step()
+    (counts,) = engine.llm.collective_rpc("count_interventions")
+    assert (counts["requests"], counts["vectors"]) == (4, 1)
+    contents = engine.core.engine_core.engine_core.scheduler.contents
+    assert len(contents) == 1
+    engine.core.abort_request([entry.request_id for entry in entries])
+    for entry in entries:
+        engine.router.close(entry.request_id)
+    assert set(engine.held().values()) == {0}
+    assert len(contents) == 0
+
+
 def test_two_hundred_mixed_requests(engine: Engine) -> None:
     rng = random.Random(0)
     expected = engine.ask("I think dogs are", max_tokens=5).token_ids

@@ -62,11 +62,20 @@ def test_writes_survive_in_rebuilt_kv_and_reads_come_once(engine: Engine) -> Non
     assert sum(recomputed[::2]) > 0
 
 
-def test_aborted_requests_leave_nothing_behind(engine: Engine) -> None:
+def test_aborts_in_mid_flight_disturb_nobody_and_leave_nothing(engine: Engine) -> None:
     pending = [engine.submit(ask(index)) for index in range(4)]
+    done: dict[str, Any] = {}
     for _ in range(10):
         engine.core.step()
-    engine.core.abort_request([entry.request_id for entry in pending])
-    for entry in pending:
+    gone = pending[1:3]
+    engine.core.abort_request([entry.request_id for entry in gone])
+    for entry in gone:
         engine.router.close(entry.request_id)
+    while engine.core.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.core.step() if output.finished}
+    for index in (0, 3):
+        (reply,) = engine.replies(pending[index], done[pending[index].request_id])
+        ((alone,),) = engine.run([ask(index)])
+        assert reply.token_ids == alone.token_ids
+        assert reply.result("c").positions == alone.result("c").positions
     assert set(engine.held().values()) == {0}
