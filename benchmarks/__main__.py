@@ -32,6 +32,7 @@ from benchmarks.report import Report
 from nnsight_engine.modeling.bundled import BundledModelError, bundled_model_path
 from nnsight_engine.modeling.progress import console_progress
 
+_SUMMARY: Final = "Speed of an engine that can intervene, against plain vLLM on the same machine."
 _RESULTS: Final = Path(__file__).parent / "results"
 _MODES: Final = {"eager": ["eager"], "compiled": ["compiled"], "both": ["eager", "compiled"]}
 
@@ -63,7 +64,7 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=_SUMMARY)
     parser.add_argument("--mode", choices=sorted(_MODES), default="both")
     parser.add_argument(
         "--batches", type=int, nargs="+", default=[1, 8, 32], help="requests that run together"

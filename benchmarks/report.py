@@ -64,6 +64,7 @@ class Report:
         machine = self.machine
         versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
         busy = " **The machine was busy: these numbers show little.**" if machine.is_busy else ""
+        num_repeats = self.rows[0].num_repeats
         lines = [
             f"# Against plain vLLM, {self.mode}, {machine.date}",
             "",
@@ -71,10 +72,12 @@ class Report:
             f"Load average before the start {machine.load:.2f}.{busy}",
             "",
             "SmolLM2-135M-Instruct in bf16. Both engines live in one process with the same arguments and "
-            "take strict turns; a ratio is the",
-            "median over repetitions of paired ratios, quartiles beside it. The control's distance from 1 is",
-            f'the error of the measurement. Made by `make bench ARGS="--mode {self.mode}"`: '
-            f"{self.rows[0].num_repeats} repetitions, {self.num_steps} timed decode steps on each side.",
+            "take strict turns.",
+            "A ratio is the median over repetitions of paired ratios, quartiles beside it; the control's "
+            "distance from 1 is the",
+            f"error of the measurement. {num_repeats} repetitions, {self.num_steps} timed decode steps on each "
+            "side, made by",
+            f'`make bench ARGS="--mode {self.mode} --repeats {num_repeats} --steps {self.num_steps}"`.',
         ]
         for quantity, title in _TITLES.items():
             unit = quantity.unit

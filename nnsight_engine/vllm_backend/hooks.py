@@ -57,7 +57,7 @@ def _register(points: ModelPoints, plan: StepPlan, site: Site) -> RemovableHandl
         with plan.containing(site):
             value = serve(args)
             changed = (value, *args[1:]) if writes else None
-        return changed
+        return changed  # noqa: RET504 - None where the block was left by an exception
 
     def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         with plan.containing(site):
