@@ -75,9 +75,8 @@ class Report:
             "take strict turns.",
             "A ratio is the median over repetitions of paired ratios, quartiles beside it; the control's "
             "distance from 1 is the",
-            f"error of the measurement. {num_repeats} repetitions, {self.num_steps} timed decode steps on each "
-            "side, made by",
-            f'`make bench ARGS="--mode {self.mode} --repeats {num_repeats} --steps {self.num_steps}"`.',
+            f"error of the measurement. {num_repeats} repetitions, {self.num_steps} timed decode steps each,",
+            f'made by `make bench ARGS="{self._options()}"`.',
         ]
         for quantity, title in _TITLES.items():
             unit = quantity.unit
@@ -85,6 +84,13 @@ class Report:
             lines += ["", f"## {title}", "", _line(head), _line(["---"] + ["---:"] * (len(head) - 1))]
             lines += [_line(_cells(row)) for row in self._sorted(quantity)]
         return "\n".join(lines) + "\n"
+
+    def _options(self) -> str:
+        """Return the command line that makes this report again."""
+        batches = sorted({row.case.size for row in self.rows if row.case.quantity is Quantity.DECODE})
+        listed = " ".join(map(str, batches))
+        num_repeats = self.rows[0].num_repeats
+        return f"--mode {self.mode} --batches {listed} --repeats {num_repeats} --steps {self.num_steps}"
 
     def to_json(self) -> str:
         """Return the report as JSON."""

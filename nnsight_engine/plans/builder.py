@@ -274,7 +274,7 @@ class StepBuilder:
             start = stop
         for indices in width_classes(op, self._spec):
             width = leaf_width(op.sites[indices[0]], self._spec)
-            shape = (len(indices), num_rows) if op.kind is Kind.PROBE else (len(indices), num_rows, width)
+            shape = (num_rows, len(indices)) if op.kind is Kind.PROBE else (num_rows, len(indices), width)
             buffer = torch.empty(shape, dtype=self._buffer_dtype(op), device=self._device)
             group.buffers.append(buffer)
             for place, site_index in enumerate(indices):
@@ -282,8 +282,8 @@ class StepBuilder:
                 members = [
                     Member(item.span.request, item.active, site_index, item.rows_at(key)) for item in items
                 ]
-                rebuild = _read_rebuild(plan.factory, members, buffer[place])
-                kernel = plan.factory.read(members, buffer[place])
+                rebuild = _read_rebuild(plan.factory, members, buffer[:, place])
+                kernel = plan.factory.read(members, buffer[:, place])
                 staged[key].append((items[0].stages[site_index], Group(kernel, members, rebuild)))
         plan.reads.append(group)
 

@@ -160,8 +160,8 @@ class RequestCollector:
         positions = [position for record in records for position in record.positions]
         match op.kind:
             case Kind.PROBE:
-                values = _join(records, 0, (len(op.sites), -1), np.float32)
-                points = {str(site): values[i].tolist() for i, site in enumerate(op.sites)}
+                values = _join(records, 0, (-1, len(op.sites)), np.float32)
+                points = {str(site): values[:, i].tolist() for i, site in enumerate(op.sites)}
                 return ProbeResult(op.name, positions, points)
             case Kind.LENS:
                 return LensResult(op.name, positions, _lens_layers(op, records))
@@ -179,7 +179,8 @@ class RequestCollector:
         for part, indices in enumerate(width_classes(op, self._spec)):
             width = leaf_width(op.sites[indices[0]], self._spec)
             if op.reduce == "none":
-                values = _join(records, part, (len(indices), -1, width), _ITEM_DTYPES[dtype])
+                values = _join(records, part, (-1, len(indices), width), _ITEM_DTYPES[dtype])
+                values = values.swapaxes(0, 1)
             elif op.reduce == "mean":
                 (record,) = records
                 total = np.frombuffer(record.parts[part], np.float32).reshape(len(indices), width)
@@ -206,9 +207,9 @@ def _met(op: PlannedOp, prompt_len: int, positions: Positions, token_ids: Positi
 
 
 def _join(records: list[StepRecord], part: int, shape: tuple[int, ...], dtype: type[np.generic]) -> Values:
-    """Return one part of all records, joined along the rows (the second axis)."""
+    """Return one part of all records, joined along the rows (the first axis)."""
     pieces = [np.frombuffer(record.parts[part], dtype).reshape(shape) for record in records]
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def _cast(values: npt.NDArray[np.float32], dtype: str) -> Values:
@@ -222,20 +223,20 @@ def _lens_layers(op: PlannedOp, records: list[StepRecord]) -> dict[int, list[Len
     layers: dict[int, list[LensRow]] = {site.layer: [] for site in op.sites}
     for record in records:
         num_rows = len(record.positions)
-        ids = np.frombuffer(record.parts[0], np.int32).reshape(num_sites, num_rows, op.top_k)
-        logprobs = np.frombuffer(record.parts[1], np.float32).reshape(num_sites, num_rows, op.top_k)
-        of_targets = np.frombuffer(record.parts[2], np.float32).reshape(num_sites, num_rows, num_targets)
-        ranks = np.frombuffer(record.parts[3], np.int32).reshape(num_sites, num_rows, num_targets)
+        ids = np.frombuffer(record.parts[0], np.int32).reshape(num_rows, num_sites, op.top_k)
+        logprobs = np.frombuffer(record.parts[1], np.float32).reshape(num_rows, num_sites, op.top_k)
+        of_targets = np.frombuffer(record.parts[2], np.float32).reshape(num_rows, num_sites, num_targets)
+        ranks = np.frombuffer(record.parts[3], np.int32).reshape(num_rows, num_sites, num_targets)
         for i, site in enumerate(op.sites):
             for row in range(num_rows):
                 top = [
                     LensToken(token, logprob)
-                    for token, logprob in zip(ids[i, row].tolist(), logprobs[i, row].tolist(), strict=True)
+                    for token, logprob in zip(ids[row, i].tolist(), logprobs[row, i].tolist(), strict=True)
                 ]
                 targets = [
                     LensToken(token, logprob, rank)
                     for token, logprob, rank in zip(
-                        op.targets, of_targets[i, row].tolist(), ranks[i, row].tolist(), strict=True
+                        op.targets, of_targets[row, i].tolist(), ranks[row, i].tolist(), strict=True
                     )
                 ]
                 layers[site.layer].append((top, targets))

@@ -64,6 +64,7 @@ class KernelFactory:
         """Start with nothing shared."""
         self._device = device
         self._rows: dict[tuple[int, ...], torch.Tensor] = {}
+        self._spans: dict[tuple[int, ...], tuple[int, int] | None] = {}
         self._stacks: dict[tuple[tuple[int, int, int], ...], torch.Tensor] = {}
         self._builders: dict[Kind, Callable[[list[Member]], writes.Kernel]] = {
             Kind.ADD: self._add,
@@ -89,8 +90,7 @@ class KernelFactory:
         if members[0].active.op.kind is Kind.PROBE:
             bias = [m.active.op.bias for m in members for _ in range(len(m.rows))]
             return reads.Probe(index, self._stack(members), self._column(bias).squeeze(1), out)
-        rows = [row for member in members for row in member.rows.tolist()]
-        return reads.Gather(index, reads.contiguous_span(rows), out)
+        return reads.Gather(index, self._span(members), out)
 
     def row_index(self, members: list[Member]) -> torch.Tensor:
         """Return the members' rows, one after the other, as an index tensor."""
@@ -100,6 +100,14 @@ class KernelFactory:
             rows = np.concatenate([member.rows for member in members])
             index = self._rows[key] = torch.from_numpy(rows).to(self._device)
         return index
+
+    def _span(self, members: list[Member]) -> tuple[int, int] | None:
+        """Return the members' rows as a slice's ends where they have no gap."""
+        key = tuple(id(member.rows) for member in members)
+        if key not in self._spans:
+            rows = [row for member in members for row in member.rows.tolist()]
+            self._spans[key] = contiguous_span(rows)
+        return self._spans[key]
 
     def _stack(self, members: list[Member]) -> torch.Tensor:
         """Return each member's vector once per row, ``[rows, width]``."""
@@ -115,7 +123,7 @@ class KernelFactory:
         return stack
 
     def _add(self, members: list[Member]) -> writes.Kernel:
-        return writes.Add(self.row_index(members), self._stack(members))
+        return writes.Add(self.row_index(members), self._span(members), self._stack(members))
 
     def _norm_match(self, members: list[Member]) -> writes.Kernel:
         return writes.NormMatch(self.row_index(members), self._stack(members))
@@ -160,3 +168,10 @@ class KernelFactory:
 def _stack_index(member: Member) -> int:
     tensor = member.active.tensor
     return member.site_index if tensor is not None and len(tensor) > 1 else 0
+
+
+def contiguous_span(rows: list[int]) -> tuple[int, int] | None:
+    """Return ``(start, stop)`` when ``rows`` ascend without a gap, else None."""
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return rows[0], rows[0] + len(rows)
+    return None

@@ -85,7 +85,7 @@ class Harvester:
         self, residual: torch.Tensor, top_k: int, targets: tuple[int, ...]
     ) -> list[npt.NDArray[np.generic]]:
         """Return ids, log-probabilities, then those and ranks of the targets, ``[sites, rows, k]``."""
-        num_sites, num_rows, hidden = residual.shape
+        num_rows, num_sites, hidden = residual.shape
         chunks = []
         for rows in residual.reshape(-1, hidden).split(LENS_CHUNK_ROWS):
             logits = self._lens_logits(rows)
@@ -94,7 +94,7 @@ class Harvester:
                 return []
             chunks.append(_lens_chunk(logits, top_k, targets))
         columns = [torch.cat(column) for column in zip(*chunks, strict=True)]
-        return [column.reshape(num_sites, num_rows, -1).cpu().numpy() for column in columns]
+        return [column.reshape(num_rows, num_sites, -1).cpu().numpy() for column in columns]
 
 
 def _lens_chunk(logits: torch.Tensor, top_k: int, targets: tuple[int, ...]) -> list[torch.Tensor]:
@@ -116,13 +116,13 @@ def _host_view(buffer: torch.Tensor) -> npt.NDArray[np.generic]:
 
 
 def _own_bytes(part: npt.NDArray[Any], piece: ReadSlice) -> bytes:
-    """Return one request's rows of a part ``[sites, rows, …]``, reduced as it asked."""
-    own = part[:, piece.start : piece.stop]
+    """Return one request's rows of a part ``[rows, sites, …]``, reduced as it asked."""
+    own = part[piece.start : piece.stop]
     if piece.active.op.reduce == "mean":
         # The buffer of a mean is float32 whatever it is handed out as.
-        own = own.sum(axis=1, dtype=np.float32)
+        own = own.sum(axis=0, dtype=np.float32)
     elif piece.active.op.reduce == "last":
-        own = own[:, -1]
+        own = own[-1]
     data: bytes = own.tobytes()
     return data
 

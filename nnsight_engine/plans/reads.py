@@ -54,10 +54,3 @@ class Probe:
         if residual is not None:
             value.add_(residual.index_select(0, self.rows))
         torch.add((value * self.weights).sum(dim=-1), self.bias, out=self.out)
-
-
-def contiguous_span(rows: list[int]) -> tuple[int, int] | None:
-    """Return ``(start, stop)`` when ascending ``rows`` have no gap, else None."""
-    if rows and rows[-1] - rows[0] == len(rows) - 1:
-        return rows[0], rows[-1] + 1
-    return None

@@ -22,11 +22,11 @@ class StepRecord(msgspec.Struct, array_like=True):
     Attributes:
         op: Index into the plan's operations.
         positions: Absolute positions, ascending.
-        parts: Tensor contents. Capture: one part ``[sites, rows, width]``, reduced
-            ``[sites, width]`` (a mean travels as its float32 sum). Probe: float32
-            ``[sites, rows]``. Lens: ids int32 and log-probabilities float32
-            ``[sites, rows, top_k]``, then log-probabilities float32 and ranks int32 of the
-            targets ``[sites, rows, targets]``. Patterns: one part ``[sites, rows, heads,
+        parts: Tensor contents. Capture: for each width among its sites one part ``[rows, sites,
+            width]``, reduced ``[sites, width]`` (a mean travels as its float32 sum). Probe:
+            float32 ``[rows, sites]``. Lens: ids int32 and log-probabilities float32 ``[rows,
+            sites, top_k]``, then log-probabilities float32 and ranks int32 of the targets
+            ``[rows, sites, targets]``. Patterns: one part ``[sites, rows, heads,
             keys]``, reduced ``[sites, heads, keys]``, whose keys are those of the last position.
     """
 
@@ -120,8 +120,10 @@ class PendingResults:
         if held is None or op.reduce == "last":
             self._reduced[record.op] = record
             return
-        total = np.frombuffer(held.parts[0], np.float32) + np.frombuffer(record.parts[0], np.float32)
-        held.parts[0] = total.tobytes()
+        held.parts = [
+            (np.frombuffer(total, np.float32) + np.frombuffer(part, np.float32)).tobytes()
+            for total, part in zip(held.parts, record.parts, strict=True)
+        ]
         held.positions.extend(record.positions)
 
     def take(self, *, final: bool) -> Payload | None:

@@ -107,10 +107,10 @@ class ReadSlice:
 
 @dataclasses.dataclass(slots=True)
 class ReadGroup:
-    """Reads of the same form over many requests: one buffer ``[sites, rows, width]`` per width.
+    """Reads of the same form over many requests: one buffer ``[rows, sites, width]`` per width.
 
     Attributes:
-        buffers: One per width class of the sites, in order; probes have one ``[sites, rows]``.
+        buffers: One per width class of the sites, in order; probes have one ``[rows, sites]``.
         slices: Which rows are whose.
     """
 

@@ -35,16 +35,21 @@ def value_at(
 class Add:
     """``x += delta``; ``delta`` is ``[rows, width]`` in the model's dtype.
 
-    Adding to ``hidden`` alone is enough: the model sums the two tensors itself.
+    Adding to ``hidden`` alone is enough: the model sums the two tensors itself. ``span`` is
+    ``(start, stop)`` when the rows are contiguous, which costs less than an index.
     """
 
     rows: torch.Tensor
+    span: tuple[int, int] | None
     delta: torch.Tensor
 
     def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Add in place."""
         del residual
-        hidden.index_add_(0, self.rows, self.delta)
+        if self.span is None:
+            hidden.index_add_(0, self.rows, self.delta)
+        else:
+            hidden[self.span[0] : self.span[1]].add_(self.delta)
 
 
 @dataclasses.dataclass(slots=True)

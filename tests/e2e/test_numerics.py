@@ -89,6 +89,18 @@ def test_last_reduction_over_a_generation_is_the_last_fed_token(engine: Engine) 
     torch.testing.assert_close(reply.tensor("mean", point), rows.mean(dim=0), rtol=1e-4, atol=1e-4)
 
 
+def test_a_mean_over_points_of_different_widths(engine: Engine) -> None:
+    points = [f"layers.{LAYER}.output", f"layers.{LAYER}.mlp.act", f"layers.{LAYER}.attn.output"]
+    both = [
+        {"op": "capture", "at": points, "name": "rows"},
+        {"op": "capture", "at": points, "name": "mean", "reduce": "mean"},
+    ]
+    reply = engine.ask(PROMPT, both, max_tokens=4)
+    for point in points:
+        expected = reply.tensor("rows", point).mean(dim=0)
+        torch.testing.assert_close(reply.tensor("mean", point), expected, rtol=1e-4, atol=1e-3)
+
+
 def test_probe_is_the_dot_product(engine: Engine) -> None:
     weights = random_vector(1)
     point = f"layers.{LAYER}.output"
