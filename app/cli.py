@@ -73,14 +73,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _serve(arguments[1:], console)
     except (CommandError, BundledModelError, UnsupportedOptionError) as error:
-        console.print(f"nnsight-engine: {error}", markup=False)
+        console.print(f"nnsight-engine: {error}", markup=False, soft_wrap=True)
         return 1
 
 
 def _serve(arguments: list[str], console: Console) -> int:
     settings = _settings()
-    set_engine_defaults()
     model, options = _split_model(arguments)
+    set_engine_defaults()
     with _progress(console) as progress:
         if model is None:
             task = progress.add_task("Bundled model", total=None)

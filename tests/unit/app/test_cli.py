@@ -1,0 +1,62 @@
+"""The command line up to the point where vLLM is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+import nnsight_engine
+from app.cli import _split_model, _steering_line, main
+from app.settings import Settings
+
+
+def test_without_a_command_it_shows_its_usage_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "nnsight-engine serve [MODEL]" in capsys.readouterr().err
+    assert main(["serve", "--help"]) == 0
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert nnsight_engine.__version__ in capsys.readouterr().err
+
+
+def test_a_bad_setting_is_one_line_that_names_the_variable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NNSIGHT_ENGINE_PORT", "many")
+    assert main(["serve"]) == 1
+    message = capsys.readouterr().err
+    assert "NNSIGHT_ENGINE_PORT" in message
+    assert "Traceback" not in message
+
+
+def test_a_model_given_as_an_option_is_told_where_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--model", "gpt2"]) == 1
+    assert "serve MODEL [options]" in capsys.readouterr().err
+
+
+def test_the_model_comes_first_or_not_at_all() -> None:
+    assert _split_model(["Qwen/Qwen3-0.6B", "--port", "1"]) == ("Qwen/Qwen3-0.6B", ["--port", "1"])
+    # The value of an option is no model.
+    assert _split_model(["--tensor-parallel-size", "2"]) == (None, ["--tensor-parallel-size", "2"])
+
+
+@pytest.mark.parametrize("hidden_size", [576, 64])
+def test_the_line_to_try_is_a_steering_request_in_a_shell(hidden_size: int) -> None:
+    spec = SimpleNamespace(name="m", num_layers=30, hidden_size=hidden_size)
+    line = _steering_line(f"http://127.0.0.1:{Settings().port}", spec)
+    assert "\n" not in line
+    body = subprocess.run(
+        ["bash", "-c", 'curl() { printf "%s" "${@: -1}"; }; ' + line],
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout
+    (steer,) = json.loads(body)["interventions"]
+    assert steer["op"] == "steer"
+    assert len(steer["vector"]) == hidden_size
+    assert sum(steer["vector"]) == 1
