@@ -144,7 +144,7 @@ class StepBuilder:
                 continue
             if active.keys[0] == SAMPLES:
                 # Sampled ids exist only after the forward pass, and never share an operation.
-                if span.samples and offsets[-1] == span.num_rows - 1:
+                if offsets[-1] == span.num_rows - 1:
                     plan.samples.append((span.request, active))
                 continue
             numbers = tuple(stages[key] for key in active.keys)
@@ -329,9 +329,7 @@ def _read_key(item: Rows) -> GroupKey:
         return (op.kind, item.active.keys, item.stages, op.top_k, op.targets)
     if op.kind is Kind.PROBE:
         return (op.kind, item.active.keys, item.stages)
-    # Logits and pattern rows are counted otherwise than those of other sites.
-    own = id(item) if LOGITS in item.active.keys else 0
-    return (op.kind, item.active.keys, item.stages, op.dtype, op.reduce == "mean", own)
+    return (op.kind, item.active.keys, item.stages, op.dtype, op.reduce == "mean")
 
 
 def _write_member(item: Rows, site_index: int, key: SiteKey) -> Member:

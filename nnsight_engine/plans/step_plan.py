@@ -36,7 +36,6 @@ class Span:
         num_rows: How many.
         start: Absolute position of the first.
         token_ids: Ids of the request's tokens by absolute position, at least up to the span's end.
-        samples: Whether the last row's sample counts (the prompt is complete).
     """
 
     request: ActiveRequest
@@ -44,7 +43,6 @@ class Span:
     num_rows: int
     start: int
     token_ids: npt.NDArray[np.int32]
-    samples: bool = True
 
     @property
     def stop(self) -> int:

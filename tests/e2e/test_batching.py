@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from nnsight_engine.plans.collected import ProbeResult
 from tests.e2e.harness import Ask, Engine, Reply, random_vector
 from tests.e2e.neighbours import INTERVENING, INTERVENTIONS, PROMPTS, asks, assert_neighbours_notice_nothing
 
@@ -71,6 +72,30 @@ def test_a_read_that_meets_no_position_still_has_a_result(engine: Engine) -> Non
     reply = engine.ask(PROMPTS[2], interventions, max_tokens=4)
     assert [reply.result(name).positions for name in "cpl"] == [[], [], []]
     assert reply.tensor("c", "layers.3.mlp.act").shape == (0, 1536)
+
+
+def test_logits_of_two_requests_in_one_batch_are_their_own(engine: Engine) -> None:
+    capture = {
+        "op": "capture",
+        "at": "logits",
+        "dtype": "float32",
+        "name": "c",
+        "where": {"positions": [1, -1]},
+    }
+    probe = {"op": "probe", "at": "logits", "weights": [1.0] * engine.spec.vocab_size, "name": "p"}
+    batch = [Ask(prompt, [capture, probe], max_tokens=2) for prompt in PROMPTS[:2]]
+    for ask, (joint,) in zip(batch, engine.run(batch), strict=True):
+        ((alone,),) = engine.run([ask])
+        assert joint.result("c").positions == alone.result("c").positions
+        torch.testing.assert_close(
+            joint.tensor("c", "logits"), alone.tensor("c", "logits"), rtol=0.05, atol=0.5
+        )
+        both = joint.result("p")
+        assert isinstance(both, ProbeResult)
+        totals = joint.tensor("c", "logits").sum(dim=-1).tolist()
+        assert [both.points["logits"][p] for p in joint.result("c").positions] == pytest.approx(
+            totals, rel=1e-3, abs=5
+        )
 
 
 def test_where_by_token_follows_what_was_generated(engine: Engine) -> None:
