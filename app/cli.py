@@ -46,6 +46,12 @@ _DEMO_AXIS: Final = 464
 """A unit of the bundled model's residual stream along which steering reads well."""
 
 
+_COMPILE_COST: Final = (
+    "--compile: on CPU the model is compiled anew at every start, which takes about a minute longer than the "
+    "eager engine; decoding is then faster (benchmarks/results compares both)."
+)
+
+
 class CommandError(Exception):
     """A command that cannot run; the message tells what to change."""
 
@@ -92,6 +98,8 @@ def _serve(arguments: list[str], console: Console) -> int:
         # Importing vLLM takes seconds, so it waits until there is something to show.
         arguments_module = importlib.import_module("app.engine.vllm_arguments")
         client_module = importlib.import_module("app.engine.vllm_client")
+    if "--compile" in options:
+        console.print(_COMPILE_COST, markup=False, soft_wrap=True)
     args = arguments_module.parse([model, *options])
     settings = settings.model_copy(
         update={"host": args.host or settings.host, "port": _port(options, args, settings)}

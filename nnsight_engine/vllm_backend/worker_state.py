@@ -157,34 +157,24 @@ class WorkerState:
             sample_rows: Row of ``hidden`` behind each row of ``sampled``, ascending.
             compute_logits: The model's own unembedding.
         """
-        if len(plan.logits_rows):
-            with plan.containing(LOGITS):
-                self._run_logits(plan, hidden, sampled, sample_rows, compute_logits)
-
-    @staticmethod
-    def _run_logits(
-        plan: StepPlan,
-        hidden: torch.Tensor,
-        sampled: torch.Tensor,
-        sample_rows: np.ndarray[Any, np.dtype[np.int64]],
-        compute_logits: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
         rows = plan.logits_rows
-        place = np.searchsorted(sample_rows, rows)
-        place = np.minimum(place, len(sample_rows) - 1)
-        known = sample_rows[place] == rows
-        # Only what the engine has not computed is computed here.
-        logits = sampled.new_empty(len(rows), sampled.shape[1])
-        own = torch.from_numpy(np.flatnonzero(known)).to(sampled.device)
-        from_sampled = torch.from_numpy(place[known]).to(sampled.device)
-        logits[own] = sampled[from_sampled]
-        if not known.all():
-            extra = torch.from_numpy(np.flatnonzero(~known)).to(sampled.device)
-            extra_rows = torch.from_numpy(rows[~known]).to(hidden.device)
-            logits[extra] = compute_logits(hidden[extra_rows]).to(logits.dtype)
-        plan.run(LOGITS, logits, None)
-        if plan.writes_logits:
-            sampled[from_sampled] = logits[own]
+        if not len(rows):
+            return
+        with plan.containing(LOGITS):
+            place = np.minimum(np.searchsorted(sample_rows, rows), len(sample_rows) - 1)
+            known = sample_rows[place] == rows
+            # Only what the engine has not computed is computed here.
+            logits = sampled.new_empty(len(rows), sampled.shape[1])
+            own = torch.from_numpy(np.flatnonzero(known)).to(sampled.device)
+            from_sampled = torch.from_numpy(place[known]).to(sampled.device)
+            logits[own] = sampled[from_sampled]
+            if not known.all():
+                extra = torch.from_numpy(np.flatnonzero(~known)).to(sampled.device)
+                extra_rows = torch.from_numpy(rows[~known]).to(hidden.device)
+                logits[extra] = compute_logits(hidden[extra_rows]).to(logits.dtype)
+            plan.run(LOGITS, logits, None)
+            if plan.writes_logits:
+                sampled[from_sampled] = logits[own]
 
     def finish(
         self, plan: StepPlan | None, sampled: Sequence[Sequence[int]], order: dict[str, int]
