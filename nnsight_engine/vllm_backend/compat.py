@@ -6,12 +6,14 @@ stable parts only.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.model_spec import ModelSpec
@@ -87,6 +89,9 @@ def platform_worker_class() -> Any:
 
 def attach_results(output: Any, results: StepResults) -> Any:
     """Let results ride on a runner's output, which travels pickled between vLLM's own processes."""
+    if output is EMPTY_MODEL_RUNNER_OUTPUT:
+        # One object for every step without tokens, which must not carry this step's results for ever.
+        output = copy.copy(output)
     setattr(output, _RESULTS_ATTRIBUTE, results)
     return output
 

@@ -27,7 +27,9 @@ def hooked(points: ModelPoints, plan: StepPlan) -> Iterator[None]:
     """Serve the plan's hook sites during one forward pass."""
     handles: list[RemovableHandle | AttentionHook] = []
     try:
-        handles.extend(_register(points, plan, site) for site in plan.hook_sites())
+        for site in plan.hook_sites():
+            with plan.containing(site):
+                handles.append(_register(points, plan, site))
         yield
     finally:
         for handle in handles:
