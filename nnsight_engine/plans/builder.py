@@ -155,7 +155,10 @@ class StepBuilder:
         if patterns:
             self._patterns.plan(plan, span, patterns)
         plan.reserved[span.request.request_id] = reserved
-        return work if self._reserve(span, reserved) else []
+        if self._reserve(span, reserved):
+            return work
+        # Its writes go on: others may already share the keys and values of this very step.
+        return [item for item in work if not item.active.op.reads]
 
     def _reserve(self, span: Span, reserved: StepBytes) -> bool:
         """Count a step's bytes; over a limit the request fails and nothing is allocated for it."""

@@ -7,6 +7,7 @@ request holds memory that belongs to its neighbours.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from nnsight_engine.plans.active import ActiveRequest
 from nnsight_engine.plans.records import StepRecord, StepResults
 from nnsight_engine.plans.request_plan import Kind
 from nnsight_engine.plans.step_plan import ReadGroup, ReadSlice, StepPlan
+
+logger = logging.getLogger(__name__)
 
 LENS_CHUNK_ROWS = 128
 """Rows projected to the vocabulary at once: bounds the scratch memory of a lens."""
@@ -49,7 +52,12 @@ class Harvester:
         """
         records: dict[str, list[StepRecord]] = defaultdict(list)
         for group in plan.reads:
-            self._harvest_group(group, plan, records)
+            try:
+                self._harvest_group(group, plan, records)
+            except Exception as error:
+                logger.exception("a group of reads could not be harvested")
+                for piece in group.slices:
+                    piece.request.fail("intervention_failed", f"results could not be collected: {error}")
         for pattern in plan.patterns:
             part = tensor_to_bytes(pattern.out)
             record = StepRecord(pattern.active.index, pattern.positions, [part])

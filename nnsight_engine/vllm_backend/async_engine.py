@@ -7,6 +7,7 @@ a bad request is refused with a status and not inside a stream.
 
 from __future__ import annotations
 
+import secrets
 import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -66,6 +67,7 @@ class InterventionAsyncLLM(AsyncLLM):
         self.router.attach(self.output_processor)
         self._calls: dict[str, InterventionCall] = {}
         self._contents = ContentTable()
+        self._salt_secret = secrets.token_hex()
         return self.spec
 
     def open_call(self, call: InterventionCall) -> None:
@@ -91,13 +93,14 @@ class InterventionAsyncLLM(AsyncLLM):
             ApiError: The call's operations do not fit this prompt.
         """
         extra = sampling_params.extra_args or {}
-        if PLAN_KEY in extra:
+        ticket = extra.get(TICKET_KEY)
+        call = self._calls.get(ticket) if isinstance(ticket, str) else None
+        if PLAN_KEY in extra or (ticket is not None and call is None):
             raise ApiError(
                 ErrorCode.BAD_REQUEST,
-                f"vllm_xargs may not name {PLAN_KEY!r}; send the field `interventions` instead",
+                f"vllm_xargs may not name {PLAN_KEY!r} or {TICKET_KEY!r}; send `interventions` instead",
                 "vllm_xargs",
             )
-        call = self._calls.get(extra.get(TICKET_KEY, ""))
         if call is None:
             plain: AsyncGenerator[RequestOutput, None] = super().generate(
                 prompt, sampling_params, request_id, **kwargs
@@ -117,7 +120,7 @@ class InterventionAsyncLLM(AsyncLLM):
         entry = PromptEntry(key, compiled, collectors, [[] for _ in collectors])
         call.entries.append(entry)
         prepare_params(sampling_params, compiled, key)
-        salt = salted(compiled, prompt.get("cache_salt"))
+        salt = salted(compiled, prompt.get("cache_salt"), self._salt_secret)
         if salt is not None:
             prompt = {**prompt, "cache_salt": salt}
         return self._generate(call, entry, prompt, sampling_params, request_id, **kwargs)

@@ -127,14 +127,21 @@ class InterventionCall:
         return self.entries[prompt], index
 
 
-def salted(compiled: CompiledRequest, salt: str | None) -> str | None:
+def salted(compiled: CompiledRequest, salt: str | None, secret: str) -> str | None:
     """Return the prefix cache salt of a request: hex, its own for each set of writes.
 
-    Keys and values that carry a write must never serve a request without it.
+    Keys and values that carry a write must never serve a request without it, nor the reverse.
+
+    Args:
+        compiled: The request.
+        salt: The request's own ``cache_salt``, which shares nothing with other salts.
+        secret: The engine's own. Fingerprints are public, and a plain request may bring any salt:
+            without a secret it could fill the cache of a steered one.
     """
     if not compiled.plan.fingerprint:
         return salt
-    return hashlib.sha256(f"{salt or ''}:{compiled.plan.fingerprint}".encode()).hexdigest()
+    parts = [secret, compiled.plan.fingerprint, salt or ""]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def engine_entry(compiled: CompiledRequest, key: str) -> dict[str, Any]:

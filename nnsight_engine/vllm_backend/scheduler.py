@@ -10,7 +10,7 @@ however it ends.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -23,6 +23,9 @@ from nnsight_engine.plans.request_plan import PLAN_KEY, RequestPlan
 from nnsight_engine.vllm_backend.compat import detach_results
 from nnsight_engine.vllm_backend.interning import ContentTable
 
+_READ_FAILURES: Final = frozenset({"capture_too_large", "engine_capture_full"})
+"""Failures of reads alone: the request's writes happened all the same."""
+
 
 class InterventionScheduler(Scheduler):
     """vLLM's scheduler, carrying results and failures of interventions."""
@@ -32,6 +35,7 @@ class InterventionScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self._pending: dict[str, PendingResults] = {}
         self._owners: dict[str, str] = {}
+        self._writers: set[str] = set()
         self.contents = ContentTable()
 
     def add_request(self, request: Request) -> None:
@@ -43,6 +47,8 @@ class InterventionScheduler(Scheduler):
             plan = RequestPlan.decode(entry["plan"])
             self._pending[request.request_id] = PendingResults(plan, stops_outside=bool(params.stop))
             self._owners[request.request_id] = entry["key"]
+            if plan.fingerprint:
+                self._writers.add(request.request_id)
         super().add_request(request)
 
     def finish_requests(
@@ -60,10 +66,11 @@ class InterventionScheduler(Scheduler):
         """Take the step's results, and send them with the outputs that leave."""
         results = detach_results(model_runner_output)
         if results is not None:
-            self._absorb(results)
             # Blocks can be named only while their request still has them.
+            self._spoil_sharers(results.failures)
             for request_id in results.failures:
                 self._uncache(request_id)
+            self._absorb(results)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
@@ -87,10 +94,34 @@ class InterventionScheduler(Scheduler):
             if pending is not None:
                 pending.absorb((), None, failure)
 
+    def _spoil_sharers(self, failures: dict[str, Failure]) -> None:
+        """Fail also those who took blocks from a request whose writes did not all happen.
+
+        vLLM publishes a block when it schedules it, so a request of the same step may hold blocks
+        whose keys and values lack a write. Requests share blocks only when they write alike.
+        """
+        spoiled = [
+            request_id
+            for request_id, failure in failures.items()
+            if failure.code not in _READ_FAILURES and request_id in self._writers
+        ]
+        while spoiled:
+            blocks = self._blocks(spoiled.pop())
+            for request_id in self._writers - failures.keys():
+                if blocks & self._blocks(request_id):
+                    message = (
+                        "the keys and values it shared with a failed request are incomplete; send it again"
+                    )
+                    failures[request_id] = Failure("intervention_failed", message)
+                    spoiled.append(request_id)
+
+    def _blocks(self, request_id: str) -> set[int]:
+        if request_id not in self.requests:
+            return set()
+        return {block for group in self.kv_cache_manager.get_block_ids(request_id) for block in group}
+
     def _uncache(self, request_id: str) -> None:
-        if request_id in self.requests:
-            block_ids = self.kv_cache_manager.get_block_ids(request_id)
-            self.kv_cache_manager.evict_blocks({block for group in block_ids for block in group})
+        self.kv_cache_manager.evict_blocks(self._blocks(request_id))
 
     def _attach(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         for client_outputs in outputs.values():
@@ -126,4 +157,5 @@ class InterventionScheduler(Scheduler):
     def _drop(self, request_id: str) -> None:
         if self._pending.pop(request_id, None) is not None:
             del self._owners[request_id]
+            self._writers.discard(request_id)
             self.contents.release(request_id)

@@ -127,6 +127,15 @@ class WorkerState:
             logger.exception("a step could not be planned")
             for span in spans:
                 self._try(span)
+            self._builder.forget()
+        try:
+            return self._builder.plan(spans)
+        except Exception as error:
+            # Each alone is possible and all together are not: nothing is left to choose by.
+            logger.exception("a step could not be planned for all of its requests")
+            self._builder.forget()
+            for span in spans:
+                span.request.fail("intervention_failed", f"the step could not be planned: {error}")
             return self._builder.plan(spans)
 
     def _try(self, span: Span) -> None:

@@ -155,7 +155,7 @@ class Engine:
                 num_choices=params.n,
             )
             prepare_params(params, compiled, request_id)
-            salt = salted(compiled, None)
+            salt = salted(compiled, None, "secret")
             if salt is not None:
                 prompt["cache_salt"] = salt
         if tamper is not None:

@@ -47,6 +47,31 @@ def test_the_engines_limit_counts_everybody(engine: Engine) -> None:
     assert set(engine.held().values()) == {0}
 
 
+def test_who_shares_blocks_with_a_failing_request_is_still_steered(engine: Engine) -> None:
+    prompt = "The history of the city begins with a small settlement by the river. " * 4
+    steer = {"op": "steer", "at": "layers.5.output", "vector": random_vector(0), "scale": 4}
+    capture = {"op": "capture", "at": "layers.0.output", "name": "c", "where": {"phase": "prompt"}}
+    expected = engine.ask(prompt, [steer], max_tokens=8).token_ids
+    assert expected != engine.ask(prompt, max_tokens=8).token_ids
+    assert engine.llm.reset_prefix_cache()
+    holding = engine.submit(Ask(prompt, [capture], max_tokens=40))
+    engine.core.step()
+    batch = [
+        engine.submit(Ask(prompt, [steer, capture], max_tokens=8)),
+        engine.submit(Ask(prompt, [steer], max_tokens=8)),
+    ]
+    done: dict[str, Any] = {}
+    while engine.core.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.core.step() if output.finished}
+    failed, sharing, held = (engine.replies(entry, done[entry.request_id])[0] for entry in (*batch, holding))
+    assert failed.failure is not None
+    assert failed.failure.code == "engine_capture_full"
+    assert held.failure is None
+    assert sharing.failure is None
+    assert sharing.token_ids == expected
+    assert engine.ask(prompt, [steer], max_tokens=8).token_ids == expected
+
+
 def test_a_plan_that_raises_in_the_worker_fails_alone(engine: Engine) -> None:
     """Past admission, a plan with a tensor of the wrong width must not reach its neighbours."""
     good = Ask("I think dogs are", max_tokens=6)
