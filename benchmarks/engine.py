@@ -109,7 +109,7 @@ class Engine:
             num_choices=1,
         )
         prepare_params(params, compiled, request_id)
-        salt = salted(compiled, None)
+        salt = salted(compiled, None, "benchmark")
         if salt is not None:
             content["cache_salt"] = salt
         return collector
