@@ -92,7 +92,7 @@ class Harvester:
     def _lens(
         self, residual: torch.Tensor, top_k: int, targets: tuple[int, ...]
     ) -> list[npt.NDArray[np.generic]]:
-        """Return ids, log-probabilities, then those and ranks of the targets, ``[sites, rows, k]``."""
+        """Return ids, log-probabilities, then those and ranks of the targets, ``[rows, sites, k]``."""
         num_rows, num_sites, hidden = residual.shape
         chunks = []
         for rows in residual.reshape(-1, hidden).split(LENS_CHUNK_ROWS):

@@ -22,7 +22,6 @@ from nnsight_engine.plans.records import StepResults
 if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.families import ModelPoints
 
-SUPPORTED_VERSION: Final = "0.32"
 CONFIG_KEY: Final = "nnsight_engine"
 """Key of our entry in vLLM's ``additional_config``, which is part of the compile cache's key."""
 
