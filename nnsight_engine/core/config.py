@@ -1,0 +1,193 @@
+"""What a person sets once for the library, kept in a file of theirs: ``CONFIG.APP.DEBUG = True``.
+
+Options are read on hot paths, so each is a plain attribute; the price is paid by whoever sets one, where a
+name or a type that is wrong is an error at once. The file holds a key: only its owner may read it, and no
+reader ever sees half of one. A file that cannot be used is worth a warning, never a failed import. The
+environment is not consulted: the server has settings of its own for that. ``CONFIG`` is the only instance
+that the library reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Final, NoReturn
+
+import platformdirs
+
+_FILE_NAME: Final = "config.json"
+
+
+class _Section:
+    """Options of one subject; setting checks, reading costs nothing extra."""
+
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an option.
+
+        Raises:
+            AttributeError: There is none of that name.
+            TypeError: The value is not of the option's type.
+        """
+        expected = _option_types(self).get(name)
+        if expected is None and not hasattr(type(self), name):
+            raise AttributeError(f"no option {name!r}; there are {', '.join(_option_types(self))}")
+        if expected is not None and not isinstance(value, expected):
+            raise TypeError(f"{name} must be a {expected.__name__}, got {type(value).__name__}")
+        object.__setattr__(self, name, value)
+
+
+@dataclasses.dataclass(slots=True)
+class AppOptions(_Section):
+    """How traces run and what they report.
+
+    Attributes:
+        DEBUG: Tracebacks also show the library's own frames.
+        CROSS_INVOKER: Variables of one invoke can be used in the invokes after it.
+        PYMOUNT: Every object has ``.save()`` inside a trace; without it there is the function ``save``.
+        REMOTE_LOGGING: A remote trace prints its status while it waits.
+    """
+
+    DEBUG: bool = False
+    CROSS_INVOKER: bool = True
+    PYMOUNT: bool = True
+    REMOTE_LOGGING: bool = True
+
+    @property
+    def TRACE_CACHING(self) -> bool:  # noqa: N802 - the name of an option
+        """Always True: compiled traces are kept. Setting it warns and changes nothing."""
+        return True
+
+    @TRACE_CACHING.setter
+    def TRACE_CACHING(self, _value: bool) -> None:  # noqa: N802 - a setter's only form
+        message = "TRACE_CACHING is deprecated and has no effect: compiled traces are always kept"
+        warnings.warn(message, DeprecationWarning, stacklevel=3)  # the line that sets it
+
+
+@dataclasses.dataclass(slots=True)
+class ApiOptions(_Section):
+    """Which server runs remote traces.
+
+    Attributes:
+        HOST: Its address, such as ``http://127.0.0.1:8000``.
+        KEY: What it knows us by; empty for a server without keys.
+    """
+
+    HOST: str = "http://127.0.0.1:8000"
+    KEY: str = dataclasses.field(default="", repr=False)
+
+
+class Config:
+    """The sections of options and the file that remembers them.
+
+    Args:
+        path: The file; it need not exist. What it says is in force at once, the rest has its default.
+    """
+
+    __slots__ = ("API", "APP", "_path")
+
+    APP: AppOptions
+    API: ApiOptions
+    _path: Path
+
+    def __init__(self, path: Path) -> None:
+        """Read the file if there is one."""
+        object.__setattr__(self, "APP", AppOptions())
+        object.__setattr__(self, "API", ApiOptions())
+        object.__setattr__(self, "_path", path)
+        for section, options in self._read().items():
+            self._apply(section, options)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        """Refuse: options live in the sections."""
+        raise AttributeError(f"{name!r} cannot be set here; set an option of CONFIG.APP or CONFIG.API")
+
+    def __repr__(self) -> str:
+        """Show the options, save for the key."""
+        return f"Config({self.APP}, {self.API})"
+
+    def save(self) -> None:
+        """Make all options as they are now the defaults of this user's later programs.
+
+        Raises:
+            OSError: The file cannot be written; its name is in the error.
+        """
+        self._write({name: dataclasses.asdict(section) for name, section in self._sections().items()})
+
+    def set_default_api_key(self, key: str) -> None:
+        """Set ``API.KEY`` and remember it, and it alone, for later programs."""
+        self.API.KEY = key
+        self._write({"API": {"KEY": key}})
+
+    def set_default_app_debug(self, debug: bool) -> None:  # noqa: FBT001 - the documented form of this call
+        """Set ``APP.DEBUG`` and remember it, and it alone, for later programs."""
+        self.APP.DEBUG = debug
+        self._write({"APP": {"DEBUG": debug}})
+
+    def _sections(self) -> dict[str, AppOptions | ApiOptions]:
+        return {"APP": self.APP, "API": self.API}
+
+    def _apply(self, name: str, options: object) -> None:
+        section = self._sections().get(name)
+        if section is None or not isinstance(options, dict):
+            self._warn(f"ignored {name!r}; the sections are {', '.join(self._sections())}")
+            return
+        for option, value in options.items():
+            if option not in _option_types(section):
+                self._warn(f"ignored the unknown option {name}.{option}")
+                continue
+            try:
+                setattr(section, option, value)
+            except TypeError as error:
+                self._warn(f"ignored {name}.{option}: {error}")
+
+    def _read(self) -> dict[str, object]:
+        try:
+            content = json.loads(self._path.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            self._warn(f"ignored all of it, it cannot be read: {error}")
+            return {}
+        if not isinstance(content, dict):
+            self._warn(f"ignored all of it: expected an object, got a {type(content).__name__}")
+            return {}
+        return content
+
+    def _write(self, changes: dict[str, dict[str, object]]) -> None:
+        """Replace the file by itself with changes; what a newer version put there stays."""
+        content = self._read()
+        for name, options in changes.items():
+            before = content.get(name)
+            content[name] = (before if isinstance(before, dict) else {}) | options
+        target = self._path.resolve()  # a link stays one
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, prepared = tempfile.mkstemp(dir=target.parent, prefix=f".{_FILE_NAME}.")  # mode 0600
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(content, file, indent=2)
+                file.write("\n")
+            Path(prepared).replace(target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                Path(prepared).unlink()
+            raise
+
+    def _warn(self, message: str) -> None:
+        warnings.warn(f"{self._path}: {message}", UserWarning, stacklevel=2)
+
+
+def _option_types(section: object) -> dict[str, type]:
+    """Return the options of a section with their types; a default tells its type."""
+    if not isinstance(section, (AppOptions, ApiOptions)):
+        return {}
+    return {field.name: type(field.default) for field in dataclasses.fields(section)}
+
+
+CONFIG: Final = Config(Path(platformdirs.user_config_dir("nnsight-engine")) / _FILE_NAME)

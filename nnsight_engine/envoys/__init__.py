@@ -1,0 +1,1 @@
+"""The tree that mirrors a model's modules, through which blocks read and write what the model computes."""

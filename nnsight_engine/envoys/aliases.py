@@ -1,0 +1,137 @@
+"""Further names for modules: the same code for models that call the same thing differently.
+
+``rename`` maps a path to one name or several. ``"mlp": "feedforward"`` gives every module called ``mlp`` a
+second name. ``"transformer.h": "layers"`` and ``".transformer.h": ".layers"`` put the name where the path
+starts; a leading dot means the root. The original name always stays.
+
+A ``rename`` may serve several architectures at once: a path that a model lacks is passed over, so that
+``{"transformer.h": "layers", "model.layers": "layers"}`` is ``layers`` on either. Envoys call this when they
+are built and when they are asked for a name that is nobody's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nnsight_engine.envoys.envoy import Envoy
+
+Rename = Mapping[str, str | list[str] | tuple[str, ...]]
+
+
+class Aliases:
+    """The further names that one envoy knows."""
+
+    def __init__(self, rename: Rename) -> None:
+        """Read ``rename``.
+
+        Raises:
+            TypeError: It is not a mapping of names to names.
+            ValueError: A name is not one.
+        """
+        if not isinstance(rename, Mapping):
+            raise TypeError(f"rename maps paths to names, {{'transformer.h': 'layers'}}, got {rename!r}")
+        self.rename = rename
+        self._paths: dict[str, list[str]] = {}
+        self._aliases: dict[str, list[str]] = {}
+        items: Mapping[Any, Any] = rename  # written by people
+        for name, given in items.items():
+            aliases = [given] if isinstance(given, str) else given
+            if not isinstance(aliases, (list, tuple)) or not all(
+                isinstance(one, str) for one in (name, *aliases)
+            ):
+                raise TypeError(f"rename maps a path to a name or a list of names, got {name!r}: {given!r}")
+            for alias in aliases:
+                self._add(name, alias)
+
+    def _add(self, name: str, alias: str) -> None:
+        plain = alias.removeprefix(".")
+        if not plain.isidentifier() or not all(
+            part.isidentifier() or part.isdigit() for part in _parts(name)
+        ):
+            raise ValueError(
+                f"rename={{{name!r}: {alias!r}}}: the key is a path such as 'transformer.h', "
+                "the value a single name"
+            )
+        self._paths.setdefault(plain, []).append(name)
+        self._aliases.setdefault(name, []).append(plain)
+
+    @property
+    def names(self) -> list[str]:
+        """The further names themselves."""
+        return list(self._paths)
+
+    def refuse(self, taken: Container[str]) -> None:
+        """Raise if a further name is taken already and would never be looked up.
+
+        Raises:
+            ValueError: One of the names is among ``taken``.
+        """
+        for alias, paths in self._paths.items():
+            if alias in taken:
+                raise ValueError(
+                    f"rename={{{paths[0]!r}: {alias!r}}}: every envoy has a {alias!r} of its own; "
+                    "choose another name"
+                )
+
+    def resolve(self, alias: str, *, is_root: bool) -> list[str]:
+        """Return the paths that ``alias`` may stand for on this envoy, without leading dots."""
+        paths = self._paths.get(alias, ())
+        return [path.removeprefix(".") for path in paths if is_root or not path.startswith(".")]
+
+    def names_for(self, child: str, *, is_root: bool) -> list[str]:
+        """Return the further names of a direct child, for listings."""
+        rooted = self._aliases.get(f".{child}", []) if is_root else []
+        return [*self._aliases.get(child, []), *rooted]
+
+
+def by_alias(envoy: Envoy, name: str, tried: frozenset[tuple[int, str]] = frozenset()) -> Any:
+    """Return what a further name stands for on ``envoy``, or None."""
+    here = (id(envoy), name)
+    aliases: Aliases | None = envoy._alias
+    if aliases is None or here in tried:
+        return None
+    paths = aliases.resolve(name, is_root=envoy._is_root)
+    reached = (descend(envoy, path, tried | {here}) for path in paths)
+    return next((found for found in reached if found is not None), None)
+
+
+def descend(envoy: Envoy, path: str, tried: frozenset[tuple[int, str]] = frozenset()) -> Any:
+    """Return what is at ``path`` below ``envoy``, or None; parts may be further names themselves."""
+    found: Any = envoy
+    for part in path.split("."):
+        if "_names" not in getattr(found, "__dict__", ()):
+            return None  # a parameter, say, has nothing below
+        if part in found._names:
+            found = found.__dict__[part]
+        elif hasattr(found._module, part):
+            found = getattr(found, part)
+        else:
+            found = by_alias(found, part, tried)
+    return found
+
+
+def check_aliases(envoy: Envoy) -> None:
+    """Refuse further names that could not be looked up on ``envoy``, or not without a doubt.
+
+    Raises:
+        ValueError: A name is one of the envoy's own, or stands for two modules.
+    """
+    aliases: Aliases = envoy._alias
+    if envoy._is_root:
+        aliases.refuse(dir(type(envoy)))
+    for name in aliases.names:
+        paths = aliases.resolve(name, is_root=envoy._is_root)
+        if len(paths) > 1:
+            there = {id(found): path for path in paths if (found := descend(envoy, path)) is not None}
+            if len(there) > 1:
+                first, second, *_ = there.values()
+                raise ValueError(
+                    f"rename gives the name {name!r} to both {first!r} and {second!r} of {envoy.path}; "
+                    "leave one of them out"
+                )
+
+
+def _parts(name: str) -> list[str]:
+    return name.removeprefix(".").split(".")

@@ -1,0 +1,548 @@
+"""An envoy stands for one module: it looks like the module, and gives and takes its values during a trace."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType
+from typing import Any, Self, TypeAlias
+
+import torch
+
+from nnsight_engine.envoys.aliases import Aliases, Rename, by_alias, check_aliases
+from nnsight_engine.envoys.display import NoSuchModuleError, as_html, as_text, names_of
+from nnsight_engine.envoys.eproperty import eproperty
+from nnsight_engine.envoys.hooks import requires_input, requires_output
+from nnsight_engine.envoys.operations import ForwardSource, SourceEnvoy
+from nnsight_engine.envoys.probes import Probes
+from nnsight_engine.envoys.tracers import backwards
+from nnsight_engine.envoys.tracers.editing import Edit, EditingTracer
+from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+from nnsight_engine.envoys.tracers.scanning import ScanningTracer
+from nnsight_engine.envoys.tracers.session import Session
+from nnsight_engine.interleaving.batching import Batchable, Batcher
+from nnsight_engine.interleaving.events import Events
+from nnsight_engine.interleaving.interleaver import Interleaver
+from nnsight_engine.interleaving.mediator import Mediator
+from nnsight_engine.tracing.errors import WithBlockNotFoundError
+from nnsight_engine.tracing.tracer import SITES, Backend
+
+EnvoyMap: TypeAlias = "type[Envoy] | Mapping[type[torch.nn.Module], type[Envoy]] | None"
+"""Which class stands for a module: one for all, or by the module's class; None means ``Envoy``."""
+
+backwards.install()
+
+_METHODS = (FunctionType, MethodType, BuiltinFunctionType)
+
+
+class Envoy(Batchable):
+    """Stands for a module and everything under it.
+
+    Inside a trace, ``output``, ``input`` and ``inputs`` wait for the module's values and can be assigned.
+    Anything else is looked up on the module itself.
+
+    Attributes:
+        path: Where the module is, ``model.layers.3``; what its values are called begins with it.
+    """
+
+    path: str | None
+    _module: torch.nn.Module
+    _root: Envoy
+    _is_root: bool
+    _interleaver: Interleaver
+    _alias: Aliases | None
+    _envoys: EnvoyMap
+    _children: list[Envoy]
+    _names: list[str]
+    _source: ForwardSource | None
+    _sources: list[ForwardSource]
+    _default_mediators: list[Edit]
+    _fake: dict[str, Any]
+    _by_module: dict[int, Envoy]
+    _probes: Probes | None
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        interleaver: Interleaver | None = None,
+        path: str = "model",
+        rename: Rename | None = None,
+        envoys: EnvoyMap = None,
+        root: Envoy | None = None,
+    ) -> None:
+        """Stand for ``module`` and build the tree under it.
+
+        Args:
+            module: The module.
+            interleaver: What values go through; one of its own by default, shared by the whole tree.
+            path: Where the module is.
+            rename: Further names for modules, see ``aliases``.
+            envoys: The classes that stand for the modules below.
+            root: The envoy at the top of the tree; this one by default.
+        """
+        mine = self.__dict__
+        mine["path"] = path
+        mine["_module"] = module
+        mine["_root"] = root if root is not None else self
+        mine["_is_root"] = root is None
+        mine["_interleaver"] = interleaver if interleaver is not None else Interleaver()
+        mine["_alias"] = Aliases(rename) if rename else None
+        mine["_envoys"] = envoys
+        mine["_children"] = []
+        mine["_names"] = []
+        mine["_source"] = None
+        mine["_default_mediators"] = []
+        mine["_fake"] = {}
+        if root is None:
+            mine["_by_module"] = {id(module): self}
+            mine["_probes"] = None
+            mine["_sources"] = []
+        for name, child in module.named_children():
+            self._add_envoy(child, name)
+        if mine["_alias"] is not None:
+            check_aliases(self)
+
+    # Values.
+
+    @eproperty(description="output")
+    @requires_output
+    def output(self) -> Any:
+        """What the module returns; assign to replace it. Waits until the module has run."""
+
+    @eproperty(key="input", description="inputs")
+    @requires_input
+    def inputs(self) -> Any:
+        """What the module is called with, ``(args, kwargs)``; assign to replace both."""
+
+    @eproperty(key="input", description="input")
+    @requires_input
+    def input(self) -> Any:
+        """The module's first argument: the first positional one, else the first by keyword."""
+
+    @input.preprocess
+    def _first(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        args, kwargs = value
+        return args[0] if args else next(iter(kwargs.values()), None)
+
+    @input.postprocess
+    def _with_first(self, value: Any) -> Any:
+        args, kwargs = Envoy.inputs.__get__(self)  # not self.inputs, which may be a module of that name
+        if args or not kwargs:
+            return (value, *args[1:]), kwargs
+        return args, {**kwargs, next(iter(kwargs)): value}
+
+    @property
+    def source(self) -> SourceEnvoy:
+        """The calls inside the module's forward, each with ``input`` and ``output``; print it to see them.
+
+        Raises:
+            SourceNotAvailableError: The forward is not written in Python, or cannot be rewritten.
+        """
+        forward = self._source
+        if forward is None:
+            forward = ForwardSource(self._module, str(self.path), self._interleaver)
+            self.__dict__["_source"] = forward
+            self._root._sources.append(forward)
+        if self._interleaver.interleaving:
+            forward.install()
+        return forward.source
+
+    def skip(self, value: Any) -> None:
+        """Have ``value`` as the module's output, without running it.
+
+        Modules inside it do not run either, so nothing can be read from them. With several invokes, every
+        one must skip it.
+        """
+        interleaver = self._interleaver
+        mediator = self._running("skip")
+        provider = f"{self.path}.input"
+        mediator.ask(Events.SKIP, provider, interleaver.call_number(provider), value)
+
+    def next(self, step: int = 1) -> Self:
+        """Move this block's requests on to the next call of each module (the next generated token)."""
+        advance(self._running("next"), self._interleaver, step)
+        return self
+
+    def _running(self, what: str) -> Mediator:
+        mediator = self._interleaver.current
+        if mediator is None:
+            raise ValueError(
+                f"{self.path}.{what}() is called inside a trace that has an input, or inside an invoke"
+            )
+        return mediator
+
+    def fake_value(self, prop: eproperty) -> tuple[bool, Any]:
+        """Return whether a scan left a value for ``prop``, and the value, of fake tensors."""
+        key = str(prop.key)
+        if key not in self._fake:
+            return False, None
+        value = self._fake[key]
+        return True, prop._preprocess(self, value) if prop._preprocess is not None else value
+
+    @property
+    def _fake_output(self) -> Any:
+        return self._fake.get("output")
+
+    @property
+    def _fake_inputs(self) -> Any:
+        return self._fake.get("input")
+
+    # Running.
+
+    def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
+        """Call the module.
+
+        Inside a block this applies the module to a value of the block's own, apart from the model's run:
+        nobody's ``output`` is affected. ``hook=True`` makes such a call count as one of the model's, for
+        modules that the model itself never calls.
+        """
+        interleaver = self._interleaver
+        if interleaver.current is None:
+            return self._module(*args, **kwargs)
+        if not hook:
+            return self._module.forward(*args, **kwargs)
+        interleaver.listening = True
+        try:
+            return self._module(*args, **kwargs)
+        finally:
+            interleaver.listening = False
+
+    def trace(
+        self,
+        *args: Any,
+        fn: Callable[..., Any] | None = None,
+        backend: Backend | None = None,
+        scan: bool = False,
+        validate: bool = False,
+        tracer_cls: type[InterleavingTracer] = InterleavingTracer,
+        **kwargs: Any,
+    ) -> InterleavingTracer:
+        """Open a trace: ``with model.trace(input) as tracer:``.
+
+        Args:
+            *args: The input; without one, the block defines invokes.
+            fn: What to run; the module itself by default.
+            backend: What runs the compiled block; runs it here by default.
+            scan: The same as ``validate``.
+            validate: Run the block on fake tensors first, so that wrong shapes fail before anything runs.
+            tracer_cls: The kind of trace.
+            **kwargs: Further arguments of the module or of ``fn``.
+
+        Raises:
+            WithBlockNotFoundError: This is no ``with`` statement.
+        """
+        _refuse_statement(sys._getframe(1), "trace")
+        function = fn if fn is not None else self._run_module
+        return tracer_cls(function, self, *args, backend=backend, validate=validate or scan, **kwargs)
+
+    def scan(self, *args: Any, fn: Callable[..., Any] | None = None, **kwargs: Any) -> ScanningTracer:
+        """Open a trace on fake tensors: every shape, nothing computed."""
+        _refuse_statement(sys._getframe(1), "scan")
+        return ScanningTracer(fn if fn is not None else self._run_module, self, *args, **kwargs)
+
+    def edit(self, *, inplace: bool = False, backend: Backend | None = None) -> EditingTracer:
+        """Keep a block that takes part in every trace: ``with model.edit() as edited:``.
+
+        Args:
+            inplace: Edit this model instead of a copy that shares its modules.
+            backend: What takes the compiled block; kept here by default.
+        """
+        _refuse_statement(sys._getframe(1), "edit")
+        return EditingTracer(self, inplace=inplace, backend=backend)
+
+    def clear_edits(self) -> None:
+        """Forget the edits of this model."""
+        self._default_mediators.clear()
+
+    def session(self, *, backend: Backend | None = None) -> Session:
+        """Group traces, with values flowing from one to the next: ``with model.session():``."""
+        _refuse_statement(sys._getframe(1), "session")
+        return Session(backend=backend)
+
+    def _run_module(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, as a trace does that is not told what to run."""
+        return self._module(*args, **kwargs)
+
+    def _has_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG002 - a hook
+        """Tell whether these arguments of a trace are an input, so that its block is the one invoke."""
+        return bool(args)
+
+    def _shallow_copy(self) -> Self:
+        """Return an envoy of the same module and tree with edits of its own."""
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        copied.__dict__["_default_mediators"] = list(self._default_mediators)
+        return copied
+
+    @property
+    def interleaver(self) -> Interleaver:
+        """What values go through."""
+        return self._interleaver
+
+    @property
+    def interleaving(self) -> bool:
+        """Whether a trace of this model is running."""
+        return bool(self._interleaver.interleaving)
+
+    def interleave(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run ``function(*args, **kwargs)`` with the blocks that the interleaver was given."""
+        root = self._root
+        probes = root._probes
+        if probes is None:
+            modules = [(envoy._module, str(envoy.path)) for envoy in root._by_module.values()]
+            probes = root.__dict__["_probes"] = Probes(modules, self._interleaver)
+        probes.install()
+        for source in root._sources:
+            source.install()
+        try:
+            return self._interleaver.run(lambda: function(*args, **kwargs))
+        finally:
+            for source in root._sources:
+                source.remove()
+            probes.remove()
+
+    def _prepare_run(self, batcher: Batcher) -> None:
+        """Make ready for a run on real values; a model that loads lazily loads here."""
+
+    # The tree.
+
+    def _add_envoy(self, module: torch.nn.Module, name: str) -> Envoy:
+        """Stand for a child; a module that the tree has already keeps the envoy it has."""
+        known = self._root._by_module
+        envoy = known.get(id(module))
+        if envoy is None:
+            envoy = self._envoy_class(module)(
+                module,
+                interleaver=self._interleaver,
+                path=f"{self.path}.{name}",
+                rename=self._alias.rename if self._alias is not None else None,
+                envoys=self._envoys,
+                root=self._root,
+            )
+            known[id(module)] = envoy
+            self._root.__dict__["_probes"] = None
+        if name in self._names:
+            self._children[self._names.index(name)] = envoy
+        else:
+            if hasattr(type(self), name) or name in _ENVOYS_OWN or (name[0] == "_" and name in self.__dict__):
+                self._make_room(name)
+            self._children.append(envoy)
+            self._names.append(name)
+        self.__dict__[name] = envoy
+        return envoy
+
+    def _envoy_class(self, module: torch.nn.Module) -> type[Envoy]:
+        envoys = self._envoys
+        if envoys is None:
+            return Envoy
+        if isinstance(envoys, type):
+            return envoys
+        return next((envoys[base] for base in type(module).__mro__ if base in envoys), Envoy)
+
+    def _make_room(self, name: str) -> None:
+        """Let a child have a name that envoys use themselves: theirs moves to ``nns_<name>``."""
+        if name.startswith("_") or name in _ENVOYS_OWN:
+            raise ValueError(
+                f"a module cannot be called {name!r}: {type(self).__name__} needs that name itself"
+            )
+        if f"nns_{name}" in dir(type(self)):
+            return
+        warnings.warn(
+            f"{type(self._module).__name__} has a module called `{name}`, so `.{name}` is that module. "
+            f"What an envoy offers under this name is at `.nns_{name}`.",
+            stacklevel=2,
+        )
+        original = inspect.getattr_static(type(self), name)
+
+        def child(envoy: Envoy) -> Any:
+            return envoy.__dict__[name]
+
+        made = type(
+            f"{type(self).__name__}.Preserved",
+            (type(self),),
+            {name: property(child), f"nns_{name}": original},
+        )
+        object.__setattr__(self, "__class__", made)
+
+    def __getattr__(self, name: str) -> Any:
+        """Look a name up among the aliases, then on the module."""
+        mine = self.__dict__
+        module = mine.get("_module")
+        if module is None:
+            raise AttributeError(name)
+        found = by_alias(self, name)
+        if found is not None:
+            return found
+        try:
+            value = getattr(module, name)
+        except AttributeError:
+            raise NoSuchModuleError(self, name) from None
+        if isinstance(value, torch.nn.Module):
+            return self._add_envoy(value, name)
+        if isinstance(value, _METHODS):
+            return self._traceable(name, value)
+        return value
+
+    def _traceable(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of the module that opens a trace in a ``with`` statement, and is called "
+        "elsewhere."""
+        ours = getattr(type(self), f"__nnsight_{name}__", None)
+        traced = MethodType(ours, self) if ours is not None else method
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if SITES.feeds_with(sys._getframe(1)):
+                return self.trace(*args, fn=traced, **kwargs)
+            return self._call_method(name, method, args, kwargs)
+
+        call.__name__, call.__doc__ = name, method.__doc__
+        return call
+
+    def _call_method(
+        self,
+        name: str,  # noqa: ARG002 - a hook for subclasses
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call a method of the module outside a trace."""
+        return method(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Add a module to the tree, or set the attribute on the envoy."""
+        if isinstance(value, torch.nn.Module) and name != "_module":
+            self._add_envoy(value, name)
+        else:
+            super().__setattr__(name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a child of a list of modules by number or slice, of a dict of modules by key."""
+        if isinstance(key, str):
+            return self.__dict__[key] if key in self._names else self.__getattr__(key)
+        return self._children[key]
+
+    def __len__(self) -> int:
+        """Return how many children there are."""
+        return len(self._children)
+
+    def __iter__(self) -> Iterator[Envoy]:
+        """Iterate over the children."""
+        return iter(self._children)
+
+    def __repr__(self) -> str:
+        """Show the tree, as torch shows a module."""
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        """Show the tree in a notebook, to be opened level by level."""
+        return as_html(self)
+
+    def __dir__(self) -> list[str]:
+        """List children, further names, and whatever the module offers."""
+        return names_of(self)
+
+    def __bool__(self) -> bool:
+        """An envoy is there, with children or without."""
+        return True
+
+    def modules(
+        self,
+        include_fn: Callable[[Envoy], bool] | None = None,
+        names: bool = False,  # noqa: FBT001, FBT002 - the documented signature
+    ) -> list[Any]:
+        """Return this envoy and all below it, children before parents' siblings, in order.
+
+        Args:
+            include_fn: Keeps those for which it is true.
+            names: Return pairs of path and envoy.
+        """
+        found = [envoy for envoy in self._walk() if include_fn is None or include_fn(envoy)]
+        return [(envoy.path, envoy) for envoy in found] if names else found
+
+    def named_modules(self, include_fn: Callable[[Envoy], bool] | None = None) -> list[tuple[str, Envoy]]:
+        """Return pairs of path and envoy, see ``modules``."""
+        return self.modules(include_fn, names=True)
+
+    def _walk(self, seen: set[int] | None = None) -> Iterator[Envoy]:
+        seen = set() if seen is None else seen
+        if id(self) not in seen:
+            seen.add(id(self))
+            yield self
+            for child in self._children:
+                yield from child._walk(seen)
+
+    def get(self, path: str) -> Any:
+        """Return the envoy, or whatever attribute, at a path below this one: ``get("layers.3.mlp")``."""
+        found: Any = self
+        for part in path.removeprefix(f"{self.path}.").split("."):
+            found = found[int(part)] if part.isdigit() and part not in found._names else getattr(found, part)
+        return found
+
+    # Devices.
+
+    @property
+    def device(self) -> torch.device | None:
+        """Device of the first parameter; None without parameters."""
+        parameter = next(self._module.parameters(), None)
+        return parameter.device if parameter is not None else None
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Devices of all parameters."""
+        return {parameter.device for parameter in self._module.parameters()}
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Move or convert the module, as ``torch.nn.Module.to`` does."""
+        self._module.to(*args, **kwargs)
+        return self
+
+    def cpu(self) -> Self:
+        """Move the module to the CPU."""
+        return self.to("cpu")
+
+    def cuda(self, device: int | torch.device | None = None) -> Self:
+        """Move the module to a GPU."""
+        self._module.cuda(device)
+        return self
+
+    def _update(self, module: torch.nn.Module) -> None:
+        """Stand for another module of the same structure, as when weights replace placeholders."""
+        root = self._root
+        root._by_module.pop(id(self._module), None)
+        root._by_module[id(module)] = self
+        root.__dict__["_probes"] = None
+        self.__dict__["_module"] = module
+        if self._source is not None:
+            root._sources.remove(self._source)
+            self.__dict__["_source"] = None
+        children = dict(module.named_children())
+        for name, envoy in zip(tuple(self._names), tuple(self._children), strict=True):
+            if name in children:
+                envoy._update(children.pop(name))
+        for name, child in children.items():
+            self._add_envoy(child, name)
+
+
+def _refuse_statement(frame: FrameType, name: str) -> None:
+    """Refuse a call whose result is dropped: nothing would run, without a word."""
+    if SITES.result_is_dropped(frame):
+        raise WithBlockNotFoundError(
+            f"With block not found at line {frame.f_lineno} of {frame.f_code.co_filename}: {name}() "
+            "opens a trace "
+            f"and does nothing by itself; write `with model.{name}(...):` and the block under it."
+        )
+
+
+_ENVOYS_OWN = frozenset({"path", "interleaver", "interleaving", "interleave", "fake_value"})
+
+
+def advance(mediator: Mediator, interleaver: Interleaver, steps: int) -> None:
+    """Move a block's requests on by ``steps`` calls."""
+    if steps < 1:
+        raise ValueError(f"steps go forward: next() takes a positive number, got {steps}")
+    now = mediator.iteration if mediator.iteration is not None else interleaver.step
+    mediator.iteration = now + steps
+
+
+__all__ = ["Envoy", "EnvoyMap", "WithBlockNotFoundError", "advance", "eproperty"]

@@ -1,0 +1,157 @@
+"""Properties that wait: reading one asks the running model for a value, assigning one replaces it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nnsight_engine.interleaving.events import Events
+
+if TYPE_CHECKING:
+    from nnsight_engine.interleaving.interleaver import Interleaver
+
+
+class IEnvoy(Protocol):
+    """What may have such properties: anything with an interleaver, and a path unless it needs none."""
+
+    interleaver: Interleaver
+    path: str | None
+
+
+class eproperty:  # noqa: N801 - it is used like property
+    """A property whose value comes from the model while it runs.
+
+    Decorate a stub with it: the stub's name and docstring are the property's, its body does nothing. On the
+    stub stands what makes the model provide the value, ``@requires_output`` for one (see ``hooks``)::
+
+        class BlockEnvoy(Envoy):
+            @eproperty(key="output")
+            @requires_output
+            def hidden(self):
+                '''The residual stream after this block.'''
+
+            @hidden.preprocess
+            def hidden(self, value):
+                return value[0] if isinstance(value, tuple) else value
+
+    Args:
+        key: What the provider is called after the path, ``<path>.<key>``; the stub's name by default. Several
+            properties may share a key and give different views of one value.
+        description: A short label; the printed tree shows properties that have one.
+        iterate: Whether the value comes again with every call, so that requests carry a call number.
+    """
+
+    def __init__(self, key: str | None = None, description: str | None = None, iterate: bool = True) -> None:  # noqa: FBT001, FBT002 - the documented signature
+        """Keep the options; the stub comes with ``__call__``."""
+        self.key = key
+        self.description = description
+        self.iterate = iterate
+        self.name = ""
+        self._stub: Callable[[Any], Any] | None = None
+        self._preprocess: Callable[[Any, Any], Any] | None = None
+        self._postprocess: Callable[[Any, Any], Any] | None = None
+        self._transform: Callable[[Any], Any] | None = None
+
+    def __call__(self, stub: Callable[..., Any]) -> eproperty:
+        """Take the stub with its decorators."""
+        self.name = stub.__name__
+        self.key = self.key or stub.__name__
+        self.__doc__ = stub.__doc__
+        self._stub = None if getattr(stub, "needs_no_call", False) else stub
+        return self
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        """Take the attribute's name, for a property made without a stub."""
+        self.name = self.name or name
+        self.key = self.key or name
+
+    def preprocess(self, function: Callable[[Any, Any], Any]) -> eproperty:
+        """Register ``function(self, value)``, whose result is what reading the property gives."""
+        self._preprocess = function
+        return self
+
+    def postprocess(self, function: Callable[[Any, Any], Any]) -> eproperty:
+        """Register ``function(self, value)``, whose result is put in when the property is assigned."""
+        self._postprocess = function
+        return self
+
+    def transform(self, function: Callable[[Any], Any]) -> eproperty:
+        """Register ``function(value)``, which turns what ``preprocess`` gave back into the model's form.
+
+        Needed if ``preprocess`` makes a copy: once the block has edited it and asks for something else, the
+        result replaces the model's value. Views need none.
+        """
+        self._transform = function
+        return self
+
+    def provider(self, holder: Any) -> str:
+        """Return the name under which the model provides the value."""
+        path = getattr(holder, "path", None)
+        return f"{path}.{self.key}" if path else str(self.key)
+
+    def __get__(self, holder: Any, owner: type | None = None) -> Any:
+        """Wait for the value.
+
+        Raises:
+            ValueError: No block is running.
+            MissedProviderError: It cannot come any more, or never came.
+        """
+        if holder is None:
+            return self
+        interleaver: Interleaver = holder.interleaver
+        mediator = interleaver.current
+        if mediator is None:
+            return outside(holder, self)
+        if self._stub is not None:
+            self._stub(holder)
+        provider = self.provider(holder)
+        number = interleaver.call_number(provider) if self.iterate else None
+        value = mediator.ask(Events.VALUE, provider, number)
+        if self._preprocess is not None:
+            value = self._preprocess(holder, value)
+        if self._transform is not None:
+            mediator.transform = functools.partial(self._transform, value)
+        return value
+
+    def __set__(self, holder: Any, value: Any) -> None:
+        """Wait for the value to come by, and replace it.
+
+        Raises:
+            ValueError: No block is running, or the new value does not fit.
+            MissedProviderError: It cannot come any more, or never came.
+        """
+        interleaver: Interleaver = holder.interleaver
+        mediator = interleaver.current
+        if mediator is None:
+            raise ValueError(
+                f"Cannot set {self.name} of {type(holder).__name__} that is not interleaving: assign "
+                "it inside "
+                "`with model.trace(...):`."
+            )
+        if self._stub is not None:
+            self._stub(holder)
+        if self._postprocess is not None:
+            value = self._postprocess(holder, value)
+        provider = self.provider(holder)
+        number = interleaver.call_number(provider) if self.iterate else None
+        mediator.ask(Events.SWAP, provider, number, value)
+
+    def provide(self, holder: Any, value: Any) -> Any:
+        """Provide the value from the model's side; returns it as the blocks left it."""
+        return holder.interleaver.handle(self.provider(holder), value, iterate=self.iterate)
+
+
+def outside(holder: Any, prop: eproperty) -> Any:
+    """Return what a property gives without a running block: a scanned value, if its holder has one."""
+    fake = getattr(holder, "fake_value", None)
+    if fake is not None:
+        found, value = fake(prop)
+        if found:
+            return value
+    raise ValueError(
+        f"Cannot return {prop.name} of {type(holder).__name__} that is not interleaving nor has a "
+        f"fake {prop.name} "
+        f"set. The model did not execute: read `.{prop.name}` inside `with model.trace(input):`, or inside "
+        "`with tracer.invoke(input):` if the trace itself has no input."
+    )

@@ -1,0 +1,218 @@
+"""``.source``: the calls inside a module's forward, each with an input and an output of its own.
+
+The forward is rewritten so that every call in it goes through here (see ``source``). The rewritten one takes
+the module's place while a trace runs, and only for modules whose source somebody has asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+
+from nnsight_engine.envoys.eproperty import eproperty
+from nnsight_engine.envoys.hooks import requires_operation_input, requires_operation_output
+from nnsight_engine.envoys.source.errors import SourceNotAvailableError
+from nnsight_engine.envoys.source.listing import format_operation, format_source
+from nnsight_engine.envoys.source.operations import Operation, Rewritten
+from nnsight_engine.envoys.source.rewrite import rewrite
+from nnsight_engine.interleaving.events import Events
+from nnsight_engine.interleaving.interleaver import Interleaver
+
+
+class OperationEnvoy:
+    """One call inside a function: its input, its output, and the calls inside it in turn."""
+
+    path: str | None
+
+    def __init__(self, operation: Operation, holder: SourceEnvoy) -> None:
+        """Stand for ``operation`` of ``holder``'s function."""
+        self.operation = operation
+        self.holder = holder
+        self.path = f"{holder.path}.{operation.name}"
+        self.interleaver: Interleaver = holder.interleaver
+
+    @eproperty(description="output")
+    @requires_operation_output
+    def output(self) -> Any:
+        """What the call returns; assign to replace it."""
+
+    @eproperty(key="input", description="inputs")
+    @requires_operation_input
+    def inputs(self) -> Any:
+        """What the call is made with, ``(args, kwargs)``; assign to replace both."""
+
+    @eproperty(key="input", description="input")
+    @requires_operation_input
+    def input(self) -> Any:
+        """The first argument of the call."""
+
+    @input.preprocess
+    def _first(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        args, kwargs = value
+        return args[0] if args else next(iter(kwargs.values()), None)
+
+    @input.postprocess
+    def _with_first(self, value: Any) -> Any:
+        args, kwargs = self.inputs
+        if args or not kwargs:
+            return (value, *args[1:]), kwargs
+        return args, {**kwargs, next(iter(kwargs)): value}
+
+    @property
+    def source(self) -> SourceEnvoy:
+        """The calls inside the function that is called here.
+
+        Which function that is shows when the call is made, so ask inside a trace, before it is; after that
+        it is known.
+
+        Raises:
+            ValueError: The function is not known yet.
+            SourceNotAvailableError: It is a module, or not written in Python.
+        """
+        known = self.holder.inner.get(self.operation.name)
+        if known is not None:
+            return known
+        mediator = self.interleaver.current
+        if mediator is None:
+            raise ValueError(
+                f"Which function {self.path} calls is known once the model has run it: ask for its "
+                "source inside "
+                "a trace first."
+            )
+        provider = f"{self.path}.fn"
+        number = self.interleaver.call_number(provider)
+        callee = mediator.ask(Events.VALUE, provider, number)
+        inner = SourceEnvoy(str(self.path), callee, self.interleaver)
+        self.holder.inner[self.operation.name] = inner
+        return inner
+
+    def __repr__(self) -> str:
+        """Show the call in its surroundings."""
+        return format_operation(self.holder.rewritten, self.operation, self.holder.path)
+
+
+class SourceEnvoy:
+    """The calls of one function, by name: ``source.self_c_proj_0``. Printing it shows where they are."""
+
+    def __init__(self, path: str, function: Callable[..., Any], interleaver: Interleaver) -> None:
+        """Rewrite ``function``, whose calls will be known below ``path``.
+
+        Raises:
+            SourceNotAvailableError: It is a module, or its source cannot be rewritten.
+        """
+        if isinstance(function, torch.nn.Module):
+            raise SourceNotAvailableError(
+                path, "a module is called here", "ask the module itself: its own envoy has a .source"
+            )
+        self.path = path
+        self.interleaver = interleaver
+        self.original = function
+        self.inner: dict[str, SourceEnvoy] = {}
+        self.rewritten: Rewritten = rewrite(function, self._call, path)
+        self.operations = {
+            operation.name: OperationEnvoy(operation, self) for operation in self.rewritten.operations
+        }
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The rewritten function, bound to what the original is bound to."""
+        bound_to = getattr(self.original, "__self__", None)
+        return (
+            MethodType(self.rewritten.function, bound_to) if bound_to is not None else self.rewritten.function
+        )
+
+    def _call(
+        self, name: str, callee: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Make one of the function's calls, with blocks reading and replacing what goes in and out."""
+        interleaver = self.interleaver
+        if not (interleaver.interleaving and interleaver.listening):
+            return callee(*args, **kwargs)
+        path = f"{self.path}.{name}"
+        entrance, exit_, called = f"{path}.input", f"{path}.output", f"{path}.fn"
+        calls, wanted = interleaver.calls, interleaver.wanted
+        number = calls.get(entrance, 0)
+        if called in wanted:
+            interleaver.offer(called, number, callee)
+        if entrance in wanted:
+            args, kwargs = interleaver.offer(entrance, number, (args, kwargs))
+        calls[called] = calls[entrance] = number + 1
+        inner = self.inner.get(name)
+        if inner is not None and _same_function(inner.original, callee):
+            callee = inner.bound_like(callee)
+        value = callee(*args, **kwargs)
+        if exit_ in wanted:
+            value = interleaver.offer(exit_, number, value)
+        calls[exit_] = number + 1
+        return value
+
+    def bound_like(self, callee: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the rewritten function, bound to what ``callee`` is bound to."""
+        bound_to = getattr(callee, "__self__", None)
+        return (
+            MethodType(self.rewritten.function, bound_to) if bound_to is not None else self.rewritten.function
+        )
+
+    def __getattr__(self, name: str) -> OperationEnvoy:
+        """Return the call of that name."""
+        operations: dict[str, OperationEnvoy] = self.__dict__.get("operations", {})
+        if name not in operations:
+            raise AttributeError(
+                f"{self.__dict__.get('path')} makes no call {name!r}; "
+                f"it makes {', '.join(operations) or 'none'}",
+                name=name,
+                obj=self,
+            )
+        return operations[name]
+
+    def __iter__(self) -> Iterator[OperationEnvoy]:
+        """Iterate over the calls, in the order in which they are made."""
+        return iter(self.operations.values())
+
+    def __dir__(self) -> list[str]:
+        """List the calls."""
+        return sorted({*super().__dir__(), *self.operations})
+
+    def __repr__(self) -> str:
+        """Show the function with the names of its calls."""
+        return format_source(self.rewritten)
+
+
+def _same_function(one: Any, other: Any) -> bool:
+    return getattr(one, "__func__", one) is getattr(other, "__func__", other)
+
+
+class ForwardSource:
+    """Puts a module's rewritten forward in place while a trace runs.
+
+    Accelerate keeps the real forward under another name and puts its own before it; there the real one is
+    replaced.
+    """
+
+    def __init__(self, module: torch.nn.Module, path: str, interleaver: Interleaver) -> None:
+        """Rewrite the forward of ``module``."""
+        self.module = module
+        self.name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
+        self.source = SourceEnvoy(path, getattr(module, self.name), interleaver)
+        self._installed = False
+        self._before: Any = None
+
+    def install(self) -> None:
+        """Replace the forward."""
+        if not self._installed:
+            self._installed = True
+            self._before = self.module.__dict__.get(self.name)
+            self.module.__dict__[self.name] = self.source.function
+
+    def remove(self) -> None:
+        """Put the original forward back."""
+        if not self._installed:
+            return
+        self._installed = False
+        if self._before is None:
+            del self.module.__dict__[self.name]
+        else:
+            self.module.__dict__[self.name] = self._before

@@ -1,0 +1,225 @@
+"""From a function back to the syntax tree it was compiled from.
+
+Text is what Python keeps least reliably: a file may have been edited since it was imported, and
+import hooks compile something else than what is written. Invariant: a definition that is given out
+compiles to the very code that runs; anything else is an error. ``rewrite`` is the caller.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import tokenize
+from types import CodeType, FunctionType
+from typing import Final, cast
+
+from nnsight_engine.envoys.source.errors import SourceNotAvailableError
+
+_ANNOTATIONS_FLAG: Final = annotations.compiler_flag
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Definition:
+    """A function's statement.
+
+    Attributes:
+        node: Its syntax tree, with the line numbers and columns of the file.
+        lines: Its lines as they stand in the file, without line ends.
+        first_line: The number of the first of them, that of the first decorator if there is one.
+        imported: Names that the file imports at its top level.
+    """
+
+    node: FunctionNode
+    lines: tuple[str, ...]
+    first_line: int
+    imported: frozenset[str]
+
+    def dedented(self) -> str:
+        """Return the text; lines inside strings that are indented less stay as they are."""
+        indent = self.lines[0][: len(self.lines[0]) - len(self.lines[0].lstrip())]
+        return "\n".join(line.removeprefix(indent) for line in self.lines)
+
+    def text_of(self, node: ast.expr) -> str:
+        """Return the text of an expression in it; columns count bytes of UTF-8."""
+        start = node.lineno - self.first_line
+        stop = (node.end_lineno or node.lineno) - self.first_line + 1
+        found = [line.encode() for line in self.lines[start:stop]]
+        found[-1] = found[-1][: node.end_col_offset]
+        found[0] = found[0][node.col_offset :]
+        return b"\n".join(found).decode()
+
+
+def find_definition(function: FunctionType, name: str) -> Definition:
+    """Find the statement that defines a function.
+
+    Args:
+        function: Where to look; not a wrapper.
+        name: What the function is called in errors.
+
+    Raises:
+        SourceNotAvailableError: There is no text, it is a lambda's, or it is not what runs.
+    """
+    code = function.__code__
+    try:
+        # The code and not the function: that one's ``__wrapped__`` would be followed.
+        block, _ = inspect.getsourcelines(code)
+        node = _parse(block, code)
+        imported = _imported_names("".join(inspect.findsource(code)[0]))
+    except (OSError, TypeError, SyntaxError, IndexError, tokenize.TokenError) as error:
+        raise SourceNotAvailableError(
+            name,
+            f"the text that it was compiled from, in {code.co_filename!r}, cannot be read ({error})",
+            "define the function in a file or a notebook cell",
+        ) from error
+    if not isinstance(node, FunctionNode):
+        raise SourceNotAvailableError(name, "it is not the work of a def statement", "write it as one")
+    num_lines = (node.end_lineno or node.lineno) - code.co_firstlineno + 1
+    lines = tuple(line.rstrip("\r\n") for line in block[:num_lines])
+    definition = Definition(node, lines, code.co_firstlineno, imported)
+    if not _compiles_to(definition, code):
+        raise SourceNotAvailableError(
+            name,
+            f"the code that runs is not what line {code.co_firstlineno} of {code.co_filename!r} says",
+            "import the module anew if the file was edited, or switch off the import hook that changes it",
+        )
+    return definition
+
+
+def compile_definition(definition: Definition, code: CodeType, extra_free: tuple[str, ...] = ()) -> CodeType:
+    """Compile a function's statement in surroundings like those of the original.
+
+    The same names are free, ``__class__`` included, private names are mangled for the same class,
+    and positions are those of the file.
+
+    Args:
+        definition: The statement, instrumented or not.
+        code: What it was compiled to originally.
+        extra_free: Names that are to be free in it besides.
+
+    Raises:
+        LookupError: The statement defines another function than the code's.
+    """
+    node = definition.node
+    owner = _class_around(code.co_qualname)
+    free = [name for name in (*code.co_freevars, *extra_free) if owner is None or name != "__class__"]
+    # The class's or the function's own name is bound here; in the original it may well be global.
+    bound = node.name if owner is None else owner
+    body: list[ast.stmt] = [] if bound in free else [ast.Global([bound])]
+    if free:
+        body.append(ast.Assign([ast.Name(name, ast.Store()) for name in free], ast.Constant(None)))
+    body.append(node if owner is None else _class_of(owner, node))
+    # Parsed rather than put together, because the fields of these nodes differ between Pythons.
+    tree = ast.parse("def surroundings(): pass")
+    cast("ast.FunctionDef", tree.body[0]).body = body
+    # Python compiles the calls of imported modules' functions in another way than those of methods.
+    tree.body += [ast.Import([ast.alias(name)]) for name in sorted(definition.imported)]
+    ast.fix_missing_locations(tree)
+    flags = code.co_flags & _ANNOTATIONS_FLAG
+    compiled = _find(compile(tree, code.co_filename, "exec", flags=flags, dont_inherit=True), code)
+    if compiled is None:
+        raise LookupError(f"no {code.co_name} at line {code.co_firstlineno} of {code.co_filename}")
+    return _renamed(compiled, compiled.co_qualname, code.co_qualname)
+
+
+def _class_of(name: str, node: FunctionNode) -> ast.ClassDef:
+    made = cast("ast.ClassDef", ast.parse("class Owner: pass").body[0])
+    made.name, made.body = name, [node]
+    return made
+
+
+def _parse(block: list[str], code: CodeType) -> ast.stmt:
+    """Parse a statement's lines at its place in the file.
+
+    An indented block is put under an ``if`` and not dedented, which would change the strings in it.
+    """
+    lines_above = code.co_firstlineno - 1
+    text = "".join(block)
+    if not block[0][:1].isspace():
+        return ast.parse("\n" * lines_above + text, code.co_filename).body[0]
+    conditional = ast.parse("\n" * (lines_above - 1) + "if True:\n" + text, code.co_filename).body[0]
+    return cast("ast.If", conditional).body[0]
+
+
+# One file defines the modules of a whole model, and parsing it takes longer than all else here.
+@functools.lru_cache(maxsize=32)
+def _imported_names(text: str) -> frozenset[str]:
+    """Return the names that a file's top level imports, under whatever conditions."""
+    found: set[str] = set()
+    pending: list[ast.AST] = [ast.parse(text)]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+        elif not isinstance(node, FunctionNode | ast.ClassDef | ast.expr):
+            pending.extend(ast.iter_child_nodes(node))
+    return frozenset(found - {"*"})
+
+
+def _class_around(qualname: str) -> str | None:
+    """Return the innermost class around a function, from ``a.<locals>.B.c``; None if there is none."""
+    parts = qualname.split(".")
+    for part, following in reversed(list(itertools.pairwise(parts))):
+        if "<locals>" not in (part, following):
+            return part
+    return None
+
+
+def _find(tree_code: CodeType, wanted: CodeType) -> CodeType | None:
+    """Find a definition's code in that of its surroundings, which may include type parameters."""
+    for const in tree_code.co_consts:
+        if not isinstance(const, CodeType):
+            continue
+        if (const.co_name, const.co_firstlineno) == (wanted.co_name, wanted.co_firstlineno):
+            return const
+        found = _find(const, wanted)
+        if found is not None:
+            return found
+    return None
+
+
+def _renamed(code: CodeType, old: str, new: str) -> CodeType:
+    """Give a code object, and those of the functions in it, their qualified names back."""
+    consts = (_renamed(const, old, new) if isinstance(const, CodeType) else const for const in code.co_consts)
+    return code.replace(co_qualname=new + code.co_qualname.removeprefix(old), co_consts=tuple(consts))
+
+
+def _compiles_to(definition: Definition, code: CodeType) -> bool:
+    try:
+        return _same_code(compile_definition(definition, code), code)
+    except (LookupError, SyntaxError):
+        return False
+
+
+def _same_code(code: CodeType, other: CodeType) -> bool:
+    """Tell if two code objects do the same.
+
+    Python's own comparison is not used: in 3.11 it takes the caches of executed code into account.
+    """
+    return (
+        _outline(code) == _outline(other)
+        and len(code.co_consts) == len(other.co_consts)
+        and all(map(_same_const, code.co_consts, other.co_consts))
+    )
+
+
+def _outline(code: CodeType) -> tuple[object, ...]:
+    return (
+        code.co_code,
+        code.co_names,
+        code.co_varnames,
+        code.co_freevars,
+        code.co_cellvars,
+        code.co_firstlineno,
+        (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount),
+    )
+
+
+def _same_const(const: object, other: object) -> bool:
+    if isinstance(const, CodeType) and isinstance(other, CodeType):
+        return _same_code(const, other)
+    return type(const) is type(other) and const == other

@@ -1,0 +1,108 @@
+"""Decorated functions: the body to rewrite is the innermost, and its wrappers must run it.
+
+A wrapper reaches the function that it wraps through its closure. A copy of the wrapper gets another
+function in that cell; the wrapper itself, which other modules share, is not touched. ``rewrite`` is
+the caller.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
+from typing import Any
+
+import torch
+
+from nnsight_engine.envoys.source.errors import SourceNotAvailableError
+
+_COMPILED = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType)
+
+
+def plain_function(function: Callable[..., Any], name: str) -> FunctionType:
+    """Return the Python function behind a function or bound method.
+
+    Args:
+        function: What was asked for.
+        name: What it is called in errors.
+
+    Raises:
+        SourceNotAvailableError: It is something else that can be called.
+    """
+    found = function.__func__ if isinstance(function, MethodType) else function
+    if isinstance(found, FunctionType):
+        return found
+    if isinstance(found, torch.nn.Module):
+        raise SourceNotAvailableError(
+            name,
+            f"it is a module, {type(found).__name__}",
+            "ask for the source at the module's own place in the model",
+        )
+    if isinstance(found, _COMPILED):
+        raise SourceNotAvailableError(
+            name, f"{found!r} is not written in Python", "read its inputs and its output instead"
+        )
+    if isinstance(found, functools.partial):
+        raise SourceNotAvailableError(
+            name, f"it is a functools.partial of {found.func!r}", "ask for the source of that function"
+        )
+    raise SourceNotAvailableError(
+        name,
+        f"it is of type {type(found).__name__}; only functions and methods written in Python have them",
+        "read its inputs and its output instead",
+    )
+
+
+def with_inner(wrapper: FunctionType, inner: object, replacement: object, name: str) -> FunctionType:
+    """Return a copy of a wrapper that wraps another function.
+
+    Args:
+        wrapper: A function with ``inner`` in its closure.
+        inner: The function that it wraps.
+        replacement: Takes its place, in the closure and as ``__wrapped__``.
+        name: What the function is called in errors.
+
+    Raises:
+        SourceNotAvailableError: The closure does not hold ``inner``.
+    """
+    cells = wrapper.__closure__ or ()
+    held = [_content(cell) is inner for cell in cells]
+    if not any(held):
+        raise SourceNotAvailableError(
+            name,
+            f"its decorator {wrapper.__code__.co_qualname} does not reach the function by its closure",
+            "decorate with a closure over the function, or leave the decorator out",
+        )
+    replaced = tuple(
+        CellType(replacement) if holds else cell for cell, holds in zip(cells, held, strict=True)
+    )
+    copy = like(wrapper, wrapper.__code__, replaced)
+    copy.__dict__["__wrapped__"] = replacement
+    return copy
+
+
+def like(function: FunctionType, code: CodeType, closure: tuple[CellType, ...]) -> FunctionType:
+    """Return a function with other code and cells, and all else that the given one has."""
+    made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__ = None if function.__kwdefaults__ is None else dict(function.__kwdefaults__)
+    functools.update_wrapper(made, function)
+    del made.__dict__["__wrapped__"]
+    if "__wrapped__" in function.__dict__:
+        made.__dict__["__wrapped__"] = function.__dict__["__wrapped__"]
+    return made
+
+
+def _content(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # still empty
+        return None

@@ -1,0 +1,216 @@
+"""A trace beside a run of the model: its blocks wait for values while the model computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from nnsight_engine.core.saves import save
+from nnsight_engine.envoys.cache import Cache, CacheView
+from nnsight_engine.envoys.eproperty import eproperty
+from nnsight_engine.envoys.tracers.invoker import Invoker
+from nnsight_engine.interleaving.barrier import Barrier
+from nnsight_engine.interleaving.batching import Batcher
+from nnsight_engine.interleaving.interleaver import Interleaver
+from nnsight_engine.interleaving.iteration import Iter, IteratorTracer
+from nnsight_engine.interleaving.mediator import Mediator
+from nnsight_engine.tracing.tracer import Backend, Info, Tracer
+
+if TYPE_CHECKING:
+    import torch
+
+    from nnsight_engine.envoys.envoy import Envoy
+
+
+class InterleavingTracer(Tracer):
+    """``with model.trace(input) as tracer:`` and everything that can be asked of ``tracer``.
+
+    With an input, the block is the one invoke. Without, the block runs as plain code and defines invokes.
+    """
+
+    path: str | None = None
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        model: Envoy,
+        *args: Any,
+        backend: Backend | None = None,
+        validate: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Trace ``function``, called with what the invokes' inputs make together.
+
+        Args:
+            function: What runs the model.
+            model: The envoy whose tree is traced.
+            *args: The input, if there is one.
+            backend: What runs the compiled block.
+            validate: Run the blocks on fake tensors first, so that wrong shapes fail before anything runs.
+            **kwargs: With an input, its keyword arguments; without, the function's for all invokes together.
+        """
+        super().__init__(*args, backend=backend, **kwargs)
+        self.function = function
+        self.model = model
+        self.validate = validate
+        self.mediators: list[Mediator] = []
+        self.invokers: list[Invoker] = []
+        self.batcher = Batcher()
+
+    @property
+    def interleaver(self) -> Interleaver:
+        """What the model's values go through."""
+        return self.model.interleaver
+
+    @eproperty(description="result", iterate=False)
+    def result(self) -> Any:
+        """What the traced function returns: the model's output, or the generated tokens."""
+
+    # Asked for by blocks.
+
+    def invoke(self, *args: Any, **kwargs: Any) -> Invoker:
+        """Add an input to the batch, with a block that sees its rows; without arguments, all rows.
+
+        Raises:
+            ValueError: The model is running already.
+        """
+        return Invoker(self, *args, **kwargs)
+
+    @property
+    def iter(self) -> Iter:
+        """Loops over generation steps: ``for step in tracer.iter[:]``."""
+        return Iter(self.interleaver)
+
+    def all(self) -> IteratorTracer:
+        """Loop over every step, ``tracer.iter[:]``."""
+        return IteratorTracer(slice(None), self.interleaver)
+
+    def next(self, step: int = 1) -> Self:
+        """Move this block's requests on by ``step`` generation steps."""
+        self.model.next(step)
+        return self
+
+    def stop(self) -> None:
+        """End the run here: what follows in the block and in the model does not happen."""
+        mediator = self.interleaver.current
+        if mediator is None:
+            raise ValueError("stop() is called inside a trace that has an input, or inside an invoke")
+        mediator.stop()
+
+    def barrier(self, n_participants: int) -> Barrier:
+        """Make a barrier for this many invokes; each calls it, and waits there for the others."""
+        return Barrier(self.interleaver, n_participants)
+
+    def cache(
+        self,
+        modules: Sequence[Envoy | str] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        detach: bool = True,
+        include_output: bool = True,
+        include_inputs: bool = False,
+    ) -> CacheView:
+        """Keep the values of many modules, as the blocks leave them, from here on.
+
+        Args:
+            modules: Envoys or their paths; all by default.
+            device: Where to keep tensors; where they are by default.
+            dtype: What to convert floating-point tensors to.
+            detach: Cut them off from autograd.
+            include_output: Keep outputs.
+            include_inputs: Keep inputs.
+
+        Returns:
+            The values, ``cache["model.layers.3"].output`` or ``cache.model.layers[3].output``.
+        """
+        cache = Cache(device=device, dtype=dtype, detach=detach)
+        keys = [key for key, wanted in (("input", include_inputs), ("output", include_output)) if wanted]
+        cache.watch(self.interleaver, self.model, modules, keys)
+        return save(cache.view(self.model))
+
+    # Running.
+
+    def add(
+        self, function: Callable[[], Any], info: Info, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Add an invoke."""
+        group = self.batcher.add(self.model, args, kwargs)
+        self.mediators.append(Mediator(function, info, batch_group=group))
+
+    def execute(self, function: Callable[[], Any]) -> Any:
+        """Run the model with the blocks beside it.
+
+        Raises:
+            ValueError: The model runs already, or there is no input for it.
+        """
+        with self.interleaver.exclusive:
+            if self.interleaver.interleaving:
+                raise ValueError(
+                    f"Cannot trace {self.model.path} during an active model execution / interleaving: "
+                    "it runs already, "
+                    "and this block waits beside it. Open the trace before or after, or group traces in "
+                    "model.session()."
+                )
+            self._collect(function)
+            try:
+                if self.validate:
+                    self._validate()
+                return self._run_model()
+            finally:
+                for invoker in self.invokers:
+                    invoker.give_back()
+
+    def _collect(self, function: Callable[[], Any]) -> None:
+        if self.model._has_input(self.args, self.kwargs):
+            self.add(function, self.info, self.args, self.kwargs)
+        else:
+            self.batcher.shared_kwargs = self.kwargs
+            function()
+        if self.batcher.inputs is None:
+            raise ValueError(
+                "The model did not execute: there is no input. Give one to the trace, `with "
+                "model.trace(input):`, or "
+                "to an invoke in it, `with tracer.invoke(input):`."
+            )
+
+    def _run_model(self) -> Any:
+        self.model._prepare_run(self.batcher)
+        return self._interleave()
+
+    def _interleave(self) -> Any:
+        interleaver, model = self.interleaver, self.model
+        mediators = [edit.mediator(interleaver) for edit in model._default_mediators]
+        interleaver.initialize([*mediators, *self.mediators], self, self.batcher)
+        self._on_initialized()
+        inputs = self.batcher.inputs
+        assert inputs is not None  # noqa: S101 - _collect saw to it
+        args, kwargs = inputs
+        return model.interleave(self.function, *args, **{**self.batcher.shared_kwargs, **kwargs})
+
+    def _on_initialized(self) -> None:
+        """Make further preparations once the interleaver knows its blocks."""
+
+    def _validate(self) -> None:
+        """Run copies of the blocks on fake tensors."""
+        real = self.mediators
+        self.mediators = [
+            Mediator(self.compile_on(fresh), fresh, batch_group=mediator.batch_group)
+            for mediator in real
+            for fresh in (mediator.info.fresh(),)
+        ]
+        try:
+            run_on_fakes(self._interleave)
+        finally:
+            self.mediators = real
+
+
+def run_on_fakes(run: Callable[[], Any]) -> Any:
+    """Call ``run`` with fake tensors in place of real ones: shapes and dtypes, no numbers, no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415 - slow to import, and seldom needed
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return run()
+
+
+__all__ = ["InterleavingTracer", "run_on_fakes"]

@@ -1,0 +1,388 @@
+"""The model's side of a trace: it hears every value that the model makes, and lets blocks have theirs.
+
+Providers are places in the model, ``model.layers.3.output``, and each time one is reached is a call with a
+number. ``wanted`` holds the providers that some block waits for; whoever provides looks there first, so a
+place nobody asked for costs a look-up. Blocks are answered in the order they were defined, and again until
+none of them wants more of the value at hand; only then does the model go on with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Protocol
+
+from nnsight_engine.core.stepping import IterationOver
+from nnsight_engine.interleaving import stacks
+from nnsight_engine.interleaving.batching import Batcher
+from nnsight_engine.interleaving.events import (
+    EarlyStopException,
+    Events,
+    MissedProviderError,
+    ModelAborted,
+    OutOfOrderError,
+)
+from nnsight_engine.interleaving.gradients import in_backward
+from nnsight_engine.interleaving.mediator import NOTHING, Event, Mediator, Raise, named
+
+
+class Watcher(Protocol):
+    """Sees the values of some providers after every block has; a cache, for one."""
+
+    def add(self, provider: str, iteration: int | None, value: Any) -> None:
+        """Take note of a value."""
+
+
+class Interleaver:
+    """Lets a function's run and the blocks of one trace take turns.
+
+    Attributes:
+        mediators: The blocks, in the order in which they are answered.
+        batcher: Whose rows are whose, and the value at hand.
+        current: The block that is running; None while the model is.
+        wanted: For each provider that is waited for, the blocks that wait.
+        calls: How often each provider was reached.
+        step: The highest call number that any module has begun.
+        listening: Whether calls of modules are the model's own: not while a block runs, which may call
+            modules for itself.
+        clock: The provider whose calls are the run's steps; None if any module's are.
+        ending: Whether the run is over and blocks are being cleaned up.
+    """
+
+    def __init__(
+        self, mediators: Iterable[Mediator] = (), tracer: Any = None, batcher: Batcher | None = None
+    ) -> None:
+        """Start without a run."""
+        self.current: Mediator | None = None
+        self.interleaving = False
+        self.listening = True
+        self.wanted: dict[str, list[Mediator]] = {}
+        self.calls: dict[str, int] = {}
+        self.watchers: dict[str, list[Watcher]] = {}
+        self.exclusive = threading.RLock()
+        self.initialize(list(mediators), tracer, batcher)
+
+    def initialize(
+        self, mediators: list[Mediator], tracer: Any = None, batcher: Batcher | None = None
+    ) -> None:
+        """Make ready for a run with these blocks."""
+        self.mediators = mediators
+        self.tracer = tracer
+        self.batcher = batcher if batcher is not None else Batcher()
+        self.wanted.clear()
+        self.calls.clear()
+        self.watchers.clear()
+        self.step = 0
+        self.clock: str | None = None
+        self.ending = False
+        self.loops_over = False
+        self.over = False
+        self.error: BaseException | None = None
+        self.stopped = False
+        self.closed = False
+        self.released: list[Mediator] = []
+        self.providing: tuple[str, int | None] | None = None
+        self.skipped: list[tuple[Mediator, Any]] = []
+        for index, mediator in enumerate(mediators):
+            mediator.idx = index
+
+    # A run.
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Run ``function`` with the blocks beside it; returns its result, None if a block stopped it.
+
+        Raises:
+            BaseException: What a block raised, or ``function`` did.
+        """
+        return stacks.run(lambda: self._run(function))
+
+    def _run(self, function: Callable[[], Any]) -> Any:
+        try:
+            with self:
+                result = function()
+                self.end_steps()
+                result = self.handle("result", result)
+                self.check_dangling_mediators()
+                return result
+        except ModelAborted:
+            pass  # left before raising, so that it does not become the error's context
+        if self.error is not None:
+            raise self.error
+        return None
+
+    def __enter__(self) -> Interleaver:
+        """Start every block: each runs until it first waits."""
+        self.interleaving = True
+        try:
+            for mediator in self.mediators:
+                mediator.start(self)
+                self._settle()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End what still waits."""
+        self._end()
+
+    def _end(self) -> None:
+        self.ending = True
+        self.cancel()
+        self.interleaving = False
+        self.current = None
+        self.listening = True
+        self.providing = None
+        self.batcher.current_value = None
+
+    def cancel(self) -> None:
+        """End every block that has not ended."""
+        for mediator in self.mediators:
+            mediator.cancel()
+
+    def failed(self, error: BaseException) -> None:
+        """Take note that a block raised; the model is unwound once it has control."""
+        if isinstance(error, EarlyStopException):
+            self.stopped = True
+        elif self.error is None and not self.ending:
+            self.error = error
+
+    def _settle(self) -> None:
+        """Run blocks that a barrier has released; unwind the model if a block failed or stopped it."""
+        while self.released and self.error is None:
+            self.released.pop(0).respond()
+        if (self.error is not None or self.stopped) and not self.ending:
+            self.wanted.clear()
+            raise ModelAborted
+
+    # What blocks wait for.
+
+    def queue(self, mediator: Mediator) -> Any:
+        """Let a block wait for what it asked for; returns an answer if there is one already, or "
+        "never will be."""
+        event = mediator.waiting
+        assert event is not None  # noqa: S101 - it has just asked
+        kind, provider, iteration, more = event
+        if self.ending or self.closed:
+            return Raise(self._missed(*event))
+        if kind is Events.BARRIER:
+            more.arrive(mediator)
+        elif kind is Events.STEP:
+            return False if self.loops_over else NOTHING
+        elif iteration is not None and (self.over or iteration < self.calls.get(provider, 0)):
+            return self._too_late(mediator, event)
+        else:
+            self.wanted.setdefault(provider, []).append(mediator)
+        return NOTHING
+
+    def _too_late(self, mediator: Mediator, event: Event) -> Raise:
+        return Raise(
+            IterationOver(mediator.loops[-1]) if self._ends_loop(mediator, event) else self._missed(*event)
+        )
+
+    def _ends_loop(self, mediator: Mediator, event: Event) -> bool:
+        """Tell whether a request is for the step after the last one, rather than for a place not reached.
+
+        Where nothing tells steps apart, a module called twice in one step lets a loop begin once too often.
+        """
+        if not self.over or self.clock is not None or not mediator.loops or not mediator.loops[-1].open_ended:
+            return False
+        return bool(event[2]) and event[2] == self.calls.get(event[1], 0)
+
+    def watch(self, watcher: Watcher, providers: Iterable[str]) -> None:
+        """Let ``watcher`` see the values of these providers from now on, after the blocks have."""
+        for provider in providers:
+            self.watchers.setdefault(provider, []).append(watcher)
+            self.wanted.setdefault(provider, [])
+
+    def unqueue(self, mediator: Mediator) -> None:
+        """Forget that a block waits."""
+        event = mediator.waiting
+        if event is None:
+            return
+        waiting = self.wanted.get(event[1])
+        if waiting is not None and mediator in waiting:
+            waiting.remove(mediator)
+            if not waiting and event[1] not in self.watchers:
+                del self.wanted[event[1]]
+
+    def iterate_requester(self, requester: str) -> str:
+        """Add the call number that the running block's requests are for: ``model.output.i2``."""
+        return named(requester, self.call_number(requester))
+
+    def call_number(self, provider: str) -> int:
+        """Return the number of the call that a request of the running block means."""
+        mediator = self.current
+        if mediator is not None and mediator.iteration is not None:
+            return mediator.iteration
+        providing = self.providing
+        if providing is not None and providing[0] == provider and providing[1] is not None:
+            return providing[1]
+        return self.calls.get(provider, 0)
+
+    def foreign(self, requester: str) -> ValueError:
+        """Return the error for a request by code that is not the running block's own."""
+        if in_backward():
+            return ValueError(
+                f"Cannot request `{requester}` in a backwards tracer. You can only request `.grad`. "
+                "Please define "
+                "your Tensors before the Backwards Tracer and interact with their gradients within "
+                "the Backwards "
+                "Tracer."
+            )
+        return ValueError(
+            f"Cannot request `{requester}` here: this code runs in another thread, or in the block of "
+            "another "
+            "trace inside this one. Take the value in the block that waits for it, and use it here."
+        )
+
+    # What the model provides.
+
+    def handle(self, provider: str | None = None, value: Any = None, iterate: bool = False) -> Any:  # noqa: FBT001, FBT002 - the documented signature
+        """Provide a value that no module call makes: a result, a token, logits.
+
+        Args:
+            provider: Its name.
+            value: What blocks may read and replace.
+            iterate: Whether it comes again and again, each time with the next call number.
+
+        Returns:
+            The value as the blocks left it.
+        """
+        if provider is None:
+            return value
+        number = self.calls.get(provider, 0) if iterate else None
+        if provider in self.wanted:
+            value = self.offer(provider, number, value)
+        if iterate:
+            self.calls[provider] = self.calls.get(provider, 0) + 1
+        return value
+
+    def offer(self, provider: str, number: int | None, value: Any) -> Any:
+        """Let every block that waits for this call have the value; returns it as they left it."""
+        batcher = self.batcher
+        outer = (self.providing, batcher.current_value)
+        self.providing = here = (provider, number)
+        batcher.current_value = value
+        try:
+            mediator = self._next(provider, number)
+            while mediator is not None:
+                self._serve(mediator)
+                self._settle()
+                mediator = self._next(provider, number)
+            batcher.settle()
+            for watcher in self.watchers.get(provider, ()):
+                watcher.add(provider, number, batcher.current_value)
+            return batcher.current_value
+        finally:
+            assert self.providing is here or self.ending  # noqa: S101 - offers nest
+            self.providing, batcher.current_value = outer
+
+    def _next(self, provider: str, number: int | None) -> Mediator | None:
+        """Return the first block, in order of definition, that waits for this very call."""
+        best: Mediator | None = None
+        for mediator in self.wanted.get(provider, ()):
+            event = mediator.waiting
+            if event is not None and event[2] == number and (best is None or mediator.idx < best.idx):
+                best = mediator
+        return best
+
+    def _serve(self, mediator: Mediator) -> None:
+        """Answer a block whose value is at hand."""
+        event = mediator.waiting
+        assert event is not None  # noqa: S101 - it was found waiting
+        kind, _, _, more = event
+        if kind is Events.VALUE:
+            mediator.respond(self.batcher.narrow(mediator.batch_group))
+            return
+        if kind is Events.SKIP:
+            self.skipped.append((mediator, more))
+            mediator.respond()
+            return
+        try:
+            self.batcher.swap(mediator.batch_group, more)
+        except ValueError as error:
+            mediator.fail(error)
+        else:
+            mediator.respond()
+
+    def skip_value(self, path: str) -> Any:
+        """Return the output that blocks gave for the module at ``path``, whose run they skip.
+
+        Raises:
+            ValueError: Some invoke did not skip it, or the values cannot be put together.
+        """
+        skipped, self.skipped = self.skipped, []
+        whole = [value for mediator, value in skipped if self.batcher.sees_all(mediator.batch_group)]
+        if whole:
+            return whole[-1]
+        rows = {mediator.batch_group: value for mediator, value in skipped}
+        missing = [group for group in self.batcher.groups if group not in rows]
+        if missing:
+            raise ValueError(
+                f"{path} is skipped in {len(rows)} of {len(self.batcher.groups)} invokes; a module "
+                "runs for all "
+                "of them or for none, so skip it in every one"
+            )
+        return self.batcher.join([rows[group] for group in self.batcher.groups])
+
+    def advance(self, provider: str, number: int) -> None:
+        """Take note that a module begins its call ``number``: loops over steps may go on."""
+        if self.clock is not None and provider != self.clock:
+            return
+        self.step = number
+        for mediator in self.mediators:
+            event = mediator.waiting
+            if event is not None and event[0] is Events.STEP and event[2] is not None and event[2] <= number:
+                mediator.respond(value=True)
+                self._settle()
+
+    # When the run is over.
+
+    def end_loops(self) -> None:
+        """End the loops over steps, where the traced function still has something to provide after "
+        "the last."""
+        self.loops_over = True
+        for mediator in self.mediators:
+            event = mediator.waiting
+            if event is not None and event[0] is Events.STEP:
+                mediator.respond(value=False)
+            self._settle()
+
+    def end_steps(self) -> None:
+        """End the loops over steps: no further one comes. What stands after them runs now."""
+        self.end_loops()
+        self.over = True
+        for mediator in self.mediators:
+            event = mediator.waiting
+            if event is not None and self._ends_loop(mediator, event):
+                mediator.respond(self._too_late(mediator, event))
+            self._settle()
+
+    def check_dangling_mediators(self) -> None:
+        """Fail every block that still waits: what it waits for cannot come any more."""
+        self.closed = True
+        for mediator in self.mediators:
+            if mediator.waiting is not None:
+                mediator.fail(self._missed(*mediator.waiting))
+                self._settle()
+
+    def _missed(self, kind: Events, provider: str, iteration: int | None, more: Any) -> MissedProviderError:
+        if kind is Events.BARRIER:
+            return MissedProviderError(more.unmet())
+        requester = named(provider, iteration)
+        calls = self.calls.get(provider, 0)
+        if iteration is not None and iteration < calls:
+            return OutOfOrderError(
+                f"Value was missed for {requester}. Did you call an Envoy out of order? The model has "
+                "passed this "
+                "place: ask for values in the order in which it reaches them, or in separate invokes."
+            )
+        times = f" It was reached {calls} time{'s' if calls != 1 else ''}." if calls else ""
+        return MissedProviderError(
+            f"Execution complete but `{requester}` was not provided. Did you call an Envoy out of order? "
+            f"Investigate why this module was not called.{times}"
+        )

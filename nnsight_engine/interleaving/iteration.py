@@ -1,0 +1,88 @@
+"""Loops over the steps of a run: over generated tokens, denoising steps, calls of a recurrent cell.
+
+``for step in tracer.iter[1:4]:`` sets the number of the call that requests in its body are for. The loop
+waits at its head until the step has begun, so its body never starts for a step that does not come.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+from nnsight_engine.interleaving.events import MissedProviderError
+from nnsight_engine.interleaving.interleaver import Interleaver
+
+Steps = int | slice | Sequence[int]
+
+
+class IteratorTracer:
+    """The steps selected by ``tracer.iter[...]``.
+
+    A slice ends where generation does. A number or a list names steps that must come.
+    """
+
+    def __init__(self, steps: Steps, interleaver: Interleaver) -> None:
+        """Select steps.
+
+        Raises:
+            TypeError: Neither a number, a slice nor a list of numbers.
+            ValueError: A step is negative, or the slice does not go forward.
+        """
+        self.open_ended = isinstance(steps, slice)
+        self.interleaver = interleaver
+        self._numbers = _numbers(steps)
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield each step once it has begun.
+
+        Raises:
+            MissedProviderError: A step that was named did not come.
+        """
+        mediator = self.interleaver.current
+        if mediator is None:
+            raise ValueError("steps are iterated inside a trace that has an input, or inside an invoke")
+        mediator.loops.append(self)
+        try:
+            for step in self._numbers:
+                if not mediator.await_step(step):
+                    if self.open_ended:
+                        return
+                    raise MissedProviderError(
+                        f"Execution complete but step {step} did not come: generation ended after "
+                        f"{self.interleaver.step + 1} steps. Use a slice, tracer.iter[{step}:], for "
+                        "steps that may "
+                        "not come."
+                    )
+                mediator.iteration = step
+                yield step
+        finally:
+            mediator.loops.remove(self)
+            mediator.iteration = None
+
+
+class Iter:
+    """``tracer.iter``: select steps by number, slice or list."""
+
+    def __init__(self, interleaver: Interleaver) -> None:
+        """Select from the run of this interleaver."""
+        self.interleaver = interleaver
+
+    def __getitem__(self, steps: Steps) -> IteratorTracer:
+        """Return a loop over the steps."""
+        return IteratorTracer(steps, self.interleaver)
+
+
+def _numbers(steps: Steps) -> Iterable[int]:
+    if isinstance(steps, slice):
+        start, step = steps.start or 0, steps.step if steps.step is not None else 1
+        if min(start, steps.stop or 0) < 0 or step < 1:
+            raise ValueError(
+                f"steps count from 0 and go forward, because nobody knows how many there will be; got {steps}"
+            )
+        return range(start, steps.stop, step) if steps.stop is not None else itertools.count(start, step)
+    numbers = [steps] if isinstance(steps, int) else list(steps)
+    if not all(type(number) is int for number in numbers):
+        raise TypeError(f"tracer.iter takes a number, a slice or a list of numbers, got {steps!r}")
+    if any(number < 0 for number in numbers) or numbers != sorted(set(numbers)):
+        raise ValueError(f"steps count from 0 and are given in the order in which they come, got {steps!r}")
+    return numbers

@@ -1,0 +1,233 @@
+"""One block beside the model's run: it asks for values, waits, and goes on where it waited.
+
+A mediator's block runs on a stack of its own. Whatever it wants from the model's side is an *event* that it
+hands over, and then it stands still until the interleaver answers. One side runs at a time.
+
+**What waits for ever, and what happens then.** A block waits for a value by its name and call number,
+``model.layers.3.output.i0``. It would wait in vain if the model has passed that call already: known at once,
+since calls are counted, and an ``OutOfOrderError``. It would also wait in vain if the call never comes, or
+if it stands at a barrier that others never reach: known when the model's run ends, and a
+``MissedProviderError``. Both are raised in the block, at the line that asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from greenlet import GreenletExit, getcurrent
+
+from nnsight_engine.core.stepping import IterationOver
+from nnsight_engine.interleaving import stacks
+from nnsight_engine.interleaving.batching import BatchGroup
+from nnsight_engine.interleaving.events import (
+    Cancelation,
+    EarlyStopException,
+    Events,
+    MissedProviderError,
+    OutOfOrderError,
+)
+
+if TYPE_CHECKING:
+    from nnsight_engine.interleaving.interleaver import Interleaver
+
+Event = tuple[Events, str, int | None, Any]
+"""What is asked for: kind, provider without its call number, call number, anything more."""
+
+NOTHING = object()
+"""No answer yet."""
+
+_PATIENCE = 16
+"""Requests that a cancelled block may still make while it cleans up, before it is ended without mercy."""
+
+
+class Raise:
+    """An answer that raises in the block, at the line that waits."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: BaseException) -> None:
+        """Keep the error."""
+        self.error = error
+
+
+class Mediator:
+    """Runs one block and answers what it asks for.
+
+    Attributes:
+        intervention: The compiled block.
+        info: Where the block comes from, for messages; may be None.
+        batch_group: First row and number of rows of the batch that this block owns; None sees all rows.
+        iteration: The call number that requests are for; None means the next one to come.
+        loops: The loops over steps that the block is in, innermost last.
+        waiting: What the block asked for and has not got; None while it runs or when it has ended.
+    """
+
+    MissedProviderError = MissedProviderError
+    OutOfOrderError = OutOfOrderError
+
+    def __init__(
+        self,
+        intervention: Callable[[], Any],
+        info: Any = None,
+        name: str | None = None,
+        batch_group: BatchGroup | None = None,
+    ) -> None:
+        """Prepare a block; nothing runs before ``start``."""
+        self.intervention = intervention
+        self.info = info
+        self.name = name if name is not None else f"Mediator{id(self)}"
+        self.idx = 0
+        self.batch_group = batch_group
+        self.iteration: int | None = 0
+        self.loops: list[Any] = []
+        self.waiting: Event | None = None
+        self.transform: Callable[[], Any] | None = None
+        self.worker: stacks.Stack | None = None
+        self.interleaver: Interleaver | None = None
+        self._grad_enabled = True
+
+    @property
+    def alive(self) -> bool:
+        """Whether the block has started and not ended."""
+        return self.worker is not None
+
+    # On the model's side.
+
+    def start(self, interleaver: Interleaver) -> None:
+        """Run the block until it first waits."""
+        self.interleaver = interleaver
+        self._grad_enabled = torch.is_grad_enabled()
+        self.worker = stacks.take()
+        answer = self._take(self._switch(stacks.start, self.worker, self._work))
+        if answer is not NOTHING:
+            self.respond(answer)
+
+    def respond(self, value: Any = None) -> None:
+        """Answer what the block waits for, and run it until it waits again."""
+        interleaver, worker = self.interleaver, self.worker
+        assert interleaver is not None  # noqa: S101 - only who waits is answered
+        assert worker is not None  # noqa: S101
+        answer = value
+        while answer is not NOTHING:
+            interleaver.unqueue(self)
+            self.waiting = None
+            answer = self._take(self._switch(stacks.resume, worker, answer))
+
+    def fail(self, error: BaseException) -> None:
+        """Raise ``error`` in the block, where it waits."""
+        self.respond(Raise(error))
+
+    def cancel(self) -> None:
+        """End the block: what it waits for raises ``Cancelation`` until it has cleaned up."""
+        for _ in range(_PATIENCE):
+            if not self.alive:
+                return
+            self.fail(Cancelation("the trace ended while this block waited"))
+        while self.alive:
+            self.fail(GreenletExit())
+
+    def _switch(self, how: Callable[..., Any], *arguments: Any) -> Any:
+        """Let the block run. Grad mode belongs to each side: the model may be within ``no_grad``."""
+        interleaver = self.interleaver
+        assert interleaver is not None  # noqa: S101 - set by start
+        before, interleaver.current = interleaver.current, self
+        listening, interleaver.listening = interleaver.listening, False
+        model_grad = torch.is_grad_enabled()
+        if model_grad is not self._grad_enabled:
+            torch._C._set_grad_enabled(self._grad_enabled)  # noqa: SLF001 - the class of the same use is slow
+        try:
+            return how(*arguments)
+        finally:
+            self._grad_enabled = torch.is_grad_enabled()
+            if model_grad is not self._grad_enabled:
+                torch._C._set_grad_enabled(model_grad)  # noqa: SLF001
+            interleaver.current, interleaver.listening = before, listening
+
+    def _take(self, event: Event | stacks.Done) -> Any:
+        """Note what the block asks for next; returns an answer that can be given at once, or ``NOTHING``."""
+        interleaver = self.interleaver
+        assert interleaver is not None  # noqa: S101 - set by start
+        if self.transform is not None:
+            transform, self.transform = self.transform, None
+            interleaver.batcher.swap(self.batch_group, transform())
+        if isinstance(event, stacks.Done):
+            worker, self.worker = self.worker, None
+            assert worker is not None  # noqa: S101 - it has just handed over
+            stacks.give_back(worker)
+            if event.error is not None:
+                interleaver.failed(event.error)
+            return NOTHING
+        self.waiting = event
+        return interleaver.queue(self)
+
+    def _work(self) -> None:
+        """The block's job on its stack."""
+        try:
+            self.intervention()
+        except (Cancelation, GreenletExit):
+            if self.interleaver is None or not self.interleaver.ending:
+                raise
+        except IterationOver:
+            pass  # a loop in a function that was not compiled as part of a block; the block ends with it
+
+    # On the block's side.
+
+    def request(self, requester: str) -> Any:
+        """Wait for a value and return it, narrowed to this block's rows.
+
+        Args:
+            requester: Provider with its call number, ``model.layers.3.output.i0``, or without one.
+        """
+        return self.ask(Events.VALUE, *split(requester))
+
+    def swap(self, requester: str, value: Any) -> None:
+        """Wait for a value to come by, and replace it."""
+        self.ask(Events.SWAP, *split(requester), value)
+
+    def skip(self, requester: str, value: Any) -> None:
+        """Wait for a module's input, and have ``value`` as its output instead of running it."""
+        self.ask(Events.SKIP, *split(requester), value)
+
+    def stop(self) -> None:
+        """End this block and the model's run."""
+        raise EarlyStopException("the trace was stopped by its block")
+
+    def await_step(self, step: int) -> bool:
+        """Wait until some module makes its call number ``step``; False if generation is over before."""
+        interleaver = self.interleaver
+        assert interleaver is not None  # noqa: S101 - a running block has one
+        if step <= interleaver.step:
+            return True
+        return bool(self.ask(Events.STEP, "", step))
+
+    def ask(self, kind: Events, provider: str, iteration: int | None = None, more: Any = None) -> Any:
+        """Hand an event over and return the answer.
+
+        Raises:
+            OutOfOrderError: The model has passed this call.
+            MissedProviderError: The run ended without it.
+            ValueError: The code that asks is not this block's: a thread of its own, or a backward block.
+        """
+        worker = self.worker
+        if worker is not getcurrent():
+            assert self.interleaver is not None  # noqa: S101 - a started block has one
+            raise self.interleaver.foreign(named(provider, iteration))
+        answer = stacks.resumed_by(worker).switch((kind, provider, iteration, more))
+        if type(answer) is Raise:
+            raise answer.error
+        return answer
+
+
+def split(requester: str) -> tuple[str, int | None]:
+    """Take ``model.output.i2`` apart into its provider and call number."""
+    provider, _, suffix = requester.rpartition(".i")
+    if provider and suffix.isdecimal():
+        return provider, int(suffix)
+    return requester, None
+
+
+def named(provider: str, iteration: int | None) -> str:
+    """Put a provider and a call number together, as messages show them."""
+    return provider if iteration is None else f"{provider}.i{iteration}"

@@ -1,0 +1,184 @@
+"""Stacks that take turns: the model runs on one, each traced block on its own, and control is handed over.
+
+A block waits in the middle of its code until the model reaches the value it asked for. That needs two call
+stacks, of which one runs at a time. Greenlets give them within one thread, so a hand-over costs a switch
+rather than two locks, and thread-local state (grad mode aside, see ``mediator``) is the model's own.
+
+**The hazard.** Greenlets share one region of the C stack: the part below a greenlet's first frame is copied
+in and out. What lies *above* that first frame is whatever runs there now. Torch walks the whole C stack when
+it makes a C++ error (``c10::Error`` keeps a backtrace); a walk that leaves the greenlet through its first
+frame then reads other frames' bytes as return addresses, and may crash the process.
+
+**The safeguard.** Every stack, the model's included, is started by one hub, from one call site, and the hub
+does nothing else until the outermost run ends. So all stacks begin at the same address, and what lies above
+is always the hub's own suspended frames: real ones, in the same place, that a walk may follow to ``main``.
+Four rules follow, and ``tests/unit/interleaving/test_stacks.py`` breaks without them:
+
+1. nobody calls ``switch`` on a stack that has not started, except ``_hub``; ask with ``start``;
+2. nobody calls ``throw``; a stack that must end its job is handed something that makes it raise;
+3. a stack hands over to its ``parent``, so whoever resumes a stack becomes its parent first;
+4. a stack is used again in a later run only if that run's hub stands at the very same address.
+
+**Why used again.** Python gives each new stack memory for its frames and takes it back at the end: two system
+calls, which cost more than everything else a small trace does. So a stack whose job is done waits for the
+next one. Where the hub's address cannot be told (an unknown machine), stacks are simply made anew.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import platform
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from greenlet import getcurrent, greenlet
+
+Stack = greenlet
+
+_MAX_IDLE = 64
+"""Stacks that wait for another job, at one address."""
+
+_MAX_ADDRESSES = 16
+"""Addresses that stacks wait at: the depths at which a program opens traces."""
+
+_STACK_POINTER_IN_JMP_BUF = {("Linux", "x86_64"): 48, ("Linux", "aarch64"): 104}
+"""Where ``_setjmp`` notes the stack pointer; scrambled, but the same for the same address."""
+
+
+class _Local(threading.local):
+    """This thread's hub while a run is on, and its stacks without a job."""
+
+    def __init__(self) -> None:
+        self.hub: greenlet | None = None
+        self.address = 0
+        self.idle: OrderedDict[int, list[greenlet]] = OrderedDict()
+        self.buffer = ctypes.create_string_buffer(1024)
+        offset = _STACK_POINTER_IN_JMP_BUF.get((platform.system(), platform.machine()))
+        self.pointer = None if offset is None else ctypes.c_size_t.from_buffer(self.buffer, offset)
+
+
+_local = _Local()
+_note_registers = ctypes.PyDLL(None)._setjmp if platform.system() == "Linux" else None  # noqa: SLF001 - libc's name
+
+
+class Done:
+    """What a stack hands over when its job is done: the result, or the error."""
+
+    __slots__ = ("error", "value")
+
+    def __init__(self, value: Any = None, error: BaseException | None = None) -> None:
+        """Keep either."""
+        self.value = value
+        self.error = error
+
+
+def run(body: Callable[[], Any]) -> Any:
+    """Run ``body`` on a stack of its own and return what it returns; its errors come out here.
+
+    Nested runs (a trace inside a block, a backward pass inside a trace) share the outermost run's hub.
+    """
+    local = _local
+    if local.hub is not None:
+        stack = take()
+        done = start(stack, body)
+        give_back(stack)
+    else:
+        local.hub = getcurrent()
+        try:
+            done = _hub(local, body)
+        finally:
+            local.hub = None
+    if done.error is not None:
+        _raise(done.error)
+    return done.value
+
+
+def _raise(error: BaseException) -> NoReturn:
+    """Raise an error on another stack than its own, where something else is being handled perhaps."""
+    context = error.__context__
+    try:
+        raise error
+    finally:
+        error.__context__ = context
+        del error  # its traceback holds this frame
+
+
+def _hub(local: _Local, body: Callable[[], Any]) -> Done:
+    """Run ``body`` on a stack, and start each further one that is asked for, until it is done."""
+    if local.pointer is not None and _note_registers is not None:
+        _note_registers(local.buffer)
+        local.address = local.pointer.value
+    first = take()
+    assert local.hub is not None  # noqa: S101 - run() has just set it
+    first.parent = local.hub
+    stack, job = first, body
+    while True:
+        asked = stack.switch(job)  # the one call site: every stack begins right below this frame
+        if type(asked) is Done:
+            give_back(first)
+            return asked
+        stack, job = asked
+
+
+def take() -> Stack:
+    """Return a stack without a job: one that waits at this run's address, or a new one."""
+    idle = _local.idle.get(_local.address)
+    stack = idle.pop() if idle else greenlet(_work)
+    stack.gr_context = contextvars.copy_context()
+    return stack
+
+
+def give_back(stack: Stack) -> None:
+    """Keep a stack whose job is done for another one."""
+    local = _local
+    if stack.dead or local.pointer is None:
+        return
+    idle = local.idle.get(local.address)
+    if idle is None:
+        idle = local.idle[local.address] = []
+        if len(local.idle) > _MAX_ADDRESSES:
+            local.idle.popitem(last=False)
+    if len(idle) < _MAX_IDLE:
+        idle.append(stack)
+
+
+def start(stack: Stack, job: Callable[[], Any]) -> Any:
+    """Give ``stack`` a job and return what it first hands over; within a run only."""
+    stack.parent = getcurrent()
+    if stack:  # it has started, and waits at the right address
+        return stack.switch(job)
+    hub = _local.hub
+    assert hub is not None  # noqa: S101 - run() made it
+    return hub.switch((stack, job))
+
+
+def resume(stack: Stack, payload: Any) -> Any:
+    """Hand ``payload`` to a stack in the middle of its job and return what it hands back."""
+    caller = getcurrent()
+    if stack.parent is not caller:
+        stack.parent = caller
+    return stack.switch(payload)
+
+
+def _work(job: Callable[[], Any]) -> None:
+    """Do one job after the other; nothing of a job is kept while waiting for the next."""
+    me = getcurrent()
+    while True:
+        try:
+            done = Done(job())
+        except BaseException as error:  # noqa: BLE001 - raised by whoever gave the job
+            done = Done(error=error)
+        del job
+        handed = [done]
+        del done
+        job = resumed_by(me).switch(handed.pop())
+
+
+def resumed_by(stack: Stack) -> Stack:
+    """Return the stack that ``stack`` hands over to: whoever started or resumed it."""
+    parent = stack.parent
+    assert parent is not None  # noqa: S101 - only a thread's main stack has none
+    return parent

@@ -1,0 +1,457 @@
+"""A ``with`` block as a function: compiled from its own syntax tree, its variables in shared cells.
+
+The tree keeps the file name and line numbers it was parsed with, so an error in the block, a debugger or a
+profiler points at the user's own line, and nothing needs translating back.
+
+Every variable that the block shares with its surroundings is a *cell*, exactly as if the block were a nested
+function. A block inside a block gets the very same cells, which is how one invoke sees what another one
+assigned: no copying, no synchronisation, whatever runs first writes first.
+
+Two constructs inside a block are rewritten, because a block may hold further traces and loops over
+generation steps:
+
+``with EXPR as T: BODY``
+    may open a trace whose body must not run here. It becomes ``with bind(lambda: (names), i, EXPR) as T:``
+    ``if not deferred(…): BODY``. The lambda is never called; it captures the cells of the names in BODY.
+    Contexts that are not traces run as before. ``with A, B:`` becomes two nested statements.
+
+``for T in ITER: BODY``
+    may loop over generation steps whose number nobody knows. When generation is over, a request inside BODY
+    raises ``IterationOver``; the loop it belongs to ends normally and the code after it runs.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from types import CellType, CodeType, FunctionType
+from typing import Any, TypeVar
+
+from nnsight_engine.core.stepping import IterationOver
+from nnsight_engine.tracing.errors import TraceSyntaxError
+from nnsight_engine.tracing.source_text import SourceText
+
+BIND = "__nnsight_bind__"
+DEFERRED = "__nnsight_deferred__"
+OVER = "__nnsight_over__"
+_HELPERS = (BIND, DEFERRED, OVER)
+WITH_MARKER = "__nnsight_with_"
+"""Begins the name that a rewritten ``with`` statement keeps its context under."""
+_OUTER = "__nnsight_scope__"
+Node = TypeVar("Node", bound=ast.AST)
+_FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Nested:
+    """A ``with`` statement inside a block, should it turn out to open a trace."""
+
+    node: ast.With
+    item: int
+
+    @property
+    def body(self) -> list[ast.stmt]:
+        """The statements under this item: the block, or the rest of the items around it."""
+        rest = self.node.items[self.item + 1 :]
+        if not rest:
+            return self.node.body
+        return [ast.copy_location(ast.With(items=rest, body=self.node.body), self.node)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Block:
+    """A compiled block, independent of any run.
+
+    Attributes:
+        code: The function's code; its free variables are the block's shared variables and our helpers.
+        stored: Names the block may assign, those of blocks inside it included.
+        source: The text it came from.
+        line: Line of its first statement, from 1.
+        nested: The ``with`` statements in it, by the index that its code hands to ``bind``.
+        context: What a nested block needs to be compiled like this one.
+    """
+
+    code: CodeType
+    stored: tuple[str, ...]
+    source: SourceText
+    line: int
+    end_line: int
+    nested: tuple[Nested, ...]
+    context: BlockContext
+    compiled: dict[int, Block] = dataclasses.field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The block's lines as written."""
+        return "\n".join(line.rstrip("\n") for line in self.source.lines[self.line - 1 : self.end_line])
+
+    def function(
+        self, variables: Mapping[str, CellType], helpers: Mapping[str, CellType], globals_: dict[str, Any]
+    ) -> Callable[[], Any]:
+        """Return the block as a function on these cells; a variable without one starts unbound."""
+        cells = tuple(
+            helpers[name] if name in helpers else variables.get(name) or CellType()
+            for name in self.code.co_freevars
+        )
+        return FunctionType(self.code, globals_, self.code.co_name, None, cells)
+
+    def inner(self, index: int, names: Sequence[str]) -> Block:
+        """Return the block of the ``with`` statement ``index``, whose shared variables are ``names``."""
+        block = self.compiled.get(index)
+        if block is None:
+            block = compile_block(self.nested[index].body, self.source, frozenset(names), self.context)
+            self.compiled[index] = block
+        return block
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockContext:
+    """Where a block stands in the user's code.
+
+    Attributes:
+        name: Name of the function around it, shown in tracebacks; ``<module>`` at the top.
+        class_name: The class around it, which decides what ``self.__x`` means, or None.
+        first_argument: The surrounding function's first argument, for ``super()`` without arguments.
+        flags: ``from __future__`` features of the user's file.
+    """
+
+    name: str
+    class_name: str | None
+    first_argument: str | None
+    flags: int
+
+
+def context_of(code: CodeType) -> BlockContext:
+    """Describe the surroundings of a block by the code of the frame that holds it."""
+    parts = [part for part in code.co_qualname.split(".") if part != "<locals>"]
+    in_method = code.co_qualname.endswith(f".{code.co_name}") and len(parts) > 1
+    holder = code.co_qualname.split(".")[-2] if in_method else "<locals>"
+    return BlockContext(
+        name=code.co_name,
+        class_name=None if holder == "<locals>" else holder,
+        first_argument=code.co_varnames[0] if code.co_argcount else None,
+        flags=code.co_flags & _FUTURE,
+    )
+
+
+def names_in(body: Sequence[ast.stmt]) -> frozenset[str]:
+    """Return every name that the statements mention, nested functions included."""
+    found: set[str] = set()
+    for statement in body:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name):
+                found.add(node.id)
+            elif isinstance(node, ast.Nonlocal):
+                found.update(node.names)
+            elif isinstance(node, ast.Call) and _is_bare_super(node):
+                found.add("__class__")
+    return frozenset(found | _stored_in(body))
+
+
+def mangled(names: frozenset[str], class_name: str | None) -> frozenset[str]:
+    """Return the names as the compiler spells them within ``class_name``: ``__x`` becomes ``_C__x``."""
+    prefix = (class_name or "").lstrip("_")
+    if not prefix:
+        return names
+    return frozenset(
+        f"_{prefix}{name}" if name.startswith("__") and not name.endswith("__") else name for name in names
+    )
+
+
+def compile_block(
+    body: Sequence[ast.stmt], source: SourceText, shared: frozenset[str], context: BlockContext
+) -> Block:
+    """Compile the statements into a block that shares the names in ``shared`` with its surroundings.
+
+    Raises:
+        TraceSyntaxError: A ``return``, ``yield`` or ``await`` would have to leave the block.
+        SyntaxError: A ``break`` or ``continue`` belongs to a loop around the block.
+    """
+    _refuse_leaving(body, source)
+    stored = mangled(_stored_in(body), context.class_name)
+    cells = sorted(shared | stored)
+    rewriter = _Rewriter(context)
+    statements = rewriter.rewrite(body)
+    tree = _wrapped(statements, cells, sorted(stored), context.class_name)
+    line = min(statement.lineno for statement in body)
+    for node in (tree.body[0], *ast.walk(tree)):
+        if isinstance(node, (ast.stmt, ast.expr)) and not hasattr(node, "lineno"):
+            ast.copy_location(node, body[0])
+    ast.fix_missing_locations(tree)
+    module = compile(tree, source.filename, "exec", flags=context.flags, dont_inherit=True)
+    code = _inner_code(module).replace(co_name=context.name, co_qualname=context.name)
+    return Block(
+        code=code,
+        stored=tuple(sorted(stored)),
+        source=source,
+        line=line,
+        end_line=max(statement.end_lineno or statement.lineno for statement in body),
+        nested=tuple(rewriter.nested),
+        context=context,
+    )
+
+
+def _wrapped(
+    statements: list[ast.stmt], cells: list[str], stored: list[str], class_name: str | None
+) -> ast.Module:
+    """Nest the block in a function that owns its shared names, so that the compiler makes them cells."""
+    if stored:
+        statements = [ast.Nonlocal(names=stored), *statements]
+    block = ast.FunctionDef(name="__nnsight_block__", args=_arguments([]), body=statements, decorator_list=[])
+    owner = ast.FunctionDef(
+        name=_OUTER, args=_arguments([*_HELPERS, *cells]), body=[block], decorator_list=[]
+    )
+    top: ast.stmt = owner
+    if class_name is not None:
+        top = ast.ClassDef(name=class_name, bases=[], keywords=[], body=[owner], decorator_list=[])
+    return ast.Module(body=[top], type_ignores=[])
+
+
+def _arguments(names: list[str]) -> ast.arguments:
+    arguments = [ast.arg(arg=name) for name in names]
+    return ast.arguments(posonlyargs=[], args=arguments, kwonlyargs=[], kw_defaults=[], defaults=[])
+
+
+def _inner_code(code: CodeType) -> CodeType:
+    """Return the block's code from within the module that was compiled around it."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            return constant if constant.co_name == "__nnsight_block__" else _inner_code(constant)
+    raise AssertionError("a compiled block holds its own code")
+
+
+def _is_bare_super(node: ast.Call) -> bool:
+    return isinstance(node.func, ast.Name) and node.func.id == "super" and not node.args and not node.keywords
+
+
+class _Rewriter(ast.NodeTransformer):
+    """Rewrites nested ``with`` and ``for`` statements, see the module's docstring; copies what it changes."""
+
+    def __init__(self, context: BlockContext) -> None:
+        self.context = context
+        self.nested: list[Nested] = []
+        self.loops = 0
+
+    def rewrite(self, body: Sequence[ast.stmt]) -> list[ast.stmt]:
+        """Return the statements rewritten; the given ones stay as they are, to be compiled again."""
+        return [statement for node in body for statement in _as_list(self.visit(node))]
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        """Visit a copy, because nested blocks are compiled from the same tree later."""
+        return super().generic_visit(_copy_node(node))
+
+    def visit_With(self, node: ast.With) -> ast.AST:
+        """Let a context that turns out to be a trace defer its body."""
+        return self._with_item(node, 0)
+
+    def _with_item(self, node: ast.With, item: int) -> ast.stmt:
+        index = len(self.nested)
+        nested = Nested(node, item)
+        self.nested.append(nested)
+        last = item + 1 == len(node.items)
+        inner = self.rewrite(node.body) if last else [self._with_item(node, item + 1)]
+        marker = f"{WITH_MARKER}{index}__"
+        original = node.items[item]
+        names = sorted(names_in(nested.body))
+        capture = ast.Lambda(
+            args=_arguments([]),
+            body=ast.Tuple(elts=[ast.Name(id=name, ctx=ast.Load()) for name in names], ctx=ast.Load()),
+        )
+        bound = ast.Call(
+            func=ast.Name(id=BIND, ctx=ast.Load()),
+            args=[capture, ast.Constant(value=index), self.visit(original.context_expr)],
+            keywords=[],
+        )
+        target = original.optional_vars
+        entered = ast.With(
+            items=[
+                ast.withitem(
+                    context_expr=ast.NamedExpr(target=ast.Name(id=marker, ctx=ast.Store()), value=bound),
+                    optional_vars=self.visit(target) if target is not None else None,
+                )
+            ],
+            body=[
+                ast.If(
+                    test=ast.UnaryOp(
+                        op=ast.Not(),
+                        operand=ast.Call(
+                            func=ast.Name(id=DEFERRED, ctx=ast.Load()),
+                            args=[ast.Name(id=marker, ctx=ast.Load())],
+                            keywords=[],
+                        ),
+                    ),
+                    body=inner,
+                    orelse=[],
+                )
+            ],
+        )
+        return _located(entered, node)
+
+    def visit_For(self, node: ast.For) -> list[ast.stmt]:
+        """Let a loop over generation steps end when generation does."""
+        number = self.loops
+        self.loops += 1
+        loop, error = f"__nnsight_loop_{number}__", f"__nnsight_over_{number}__"
+        remember = ast.Assign(targets=[ast.Name(id=loop, ctx=ast.Store())], value=self.visit(node.iter))
+        again = ast.For(
+            target=self.visit(node.target),
+            iter=ast.Name(id=loop, ctx=ast.Load()),
+            body=self.rewrite(node.body),
+            orelse=self.rewrite(node.orelse),
+        )
+        mine = ast.Compare(
+            left=ast.Attribute(value=ast.Name(id=error, ctx=ast.Load()), attr="loop", ctx=ast.Load()),
+            ops=[ast.IsNot()],
+            comparators=[ast.Name(id=loop, ctx=ast.Load())],
+        )
+        handler = ast.ExceptHandler(
+            type=ast.Name(id=OVER, ctx=ast.Load()),
+            name=error,
+            body=[ast.If(test=mine, body=[ast.Raise()], orelse=[])],
+        )
+        guarded = ast.Try(body=[_located(again, node)], handlers=[handler], orelse=[], finalbody=[])
+        both: list[ast.stmt] = [_located(remember, node.iter), _located(guarded, node)]
+        return both
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """Spell ``super()`` out: the block is a function of its own, without the method's first argument."""
+        visited = self.generic_visit(node)
+        first = self.context.first_argument
+        if isinstance(visited, ast.Call) and _is_bare_super(visited) and first is not None:
+            visited.args = [ast.Name(id="__class__", ctx=ast.Load()), ast.Name(id=first, ctx=ast.Load())]
+            return _located(visited, node)
+        return visited
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        """Rewrite the body of a function defined in the block, where ``super()`` is its own affair."""
+        return self._inner_scope(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        """Leave classes defined in a block as they are: their scopes cannot lend cells."""
+        return node
+
+    def _inner_scope(self, node: ast.FunctionDef) -> ast.AST:
+        outer = self.context
+        self.context = dataclasses.replace(outer, first_argument=None)
+        try:
+            return self.generic_visit(node)
+        finally:
+            self.context = outer
+
+
+def _copy_node(node: ast.AST) -> ast.AST:
+    copied = type(node)(**{field: _copy_list(value) for field, value in ast.iter_fields(node)})
+    return ast.copy_location(copied, node)
+
+
+def _copy_list(value: Any) -> Any:
+    return list(value) if isinstance(value, list) else value
+
+
+def _as_list(node: Any) -> list[Any]:
+    return node if isinstance(node, list) else [node]
+
+
+def _located(node: Node, original: ast.AST) -> Node:
+    """Give a made node, and the made nodes in it, the place of the one it stands for."""
+    for child in ast.walk(node):
+        if isinstance(child, (ast.stmt, ast.expr, ast.excepthandler)) and not hasattr(child, "lineno"):
+            ast.copy_location(child, original)
+    return node
+
+
+class _Scope(ast.NodeVisitor):
+    """Names assigned in one function scope, and statements that would leave it."""
+
+    def __init__(self) -> None:
+        self.stored: set[str] = set()
+        self.global_: set[str] = set()
+        self.leaving: list[ast.AST] = []
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if not isinstance(node.ctx, ast.Load):
+            self.stored.add(node.id)
+
+    def visit_Global(self, node: ast.Global) -> None:
+        self.global_.update(node.names)
+
+    def visit_Nonlocal(self, node: ast.Nonlocal) -> None:
+        self.stored.update(node.names)
+
+    def visit_alias(self, node: ast.alias) -> None:
+        self.stored.add(node.asname or node.name.partition(".")[0])
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
+        if node.name:
+            self.stored.add(node.name)
+        self.generic_visit(node)
+
+    def visit_MatchAs(self, node: ast.MatchAs) -> None:
+        if node.name:
+            self.stored.add(node.name)
+        self.generic_visit(node)
+
+    def visit_MatchStar(self, node: ast.MatchStar) -> None:
+        if node.name:
+            self.stored.add(node.name)
+
+    def visit_MatchMapping(self, node: ast.MatchMapping) -> None:
+        if node.rest:
+            self.stored.add(node.rest)
+        self.generic_visit(node)
+
+    def _definition(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
+        self.stored.add(node.name)
+        for decorator in node.decorator_list:
+            self.visit(decorator)
+
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _definition  # noqa: N815 - ast's names
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        """A lambda's names are its own."""
+
+    def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> None:
+        """A comprehension's loop variables are its own; a walrus in it assigns outside."""
+        for child in ast.walk(node):
+            if isinstance(child, ast.NamedExpr):
+                self.stored.add(child.target.id)
+            elif isinstance(child, (ast.Await, ast.Yield, ast.YieldFrom)):
+                self.leaving.append(child)
+
+    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _comprehension  # noqa: N815
+
+    def _leaves(self, node: ast.AST) -> None:
+        self.leaving.append(node)
+
+    visit_Return = visit_Yield = visit_YieldFrom = visit_Await = _leaves  # noqa: N815
+    visit_AsyncFor = visit_AsyncWith = _leaves  # noqa: N815
+
+
+def _scan(body: Sequence[ast.stmt]) -> _Scope:
+    scope = _Scope()
+    for statement in body:
+        scope.visit(statement)
+    return scope
+
+
+def _stored_in(body: Sequence[ast.stmt]) -> frozenset[str]:
+    scope = _scan(body)
+    return frozenset(scope.stored - scope.global_)
+
+
+def _refuse_leaving(body: Sequence[ast.stmt], source: SourceText) -> None:
+    for node in _scan(body).leaving:
+        what = type(node).__name__.lower()
+        line = getattr(node, "lineno", 1)
+        text = source.lines[line - 1] if line <= len(source.lines) else ""
+        raise TraceSyntaxError(
+            f"`{what}` cannot stand in a traced block, which runs as a function of its own while the model "
+            "does; save the value in the block and use it after",
+            (source.filename, line, getattr(node, "col_offset", 0) + 1, text),
+        )
+
+
+HELPERS: dict[str, CellType] = {OVER: CellType(IterationOver)}
+"""The helpers that need no tracer; ``tracer`` adds ``bind`` and ``deferred``."""

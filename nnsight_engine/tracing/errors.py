@@ -1,0 +1,12 @@
+"""What can go wrong between a ``with`` statement and the function made of its block."""
+
+from __future__ import annotations
+
+
+class WithBlockNotFoundError(Exception):
+    """The ``with`` statement that opened a trace was not found, or is not one; says where it was "
+    "looked for."""
+
+
+class TraceSyntaxError(SyntaxError):
+    """The block holds a statement that cannot be run later, such as ``return`` or ``await``."""

@@ -1,0 +1,56 @@
+"""Variables of a running frame: read before a block runs, written when its saved values come home.
+
+A block runs after its ``with`` statement was left, so it cannot use the frame's own fast variables. It gets
+cells (see ``blocks``), filled from here, and what was saved is written back here.
+
+How a function's variables are written depends on the Python version: up to 3.12 ``f_locals`` is a copy that
+must be pushed back into the frame, from 3.13 on (PEP 667) it writes through. Module-level frames, class
+bodies and ``exec`` use a real dict.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Mapping
+from types import CodeType, FrameType
+from typing import Any
+
+_CO_OPTIMIZED = 0x0001
+_F_LOCALS_IS_A_COPY = sys.version_info < (3, 13)
+
+
+def is_function(code: CodeType) -> bool:
+    """Tell whether ``code`` keeps its variables in fast slots, as functions do."""
+    return bool(code.co_flags & _CO_OPTIMIZED)
+
+
+def own_names(code: CodeType) -> frozenset[str]:
+    """Return the names that are local to a function, captured ones included."""
+    return frozenset((*code.co_varnames, *code.co_cellvars, *code.co_freevars))
+
+
+def read_variables(frame: FrameType) -> Mapping[str, Any]:
+    """Return the frame's variables by name; unbound ones are absent."""
+    return frame.f_locals
+
+
+def write_variables(frame: FrameType, values: dict[str, Any]) -> None:
+    """Bind each name in the frame, as an assignment at its current line would.
+
+    A name that the function declares ``global`` is bound in its module.
+    """
+    if not values:
+        return
+    if not is_function(frame.f_code):
+        frame.f_locals.update(values)
+        return
+    names = own_names(frame.f_code)
+    variables = frame.f_locals
+    for name, value in values.items():
+        if name in names:
+            variables[name] = value
+        else:
+            frame.f_globals[name] = value
+    if _F_LOCALS_IS_A_COPY:
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))

@@ -1,0 +1,206 @@
+"""The text that a piece of running code was compiled from.
+
+A ``with`` block is read back from its source, so everything depends on finding it: in a file, a notebook
+cell, a zip archive, the argument of ``python -c``, a script fed through stdin, or the lines typed at the
+prompt. Two rules hold. The text is that of the moment the code was first asked about: an edit to the file
+afterwards must not shift what runs, so linecache is never told to check. And where a name such as
+``<string>`` says nothing, text is accepted only if it compiles to the code asked for. For a file that was
+edited between its import and the first look nothing is compiled here: who reads a block verifies its
+position. Capture calls ``SourceReader.read`` with the code and the globals of the user's frame.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import dataclasses
+import importlib.util
+import linecache
+import os
+import stat
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Generic, TypeVar, cast
+
+from nnsight_engine.tracing.timed_cells import find_timed_cell
+from nnsight_engine.tracing.typed_statements import compiles_to, find_statement
+
+KeyT = TypeVar("KeyT")
+ValueT = TypeVar("ValueT")
+
+_MAX_HISTORY_LINES = 1000
+_MAX_STDIN_BYTES = 16 * 2**20
+# Options of python whose value may be the next argument; -c is looked for, -m ends the search.
+_OPTIONS_WITH_VALUE = "WX"
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceText:
+    """Source as it was compiled: line 1 of the code's positions is ``lines[0]``.
+
+    Attributes:
+        filename: The code's ``co_filename``, not always the name of a file.
+        lines: The text, each line with its end.
+        tree: The same, parsed. Shared between callers: copy before editing.
+    """
+
+    filename: str
+    lines: tuple[str, ...]
+    tree: ast.Module
+
+
+class SourceReader:
+    """Finds source and remembers what it found, within bounds; safe to share between threads.
+
+    Args:
+        max_texts: How many parsed texts are kept.
+        max_codes: For how many code objects their text is remembered.
+    """
+
+    def __init__(self, max_texts: int = 64, max_codes: int = 512) -> None:
+        """Start with nothing remembered."""
+        self._texts: _Recent[tuple[str, tuple[str, ...]], SourceText] = _Recent(max_texts)
+        # By identity, since equal codes may come from different files; the code is kept so that its id is.
+        self._found: _Recent[int, tuple[CodeType, SourceText]] = _Recent(max_codes)
+
+    def read(self, code: CodeType, globals_: dict[str, object]) -> SourceText | None:
+        """Return the text that ``code`` is part of, or None where there is none to be had or it is broken.
+
+        Args:
+            code: Of a module, a function or a statement; its ``co_filename`` says where to look.
+            globals_: The globals it runs in; their ``__loader__`` knows modules that are in no file.
+        """
+        known = self._found.get(id(code))
+        if known is not None:
+            return known[1]
+        lines = _find_lines(code, globals_)
+        text = self._parsed(code.co_filename, lines) if lines else None
+        if text is not None:
+            self._found.put(id(code), (code, text))
+        return text
+
+    def clear(self) -> None:
+        """Forget everything; files that changed since are read again."""
+        self._texts.clear()
+        self._found.clear()
+        linecache.checkcache()
+
+    def _parsed(self, filename: str, lines: Sequence[str]) -> SourceText | None:
+        key = (filename, tuple(lines))
+        text = self._texts.get(key)
+        if text is None:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # each was shown when the code was compiled
+                    text = SourceText(*key, ast.parse("".join(lines), filename))
+            except (SyntaxError, ValueError, RecursionError, MemoryError):
+                return None
+            self._texts.put(key, text)
+        return text
+
+
+def _find_lines(code: CodeType, globals_: dict[str, object]) -> Sequence[str]:
+    """Return the lines of the first place that has some; empty if none has."""
+    lines = linecache.getlines(code.co_filename, globals_)
+    if not lines:
+        # From Python 3.13 on, the prompt and -c register their text under the code rather than its file.
+        by_code = getattr(linecache, "_getlines_from_code", None)
+        lines = by_code(code) if by_code is not None else lines
+    if lines:
+        return lines
+    if code.co_filename == "<timed exec>":
+        return _lines(find_timed_cell(code))
+    # Python 3.13 numbers some of these names, <stdin-3>.
+    if code.co_filename.startswith("<string"):
+        return _if_compiled_to(code, _command_text(sys.orig_argv))
+    if code.co_filename.startswith(("<stdin", "<console")):
+        return _if_compiled_to(code, _stdin_text()) or _lines(find_statement(_typed_lines(), code))
+    return ()
+
+
+def _if_compiled_to(code: CodeType, text: str | None) -> Sequence[str]:
+    if text is None or not compiles_to(text, code, mode="exec"):
+        return ()
+    return _lines(text)
+
+
+def _lines(text: str | None) -> Sequence[str]:
+    """Split at line feeds alone, as the compiler counts lines; ``splitlines`` knows several more."""
+    if not text:
+        return ()
+    return [f"{line}\n" for line in text.removesuffix("\n").split("\n")]
+
+
+def _command_text(argv: Sequence[str]) -> str | None:
+    """Return the program given with ``-c``; ``argv`` is the interpreter's full command line."""
+    rest = iter(argv[1:])
+    for argument in rest:
+        if argument.startswith("--"):
+            if argument == "--check-hash-based-pycs":
+                next(rest, None)
+            continue
+        if not argument.startswith("-") or argument == "-":
+            return None  # a script, or stdin; what follows is for the program
+        for index, option in enumerate(argument[1:], start=2):
+            if option == "c":
+                text = argument[index:] or next(rest, None)
+                return None if text is None else text.replace("\r\n", "\n").replace("\r", "\n")
+            if option == "m":
+                return None
+            if option in _OPTIONS_WITH_VALUE:
+                if not argument[index:]:
+                    next(rest, None)
+                break
+    return None
+
+
+def _stdin_text() -> str | None:
+    """Return the whole of stdin if it is a file; a pipe cannot be read twice."""
+    try:
+        status = os.fstat(0)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_STDIN_BYTES:
+            return None
+        # At a position of its own: the program may be reading from the same descriptor.
+        return importlib.util.decode_source(os.pread(0, status.st_size, 0))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return None
+
+
+def _typed_lines() -> list[str]:
+    """Return the newest lines of the prompt's history; importing readline here would change the prompt."""
+    readline = sys.modules.get("readline")
+    if readline is None:
+        return []
+    num_lines = cast("Callable[[], int]", readline.get_current_history_length)()
+    item = cast("Callable[[int], str | None]", readline.get_history_item)
+    return [item(index) or "" for index in range(max(1, num_lines - _MAX_HISTORY_LINES + 1), num_lines + 1)]
+
+
+class _Recent(Generic[KeyT, ValueT]):
+    """A dict that forgets what was not asked for longest."""
+
+    def __init__(self, max_entries: int) -> None:
+        self._max_entries = max_entries
+        self._entries: collections.OrderedDict[KeyT, ValueT] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: KeyT) -> ValueT | None:
+        with self._lock:
+            if key not in self._entries:
+                return None
+            self._entries.move_to_end(key)
+            return self._entries[key]
+
+    def put(self, key: KeyT, value: ValueT) -> None:
+        with self._lock:
+            self._entries[key] = value
+            self._entries.move_to_end(key)
+            if len(self._entries) > self._max_entries:
+                self._entries.popitem(last=False)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._entries.clear()

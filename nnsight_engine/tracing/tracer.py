@@ -1,0 +1,261 @@
+"""The context manager behind every kind of trace: it takes its block away and hands it to a backend.
+
+``with tracer:`` goes through four steps. *Capture* finds the block's source. *Compile* makes it a function on
+shared variables. The *backend* decides where the function runs. *Execute* runs it, which each kind of tracer
+does in its own way: beside a forward pass, under fake tensors, or not at all but kept as an edit.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from types import CellType, FrameType, TracebackType
+from typing import Any
+
+from nnsight_engine.core.config import CONFIG
+from nnsight_engine.core.mounting import MountError, mount
+from nnsight_engine.core.saves import SAVES, save
+from nnsight_engine.tracing.blocks import BIND, DEFERRED, HELPERS, Block
+from nnsight_engine.tracing.errors import WithBlockNotFoundError
+from nnsight_engine.tracing.frames import read_variables, write_variables
+from nnsight_engine.tracing.sites import Sites
+from nnsight_engine.tracing.skipping import BlockSkipped, skip_block
+from nnsight_engine.tracing.source_text import SourceReader
+from nnsight_engine.tracing.tracebacks import guarded
+
+SITES = Sites(SourceReader())
+"""The process's trace sites; code objects are per process, and so is this."""
+
+
+class Info:
+    """Where a block stands and what it may see.
+
+    Attributes:
+        block: The compiled block.
+        variables: The cells it shares with its surroundings, by name.
+        frame: The frame that opened the trace; None for a block inside a block, which shares cells instead.
+        globals_: The module's variables.
+        names: Which of the frame's variables the block shares.
+    """
+
+    __slots__ = ("block", "frame", "globals_", "names", "variables")
+
+    def __init__(
+        self,
+        block: Block,
+        variables: dict[str, CellType],
+        frame: FrameType | None,
+        globals_: dict[str, Any],
+        names: frozenset[str] = frozenset(),
+    ) -> None:
+        """Put the parts together."""
+        self.names = names
+        self.block = block
+        self.variables = variables
+        self.frame = frame
+        self.globals_ = globals_
+
+    @property
+    def source(self) -> list[str]:
+        """The block's lines as written."""
+        return self.block.text.splitlines()
+
+    @property
+    def start_line(self) -> int:
+        """Line of the block's first statement in its file, from 1."""
+        return self.block.line
+
+    @property
+    def filename(self) -> str:
+        """The file the block is written in."""
+        return self.block.source.filename
+
+    def fresh(self) -> Info:
+        """Return the same block on cells of its own, holding what these hold now."""
+        return Info(
+            self.block, {name: _copy(cell) for name, cell in self.variables.items()}, None, self.globals_
+        )
+
+
+class Tracer:
+    """A ``with`` statement whose block is taken away, to be run by a backend.
+
+    Subclasses override ``execute``; they may override ``compile`` to wrap the function, and ``capture``.
+
+    Attributes:
+        backend: Called with the tracer when the block is left; afterwards, called without arguments, it
+            gives what a backend that does not wait has to give.
+        info: The block; set by ``capture``.
+    """
+
+    info: Info
+
+    def __init__(self, *args: Any, backend: Backend | None = None, **kwargs: Any) -> None:
+        """Keep the arguments for ``execute``.
+
+        Args:
+            *args: Positional arguments of the function that will be traced.
+            backend: What runs the compiled block; runs it here by default.
+            **kwargs: Keyword arguments of the function that will be traced.
+        """
+        self.args = args
+        self.kwargs = kwargs
+        self.backend: Backend = backend if backend is not None else ExecutionBackend()
+        self.deferred = False
+        self._binds: str | None = None
+        self._bound: tuple[Block, int, dict[str, CellType], dict[str, Any]] | None = None
+
+    def capture(self, frame: FrameType) -> None:
+        """Find the block that ``frame`` is entering, and the variables it shares.
+
+        Raises:
+            WithBlockNotFoundError: There is no ``with`` statement there, or its source is not to be had.
+        """
+        if self._bound is not None:
+            block, index, cells, globals_ = self._bound
+            self.info = Info(block.inner(index, tuple(cells)), cells, None, globals_)
+            return
+        site = SITES.known(frame)
+        if site is None:
+            frame = SITES.entering(frame)
+            site = SITES.find(frame)
+        self.info = Info(site.block, {}, frame, frame.f_globals, site.names)
+        self._binds = site.way_out.binds
+        if not site.does_nothing:
+            skip_block(frame, site.way_out)
+
+    def compile(self) -> Callable[[], Any]:
+        """Return the block as a function without arguments."""
+        return self.compile_on(self.info)
+
+    def compile_on(self, info: Info) -> Callable[[], Any]:
+        """Return the block as a function on the variables of ``info``."""
+        helpers = dict(HELPERS)
+        helpers[BIND] = CellType(_Binder(info))
+        return info.block.function(info.variables, helpers, info.globals_)
+
+    def execute(self, function: Callable[[], Any]) -> Any:
+        """Run the compiled block; here, as it stands."""
+        return function()
+
+    def give_back(self) -> None:
+        """Bind the saved values in the frame that opened the trace.
+
+        A block inside a block has nothing to give back: it shares its variables.
+        """
+        frame = self.info.frame
+        if frame is None:
+            return
+        keeps = SAVES.keeps
+        kept: dict[str, Any] = {}
+        for name in self.info.block.stored:
+            cell = self.info.variables[name]
+            try:
+                value = cell.cell_contents
+            except ValueError:  # never assigned
+                continue
+            if keeps(value):
+                kept[name] = value
+        write_variables(frame, kept)
+
+    def __enter__(self) -> Any:
+        """Take the block away."""
+        self._entered = self.entered()
+        self.capture(sys._getframe(1))  # noqa: SLF001 - the frame is what a trace is about
+        self.deferred = True
+        return self._entered
+
+    def entered(self) -> Any:
+        """Return what ``as`` binds: the tracer, unless a subclass says otherwise."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        """Hand the block to the backend; its errors come out here, clean of our frames."""
+        if kind is not None and not issubclass(kind, BlockSkipped):
+            return False
+        guarded(self._run, debug=CONFIG.APP.DEBUG)
+        return True
+
+    def _run(self) -> Any:
+        info = self.info
+        if self._binds is not None and info.frame is not None:
+            write_variables(info.frame, {self._binds: self._entered})
+        if info.frame is not None:  # read now, since `as tracer` is bound after __enter__ has returned
+            values = read_variables(info.frame)
+            for name in info.names:
+                info.variables[name] = CellType(values[name]) if name in values else CellType()
+        SAVES.enter()
+        try:
+            return self.backend(self)
+        finally:  # for any backend, and what was saved before an error too
+            try:
+                self.give_back()
+            finally:
+                SAVES.exit()
+
+
+class Backend:
+    """What happens to a compiled block; called with the tracer when its ``with`` statement is left.
+
+    A subclass calls ``super().__call__(tracer)`` for the compiled function and sends it where it wants.
+    """
+
+    def __call__(self, tracer: Tracer | None = None) -> Any:
+        """Compile the tracer's block."""
+        if tracer is None:
+            raise TypeError(f"{type(self).__name__} has nothing to give after the trace; it runs at once")
+        return tracer.compile()
+
+
+class ExecutionBackend(Backend):
+    """Runs the block here and now."""
+
+    def __call__(self, tracer: Tracer | None = None) -> Any:
+        """Run the block."""
+        function = super().__call__(tracer)
+        return tracer.execute(function) if tracer is not None else None
+
+
+def _can_save() -> bool:
+    """Tell whether values have ``.save()`` now: within a trace of this thread, unless configured away."""
+    return SAVES.depth > 0 and CONFIG.APP.PYMOUNT
+
+
+class _Binder:
+    """Hands a nested trace the variables of the block it stands in."""
+
+    __slots__ = ("info",)
+
+    def __init__(self, info: Info) -> None:
+        self.info = info
+
+    def __call__(self, capture: Callable[[], Any], index: int, value: Any) -> Any:
+        if isinstance(value, Tracer):
+            code, closure = capture.__code__, getattr(capture, "__closure__", None) or ()
+            cells = dict(zip(code.co_freevars, closure, strict=True))
+            value._bound = (self.info.block, index, cells, self.info.globals_)  # noqa: SLF001 - a tracer's own part
+        return value
+
+
+def _deferred(value: Any) -> bool:
+    """Tell a rewritten ``with`` statement whether the context it entered took the block away."""
+    return isinstance(value, Tracer) and value.deferred
+
+
+def _copy(cell: CellType) -> CellType:
+    try:
+        return CellType(cell.cell_contents)
+    except ValueError:
+        return CellType()
+
+
+HELPERS[DEFERRED] = CellType(_deferred)
+try:
+    mount("save", save, when=_can_save)
+except MountError as error:  # another library's method is there already
+    warnings.warn(f"values have no `.save()` of ours, use save(value): {error}", stacklevel=1)
+
+__all__ = ["SITES", "Backend", "ExecutionBackend", "Info", "Tracer", "WithBlockNotFoundError"]
