@@ -1,4 +1,4 @@
-"""Interventions inside vLLM: steer, ablate, patch, capture and read a model while it serves.
+"""Interventions inside a model: steer, ablate, patch, capture and read it while it runs, here or inside vLLM.
 
 The names below are the library's public surface. They load on first use, because
 ``import nnsight_engine`` must cost nothing: neither torch, nor vLLM, nor the web server.
@@ -9,26 +9,75 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# At once: while a trace is open every object has a `save`, this module too, and that one would be found.
+from nnsight_engine.core.saves import save
+
 if TYPE_CHECKING:
+    from nnsight_engine import intervention as intervention
+    from nnsight_engine import modeling as modeling
+    from nnsight_engine.core.config import CONFIG
+    from nnsight_engine.envoys.completion import load_ipython_extension as load_ipython_extension
+    from nnsight_engine.envoys.envoy import Envoy
+    from nnsight_engine.envoys.eproperty import eproperty
+    from nnsight_engine.modeling.base import NNsight
     from nnsight_engine.modeling.bundled import BUNDLED_MODEL_NAME, BundledModelError, bundled_model_path
+    from nnsight_engine.modeling.diffusion import DiffusionModel
+    from nnsight_engine.modeling.language import LanguageModel
+    from nnsight_engine.modeling.vision_language import VisionLanguageModel
 
 __version__ = "0.1.0"
 
-__all__ = ["BUNDLED_MODEL_NAME", "BundledModelError", "__version__", "bundled_model_path"]
+__all__ = [
+    "BUNDLED_MODEL_NAME",
+    "CONFIG",
+    "BundledModelError",
+    "DiffusionModel",
+    "Envoy",
+    "LanguageModel",
+    "NNsight",
+    "VisionLanguageModel",
+    "__version__",
+    "bundled_model_path",
+    "eproperty",
+    "save",
+]
 
 _HOMES = {
     "BUNDLED_MODEL_NAME": "nnsight_engine.modeling.bundled",
     "BundledModelError": "nnsight_engine.modeling.bundled",
+    "CONFIG": "nnsight_engine.core.config",
+    "DiffusionModel": "nnsight_engine.modeling.diffusion",
+    "Envoy": "nnsight_engine.envoys.envoy",
+    "LanguageModel": "nnsight_engine.modeling.language",
+    "NNsight": "nnsight_engine.modeling.base",
+    "VisionLanguageModel": "nnsight_engine.modeling.vision_language",
     "bundled_model_path": "nnsight_engine.modeling.bundled",
+    "eproperty": "nnsight_engine.envoys.eproperty",
+    "load_ipython_extension": "nnsight_engine.envoys.completion",
 }
+# Names that old code may use; listed nowhere and never kept here, since most are those of builtins.
+_DEPRECATED = frozenset(
+    ("apply", "bool", "bytes", "dict", "float", "int", "list", "local", "set", "str", "trace", "tuple")
+)
+# ``import nnsight_engine`` is enough to write ``nnsight_engine.intervention.envoy.Envoy``.
+_PACKAGES = frozenset({"intervention", "modeling"})
 
+if not TYPE_CHECKING:  # a type checker would take any name for one of ours
 
-def __getattr__(name: str) -> Any:
-    """Load a public name from the module it lives in."""
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}")
-    return getattr(importlib.import_module(home), name)
+    def __getattr__(name: str) -> Any:
+        """Load a public name from the module it lives in, and keep it."""
+        if name in _PACKAGES:
+            return importlib.import_module(f"{__name__}.{name}")
+        if name in _DEPRECATED:
+            return getattr(importlib.import_module("nnsight_engine.compat.deprecated"), name)
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(
+                f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}"
+            )
+        value = getattr(importlib.import_module(home), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -89,7 +89,7 @@ class Aliases:
 def by_alias(envoy: Envoy, name: str, tried: frozenset[tuple[int, str]] = frozenset()) -> Any:
     """Return what a further name stands for on ``envoy``, or None."""
     here = (id(envoy), name)
-    aliases: Aliases | None = envoy._alias
+    aliases = envoy._alias
     if aliases is None or here in tried:
         return None
     paths = aliases.resolve(name, is_root=envoy._is_root)
@@ -118,7 +118,9 @@ def check_aliases(envoy: Envoy) -> None:
     Raises:
         ValueError: A name is one of the envoy's own, or stands for two modules.
     """
-    aliases: Aliases = envoy._alias
+    aliases = envoy._alias
+    if aliases is None:
+        return
     if envoy._is_root:
         aliases.refuse(dir(type(envoy)))
     for name in aliases.names:

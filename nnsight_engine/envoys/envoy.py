@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, overload
 
 import torch
 
@@ -27,6 +27,7 @@ from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.mediator import Mediator
 from nnsight_engine.tracing.errors import WithBlockNotFoundError
+from nnsight_engine.tracing.tracebacks import users_stacklevel
 from nnsight_engine.tracing.tracer import SITES, Backend
 
 EnvoyMap: TypeAlias = "type[Envoy] | Mapping[type[torch.nn.Module], type[Envoy]] | None"
@@ -45,9 +46,11 @@ class Envoy(Batchable):
 
     Attributes:
         path: Where the module is, ``model.layers.3``; what its values are called begins with it.
+        interleaver: What the values of the tree go through.
     """
 
     path: str | None
+    interleaver: Interleaver
     _module: torch.nn.Module
     _root: Envoy
     _is_root: bool
@@ -87,7 +90,7 @@ class Envoy(Batchable):
         mine["_module"] = module
         mine["_root"] = root if root is not None else self
         mine["_is_root"] = root is None
-        mine["_interleaver"] = interleaver if interleaver is not None else Interleaver()
+        mine["interleaver"] = mine["_interleaver"] = interleaver if interleaver is not None else Interleaver()
         mine["_alias"] = Aliases(rename) if rename else None
         mine["_envoys"] = envoys
         mine["_children"] = []
@@ -101,8 +104,7 @@ class Envoy(Batchable):
             mine["_sources"] = []
         for name, child in module.named_children():
             self._add_envoy(child, name)
-        if mine["_alias"] is not None:
-            check_aliases(self)
+        check_aliases(self)
 
     # Values.
 
@@ -277,11 +279,6 @@ class Envoy(Batchable):
         return copied
 
     @property
-    def interleaver(self) -> Interleaver:
-        """What values go through."""
-        return self._interleaver
-
-    @property
     def interleaving(self) -> bool:
         """Whether a trace of this model is running."""
         return bool(self._interleaver.interleaving)
@@ -297,11 +294,19 @@ class Envoy(Batchable):
         for source in root._sources:
             source.install()
         try:
+            root._before_run()
             return self._interleaver.run(lambda: function(*args, **kwargs))
         finally:
+            root._after_run()
             for source in root._sources:
                 source.remove()
             probes.remove()
+
+    def _before_run(self) -> None:
+        """Prepare for a run, real or on fakes; the root is told of every run in its tree."""
+
+    def _after_run(self) -> None:
+        """Leave the modules as they were before the run."""
 
     def _prepare_run(self, batcher: Batcher) -> None:
         """Make ready for a run on real values; a model that loads lazily loads here."""
@@ -352,7 +357,7 @@ class Envoy(Batchable):
         warnings.warn(
             f"{type(self._module).__name__} has a module called `{name}`, so `.{name}` is that module. "
             f"What an envoy offers under this name is at `.nns_{name}`.",
-            stacklevel=2,
+            stacklevel=users_stacklevel(),
         )
         original = inspect.getattr_static(type(self), name)
 
@@ -415,6 +420,15 @@ class Envoy(Batchable):
             self._add_envoy(value, name)
         else:
             super().__setattr__(name, value)
+
+    @overload
+    def __getitem__(self, key: int) -> Envoy: ...
+
+    @overload
+    def __getitem__(self, key: slice) -> list[Envoy]: ...
+
+    @overload
+    def __getitem__(self, key: str) -> Any: ...
 
     def __getitem__(self, key: Any) -> Any:
         """Return a child of a list of modules by number or slice, of a dict of modules by key."""

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nnsight_engine.envoys.editable_views import editable
 from nnsight_engine.interleaving.events import Events
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class eproperty:  # noqa: N801 - it is used like property
         self.description = description
         self.iterate = iterate
         self.name = ""
+        self._providers: dict[str | None, str] = {}
         self._stub: Callable[[Any], Any] | None = None
         self._preprocess: Callable[[Any, Any], Any] | None = None
         self._postprocess: Callable[[Any, Any], Any] | None = None
@@ -88,7 +90,10 @@ class eproperty:  # noqa: N801 - it is used like property
     def provider(self, holder: Any) -> str:
         """Return the name under which the model provides the value."""
         path = getattr(holder, "path", None)
-        return f"{path}.{self.key}" if path else str(self.key)
+        provider = self._providers.get(path)
+        if provider is None:
+            provider = self._providers[path] = f"{path}.{self.key}" if path else str(self.key)
+        return provider
 
     def __get__(self, holder: Any, owner: type | None = None) -> Any:
         """Wait for the value.
@@ -106,10 +111,12 @@ class eproperty:  # noqa: N801 - it is used like property
         if self._stub is not None:
             self._stub(holder)
         provider = self.provider(holder)
-        number = interleaver.call_number(provider) if self.iterate else None
+        number = mediator.iteration if self.iterate else None
+        if number is None and self.iterate:
+            number = interleaver.call_number(provider)
         value = mediator.ask(Events.VALUE, provider, number)
         if self._preprocess is not None:
-            value = self._preprocess(holder, value)
+            value = editable(self._preprocess(holder, value))
         if self._transform is not None:
             mediator.transform = functools.partial(self._transform, value)
         return value

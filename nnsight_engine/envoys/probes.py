@@ -10,6 +10,7 @@ value. Torch's own hooks could not do that: on a module without hooks, one added
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ def _probe(module: torch.nn.Module, path: str, interleaver: Interleaver) -> Call
     calls, wanted = interleaver.calls, interleaver.wanted
 
     def probe(*args: Any, **kwargs: Any) -> Any:
-        if not interleaver.listening:  # a block calls the module for itself
+        # Not the traced run: a block calls the module for itself, or another thread runs the model.
+        if not interleaver.listening or get_ident() != interleaver.thread:
             return call(*args, **kwargs)
         number = calls.get(entrance, 0)
         if number > interleaver.step:

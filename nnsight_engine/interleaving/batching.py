@@ -20,6 +20,10 @@ BatchGroup = tuple[int, int]
 class Batchable:
     """How a model turns what a user passes to ``trace`` and ``invoke`` into one batch."""
 
+    def _new_batcher(self) -> Batcher:
+        """Return what keeps the rows of one trace."""
+        return Batcher()
+
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], int]:
         """Return positional arguments, keyword arguments, and the number of rows they make.
 
@@ -76,6 +80,11 @@ class Batcher:
         """Tell whether these rows are the whole batch."""
         return group is None or group[1] == self.total_batch_size
 
+    @property
+    def lends(self) -> bool:
+        """Whether some invoke was given a view of the current value."""
+        return bool(self._lent)
+
     def narrow(self, group: BatchGroup | None) -> Any:
         """Return the current value with only these rows; views, so that edits in place reach the model."""
         if self.sees_all(group):
@@ -104,25 +113,28 @@ class Batcher:
             self.current_value = value
             return
         assert group is not None  # noqa: S101 - an empty invoke sees all
+        own = group
+        self.current_value = map_pairs(
+            self.current_value, value, lambda whole, part: self._replaced(own, whole, part)
+        )
+
+    def _replaced(self, group: BatchGroup, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """Return a new tensor with these rows replaced."""
         first, num_rows = group
-
-        def replaced(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-            if not whole.ndim or whole.shape[0] != self.total_batch_size:
-                if part is whole:
-                    return whole
-                raise ValueError(
-                    f"a tensor of shape {tuple(whole.shape)} belongs to all invokes together, "
-                    "so only an empty one, tracer.invoke(), can replace it"
-                )
-            if part.shape != (num_rows, *whole.shape[1:]):
-                raise ValueError(
-                    f"this invoke owns {num_rows} of {self.total_batch_size} rows, so the value must be of "
-                    f"shape {(num_rows, *whole.shape[1:])}, got {tuple(part.shape)}"
-                )
-            after = whole.narrow(0, first + num_rows, self.total_batch_size - first - num_rows)
-            return torch.cat([whole.narrow(0, 0, first), part.to(whole), after])
-
-        self.current_value = map_pairs(self.current_value, value, replaced)
+        if not whole.ndim or whole.shape[0] != self.total_batch_size:
+            if part is whole:
+                return whole
+            raise ValueError(
+                f"a tensor of shape {tuple(whole.shape)} belongs to all invokes together, "
+                "so only an empty one, tracer.invoke(), can replace it"
+            )
+        if part.shape != (num_rows, *whole.shape[1:]):
+            raise ValueError(
+                f"this invoke owns {num_rows} of {self.total_batch_size} rows, so the value must be of "
+                f"shape {(num_rows, *whole.shape[1:])}, got {tuple(part.shape)}"
+            )
+        after = whole.narrow(0, first + num_rows, self.total_batch_size - first - num_rows)
+        return torch.cat([whole.narrow(0, 0, first), part.to(whole), after])
 
     def join(self, parts: list[Any]) -> Any:
         """Return the invokes' values, in order, as one value of the whole batch."""

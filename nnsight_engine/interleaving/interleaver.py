@@ -44,6 +44,7 @@ class Interleaver:
         wanted: For each provider that is waited for, the blocks that wait.
         calls: How often each provider was reached.
         step: The highest call number that any module has begun.
+        thread: The thread of the run; the model may run in others at the same time, untraced.
         listening: Whether calls of modules are the model's own: not while a block runs, which may call
             modules for itself.
         clock: The provider whose calls are the run's steps; None if any module's are.
@@ -61,6 +62,7 @@ class Interleaver:
         self.calls: dict[str, int] = {}
         self.watchers: dict[str, list[Watcher]] = {}
         self.exclusive = threading.RLock()
+        self.thread = 0
         self.initialize(list(mediators), tracer, batcher)
 
     def initialize(
@@ -114,6 +116,7 @@ class Interleaver:
     def __enter__(self) -> Interleaver:
         """Start every block: each runs until it first waits."""
         self.interleaving = True
+        self.thread = threading.get_ident()
         try:
             for mediator in self.mediators:
                 mediator.start(self)
@@ -273,7 +276,8 @@ class Interleaver:
                 self._serve(mediator)
                 self._settle()
                 mediator = self._next(provider, number)
-            batcher.settle()
+            if batcher.lends:
+                batcher.settle()
             for watcher in self.watchers.get(provider, ()):
                 watcher.add(provider, number, batcher.current_value)
             return batcher.current_value

@@ -214,7 +214,8 @@ class Mediator:
         if worker is not getcurrent():
             assert self.interleaver is not None  # noqa: S101 - a started block has one
             raise self.interleaver.foreign(named(provider, iteration))
-        answer = stacks.resumed_by(worker).switch((kind, provider, iteration, more))
+        assert worker.parent is not None  # noqa: S101 - whoever resumed it
+        answer = worker.parent.switch((kind, provider, iteration, more))
         if type(answer) is Raise:
             raise answer.error
         return answer

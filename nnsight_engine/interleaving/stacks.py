@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextvars
 import ctypes
+import functools
 import platform
 import threading
 from collections import OrderedDict
@@ -116,7 +117,10 @@ def _hub(local: _Local, body: Callable[[], Any]) -> Done:
     first.parent = local.hub
     stack, job = first, body
     while True:
-        asked = stack.switch(job)  # the one call site: every stack begins right below this frame
+        # The one call site: every stack begins right below this frame. Through a partial, because Python
+        # calls a builtin method in another way while a debugger or profiler is on, and stacks would begin
+        # elsewhere.
+        asked = functools.partial(stack.switch, job)()
         if type(asked) is Done:
             give_back(first)
             return asked

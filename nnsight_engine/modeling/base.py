@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final
 
 import torch
 
+from nnsight_engine.envoys.architectures.architecture import Architecture, architecture_of
+from nnsight_engine.envoys.architectures.points import Points
 from nnsight_engine.envoys.envoy import Envoy, EnvoyMap
+
+_STANDARD_NAMES: Final = ("points", "logits", "embed")
 
 
 class NNsight(Envoy):
@@ -14,11 +19,69 @@ class NNsight(Envoy):
 
     Subclasses for a family of models may set ``envoys``, the classes that stand for its modules; users
     override it with ``envoys=``, and opt out with ``envoys=None``.
+
+    Transformers models of known architectures have standard points, whose names are the same on all of them,
+    and as attributes ``layers``, ``norm``, ``embed``, ``logits``, ``layers[3].attn.heads`` and so on. Where a
+    module has such a name itself, the name is the module.
+
+    Attributes:
+        points: The standard points: ``points()`` lists them, ``points["layers.3.attn.heads"]`` reads, and
+            writes if assigned.
     """
 
     envoys: ClassVar[EnvoyMap] = None
+    points: Points
 
     def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         """Wrap ``module``; further arguments are ``Envoy``'s."""
+        architecture = architecture_of(module)
+        if architecture is not None:
+            _merge(architecture, type(self), kwargs)
         kwargs.setdefault("envoys", type(self).envoys)
         super().__init__(module, *args, **kwargs)
+        self.__dict__["_points"] = Points(self, architecture)
+
+    def __getattr__(self, name: str) -> Any:
+        """Look a name up as ``Envoy`` does, then among the standard ones, which never hide another."""
+        if name not in _STANDARD_NAMES or "_points" not in self.__dict__:
+            return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            points: Points = self.__dict__["_points"]
+            if name == "points":
+                return points
+            if name in points:
+                return points[name]
+            if f"{name}.output" in points:
+                return points.group(name)
+            raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Write the logits, add a module to the tree, or set the attribute on the envoy."""
+        if name == "logits" and self._has_standard_logits():
+            self.__dict__["_points"][name] = value
+        else:
+            super().__setattr__(name, value)
+
+    def _has_standard_logits(self) -> bool:
+        name = "logits"
+        others = name in self.__dict__ or hasattr(type(self), name) or hasattr(self._module, name)
+        return not others and name in self.__dict__.get("_points", ())
+
+    def _before_run(self) -> None:
+        super()._before_run()
+        self.__dict__["_points"].before_run()
+
+    def _after_run(self) -> None:
+        self.__dict__["_points"].after_run()
+        super()._after_run()
+
+
+def _merge(architecture: Architecture, owner: type[NNsight], kwargs: dict[str, Any]) -> None:
+    """Put the architecture's names and classes under what the user gave; None for the classes opts out."""
+    rename = kwargs.get("rename")
+    if rename is None or isinstance(rename, Mapping):  # else refused with a message where names are read
+        kwargs["rename"] = architecture.rename_with(rename, owner)
+    if kwargs.get("envoys", owner) is not None:
+        kwargs["envoys"] = architecture.envoys_with(kwargs.get("envoys", owner.envoys))

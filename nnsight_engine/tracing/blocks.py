@@ -88,14 +88,22 @@ class Block:
         return "\n".join(line.rstrip("\n") for line in self.source.lines[self.line - 1 : self.end_line])
 
     def function(
-        self, variables: Mapping[str, CellType], helpers: Mapping[str, CellType], globals_: dict[str, Any]
+        self, variables: Mapping[str, CellType], binder: CellType | None, globals_: dict[str, Any]
     ) -> Callable[[], Any]:
-        """Return the block as a function on these cells; a variable without one starts unbound."""
-        cells = tuple(
-            helpers[name] if name in helpers else variables.get(name) or CellType()
-            for name in self.code.co_freevars
-        )
-        return FunctionType(self.code, globals_, self.code.co_name, None, cells)
+        """Return the block as a function on these cells; a variable without one starts unbound.
+
+        Args:
+            variables: The block's shared variables.
+            binder: What a rewritten ``with`` statement calls; needed if there are any.
+            globals_: The module's variables.
+        """
+        cells = []
+        for name in self.code.co_freevars:
+            cell = variables.get(name) or HELPERS.get(name)
+            if cell is None:
+                cell = binder if name == BIND and binder is not None else CellType()
+            cells.append(cell)
+        return FunctionType(self.code, globals_, self.code.co_name, None, tuple(cells))
 
     def inner(self, index: int, names: Sequence[str]) -> Block:
         """Return the block of the ``with`` statement ``index``, whose shared variables are ``names``."""
@@ -309,7 +317,7 @@ class _Rewriter(ast.NodeTransformer):
         handler = ast.ExceptHandler(
             type=ast.Name(id=OVER, ctx=ast.Load()),
             name=error,
-            body=[ast.If(test=mine, body=[ast.Raise()], orelse=[])],
+            body=[ast.If(test=mine, body=[ast.Raise()], orelse=[]), *self.rewrite(node.orelse)],
         )
         guarded = ast.Try(body=[_located(again, node)], handlers=[handler], orelse=[], finalbody=[])
         both: list[ast.stmt] = [_located(remember, node.iter), _located(guarded, node)]
@@ -323,6 +331,14 @@ class _Rewriter(ast.NodeTransformer):
             visited.args = [ast.Name(id="__class__", ctx=ast.Load()), ast.Name(id=first, ctx=ast.Load())]
             return _located(visited, node)
         return visited
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        """Drop the annotation of a name, which a function never evaluates, and a shared name cannot have."""
+        if not isinstance(node.target, ast.Name):
+            return self.generic_visit(node)
+        if node.value is None:
+            return _located(ast.Pass(), node)
+        return _located(ast.Assign(targets=[self.visit(node.target)], value=self.visit(node.value)), node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         """Rewrite the body of a function defined in the block, where ``super()`` is its own affair."""
@@ -417,8 +433,8 @@ class _Scope(ast.NodeVisitor):
         for child in ast.walk(node):
             if isinstance(child, ast.NamedExpr):
                 self.stored.add(child.target.id)
-            elif isinstance(child, (ast.Await, ast.Yield, ast.YieldFrom)):
-                self.leaving.append(child)
+            elif isinstance(child, ast.Await) or (isinstance(child, ast.comprehension) and child.is_async):
+                self.leaving.append(node)
 
     visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _comprehension  # noqa: N815
 

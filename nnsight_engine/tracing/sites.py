@@ -195,8 +195,8 @@ class _Layout:
     def way_out(self, offset: int, nested: Nested) -> WayOut:
         """Find where an error raised in the block of the ``with`` at ``offset`` reaches its ``__exit__``.
 
-        That is anywhere in the block but at statements that the compiler turned into nothing, such as the line
-        of a ``try:``. A block that begins with one is left sooner, before ``as target`` is stored.
+        That is anywhere in the block but at statements that the compiler turned into nothing, such as the
+        line of a ``try:``. A block that begins with one is left sooner, before ``as target`` is stored.
         """
         target = nested.node.items[nested.item].optional_vars
         following = [one for one in dis.get_instructions(self.code) if one.offset > offset]

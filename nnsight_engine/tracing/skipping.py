@@ -2,13 +2,14 @@
 
 Python offers a context manager no way to skip its block. But an error raised *inside* the block reaches
 ``__exit__``, which may swallow it. A trace function, which Python calls before the next line of a frame runs,
-raises that error, and takes itself away first. Debuggers and coverage use the same hook: theirs is put back.
+raises that error. Debuggers and coverage use the same hook: theirs is put back.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -33,25 +34,36 @@ class WayOut:
     binds: str | None
 
 
-def skip_block(frame: FrameType, way_out: WayOut) -> None:
-    """Make ``frame``, which is entering a ``with`` statement, raise ``BlockSkipped`` there."""
+def skip_block(frame: FrameType, way_out: WayOut) -> Callable[[], None] | None:
+    """Make ``frame``, which is entering a ``with`` statement, raise ``BlockSkipped`` there.
+
+    Returns:
+        What ``__exit__`` must call to put back the trace function that was active, if one was. Python drops
+        any that raises, so it cannot be done sooner.
+    """
     after, at_once = way_out.after, way_out.at_once
-    previous, local = sys.gettrace(), frame.f_trace
+    previous = sys.gettrace()
+    local, opcodes = frame.f_trace, at_once and frame.f_trace_opcodes
 
     def leave(running: FrameType, _event: str, _: Any) -> Any:
         if running.f_lasti <= after:
             return leave
         if at_once:
             running.f_trace_opcodes = opcodes
-        running.f_trace = local
-        sys.settrace(previous)
         raise BlockSkipped
 
-    opcodes = False
     if at_once:
-        opcodes, frame.f_trace_opcodes = frame.f_trace_opcodes, True
+        frame.f_trace_opcodes = True
     frame.f_trace = leave
     sys.settrace(_ignore)
+    if previous is None:
+        return None
+
+    def put_back() -> None:
+        frame.f_trace = local
+        sys.settrace(previous)
+
+    return put_back
 
 
 def _ignore(_frame: FrameType, _event: str, _: Any) -> None:

@@ -2,22 +2,23 @@
 
 Blocks are compiled with the names and lines of the user's file, so a traceback needs no translation. It does
 pass through this package, whose frames say nothing to the person reading, and they are left out unless
-``CONFIG.APP.DEBUG`` is on.
+``CONFIG.APP.DEBUG`` is on. One is added later, by ``__exit__`` itself: whoever shows errors leaves it out.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
 
 import greenlet
 
 import nnsight_engine
 from nnsight_engine.tracing.skipping import BlockSkipped
 
-_HIDDEN = tuple(str(Path(module.__file__ or "").parent) for module in (nnsight_engine, greenlet))
+_HIDDEN = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (nnsight_engine, greenlet))
 
 
 def hide_our_frames(traceback: TracebackType | None) -> TracebackType | None:
@@ -38,24 +39,27 @@ def is_ours(filename: str) -> bool:
     return filename.startswith(_HIDDEN)
 
 
-def raise_clean(error: BaseException, *, debug: bool) -> NoReturn:
-    """Raise ``error`` with our frames left out and its own cause and context kept.
+def users_stacklevel() -> int:
+    """Return the ``stacklevel`` with which a warning of the caller's names the line that called us."""
+    level, frame = 1, sys._getframe(1)  # noqa: SLF001 - warnings offer no other way before Python 3.12
+    while frame.f_back is not None and is_ours(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    return level
 
-    Raising inside ``__exit__`` would make the jump that skipped the block the error's context, so what the
-    error had before is put back. A block that ran under ``__exit__`` had that jump as a context all along.
+
+def clean(error: BaseException, *, debug: bool) -> BaseException:
+    """Take what is ours out of an error that is about to be raised to the user; it stays the same one.
+
+    Our frames, that is, and the jump that skipped the block, in whose handling the block ran.
     """
     _forget_jump(error)
-    context, suppressed = error.__context__, error.__suppress_context__
     if not debug:
         error.__traceback__ = hide_our_frames(error.__traceback__)
-    try:
-        raise error
-    finally:
-        error.__context__, error.__suppress_context__ = context, suppressed
+    return error
 
 
 def _forget_jump(error: BaseException) -> None:
-    seen: set[int] = set()
+    seen: set[int] = set()  # contexts may go round in a circle
     while error.__context__ is not None and id(error) not in seen:
         seen.add(id(error))
         if isinstance(error.__context__, BlockSkipped):
@@ -64,10 +68,17 @@ def _forget_jump(error: BaseException) -> None:
         error = error.__context__
 
 
-def guarded(work: Callable[[], object], *, debug: bool) -> object:
-    """Call ``work``; an error leaves it clean."""
-    try:
-        return work()
-    except BaseException as error:  # noqa: BLE001 - raised again, whatever it is
-        failed = error
-    raise_clean(failed, debug=debug)
+def install_excepthook(debug: Callable[[], bool]) -> None:
+    """Show uncaught errors without our frames: the last of them is added after an error was cleaned.
+
+    Whatever showed errors before goes on to; pytest and IPython leave frames out by ``__tracebackhide__``.
+    """
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if not debug():
+            traceback = hide_our_frames(traceback)
+            error.__traceback__ = traceback
+        before(kind, error, traceback)
+
+    sys.excepthook = show

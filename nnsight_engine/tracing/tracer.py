@@ -16,13 +16,13 @@ from typing import Any
 from nnsight_engine.core.config import CONFIG
 from nnsight_engine.core.mounting import MountError, mount
 from nnsight_engine.core.saves import SAVES, save
-from nnsight_engine.tracing.blocks import BIND, DEFERRED, HELPERS, Block
+from nnsight_engine.tracing.blocks import DEFERRED, HELPERS, Block
 from nnsight_engine.tracing.errors import WithBlockNotFoundError
 from nnsight_engine.tracing.frames import read_variables, write_variables
 from nnsight_engine.tracing.sites import Sites
 from nnsight_engine.tracing.skipping import BlockSkipped, skip_block
 from nnsight_engine.tracing.source_text import SourceReader
-from nnsight_engine.tracing.tracebacks import guarded
+from nnsight_engine.tracing.tracebacks import clean, install_excepthook
 
 SITES = Sites(SourceReader())
 """The process's trace sites; code objects are per process, and so is this."""
@@ -90,6 +90,11 @@ class Tracer:
     """
 
     info: Info
+    deferred = False
+    _entered: Any = None
+    _binds: str | None = None
+    _put_back: Callable[[], None] | None = None
+    _bound: tuple[Block, int, dict[str, CellType], dict[str, Any]] | None = None
 
     def __init__(self, *args: Any, backend: Backend | None = None, **kwargs: Any) -> None:
         """Keep the arguments for ``execute``.
@@ -101,10 +106,7 @@ class Tracer:
         """
         self.args = args
         self.kwargs = kwargs
-        self.backend: Backend = backend if backend is not None else ExecutionBackend()
-        self.deferred = False
-        self._binds: str | None = None
-        self._bound: tuple[Block, int, dict[str, CellType], dict[str, Any]] | None = None
+        self.backend: Backend = backend if backend is not None else _EXECUTE
 
     def capture(self, frame: FrameType) -> None:
         """Find the block that ``frame`` is entering, and the variables it shares.
@@ -123,7 +125,7 @@ class Tracer:
         self.info = Info(site.block, {}, frame, frame.f_globals, site.names)
         self._binds = site.way_out.binds
         if not site.does_nothing:
-            skip_block(frame, site.way_out)
+            self._put_back = skip_block(frame, site.way_out)
 
     def compile(self) -> Callable[[], Any]:
         """Return the block as a function without arguments."""
@@ -131,9 +133,8 @@ class Tracer:
 
     def compile_on(self, info: Info) -> Callable[[], Any]:
         """Return the block as a function on the variables of ``info``."""
-        helpers = dict(HELPERS)
-        helpers[BIND] = CellType(_Binder(info))
-        return info.block.function(info.variables, helpers, info.globals_)
+        binder = CellType(_Binder(info)) if info.block.nested else None
+        return info.block.function(info.variables, binder, info.globals_)
 
     def execute(self, function: Callable[[], Any]) -> Any:
         """Run the compiled block; here, as it stands."""
@@ -158,6 +159,7 @@ class Tracer:
             if keeps(value):
                 kept[name] = value
         write_variables(frame, kept)
+        self.info.variables.clear()  # a tracer outlives its trace, what was not saved does not
 
     def __enter__(self) -> Any:
         """Take the block away."""
@@ -174,10 +176,27 @@ class Tracer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         """Hand the block to the backend; its errors come out here, clean of our frames."""
+        __tracebackhide__ = True
+        if self._put_back is not None:
+            self._put_back()
         if kind is not None and not issubclass(kind, BlockSkipped):
             return False
-        guarded(self._run, debug=CONFIG.APP.DEBUG)
-        return True
+        failed = self._outcome()
+        if failed is None:
+            return True
+        context = failed.__context__
+        try:
+            raise failed
+        finally:  # raising here made the jump that skipped the block the error's context
+            failed.__context__ = context
+
+    def _outcome(self) -> BaseException | None:
+        """Run the block; returns what it raised."""
+        try:
+            self._run()
+        except BaseException as failed:  # noqa: BLE001 - raised by __exit__, whatever it is
+            return clean(failed, debug=CONFIG.APP.DEBUG)
+        return None
 
     def _run(self) -> Any:
         info = self.info
@@ -224,6 +243,10 @@ def _can_save() -> bool:
     return SAVES.depth > 0 and CONFIG.APP.PYMOUNT
 
 
+_EXECUTE = ExecutionBackend()
+"""Runs every trace that was not given a backend; it keeps nothing."""
+
+
 class _Binder:
     """Hands a nested trace the variables of the block it stands in."""
 
@@ -253,6 +276,7 @@ def _copy(cell: CellType) -> CellType:
 
 
 HELPERS[DEFERRED] = CellType(_deferred)
+install_excepthook(lambda: CONFIG.APP.DEBUG)
 try:
     mount("save", save, when=_can_save)
 except MountError as error:  # another library's method is there already

@@ -10,7 +10,6 @@ from nnsight_engine.envoys.cache import Cache, CacheView
 from nnsight_engine.envoys.eproperty import eproperty
 from nnsight_engine.envoys.tracers.invoker import Invoker
 from nnsight_engine.interleaving.barrier import Barrier
-from nnsight_engine.interleaving.batching import Batcher
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.iteration import Iter, IteratorTracer
 from nnsight_engine.interleaving.mediator import Mediator
@@ -55,7 +54,7 @@ class InterleavingTracer(Tracer):
         self.validate = validate
         self.mediators: list[Mediator] = []
         self.invokers: list[Invoker] = []
-        self.batcher = Batcher()
+        self.batcher = model._new_batcher()
 
     @property
     def interleaver(self) -> Interleaver:
@@ -157,9 +156,30 @@ class InterleavingTracer(Tracer):
                 if self.validate:
                     self._validate()
                 return self._run_model()
+            except NameError as error:
+                self._explain(error)
+                raise
             finally:
                 for invoker in self.invokers:
                     invoker.give_back()
+                self._let_go()
+
+    def _explain(self, error: NameError) -> None:
+        """Add what to do if one invoke used what another one had yet to assign."""
+        assigning = [invoker for invoker in self.invokers if error.name in invoker.info.block.stored]
+        if error.name is not None and assigning:
+            error.add_note(
+                f"`{error.name}` is assigned in another invoke, which had not come that far. If both ask for "
+                "values of the same place, let them wait for each other: barrier = tracer.barrier(2) before the "
+                "invokes, and barrier() in each, after it is assigned and before it is used."
+            )
+
+    def _let_go(self) -> None:
+        """Drop what the run held: nothing of it is to live on but what was saved."""
+        self.interleaver.initialize([])
+        self.mediators.clear()
+        self.invokers.clear()
+        self.batcher = self.model._new_batcher()
 
     def _collect(self, function: Callable[[], Any]) -> None:
         if self.model._has_input(self.args, self.kwargs):

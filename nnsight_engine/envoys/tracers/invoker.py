@@ -21,8 +21,13 @@ class _Collect(Backend):
         return tracer.execute(function) if tracer is not None else None
 
 
+_COLLECT = _Collect()
+
+
 class Invoker(Tracer):
     """``with tracer.invoke(input):``, defined now and run with the others when the trace's block ends."""
+
+    _own: Info | None = None
 
     def __init__(self, parent: InterleavingTracer, *args: Any, **kwargs: Any) -> None:
         """Add to ``parent``.
@@ -36,9 +41,8 @@ class Invoker(Tracer):
                 "by side in a "
                 "trace without an input of its own: `with model.trace() as tracer:`."
             )
-        super().__init__(*args, backend=_Collect(), **kwargs)
+        super().__init__(*args, backend=_COLLECT, **kwargs)
         self.parent = parent
-        self._own: Info | None = None
 
     def compile(self) -> Callable[[], Any]:
         """Return the block as a function; on variables of its own if invokes may not share them."""

@@ -1,0 +1,84 @@
+"""``python -m nnsight_engine.compat script.py args...``: run a script written for nnsight with this library.
+
+The script runs as it would under ``python script.py``: it is ``__main__``, ``sys.argv`` is its own, modules
+beside it can be imported, an error shows its frames alone, and the exit code is its.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
+
+from nnsight_engine.compat.finder import OriginalInstalledError, install
+from nnsight_engine.core.config import CONFIG
+from nnsight_engine.tracing.tracebacks import hide_our_frames
+
+_INTERRUPTED = 130
+
+
+def main(arguments: list[str]) -> int:
+    """Run the program that ``arguments`` name; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m nnsight_engine.compat", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--force", action="store_true", help="even though nnsight itself is installed")
+    parser.add_argument("-m", action="store_true", dest="is_module", help="the program is a module")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="a script or module, and its arguments")
+    options = parser.parse_args(arguments)
+    if not options.program:
+        parser.error("name a script to run, or a module after -m")
+    try:
+        install(force=options.force)
+    except OriginalInstalledError as error:
+        parser.error(f"{error} (--force)")
+    name, sys.argv = options.program[0], options.program
+    if options.is_module:
+        return _shown(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True))
+    if not os.path.isfile(name):
+        parser.error(f"there is no script {name!r}")
+    return _shown(lambda: _run_script(name))
+
+
+def _run_script(name: str) -> None:
+    path = os.path.abspath(name)
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(path)
+    loader = SourceFileLoader("__main__", path)
+    script = ModuleType("__main__")
+    script.__file__, script.__loader__ = path, loader
+    sys.modules["__main__"] = script  # stays, as with python itself: threads and atexit outlive the last line
+    code = loader.source_to_code(loader.get_data(path), path)
+    exec(code, script.__dict__)  # noqa: S102 - the purpose
+
+
+def _shown(run: Callable[[], object]) -> int:
+    """Run the program and show its error, without our frames unless ``CONFIG.APP.DEBUG`` is on."""
+    try:
+        run()
+    except Exception as error:  # noqa: BLE001 - whatever the program did not handle
+        failed: BaseException = error
+        code = 1
+    except KeyboardInterrupt as error:
+        failed, code = error, _INTERRUPTED
+    else:
+        return 0
+    traceback = failed.__traceback__
+    while traceback is not None and _is_launcher(traceback.tb_frame.f_code.co_filename):
+        traceback = traceback.tb_next
+    if not CONFIG.APP.DEBUG:
+        traceback = hide_our_frames(traceback)
+    sys.excepthook(type(failed), failed.with_traceback(traceback), traceback)
+    return code
+
+
+def _is_launcher(filename: str) -> bool:
+    return filename in {__file__, runpy.__file__} or filename.startswith("<frozen ")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,127 @@
+"""``import nnsight`` finds this library.
+
+``nnsight.x`` is no copy of ``nnsight_engine.x`` but the very same module under a second name, so a class
+or an option is one thing, however it was imported. Where the original package is installed its name stays its
+own, unless the caller insists. A name that we lack fails as soon as it is imported, with those that we have.
+"""
+
+# ruff: noqa: ARG002 - the import system decides what finders and loaders are given
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+OLD, OURS = "nnsight", "nnsight_engine"
+
+
+class OriginalInstalledError(RuntimeError):
+    """The name ``nnsight`` belongs to the original package in this environment or program."""
+
+
+def install(*, force: bool = False) -> None:
+    """Let ``import nnsight`` and its submodules give this library; calling it again does nothing.
+
+    Args:
+        force: Do so even though the original is installed.
+
+    Raises:
+        OriginalInstalledError: The original is imported already, or is installed and ``force`` is not set.
+    """
+    if any(isinstance(finder, _Renamed) for finder in sys.meta_path):
+        return
+    if OLD in sys.modules:
+        raise OriginalInstalledError(f"{OLD} is imported already; call install() before anything imports it")
+    origin = _original()
+    if origin is not None and not force:
+        raise OriginalInstalledError(
+            f"{OLD} itself is installed, at {origin}; uninstall it, or pass force=True to hide it here"
+        )
+    sys.meta_path.insert(0, _Renamed())
+    sys.meta_path.append(_Missing())
+
+
+def uninstall() -> None:
+    """Undo ``install``; what was imported stays as it is for those who hold it."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Renamed | _Missing)]
+    for name in [name for name in sys.modules if name == OLD or name.startswith(f"{OLD}.")]:
+        if sys.modules[name].__name__.startswith(OURS):
+            del sys.modules[name]
+
+
+class _Renamed(MetaPathFinder):
+    """Finds ``nnsight.x`` where ``nnsight_engine.x`` is; comes first."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != OLD and not fullname.startswith(f"{OLD}."):
+            return None
+        ours = OURS + fullname.removeprefix(OLD)
+        spec = _spec(ours)
+        if spec is None:
+            raise _unknown(ours)
+        is_package = spec.submodule_search_locations is not None
+        return ModuleSpec(fullname, _SameModule(ours), origin=spec.origin, is_package=is_package)
+
+
+class _SameModule(Loader):
+    """Gives the module that exists, in place of a new one."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self.name)
+        self.spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self.spec  # the import system has just put the other name's there
+
+
+class _Missing(MetaPathFinder):
+    """Says which names there are; comes last.
+
+    ``from nnsight import x`` looks for a module of that name once there is no such attribute, and the message
+    that would follow tells nothing but that.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.startswith(f"{OURS}."):
+            raise _unknown(fullname)
+        return None
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        return None
+
+
+def _unknown(ours: str) -> ModuleNotFoundError:
+    parent, _, name = ours.rpartition(".")
+    package = importlib.import_module(parent)
+    modules = [found.name for found in pkgutil.iter_modules(getattr(package, "__path__", ()))]
+    offered = sorted({*getattr(package, "__all__", ()), *modules})
+    shown = OLD + parent.removeprefix(OURS)
+    return ModuleNotFoundError(
+        f"{shown} has no {name!r} in {OURS}, which stands for it here; it has {', '.join(offered)}",
+        name=f"{shown}.{name}",
+    )
+
+
+def _original() -> str | None:
+    """Return where the original package is; a folder that only happens to be called so is none."""
+    spec = importlib.util.find_spec(OLD)
+    return spec.origin if spec is not None and spec.has_location else None

@@ -1,0 +1,207 @@
+"""What standard points a model has, and how its envoys offer them: a family's table resolved against it.
+
+``NNsight`` asks for it when it wraps a module, merges the user's ``rename`` and ``envoys`` over it, and makes
+the model's ``points`` of it. Invariant: a further name from here never hides a name that is there already.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from nnsight_engine.envoys.architectures import table, views
+from nnsight_engine.envoys.architectures.part_envoys import (
+    AttentionEnvoy,
+    GatedMlpEnvoy,
+    MlpEnvoy,
+    SplitMlpLayerEnvoy,
+    UpEnvoy,
+)
+from nnsight_engine.envoys.architectures.table import FAMILIES, Family
+
+if TYPE_CHECKING:
+    from nnsight_engine.envoys.aliases import Rename
+    from nnsight_engine.envoys.envoy import Envoy, EnvoyMap
+
+_HEADS_OF_MODELS: Final = ("lm_head", "embed_out")
+_QKV: Final = ("q", "k", "v")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Architecture:
+    """A family's table resolved against one model.
+
+    Attributes:
+        family: The table.
+        body: Path of the decoder, empty for the model itself.
+        num_layers: How many blocks it has.
+        num_heads: Heads of queries.
+        num_kv_heads: Heads of keys and of values.
+        has_norm: Whether there is a final norm.
+        has_logits: Whether the model itself gives logits of tokens.
+        rename: Further names of its modules.
+        envoys: Classes that stand for its modules.
+    """
+
+    family: Family
+    body: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    has_norm: bool
+    has_logits: bool
+    rename: Mapping[str, str]
+    envoys: Mapping[type[torch.nn.Module], type[Envoy]]
+
+    def path(self, below_body: str) -> str:
+        """Return the path from the model's root of what is below the body."""
+        return f"{self.body}.{below_body}" if self.body else below_body
+
+    def layer_path(self, layer: int, below: str = "") -> str:
+        """Return the path from the model's root of a layer, or of a module below it."""
+        path = self.path(f"{self.family.layers}.{layer}")
+        return f"{path}.{below}" if below else path
+
+    def view(self, leaf: str) -> views.View:
+        """Return how a leaf looks at its module's tensor."""
+        part = self.family.leaves[leaf].part
+        counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        if part in _QKV:
+            index = _QKV.index(part)
+            if self.family.is_qkv_per_head:
+                return views.fused_per_head(index, self.num_heads)
+            return views.fused_heads(index, counts)
+        if part:
+            return views.half(("gate", "up").index(part))
+        num_heads = {
+            table.QUERIES: self.num_heads,
+            table.KEYS: self.num_kv_heads,
+            table.VALUES: self.num_kv_heads,
+            table.HEADS: self.num_heads,
+        }.get(leaf)
+        return views.WHOLE if num_heads is None else views.heads(num_heads)
+
+    def rename_with(self, given: Rename | None, owner: type) -> Rename:
+        """Return our further names with the user's over them.
+
+        Args:
+            given: The user's; theirs count where both give the same name.
+            owner: The class of the root envoy, whose attributes keep their names.
+        """
+        given = given or {}
+        theirs = {
+            path: list(names) if isinstance(names, (list, tuple)) else [names]
+            for path, names in given.items()
+        }
+        taken = {str(name).removeprefix(".") for names in theirs.values() for name in names}
+        for path, name in self.rename.items():
+            if name not in taken and not hasattr(owner, name):
+                theirs.setdefault(path, []).append(name)
+        return theirs
+
+    def envoys_with(self, given: EnvoyMap) -> EnvoyMap:
+        """Return the user's classes, and ours for modules that theirs leave out; one for all stays alone."""
+        if isinstance(given, type):
+            return given
+        given = given or {}
+        ours = {
+            module_class: envoy_class
+            for module_class, envoy_class in self.envoys.items()
+            if not any(base in given for base in module_class.__mro__)
+        }
+        return {**ours, **given}
+
+
+def architecture_of(module: torch.nn.Module) -> Architecture | None:
+    """Return the standard points of a transformers model; None if it is no model of a known family."""
+    config: Any = getattr(module, "config", None)
+    family = FAMILIES.get(str(getattr(config, "model_type", "")))
+    if family is None or not _is_from_transformers(module):
+        return None
+    body = next((body for body in family.bodies if _layers(module, body, family) is not None), None)
+    layers = None if body is None else _layers(module, body, family)
+    if body is None or layers is None or not _fits(layers[0], family):
+        return None
+    text: Any = config.get_text_config()
+    decoder = module.get_submodule(body)
+    return Architecture(
+        family=family,
+        body=body,
+        num_layers=len(layers),
+        num_heads=text.num_attention_heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        has_norm=getattr(decoder, family.norm, None) is not None,
+        has_logits=any(hasattr(module, name) for name in _HEADS_OF_MODELS),
+        rename=_rename(module, body, family, layers[0]),
+        envoys=_envoys(layers[0], family),
+    )
+
+
+def missing_for(module: torch.nn.Module) -> str:
+    """Return why a module has no standard points."""
+    model_type = getattr(getattr(module, "config", None), "model_type", None)
+    known = ", ".join(FAMILIES)
+    if not _is_from_transformers(module):
+        return f"it is no model of the transformers library, whose {known} are known"
+    if model_type in FAMILIES:
+        return f"its modules do not lie where those of {model_type} do"
+    return f"its config's model_type must be one of {known}, got {model_type!r}"
+
+
+def _is_from_transformers(module: torch.nn.Module) -> bool:
+    """Tell by name, for importing transformers takes seconds; vLLM's models have configs like these, too."""
+    return any(
+        (base.__module__, base.__name__) == ("transformers.modeling_utils", "PreTrainedModel")
+        for base in type(module).__mro__
+    )
+
+
+def _layers(module: torch.nn.Module, body: str, family: Family) -> torch.nn.ModuleList | None:
+    try:
+        found = module.get_submodule(f"{body}.{family.layers}" if body else family.layers)
+    except AttributeError:
+        return None
+    return found if isinstance(found, torch.nn.ModuleList) and len(found) else None
+
+
+def _fits(layer: torch.nn.Module, family: Family) -> bool:
+    """Tell whether a layer has every module of the table."""
+    try:
+        for place in family.leaves.values():
+            layer.get_submodule(place.path)
+    except AttributeError:
+        return False
+    return True
+
+
+def _rename(module: torch.nn.Module, body: str, family: Family, layer: torch.nn.Module) -> dict[str, str]:
+    """Return paths with their further names, those left out that are there already."""
+    names = {"layers": family.layers, "norm": family.norm, "embed": family.embed}
+    decoder = module.get_submodule(body)
+    found = {
+        f".{body}.{path}" if body else f".{path}": name
+        for name, path in names.items()
+        if path and getattr(decoder, path, None) is not None and not hasattr(module, name)
+    }
+    if not hasattr(layer, "attn"):
+        found[family.attention] = "attn"
+    return found
+
+
+def _envoys(layer: torch.nn.Module, family: Family) -> dict[type[torch.nn.Module], type[Envoy]]:
+    """Return the classes that stand for a layer's modules."""
+    found: dict[type[torch.nn.Module], type[Envoy]] = {
+        type(layer.get_submodule(family.attention)): AttentionEnvoy
+    }
+    if not family.mlp:
+        found[type(layer)] = SplitMlpLayerEnvoy
+        return found
+    mlp = layer.get_submodule(family.mlp)
+    if "mlp.gate" in family.leaves:
+        found[type(mlp)] = GatedMlpEnvoy
+    else:
+        found[type(mlp)] = UpEnvoy if hasattr(mlp, "act") else MlpEnvoy
+    return found

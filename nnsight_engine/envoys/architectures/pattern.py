@@ -1,0 +1,284 @@
+"""Attention probabilities: a value that no module takes or returns, caught inside the attention function.
+
+Right before it attends, an attention module of transformers looks up the implementation that its config
+names. While a block waits for the probabilities, the module's ``config`` is one that names ours, which calls
+the original and offers what its softmax gives. So they can be asked for as late as anything else in the
+attention module, and a module that nobody asked runs as it always does. ``points`` makes one ``PatternPoint``
+for each layer, and calls ``release`` after each run.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from nnsight_engine.envoys.architectures.errors import PatternError
+from nnsight_engine.envoys.architectures.places import check_fits
+from nnsight_engine.envoys.eproperty import eproperty
+from nnsight_engine.envoys.source.rewrite import rewrite
+
+if TYPE_CHECKING:
+    from nnsight_engine.envoys.envoy import Envoy
+
+_IMPLEMENTATION: Final = "nnsight_engine_pattern"
+_EAGER: Final = "eager"
+_SDPA: Final = "sdpa"
+_IMPLEMENTATION_OF_CONFIG: Final = "_attn_implementation"
+_EAGER_FUNCTION: Final = "eager_attention_forward"
+
+
+class _WatchedConfig:
+    """An attention module's config, but for the implementation that it names."""
+
+    _attn_implementation = _IMPLEMENTATION
+
+    def __init__(self, config: Any, point: PatternPoint) -> None:
+        self.original = config
+        self.point = point
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.original, name)
+
+
+class PatternPoint:
+    """The probabilities of one layer's attention, ``[batch, heads, tokens, keys]``.
+
+    Attributes:
+        path: The attention module; the value is known as ``<path>.pattern``.
+        interleaver: What it goes through.
+        shape: Shape of one position's value; -1 for the keys, which grow.
+    """
+
+    def __init__(self, name: str, envoy: Envoy, out: Envoy, num_heads: int) -> None:
+        """Stand for the probabilities of a layer.
+
+        Args:
+            name: The point's name.
+            envoy: The attention module.
+            out: Its output projection, which comes next.
+            num_heads: Its heads of queries.
+        """
+        self.name = name
+        self.path = envoy.path
+        self.interleaver = envoy.interleaver
+        self.shape: tuple[int, ...] = (num_heads, -1)
+        self._envoy = envoy
+        self._passed_by = f"{out.path}.input"
+        self._provider = f"{envoy.path}.pattern"
+        self._original: Any = None
+        self._eager: Callable[..., Any] | None = None
+        self._num_softmax = 0
+
+    @eproperty()
+    def pattern(self) -> Any:
+        """The probabilities; asking for them sees to it that they will be provided."""
+        calls = self.interleaver.calls
+        passed = calls.get(self._passed_by, 0)
+        calls[self._provider] = max(passed, calls.get(self._provider, 0))
+        self._watch()
+
+    def read(self) -> torch.Tensor:
+        """Wait for the probabilities and return them.
+
+        Raises:
+            PatternError: The model's attention implementation gives none.
+        """
+        pattern: torch.Tensor = self.pattern
+        return pattern
+
+    def write(self, value: torch.Tensor) -> None:
+        """Wait for the probabilities, and have the model use others.
+
+        Raises:
+            PatternError: The model's attention implementation does not use any.
+        """
+        if self._implementation() != _EAGER and self.interleaver.current is not None:
+            raise self._not_writable()
+        self.pattern = check_fits(self.name, value, self.read())
+
+    # Watching.
+
+    def _config(self) -> Any:
+        config = self._envoy._module.config
+        return config.original if isinstance(config, _WatchedConfig) else config
+
+    def _implementation(self) -> str:
+        return str(getattr(self._config(), _IMPLEMENTATION_OF_CONFIG, None))
+
+    def _watch(self) -> None:
+        module: Any = self._envoy._module
+        if isinstance(module.config, _WatchedConfig):
+            return
+        implementation = self._implementation()
+        if implementation not in {_EAGER, _SDPA}:
+            raise PatternError(
+                f"{self.name} needs attention that is eager or sdpa, got {implementation!r}; load the model "
+                f"with attn_implementation={_EAGER!r}"
+            )
+        if implementation == _EAGER and self._eager is None:
+            self._eager = self._rewritten_eager(module)
+        _register()
+        self._original = module.config
+        module.config = _WatchedConfig(module.config, self)
+
+    def release(self) -> None:
+        """Leave the module as it was."""
+        if self._original is not None:
+            self._envoy._module.config = self._original
+            self._original = None
+
+    # Attending.
+
+    def attend(self, module: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Attend as the model does, and offer the probabilities to the blocks that wait for them."""
+        watched, module.config = module.config, self._config()  # the function may ask for it
+        try:
+            if self._implementation() == _EAGER:
+                return self._attend_eagerly(module, query, *args, **kwargs)
+            return self._attend_fused(module, query, *args, **kwargs)
+        finally:
+            module.config = watched
+
+    def _attend_eagerly(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        assert self._eager is not None  # noqa: S101 - made before the module was watched
+        self._num_softmax = 0
+        result = self._eager(module, *args, **kwargs)
+        if self._num_softmax != 1:
+            raise PatternError(
+                f"{self.name} is what the softmax of {_EAGER_FUNCTION} gives, and it called "
+                f"{self._num_softmax} instead of one; load the model with attn_implementation={_SDPA!r}"
+            )
+        return result
+
+    def _attend_fused(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> Any:
+        if self._is_wanted():
+            given = probabilities(
+                query,
+                key,
+                attention_mask,
+                scaling=kwargs.get("scaling"),
+                is_causal=_is_causal(module, kwargs.get("is_causal")),
+            )
+            before = given.clone()
+            if not _equal(self._offer(given), before):
+                raise self._not_writable()
+        return _sdpa()(module, query, key, value, attention_mask, **kwargs)
+
+    def _is_wanted(self) -> bool:
+        return self.interleaver.listening and self._provider in self.interleaver.wanted
+
+    def _offer(self, pattern: torch.Tensor) -> torch.Tensor:
+        """Let blocks have the probabilities of the attention module's running call."""
+        interleaver = self.interleaver
+        if not interleaver.listening:
+            return pattern
+        number = interleaver.calls.get(f"{self.path}.input", 1) - 1
+        if self._provider in interleaver.wanted:
+            pattern = interleaver.offer(self._provider, number, pattern)
+        interleaver.calls[self._provider] = number + 1
+        return pattern
+
+    def _rewritten_eager(self, module: torch.nn.Module) -> Callable[..., Any]:
+        """Return the family's eager attention with its softmax's result offered."""
+        if getattr(module, "reorder_and_upcast_attn", False):
+            raise PatternError(
+                f"{self.name} is not to be had with reorder_and_upcast_attn, which has attention of its own; "
+                "switch it off in the config"
+            )
+        for base in type(module).__mro__:
+            function = vars(sys.modules[base.__module__]).get(_EAGER_FUNCTION)
+            if function is not None:
+                return rewrite(function, self._call, f"{self.path}.{_EAGER_FUNCTION}").function
+        raise PatternError(f"{self.name}: there is no {_EAGER_FUNCTION} beside {type(module).__name__}")
+
+    def _call(
+        self, _name: str, callee: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Make a call of eager attention; its softmax's result is the probabilities."""
+        value = callee(*args, **kwargs)
+        if callee is not torch.nn.functional.softmax:
+            return value
+        self._num_softmax += 1
+        return self._offer(value)
+
+    def _not_writable(self) -> PatternError:
+        return PatternError(
+            f"{self.name} can be written in eager attention only: {self._implementation()} never forms the "
+            f"probabilities; load the model with attn_implementation={_EAGER!r}"
+        )
+
+
+def probabilities(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scaling: float | None,
+    is_causal: bool,
+) -> torch.Tensor:
+    """Return what fused attention weighs values with, in float32, ``[batch, heads, tokens, keys]``.
+
+    Args:
+        query: ``[batch, heads, tokens, head_dim]``.
+        key: ``[batch, kv_heads, keys, head_dim]``; each is for as many heads in a row.
+        mask: What may be seen, or what is added; None sees everything, or all up to itself.
+        scaling: Factor of the products; by default one over the root of ``head_dim``.
+        is_causal: Whether each of several tokens sees itself and those before only, if there is no mask.
+    """
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    factor = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
+    scores = query.float() @ key.float().transpose(-1, -2) * factor
+    num_tokens, num_keys = scores.shape[-2:]
+    if mask is None:
+        if is_causal and num_tokens > 1:
+            seen = torch.ones(num_tokens, num_keys, dtype=torch.bool, device=scores.device).tril()
+            scores = scores.masked_fill(~seen, -math.inf)
+    elif mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -math.inf)
+    else:
+        scores = scores + mask
+    # A row that sees nothing, of padding, gets nothing: fused attention gives it zeros.
+    return scores.softmax(dim=-1).nan_to_num(0.0)
+
+
+def _is_causal(module: torch.nn.Module, given: bool | None) -> bool:  # noqa: FBT001 - transformers' argument
+    return given if given is not None else bool(getattr(module, "is_causal", True))
+
+
+def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.shape != second.shape:
+        return False
+    # Without numbers, on fake tensors, nothing can be told; the run on real ones will.
+    return hasattr(first, "fake_mode") or torch.equal(first, second)
+
+
+def _attend(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Attend in a watched module; what transformers calls by our name."""
+    config: Any = module.config  # a _WatchedConfig, since it named this function
+    return config.point.attend(module, *args, **kwargs)
+
+
+def _register() -> None:
+    """Let transformers know our implementation by name; again and again is the same as once."""
+    from transformers import AttentionInterface  # noqa: PLC0415 - slow to import, and its models are there already
+
+    AttentionInterface.register(_IMPLEMENTATION, _attend)
+
+
+def _sdpa() -> Callable[..., Any]:
+    from transformers import AttentionInterface  # noqa: PLC0415
+
+    function: Callable[..., Any] = AttentionInterface()[_SDPA]
+    return function

@@ -1,0 +1,215 @@
+"""Where each standard point lies in the module tree of each family of transformers models.
+
+The points are those that the server offers on vLLM, by the same names and with the same meaning, while the
+modules that carry them have other names there. ``architecture`` resolves a family against one model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Final, Literal
+
+Side = Literal["input", "output"]
+Part = Literal["", "q", "k", "v", "gate", "up"]
+
+PATTERN: Final = "attn.pattern"
+HEADS: Final = "attn.heads"
+NEURONS: Final = "mlp.act"
+QUERIES, KEYS, VALUES = "attn.q", "attn.k", "attn.v"
+
+ORDER: Final = (
+    "input",
+    QUERIES,
+    KEYS,
+    VALUES,
+    PATTERN,
+    HEADS,
+    "attn.output",
+    "mlp.input",
+    "mlp.gate",
+    "mlp.up",
+    NEURONS,
+    "mlp.output",
+    "output",
+)
+"""The leaves of a layer in the order in which a model comes by them, on every architecture."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Which value of which module a leaf is.
+
+    Attributes:
+        path: The module, below the layer; empty for the layer itself.
+        side: ``input`` is the first argument, ``output`` what is returned, or the first of a tuple.
+        part: Which part of a fused output; empty for the whole.
+    """
+
+    path: str
+    side: Side
+    part: Part = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Family:
+    """One layout of decoder blocks.
+
+    Attributes:
+        model_types: ``model_type`` of the configs it is for.
+        bodies: Paths at which the decoder may be, empty for the model itself; the first with layers counts.
+        layers: The list of blocks, below the body.
+        norm: The final norm, below the body; the attribute may be None (OPT-350m).
+        embed: The module whose output enters the first block, below the body; empty if there is none.
+        attention: The attention module, below a block.
+        mlp: The MLP, below a block; empty where it is modules of the block itself.
+        leaves: Leaf of a layer to its place, without ``attn.pattern``, which no module gives.
+        is_qkv_per_head: Whether a fused projection gives ``[heads, (q, k, v), head_dim]`` rather than all of
+            q, then k, then v.
+        is_mlp_flattened: Whether the MLP works on ``[batch * tokens, width]``.
+    """
+
+    model_types: tuple[str, ...]
+    bodies: tuple[str, ...]
+    layers: str
+    norm: str
+    embed: str
+    attention: str
+    mlp: str
+    leaves: Mapping[str, Place]
+    is_qkv_per_head: bool = False
+    is_mlp_flattened: bool = False
+
+
+def _leaves(
+    *, qkv: str | tuple[str, str, str], out: str, mlp: tuple[str, str], up: str, down: str
+) -> dict[str, Place]:
+    """Lay out a block.
+
+    Args:
+        qkv: The projections of queries, keys and values, or the one of all three.
+        out: Attention's output projection.
+        mlp: The modules that the MLP begins and ends with.
+        up: The MLP's first projection, or the second of a gated one.
+        down: The MLP's last projection.
+    """
+    if isinstance(qkv, str):
+        q, k, v = Place(qkv, "output", "q"), Place(qkv, "output", "k"), Place(qkv, "output", "v")
+    else:
+        q, k, v = (Place(path, "output") for path in qkv)
+    return {
+        "input": Place("", "input"),
+        "output": Place("", "output"),
+        # The attention module returns a tuple, so what its projection returns is taken.
+        "attn.output": Place(out, "output"),
+        QUERIES: q,
+        KEYS: k,
+        VALUES: v,
+        HEADS: Place(out, "input"),
+        "mlp.input": Place(mlp[0], "input"),
+        "mlp.output": Place(mlp[1], "output"),
+        "mlp.up": Place(up, "output"),
+        NEURONS: Place(down, "input"),
+    }
+
+
+def _frozen(leaves: dict[str, Place]) -> Mapping[str, Place]:
+    return types.MappingProxyType(leaves)
+
+
+_SEPARATE_QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+_LLAMA: Final = Family(
+    model_types=("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gemma3"),
+    bodies=("model", "model.language_model", ""),
+    layers="layers",
+    norm="norm",
+    embed="embed_tokens",
+    attention="self_attn",
+    mlp="mlp",
+    leaves=_frozen(
+        _leaves(
+            qkv=_SEPARATE_QKV,
+            out="self_attn.o_proj",
+            mlp=("mlp", "mlp"),
+            up="mlp.up_proj",
+            down="mlp.down_proj",
+        )
+        | {"mlp.gate": Place("mlp.gate_proj", "output")}
+    ),
+)
+
+_PHI3: Final = dataclasses.replace(
+    _LLAMA,
+    model_types=("phi3",),
+    leaves=_frozen(
+        _leaves(
+            qkv="self_attn.qkv_proj",
+            out="self_attn.o_proj",
+            mlp=("mlp", "mlp"),
+            up="mlp.gate_up_proj",
+            down="mlp.down_proj",
+        )
+        | {
+            "mlp.gate": Place("mlp.gate_up_proj", "output", "gate"),
+            "mlp.up": Place("mlp.gate_up_proj", "output", "up"),
+        }
+    ),
+)
+
+_GPT2: Final = Family(
+    model_types=("gpt2",),
+    bodies=("transformer", ""),
+    layers="h",
+    norm="ln_f",
+    embed="",
+    attention="attn",
+    mlp="mlp",
+    leaves=_frozen(
+        _leaves(qkv="attn.c_attn", out="attn.c_proj", mlp=("mlp", "mlp"), up="mlp.c_fc", down="mlp.c_proj")
+    ),
+)
+
+_OPT: Final = Family(
+    model_types=("opt",),
+    bodies=("model.decoder", "decoder", ""),
+    layers="layers",
+    norm="final_layer_norm",
+    embed="",
+    attention="self_attn",
+    mlp="",
+    leaves=_frozen(
+        _leaves(qkv=_SEPARATE_QKV, out="self_attn.out_proj", mlp=("fc1", "fc2"), up="fc1", down="fc2")
+    ),
+    is_mlp_flattened=True,
+)
+
+_GPT_NEOX: Final = Family(
+    model_types=("gpt_neox",),
+    bodies=("gpt_neox", ""),
+    layers="layers",
+    norm="final_layer_norm",
+    embed="",  # in training a dropout follows the embedding
+    attention="attention",
+    mlp="mlp",
+    leaves=_frozen(
+        _leaves(
+            qkv="attention.query_key_value",
+            out="attention.dense",
+            mlp=("mlp", "mlp"),
+            up="mlp.dense_h_to_4h",
+            down="mlp.dense_4h_to_h",
+        )
+    ),
+    is_qkv_per_head=True,
+)
+
+FAMILIES: Final[Mapping[str, Family]] = types.MappingProxyType(
+    {
+        model_type: family
+        for family in (_LLAMA, _PHI3, _GPT2, _OPT, _GPT_NEOX)
+        for model_type in family.model_types
+    }
+)
+"""The layout of each ``model_type``."""

@@ -1,0 +1,206 @@
+"""How an envoy shows itself: as text, in a notebook, at <TAB>, and in the error for a name it lacks.
+
+The printed tree is torch's, read off the envoys rather than the modules, so that it holds what can be written
+in a trace: modules that were added, further names, properties with a description. Equal neighbours in a list
+of modules are shown once, because nobody reads the same block 32 times. ``Envoy`` calls these functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import html
+import textwrap
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from nnsight_engine.envoys.aliases import descend
+from nnsight_engine.envoys.eproperty import eproperty
+
+if TYPE_CHECKING:
+    from nnsight_engine.envoys.envoy import Envoy
+
+_ON_EVERY_ENVOY = frozenset({"output", "inputs", "input"})
+_MAX_SUGGESTIONS = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Child:
+    """Neighbours that look the same: what stands in the parentheses, how many they are, and their look."""
+
+    label: str
+    count: int
+    node: Node
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Node:
+    """What is shown for one envoy.
+
+    Attributes:
+        title: The module's class, or for a module that has nothing below it, all that its ``repr`` says.
+        details: Lines about the module and the envoy.
+        children: What is below.
+        links: Names that lead to a place further down.
+    """
+
+    title: str
+    details: tuple[str, ...] = ()
+    children: tuple[Child, ...] = ()
+    links: tuple[str, ...] = ()
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether the title says it all."""
+        return not (self.details or self.children or self.links)
+
+
+class NoSuchModuleError(AttributeError):
+    """A name that neither an envoy nor its module has.
+
+    The text holds the whole tree. It is put together when somebody reads it, since most errors of this kind
+    are the answer to a ``hasattr``.
+    """
+
+    def __init__(self, envoy: Envoy, name: str) -> None:
+        """Keep where ``name`` was looked for."""
+        super().__init__(name, name=name)
+        self.envoy = envoy
+
+    def __str__(self) -> str:
+        """Show what there is, and what was perhaps meant."""
+        return f"{as_text(self.envoy)} has no attribute {self.name}{_hint(self.envoy, str(self.name))}"
+
+
+def as_text(envoy: Envoy) -> str:
+    """Return the tree as ``print(model)`` shows it."""
+    return "\n".join(_text_lines(_node(envoy)))
+
+
+def as_html(envoy: Envoy) -> str:
+    """Return the tree for a notebook, each level to be opened with a click."""
+    tree = _html(_node(envoy), "", is_open=True)
+    return f'<div style="font-family: monospace; white-space: pre-wrap">{tree}</div>'
+
+
+def names_of(envoy: Envoy) -> list[str]:
+    """Return what can stand after ``envoy.``: its own names, children, further names, the module's names."""
+    own = object.__dir__(envoy)
+    found = {*own, *envoy._names, *_aliases_here(envoy), *dir(envoy._module)}
+    return sorted(name for name in found if name.isidentifier())
+
+
+def _node(envoy: Envoy, above: frozenset[int] = frozenset()) -> Node:
+    module = envoy._module
+    details = [f".{name}: {prop.description}" for name, prop in _described(type(envoy)).items()]
+    if id(envoy) in above:
+        return Node(f"{type(module).__name__} at {envoy.path}, see above")
+    within = above | {id(envoy)}
+    children = [
+        (name, _node(child, within)) for name, child in zip(envoy._names, envoy._children, strict=True)
+    ]
+    links = tuple(
+        f"({alias}) -> {path}" for alias, path in _aliases_here(envoy).items() if path not in envoy._names
+    )
+    if not (children or details or links):
+        return Node(repr(module))
+    extra = module.extra_repr()
+    return Node(
+        module._get_name(),
+        (*(extra.split("\n") if extra else ()), *details),
+        tuple(_grouped(envoy, children)),
+        links,
+    )
+
+
+def _grouped(envoy: Envoy, children: list[tuple[str, Node]]) -> Iterator[Child]:
+    """Yield the children, runs of equal numbered ones together."""
+    start = 0
+    while start < len(children):
+        name, node = children[start]
+        end = start + 1
+        while name.isdigit() and end < len(children) and _continues(envoy, children, start, end):
+            end += 1
+        count = end - start
+        label = "/".join([name, *_names_for(envoy, name)]) if count == 1 else f"{name}-{children[end - 1][0]}"
+        yield Child(label, count, node)
+        start = end
+
+
+def _continues(envoy: Envoy, children: list[tuple[str, Node]], start: int, at: int) -> bool:
+    name, node = children[at]
+    named = _names_for(envoy, name) or _names_for(envoy, children[start][0])
+    return name == str(int(children[at - 1][0]) + 1) and node == children[start][1] and not named
+
+
+def _names_for(envoy: Envoy, child: str) -> list[str]:
+    aliases = envoy._alias
+    return aliases.names_for(child, is_root=envoy._is_root) if aliases is not None else []
+
+
+def _aliases_here(envoy: Envoy) -> dict[str, str]:
+    """Return the further names that lead somewhere from this envoy, with the path that each stands for."""
+    aliases = envoy._alias
+    if aliases is None:
+        return {}
+    found = {}
+    for alias in aliases.names:
+        for path in aliases.resolve(alias, is_root=envoy._is_root):
+            if descend(envoy, path) is not None:
+                found[alias] = path
+                break
+    return found
+
+
+def _described(cls: type) -> dict[str, eproperty]:
+    """Return the properties worth a line: not those that every envoy has."""
+    found: dict[str, eproperty] = {}
+    for base in reversed(cls.__mro__):
+        for name, value in vars(base).items():
+            is_shown = isinstance(value, eproperty) and value.description and not name.startswith("_")
+            if is_shown and name not in _ON_EVERY_ENVOY:
+                found[name] = value
+            else:
+                found.pop(name, None)  # something else under that name hides it
+    return found
+
+
+def _text_lines(node: Node) -> list[str]:
+    if node.is_leaf:
+        return node.title.split("\n")
+    lines = list(node.details)
+    for child in node.children:
+        first, *rest = _text_lines(child.node)
+        lines += [f"({child.label}): {_times(child)}{first}", *rest]
+    lines += node.links
+    return [f"{node.title}(", *textwrap.indent("\n".join(lines), "  ").split("\n"), ")"]
+
+
+def _html(node: Node, prefix: str, *, is_open: bool) -> str:
+    head = html.escape(prefix + node.title)
+    if node.is_leaf:
+        return f"<div>{head}</div>"
+    inner = [f"<div>{html.escape(line)}</div>" for line in node.details]
+    inner += [
+        _html(child.node, f"({child.label}): {_times(child)}", is_open=False) for child in node.children
+    ]
+    inner += [f"<div>{html.escape(line)}</div>" for line in node.links]
+    return (
+        f"<details{' open' if is_open else ''}><summary>{head}</summary>"
+        f'<div style="padding-left: 2em">{"".join(inner)}</div></details>'
+    )
+
+
+def _times(child: Child) -> str:
+    return f"{child.count} x " if child.count > 1 else ""
+
+
+def _hint(envoy: Envoy, name: str) -> str:
+    """Return what was perhaps meant: a name like this one, else a place further down that is called this."""
+    below = [str(found.path) for found in envoy._walk() if str(found.path).endswith(f".{name}")]
+    if below:
+        more = f", and {len(below) - 1} more" if len(below) > 1 else ""
+        return f". There is {below[0]}{more}"
+    own = [known for known in names_of(envoy) if not known.startswith("_")]
+    close = difflib.get_close_matches(name, own, _MAX_SUGGESTIONS)
+    return f". Did you mean {' or '.join(repr(one) for one in close)}?" if close else ""

@@ -1,0 +1,5 @@
+"""What runs a compiled block."""
+
+from nnsight_engine.intervention.backends import base, execution
+
+__all__ = ["base", "execution"]

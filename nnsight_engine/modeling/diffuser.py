@@ -1,0 +1,130 @@
+"""A diffusion pipeline as one module, so that the models it is made of are a tree that can be traced.
+
+Also the pipeline without weights: the models are made from their configs, so that the tree can be shown and
+scanned before anything large is read. Parts are found through the pipeline's own index, as diffusers does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+
+DENOISERS: Final = ("unet", "transformer", "prior", "decoder")
+"""What pipelines call the model that runs once per step, the usual ones first."""
+
+
+def diffusers() -> ModuleType:
+    """Return the package diffusers, which only this part needs.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    try:
+        return importlib.import_module("diffusers")
+    except ImportError as error:
+        raise ImportError(
+            f"diffusion models need the package diffusers, and importing it says: {error}. "
+            "Run `pip install nnsight-engine[diffusion]`."
+        ) from error
+
+
+class Diffuser(torch.nn.Module):
+    """The models of a pipeline; a call goes to the one that denoises."""
+
+    def __init__(self, pipeline: Any) -> None:
+        """Hold the pipeline, and its models as modules of their names."""
+        super().__init__()
+        self.pipeline = pipeline
+        for name, component in pipeline.components.items():
+            if isinstance(component, torch.nn.Module):
+                self.add_module(name, component)
+
+    @property
+    def denoiser(self) -> str:
+        """Name of the model that runs once per step.
+
+        Raises:
+            ValueError: There is none of a name that we know.
+        """
+        children = dict(self.named_children())
+        found = next((name for name in DENOISERS if name in children), None)
+        if found is None:
+            raise ValueError(
+                f"{type(self.pipeline).__name__} must have one of {', '.join(DENOISERS)}, "
+                f"has {', '.join(children)}"
+            )
+        return found
+
+    @property
+    def config(self) -> Any:
+        """The pipeline's config."""
+        return self.pipeline.config
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model that denoises, once."""
+        return self.get_submodule(self.denoiser)(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the pipeline."""
+        return self.pipeline(*args, **kwargs)
+
+
+def pipeline_class(given: type | str) -> Any:
+    """Return a class of pipelines, or the one of that name in diffusers.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    if not isinstance(given, str):
+        return given
+    found = getattr(diffusers(), given, None)
+    if found is None:
+        raise ValueError(
+            "automodel must be a class, or the name of one in diffusers such as DiffusionPipeline, "
+            f"got {given!r}"
+        )
+    return found
+
+
+def pipeline_without_weights(
+    source: str, automodel: Any, hub_options: dict[str, Any], given: dict[str, Any]
+) -> Any:
+    """Return the pipeline of a repository with models that have no weights yet.
+
+    Args:
+        source: Repository or folder.
+        automodel: Class of the pipeline; ``DiffusionPipeline`` means the one that the repository names.
+        hub_options: Revision and the like.
+        given: Components that the caller has already; None leaves one out.
+    """
+    index: dict[str, Any] = automodel.load_config(source, **hub_options)
+    if automodel is diffusers().DiffusionPipeline:
+        automodel = pipeline_class(index["_class_name"])
+    components: dict[str, Any] = {}
+    for name, entry in index.items():
+        if name in given:
+            components[name] = given[name]
+        elif not name.startswith("_"):
+            is_component = isinstance(entry, list | tuple)
+            components[name] = _component(source, name, entry, hub_options) if is_component else entry
+    return automodel(**components)
+
+
+def _component(source: str, name: str, entry: Sequence[str | None], options: dict[str, Any]) -> Any:
+    """Return one part of a pipeline, of which the index says the library and the class."""
+    library, class_name = entry
+    if library is None or class_name is None:
+        return None
+    inner = getattr(diffusers().pipelines, library, None)  # some parts belong to one pipeline
+    found = getattr(inner or importlib.import_module(library), class_name)
+    place = {**options, "subfolder": name}
+    if not issubclass(found, torch.nn.Module):
+        with torch.device("cpu"):  # a scheduler's tables are computed as it is made
+            return found.from_pretrained(source, **place)
+    if hasattr(found, "config_class") and found.config_class is not None:  # one of transformers
+        return found(found.config_class.from_pretrained(source, **place)).eval()
+    return found.from_config(found.load_config(source, **place)).eval()

@@ -1,0 +1,159 @@
+"""``DiffusionModel``: a pipeline that makes images; its denoising steps can be read and edited one by one.
+
+``generate`` runs the pipeline, and each call of the model that denoises is a step. ``trace`` runs that model
+once, on tensors. Each row has a random generator of its own, so that an image does not depend on what else is
+in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Final
+
+import torch
+
+from nnsight_engine.interleaving.batching import Batcher
+from nnsight_engine.modeling.diffuser import Diffuser, diffusers, pipeline_class, pipeline_without_weights
+from nnsight_engine.modeling.huggingface import HuggingFaceModel
+from nnsight_engine.modeling.invokes import without_input
+from nnsight_engine.modeling.prompts import INPUTS, Prepared, as_lists, count_rows, join_arguments
+from nnsight_engine.modeling.spread_rows import SpreadBatcher
+
+_MAX_BLOCKS: Final = 3
+"""Guidance repeats the batch twice; by text and image, three times."""
+
+
+class DiffusionModel(HuggingFaceModel):
+    """A diffusion pipeline.
+
+    Its models are modules of this one, under the pipeline's names: ``unet``, ``vae``, ``text_encoder``.
+
+    Attributes:
+        automodel: Class of the pipeline.
+        pipeline: The pipeline itself, with its scheduler and its tokenizers.
+    """
+
+    default_automodel: ClassVar[str] = "DiffusionPipeline"
+
+    def __init__(self, source: Any, *args: Any, automodel: type | str | None = None, **kwargs: Any) -> None:
+        """Load a pipeline, or wrap one.
+
+        Args:
+            source: A repository, a folder, or a pipeline.
+            *args: For ``from_pretrained``.
+            automodel: The class that loads it, or its name in diffusers.
+            **kwargs: See ``HuggingFaceModel``; all else goes to ``from_pretrained``.
+
+        Raises:
+            ImportError: diffusers is not installed.
+            ValueError: diffusers has no class of that name.
+        """
+        self.automodel = pipeline_class(automodel or type(self).default_automodel)
+        if isinstance(source, diffusers().DiffusionPipeline):
+            source = Diffuser(source)
+        if "torch_dtype" in kwargs:  # what diffusers called it, and warns about
+            kwargs["dtype"] = kwargs.pop("torch_dtype")
+        super().__init__(source, *args, **kwargs)
+        if isinstance(source, Diffuser):
+            self.repo_id = str(source.pipeline.name_or_path or "") or None
+
+    def _load(self, source: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        revision = {} if self.revision is None else {"revision": self.revision}
+        return Diffuser(self.automodel.from_pretrained(source, *args, **kwargs, **revision))
+
+    def _load_meta(self, source: Any, **kwargs: Any) -> torch.nn.Module:
+        pipeline = pipeline_without_weights(source, self.automodel, self._hub_options(kwargs), kwargs)
+        module = Diffuser(pipeline)
+        dtype = kwargs.get("dtype")
+        return module.to(dtype) if isinstance(dtype, torch.dtype) else module
+
+    # Inputs.
+
+    def _new_batcher(self) -> Batcher:
+        return SpreadBatcher()
+
+    def _has_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return bool(args) or any(kwargs.get(name) is not None for name in INPUTS)
+
+    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], int]:
+        """Return an invoke's arguments with a list of prompts, or with tensors, and how many there are."""
+        if not self._has_input(inputs, kwargs):
+            return without_input(kwargs)
+        if inputs and isinstance(inputs[0], str | list | tuple):
+            kwargs, inputs = {"prompt": inputs[0], **kwargs}, inputs[1:]
+        num_rows = count_rows(inputs, kwargs)
+        return inputs, as_lists(kwargs, num_rows), num_rows
+
+    def _batch(self, batched_input: Prepared, *inputs: Any, **kwargs: Any) -> Prepared:
+        """Return the arguments of the invokes so far with another's added, see ``Batchable``."""
+        return join_arguments(batched_input, (inputs, kwargs))
+
+    # Running.
+
+    def _run_module(self, *args: Any, **kwargs: Any) -> Any:
+        if "prompt" in kwargs:
+            raise TypeError(
+                "a trace runs the model that denoises once, on tensors; to make images of a prompt, "
+                "write `with model.generate(prompt, ...)`"
+            )
+        device = self.device
+        moved = [
+            value.to(device) if isinstance(value, torch.Tensor) else value
+            for value in (*args, *kwargs.values())
+        ]
+        return super()._run_module(*moved[: len(args)], **dict(zip(kwargs, moved[len(args) :], strict=True)))
+
+    def _call_method(
+        self, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a method of the module outside a trace; ``generate`` knows ``seed=`` there, too."""
+        if name != "generate":
+            return super()._call_method(name, method, args, kwargs)
+        self.dispatch()
+        if self._has_input(args, kwargs):
+            args, kwargs, _ = self._prepare_input(*args, **kwargs)
+        return self._run_pipeline(*args, **kwargs)
+
+    def __nnsight_generate__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the pipeline, as ``with model.generate(...)`` does: each call of what denoises is a step.
+
+        Args:
+            *args: For the pipeline.
+            **kwargs: For the pipeline; ``seed`` is what images are made from, see ``generators``.
+        """
+        interleaver = self._interleaver
+        interleaver.clock = f"{self.path}.{self._diffuser.denoiser}.input"
+        batcher = interleaver.batcher
+        if isinstance(batcher, SpreadBatcher):
+            batcher.copies = frozenset({1, _images_per_prompt(kwargs)})
+            batcher.num_blocks = _MAX_BLOCKS
+        return self._run_pipeline(*args, **kwargs)
+
+    def _run_pipeline(self, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
+        if self._has_input(args, kwargs):
+            kwargs = as_lists(kwargs, count_rows(args, kwargs))
+        if seed is not None:
+            if kwargs.get("generator") is not None:
+                raise TypeError("seed= makes the generators, so pass it or generator=, not both")
+            num_images = count_rows(args, kwargs) * _images_per_prompt(kwargs)
+            kwargs["generator"] = generators(seed, num_images)
+        return self._diffuser.pipeline(*args, **kwargs)
+
+    @property
+    def _diffuser(self) -> Diffuser:
+        module = self._module
+        assert isinstance(module, Diffuser)  # noqa: S101 - both loaders see to it
+        return module
+
+
+def generators(seed: int, num_images: int) -> torch.Generator | list[torch.Generator]:
+    """Return a random generator for each image: the first has the seed, the next one more, and so on.
+
+    On the CPU, from which diffusers moves the numbers: the same on every device.
+    """
+    made = [torch.Generator().manual_seed(seed + index) for index in range(num_images)]
+    return made if num_images > 1 else made[0]
+
+
+def _images_per_prompt(kwargs: dict[str, Any]) -> int:
+    return int(kwargs.get("num_images_per_prompt") or 1)

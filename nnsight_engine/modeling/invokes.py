@@ -1,0 +1,52 @@
+"""What invokes say beside their inputs: one run serves them all, so they cannot ask for different things."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class InvokesDifferError(ValueError):
+    """The invokes of one trace ask for what a single run cannot do."""
+
+
+def join_shared(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments for the whole run, which a later invoke may repeat but not change.
+
+    Args:
+        first: The arguments so far.
+        second: What one more invoke says.
+
+    Raises:
+        InvokesDifferError: It says something else.
+    """
+    for name, value in second.items():
+        if name not in first or not _same(first[name], value):
+            so_far = repr(first[name]) if name in first else "not given"
+            raise InvokesDifferError(
+                f"{name} is for all invokes together, which share one run: it was {so_far}, and this "
+                f"invoke says {value!r}. Give it to the trace, or to the first invoke alone, or trace apart."
+            )
+    return first
+
+
+def without_input(kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], int]:
+    """Return what prepares an empty invoke, which has no rows.
+
+    Raises:
+        ValueError: It has arguments all the same.
+    """
+    if kwargs:
+        raise ValueError(
+            "an invoke without an input sees the rows of all others and runs nothing that could take "
+            f"{', '.join(kwargs)}; give arguments to the trace, or to an invoke with an input"
+        )
+    return (), {}, 0
+
+
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
+        is_pair = isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
+        return is_pair and torch.equal(first, second)
+    return first is second or bool(first == second)

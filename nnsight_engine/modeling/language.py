@@ -1,0 +1,224 @@
+"""``LanguageModel``: a causal language model with its tokenizer; takes text, and generates.
+
+Each invoke's input becomes rows of tokens, the rows of all invokes are filled up to one length, and every row
+computes what it would alone. What an invoke or the trace says beside the input goes to the model's forward,
+or to ``generate``, for all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from nnsight_engine.envoys.envoy import Envoy
+from nnsight_engine.interleaving.batching import Batcher
+from nnsight_engine.modeling.generator import Generator, TokenFeed, rows_per_input, takes_streamer
+from nnsight_engine.modeling.invokes import join_shared, without_input
+from nnsight_engine.modeling.rows import (
+    ROW_INPUTS,
+    TOKEN_INPUTS,
+    counts_positions,
+    filling_of,
+    join_rows,
+    positions,
+    read_rows,
+)
+from nnsight_engine.modeling.spread_rows import SpreadBatcher
+from nnsight_engine.modeling.transformers import TransformersModel
+
+Prepared = tuple[tuple[Any, ...], dict[str, Any]]
+
+_GENERATION_ONLY: Final = frozenset(
+    {"max_new_tokens", "min_new_tokens", "do_sample", "num_beams", "temperature"}
+)
+
+
+class LanguageModel(TransformersModel):
+    """A language model and its tokenizer.
+
+    Attributes:
+        tokenizer: Encodes text. Rows are filled up on its ``padding_side``.
+        generator: Its output is what ``generate`` returns; ``generator.streamer.output`` is each new token.
+    """
+
+    default_automodel: ClassVar[str] = "AutoModelForCausalLM"
+    input_names: ClassVar[tuple[str, ...]] = TOKEN_INPUTS
+    """Keyword arguments that make an input."""
+
+    tokenizer: PreTrainedTokenizerBase
+    generator: Envoy
+
+    def __init__(
+        self,
+        source: Any,
+        *args: Any,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Load a model and its tokenizer, or wrap both.
+
+        Args:
+            source: A repository, a folder, a module, or a config, which gives a model with random weights.
+            *args: For ``from_pretrained``.
+            tokenizer: The tokenizer, needed with a module or a config.
+            tokenizer_kwargs: For the tokenizer's ``from_pretrained``, such as ``{"padding_side": "right"}``.
+            **kwargs: See ``TransformersModel``; all else goes to the model's ``from_pretrained``.
+
+        Raises:
+            AttributeError: A module or a config comes without a tokenizer.
+        """
+        if tokenizer is None:
+            self._check_loads(source, "Tokenizer", "tokenizer")
+        super().__init__(source, *args, **kwargs)
+        if tokenizer is None:
+            tokenizer = self._load_tokenizer({**self._hub_options(kwargs), **(tokenizer_kwargs or {})})
+        self.tokenizer = tokenizer
+        self._add_envoy(Generator(), "generator")
+
+    def _load_tokenizer(self, options: dict[str, Any]) -> PreTrainedTokenizerBase:
+        """Load the tokenizer from where the model comes from, and set it up for generation."""
+        return self._set_up(AutoTokenizer.from_pretrained(self.repo_id, **options), options)
+
+    def _set_up(self, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> PreTrainedTokenizerBase:
+        # Not for an encoder: its positions are mostly absolute, and would count what is filled in.
+        if "padding_side" not in options and not getattr(self.config, "is_encoder_decoder", False):
+            tokenizer.padding_side = "left"
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
+
+    def _check_loads(self, source: Any, what: str, argument: str) -> None:
+        """Check that there is a place from which to load what was not passed."""
+        if not isinstance(source, str | Path):
+            name = type(self).__name__
+            raise AttributeError(  # noqa: TRY004 - the documented error
+                f"{what} not found. If you passed a pre-loaded model to `{name}`, you need to provide a "
+                f"{argument} when initializing: `{name}(model, {argument}={argument})`."
+            )
+
+    # Inputs.
+
+    def _new_batcher(self) -> Batcher:
+        return SpreadBatcher()
+
+    def _has_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return bool(args) or any(kwargs.get(name) is not None for name in self.input_names)
+
+    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], int]:
+        """Return an invoke's arguments with its rows, see ``Batchable``.
+
+        Raises:
+            TypeError: There are several inputs, or one that is none.
+            ValueError: There are arguments and no input.
+        """
+        if not self._has_input(inputs, kwargs):
+            return without_input(kwargs)
+        if len(inputs) > 1:
+            raise TypeError(
+                f"{type(self).__name__} takes one input, got {len(inputs)}: put several texts in a list, "
+                "and give other arguments by name"
+            )
+        read = self._with_positions(self._read(*inputs, **kwargs))
+        return (), read, len(read["attention_mask"])
+
+    def _read(self, value: Any = None, /, **kwargs: Any) -> dict[str, Any]:
+        """Return an invoke's arguments by name, those that are rows as tensors of one length."""
+        given = dict(value) if isinstance(value, Mapping) else {"input_ids": value}
+        return read_rows(self.tokenizer, {**given, **kwargs})
+
+    def _batch(self, batched_input: Prepared, *inputs: Any, **kwargs: Any) -> Prepared:
+        """Return the arguments of the invokes so far with another's added, see ``Batchable``.
+
+        Raises:
+            InvokesDifferError: An argument for the whole run is not what it is so far.
+        """
+        del inputs  # all arguments have names once they are prepared
+        first, second = batched_input[1], kwargs
+        rows = join_rows(filling_of(self.tokenizer), _rows(first), _rows(second))
+        others = self._join_others(_others(first), _others(second))
+        return (), self._with_positions({**rows, **others})
+
+    def _join_others(self, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments that are no rows; they are for the run, so invokes cannot differ in them."""
+        return join_shared(first, second)
+
+    def _with_positions(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments with positions, if rows are filled up in a model that needs to be told."""
+        mask = arguments["attention_mask"]
+        is_per_token = mask.ndim == 2  # and not the user's own for each pair of tokens
+        if (
+            "position_ids" in arguments
+            or not is_per_token
+            or bool(mask.all())
+            or not counts_positions(self._module)
+        ):
+            return arguments
+        return {**arguments, "position_ids": positions(mask)}
+
+    def _on_device(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments with tensors where the model is."""
+        device = self.device
+        return {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in arguments.items()
+        }
+
+    # Running.
+
+    def _run_module(self, *args: Any, **kwargs: Any) -> Any:
+        misplaced = _GENERATION_ONLY & kwargs.keys()
+        if misplaced:
+            raise TypeError(
+                f"{', '.join(sorted(misplaced))} is for generation, and a trace runs the model once: "
+                "write `with model.generate(...)`"
+            )
+        return super()._run_module(*args, **self._on_device(kwargs))
+
+    def _call_method(
+        self, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a method of the module outside a trace; ``generate`` takes any input there, too."""
+        if name != "generate":
+            return super()._call_method(name, method, args, kwargs)
+        self.dispatch()
+        if self._has_input(args, kwargs):
+            args, kwargs, _ = self._prepare_input(*args, **kwargs)
+        module: Any = self._module
+        return module.generate(*args, **self._for_generation(kwargs))
+
+    def __nnsight_generate__(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate, as ``with model.generate(...)`` does: each call of the model is a step."""
+        interleaver = self._interleaver
+        interleaver.clock = f"{self.path}.input"
+        module: Any = self._module
+        batcher = interleaver.batcher
+        if isinstance(batcher, SpreadBatcher):
+            batcher.copies = rows_per_input(module.generation_config, kwargs)
+        if takes_streamer(module.generation_config, kwargs):
+            streamer = self.generator.streamer._module  # noqa: SLF001 - an envoy of ours
+            kwargs["streamer"] = TokenFeed(streamer, kwargs.get("streamer"))
+        # A compiled model would run past the blocks.
+        output = module.generate(*args, **self._for_generation(kwargs), disable_compile=True)
+        interleaver.end_loops()
+        return self.generator._module(output)  # noqa: SLF001
+
+    def _for_generation(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments where the model is, with a token to fill up rows that end early."""
+        kwargs = self._on_device(kwargs)
+        config: Any = kwargs.get("generation_config") or self._module.generation_config
+        if kwargs.get("pad_token_id", config.pad_token_id) is None:
+            kwargs["pad_token_id"] = filling_of(self.tokenizer).token
+        return kwargs
+
+
+def _rows(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in arguments.items() if name in ROW_INPUTS}
+
+
+def _others(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name not in ROW_INPUTS}

@@ -1,0 +1,1 @@
+"""What model classes are put together from: loading, loading late, running elsewhere."""

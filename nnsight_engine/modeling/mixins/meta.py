@@ -1,0 +1,85 @@
+"""Models that load late: first the structure, without memory for weights; the weights when they are needed.
+
+A model of the right shape is enough to print the tree, to scan and to write a trace down. It is dispatched,
+which is to say its weights are loaded, by the first real run. Copies made by ``edit()`` share the tree, so
+one dispatch counts for all of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Self
+
+import torch
+
+from nnsight_engine.interleaving.batching import Batcher
+from nnsight_engine.modeling.mixins.loadable import LoadableMixin
+
+
+class MetaMixin(LoadableMixin):
+    """Loads the structure at once and the weights with the first run, or with ``dispatch()``."""
+
+    def __init__(self, source: Any, *args: Any, dispatch: bool = False, **kwargs: Any) -> None:
+        """Wrap a module, or load one.
+
+        Args:
+            source: A module, or whatever the class's loader takes.
+            *args: For the loader.
+            dispatch: Load the weights now.
+            **kwargs: See ``LoadableMixin``.
+        """
+        mine = self.__dict__
+        mine["_dispatched"] = dispatch or isinstance(source, torch.nn.Module)
+        mine["_copies"] = weakref.WeakSet()
+        super().__init__(source, *args, **kwargs)
+
+    def _module_from(self, source: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.nn.Module:
+        if self.__dict__["_dispatched"]:
+            return super()._module_from(source, args, kwargs)
+        self.__dict__["_to_load"] = (source, args, kwargs)
+        with torch.device("meta"):
+            return self._load_meta(source, *args, **kwargs)
+
+    def _load_meta(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """Return the module without weights; called where new tensors take no memory."""
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot load a module without its weights: pass dispatch=True, or "
+            "implement _load_meta() on the class"
+        )
+
+    @property
+    def dispatched(self) -> bool:
+        """Whether the weights are loaded."""
+        return bool(self._root.__dict__["_dispatched"])
+
+    def dispatch(self) -> None:
+        """Load the weights, unless they are loaded already."""
+        root = self._root
+        with self._interleaver.exclusive:
+            if self.dispatched:
+                return
+            source, args, kwargs = root.__dict__.pop("_to_load")
+            try:
+                module = root._load(source, *args, **kwargs)  # noqa: SLF001 - the root of this tree
+            except BaseException:
+                root.__dict__["_to_load"] = (source, args, kwargs)  # so that it can be tried again
+                raise
+            root._update(module)  # noqa: SLF001
+            for copied in root.__dict__["_copies"]:
+                copied.__dict__["_module"] = module
+            root.__dict__["_dispatched"] = True
+
+    def _shallow_copy(self) -> Self:
+        copied = super()._shallow_copy()
+        self._root.__dict__["_copies"].add(copied)
+        return copied
+
+    def _prepare_run(self, batcher: Batcher) -> None:
+        self.dispatch()
+        super()._prepare_run(batcher)
+
+    def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
+        """Call the module, see ``Envoy``; outside of traces, its weights are loaded first."""
+        if self._interleaver.current is None:
+            self.dispatch()
+        return super().__call__(*args, hook=hook, **kwargs)

@@ -1,0 +1,198 @@
+"""Rows of tokens: what people pass to a language model, as tensors of one length.
+
+Rows of one batch are as long as its longest, and a model must not notice: what is filled in is masked, and
+positions count from a row's first real token. Models that count positions through the mask themselves are
+left to do so. A language model reads each invoke's input with this, and joins the invokes' rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from nnsight_engine.modeling.invokes import InvokesDifferError
+
+Rows: TypeAlias = dict[str, torch.Tensor]
+"""By argument of the model; the first dimension is the rows, and the second the tokens."""
+
+IGNORED_LABEL: Final = -100
+"""What losses leave out."""
+
+TOKEN_INPUTS: Final = ("input_ids", "inputs_embeds")
+"""Either one gives the rows."""
+
+_TOKEN_IDS: Final = ("input_ids", "decoder_input_ids")
+_TEXT: Final = ("input_ids", "decoder_input_ids", "labels")
+_FILLED_WITH: Final = {
+    "inputs_embeds": 0,
+    "attention_mask": 0,
+    "token_type_ids": 0,
+    "mm_token_type_ids": 0,
+    "position_ids": 0,
+    "decoder_attention_mask": 0,
+    "labels": IGNORED_LABEL,
+}
+ROW_INPUTS: Final = frozenset({*_FILLED_WITH, *_TOKEN_IDS})
+"""Arguments that have one row per row of the batch, and one column per token."""
+
+
+@dataclass(frozen=True)
+class Filling:
+    """How short rows are filled up.
+
+    Args:
+        token: Token to fill with; masked, so any will do.
+        side: ``left`` or ``right``.
+    """
+
+    token: int
+    side: str
+
+    def stack(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the rows of all parts, each ``[num_rows, num_tokens, ...]``, as one tensor."""
+        width = max(part.shape[1] for part in parts)
+        return torch.cat([self._widened(name, part, width) for part in parts])
+
+    def _widened(self, name: str, rows: torch.Tensor, width: int) -> torch.Tensor:
+        missing = width - rows.shape[1]
+        if not missing:
+            return rows
+        value = self.token if name in _TOKEN_IDS else _FILLED_WITH[name]
+        filled = rows.new_full((rows.shape[0], missing, *rows.shape[2:]), value)
+        return torch.cat([filled, rows] if self.side == "left" else [rows, filled], dim=1)
+
+
+def filling_of(tokenizer: PreTrainedTokenizerBase) -> Filling:
+    """Return how the tokenizer fills up, as it is set now."""
+    tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return Filling(next(token for token in tokens if token is not None), tokenizer.padding_side)
+
+
+def read_rows(tokenizer: PreTrainedTokenizerBase, given: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's arguments with those that are rows as tensors of one length, and with a mask.
+
+    Args:
+        tokenizer: Encodes text, and says how to fill up.
+        given: The arguments. Tokens and labels may be text, token ids, a list of either, or a tensor
+            ``[num_tokens]`` or ``[num_rows, num_tokens]``.
+
+    Raises:
+        TypeError: Tokens are given as nothing of these.
+        ValueError: There are no tokens.
+    """
+    filling = filling_of(tokenizer)
+    lengths: list[torch.Tensor] = []
+    read: dict[str, Any] = {}
+    for name, value in _encoded(tokenizer, given).items():
+        if name not in ROW_INPUTS:
+            read[name] = value
+        elif value is not None:
+            parts = _parts(name, value)
+            read[name] = filling.stack(name, parts)
+            if name in TOKEN_INPUTS:
+                lengths = [torch.ones(part.shape[:2], dtype=torch.long, device=part.device) for part in parts]
+    if not lengths:
+        raise ValueError(f"a language model's input needs input_ids or inputs_embeds, got {', '.join(given)}")
+    if "attention_mask" not in read:
+        read["attention_mask"] = filling.stack("attention_mask", lengths)
+    return read
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with tokens in place of text."""
+    texts = {name: _texts(given[name]) for name in _TEXT if name in given}
+    encoded = {name: tokenizer(texts) for name, texts in texts.items() if texts}
+    beside = dict(encoded["input_ids"]) if "input_ids" in encoded else {}
+    return {**beside, **given, **{name: tokens["input_ids"] for name, tokens in encoded.items()}}
+
+
+def _texts(value: Any) -> list[str]:
+    """Return the texts; none if it is anything else."""
+    if isinstance(value, str):
+        return [value]
+    is_list = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+    return list(value) if is_list else []
+
+
+def _parts(name: str, value: Any) -> list[torch.Tensor]:
+    """Return tensors ``[num_rows, num_tokens, ...]`` that make up the value."""
+    if isinstance(value, list | tuple) and value and _is_row(value[0]):
+        return [part for item in value for part in _parts(name, item)]
+    tensor = value if isinstance(value, torch.Tensor) else _as_tensor(name, value)
+    num_dims = 3 if name == "inputs_embeds" else 2
+    if tensor.ndim == num_dims - 1:
+        tensor = tensor.unsqueeze(0)
+    if tensor.ndim < num_dims or not tensor.shape[0] or not tensor.shape[1]:
+        raise ValueError(
+            f"{name} must have at least one row and one token, got shape {tuple(tensor.shape)}; "
+            "for an empty text, pass the token that texts begin with"
+        )
+    if name in _TOKEN_IDS and tensor.is_floating_point():
+        raise TypeError(
+            f"{name} must be whole numbers, got {tensor.dtype}; pass embeddings as inputs_embeds="
+        )
+    return [tensor]
+
+
+def _is_row(item: Any) -> bool:
+    return isinstance(item, Sequence) or getattr(item, "ndim", 0) > 0
+
+
+def _as_tensor(name: str, value: Any) -> torch.Tensor:
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{name} must be text, token ids, a list or tensor of them, or what a tokenizer returns, "
+            f"got {value!r}"
+        ) from error
+    return tensor if tensor.numel() else tensor.long()
+
+
+def join_rows(filling: Filling, first: Rows, second: Rows) -> Rows:
+    """Return the rows of both, as long as the longest.
+
+    Raises:
+        InvokesDifferError: One has an argument that the other lacks and that has no default.
+    """
+    joined: Rows = {}
+    for name in {**first, **second}:
+        parts = [rows[name] if name in rows else _default(name, rows) for rows in (first, second)]
+        joined[name] = filling.stack(name, [parts[0], parts[1].to(parts[0].device)])
+    return joined
+
+
+def _default(name: str, rows: Rows) -> torch.Tensor:
+    """Return what an argument is for rows that come without it."""
+    mask = rows["attention_mask"]
+    if name == "position_ids":
+        return positions(mask)
+    if name in {"labels", "token_type_ids", "mm_token_type_ids"}:
+        return torch.full_like(mask, _FILLED_WITH[name], dtype=torch.long)
+    raise InvokesDifferError(f"one invoke has {name} and another has not; give it to all of them or to none")
+
+
+def counts_positions(module: torch.nn.Module) -> bool:
+    """Tell whether the model takes ``position_ids`` that count each row's tokens from 0.
+
+    Not so for those that take none, and for those that work out their own from the tokens: RoBERTa, whose
+    first position is not 0, and models that see, whose positions have three dimensions.
+    """
+    if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        return False
+    own = ("create_position_ids_from_input_ids", "get_rope_index")
+    if any(hasattr(part, name) for part in module.modules() for name in own):
+        return False
+    # Of the class: accelerate puts a function of its own on the instance.
+    return "position_ids" in inspect.signature(type(module).forward).parameters
+
+
+def positions(mask: torch.Tensor) -> torch.Tensor:
+    """Return the position of each token in its row, ``[num_rows, num_tokens]``; 0 where it is masked."""
+    counted = mask.long().cumsum(-1) - 1
+    return counted.masked_fill(mask == 0, 0)

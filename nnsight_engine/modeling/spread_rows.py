@@ -1,0 +1,170 @@
+"""Rows of runs that make several of each row they are given.
+
+Beam search, or several images of one prompt, put ``copies`` rows side by side for each. Guidance runs a model
+on the whole batch twice in one call, without and with the prompts, one block after the other. An invoke goes
+on to see what was made of its own rows, and nothing else. Rows of one block are a view; those of several
+blocks are not next to each other, so an invoke gets them put together, and what it changes is put back before
+anybody else looks. Model classes whose methods do such things make their traces' batchers of this class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from nnsight_engine.core.trees import map_pairs
+from nnsight_engine.interleaving.batching import Batcher, BatchGroup
+
+Span = tuple[int, int]
+"""First row and number of rows."""
+
+
+@dataclass
+class _Gathered:
+    """Rows of several blocks, lent to an invoke."""
+
+    whole: torch.Tensor
+    spans: list[Span]
+    rows: torch.Tensor
+    version: int | None = None
+
+    def collect(self) -> torch.Tensor:
+        """Bring the rows up to date, and return them."""
+        with torch.no_grad():
+            for part, span in zip(self._parts(), self.spans, strict=True):
+                part.copy_(self.whole.narrow(0, *span))
+        self.version = _version(self.rows)
+        return self.rows
+
+    def put_back(self) -> None:
+        """Write the rows into the tensor that they are from, if they were changed."""
+        if self.version is not None and self.version == _version(self.rows):
+            return
+        with torch.no_grad():
+            for part, span in zip(self._parts(), self.spans, strict=True):
+                self.whole.narrow(0, *span).copy_(part)
+        self.version = _version(self.rows)
+
+    def _parts(self) -> tuple[torch.Tensor, ...]:
+        return self.rows.chunk(len(self.spans))
+
+
+class SpreadBatcher(Batcher):
+    """A batch of which the run makes more rows.
+
+    Attributes:
+        copies: How many rows side by side the run may make of one.
+        num_blocks: How often the whole batch may be repeated.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Start empty, with a run that makes one row of each."""
+        super().__init__(*args, **kwargs)
+        self.copies: frozenset[int] = frozenset({1})
+        self.num_blocks = 1
+        self._gathered: list[_Gathered] = []
+
+    @property
+    def lends(self) -> bool:
+        """Whether some invoke was given rows of the current value."""
+        return bool(self._gathered) or super().lends
+
+    def narrow(self, group: BatchGroup | None) -> Any:
+        """Return the current value with only what was made of these rows."""
+        self._put_back()
+        value = super().narrow(group)
+        return value if group is None or self.sees_all(group) else self._narrow_lists(value, group)
+
+    def swap(self, group: BatchGroup | None, value: Any) -> None:
+        """Replace what was made of these rows, see ``Batcher``."""
+        self._put_back()
+        super().swap(group, value)
+
+    def join(self, parts: list[Any]) -> Any:
+        """Return the invokes' values, in order, as one value of the whole batch."""
+        whole = parts[0]
+        for part, (_, num_rows) in zip(parts[1:], self.groups[1:], strict=True):
+            join = functools.partial(self._join, num_rows)
+            whole = map_pairs(whole, part, join)
+        return whole
+
+    def _join(self, num_rows: int, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """Return both, block by block; ``part`` was made of ``num_rows`` rows."""
+        fitting = (
+            n for n in range(1, self.num_blocks + 1) for c in self.copies if len(part) == n * c * num_rows
+        )
+        num_blocks = next(fitting, 1)
+        blocks = zip(whole.chunk(num_blocks), part.to(whole).chunk(num_blocks), strict=True)
+        return torch.cat([rows for block in blocks for rows in block])
+
+    def settle(self) -> None:
+        """Put back what was changed, see ``Batcher``."""
+        self._put_back()
+        self._gathered.clear()
+        super().settle()
+
+    def _put_back(self) -> None:
+        for gathered in self._gathered:
+            gathered.put_back()
+
+    def _spans(self, length: int, group: BatchGroup) -> list[Span]:
+        """Return where in so many rows an invoke's are, one span per block; none if they are nobody's."""
+        total, (first, num_rows) = self.total_batch_size, group
+        for num_blocks in range(1, self.num_blocks + 1):
+            for copies in sorted(self.copies):
+                if length == num_blocks * total * copies:
+                    starts = [(block * total + first) * copies for block in range(num_blocks)]
+                    return [(start, num_rows * copies) for start in starts]
+        return []
+
+    def _rows(self, tensor: torch.Tensor, group: BatchGroup | None) -> torch.Tensor:
+        if group is None or not tensor.ndim or tensor.shape[0] == self.total_batch_size:
+            return super()._rows(tensor, group)
+        spans = self._spans(tensor.shape[0], group)
+        if len(spans) < 2:  # one is a view
+            return tensor.narrow(0, *spans[0]) if spans else tensor
+        for known in self._gathered:
+            if known.whole is tensor and known.spans == spans:
+                return known.collect()
+        num_rows = sum(num for _, num in spans)
+        gathered = _Gathered(tensor, spans, tensor.new_empty((num_rows, *tensor.shape[1:])))
+        self._gathered.append(gathered)
+        return gathered.collect()
+
+    def _replaced(self, group: BatchGroup, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        spans = self._spans(whole.shape[0], group) if whole.ndim else []
+        if not spans or whole.shape[0] == self.total_batch_size:
+            return super()._replaced(group, whole, part)
+        num_rows = sum(num for _, num in spans)
+        if part.shape != (num_rows, *whole.shape[1:]):
+            raise ValueError(
+                f"{num_rows} of these {whole.shape[0]} rows are this invoke's, so the value must be of shape "
+                f"{(num_rows, *whole.shape[1:])}, got {tuple(part.shape)}"
+            )
+        replaced = whole.clone()
+        for rows, span in zip(part.to(whole).chunk(len(spans)), spans, strict=True):
+            replaced.narrow(0, *span).copy_(rows)
+        return replaced
+
+    def _narrow_lists(self, value: Any, group: BatchGroup) -> Any:
+        """Return a result with only the images of an invoke, which are no tensors."""
+        if not dataclasses.is_dataclass(value) or isinstance(value, type):
+            return value
+        own: dict[str, Any] = {}
+        for field in dataclasses.fields(value):
+            items = getattr(value, field.name)
+            spans = self._spans(len(items), group) if isinstance(items, list | np.ndarray) else []
+            if len(spans) == 1:
+                first, num_items = spans[0]
+                own[field.name] = items[first : first + num_items]
+        return dataclasses.replace(value, **own) if own else value
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """Return a number that changes with the tensor; None where torch does not count."""
+    return None if tensor.is_inference() else tensor._version  # noqa: SLF001 - torch has no other way to ask

@@ -1,0 +1,80 @@
+"""Models of the transformers library, loaded by its Auto classes.
+
+Whatever is said to the constructor goes on to ``from_pretrained``, so the module is the one that transformers
+itself would load. Without weights it is made from the same config.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedConfig
+
+from nnsight_engine.modeling.huggingface import HuggingFaceModel
+
+
+class TransformersModel(HuggingFaceModel):
+    """A model that an Auto class loads.
+
+    Attributes:
+        automodel: The Auto class.
+    """
+
+    default_automodel: ClassVar[str] = "AutoModel"
+
+    def __init__(self, source: Any, *args: Any, automodel: type | str | None = None, **kwargs: Any) -> None:
+        """Wrap a module, or load one.
+
+        Args:
+            source: A repository, a folder, a module, or a config, which gives a model with random weights.
+            *args: For ``from_pretrained``.
+            automodel: The class that loads it, or its name in transformers.
+            **kwargs: See ``HuggingFaceModel``.
+
+        Raises:
+            ValueError: transformers has no class of that name.
+        """
+        self.automodel = _automodel(automodel or type(self).default_automodel)
+        if "torch_dtype" in kwargs:  # what transformers called it, and warns about
+            kwargs["dtype"] = kwargs.pop("torch_dtype")
+        super().__init__(source, *args, **kwargs)
+
+    def _load(self, source: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        if isinstance(source, PreTrainedConfig):
+            return self._from_config(source, kwargs)
+        module: torch.nn.Module = self.automodel.from_pretrained(source, *args, **kwargs, **self._revision())
+        return module
+
+    def _load_meta(self, source: Any, **kwargs: Any) -> torch.nn.Module:
+        if isinstance(source, PreTrainedConfig):
+            return self._from_config(source, kwargs)
+        config = kwargs.pop("config", None)
+        if not isinstance(config, PreTrainedConfig):
+            place = source if config is None else config
+            config, _ = AutoConfig.from_pretrained(
+                place, return_unused_kwargs=True, **kwargs, **self._revision()
+            )
+        return self._from_config(config, kwargs)
+
+    def _from_config(self, config: PreTrainedConfig, kwargs: dict[str, Any]) -> torch.nn.Module:
+        known = ("dtype", "attn_implementation", "trust_remote_code")
+        options = {name: kwargs[name] for name in known if name in kwargs and kwargs[name] != "auto"}
+        module: torch.nn.Module = self.automodel.from_config(config, **options)
+        return module.eval()
+
+    def _revision(self) -> dict[str, str]:
+        return {} if self.revision is None else {"revision": self.revision}
+
+
+def _automodel(given: type | str) -> Any:
+    if not isinstance(given, str):
+        return given
+    found = getattr(transformers, given, None)
+    if found is None:
+        raise ValueError(
+            "automodel must be a class, or the name of one in transformers such as AutoModelForCausalLM, "
+            f"got {given!r}"
+        )
+    return found

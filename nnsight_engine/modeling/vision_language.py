@@ -1,0 +1,114 @@
+"""``VisionLanguageModel``: a language model that also sees; takes text and images together.
+
+A processor puts into the text as many places as an image fills, and cuts images into what the model takes.
+That has as many rows as there are images or parts of them, not one per text, so the images of several invokes
+stand one after the other, in the order of the places in the texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final
+
+import torch
+from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
+
+from nnsight_engine.modeling.invokes import InvokesDifferError, join_shared
+from nnsight_engine.modeling.language import LanguageModel
+from nnsight_engine.modeling.rows import ROW_INPUTS, TOKEN_INPUTS, read_rows
+
+_MEDIA: Final = ("images", "videos")
+
+
+class VisionLanguageModel(LanguageModel):
+    """A language model that sees, and its processor.
+
+    Text is passed as to a ``LanguageModel``, with ``images=`` or ``videos=`` as the processor takes them, and
+    with the model's own mark where an image belongs.
+
+    Attributes:
+        processor: Prepares texts and images; its tokenizer is ``tokenizer``.
+    """
+
+    default_automodel: ClassVar[str] = "AutoModelForImageTextToText"
+    input_names: ClassVar[tuple[str, ...]] = (*TOKEN_INPUTS, "text", *_MEDIA)
+
+    processor: ProcessorMixin
+
+    def __init__(
+        self,
+        source: Any,
+        *args: Any,
+        processor: ProcessorMixin | None = None,
+        processor_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Load a model and its processor, or wrap both.
+
+        Args:
+            source: A repository, a folder, a module, or a config, which gives a model with random weights.
+            *args: For ``from_pretrained``.
+            processor: The processor, needed with a module or a config.
+            processor_kwargs: For the processor's ``from_pretrained``.
+            **kwargs: See ``LanguageModel``.
+
+        Raises:
+            AttributeError: A module or a config comes without a processor.
+        """
+        if processor is None:
+            self._check_loads(source, "Processor", "processor")
+        self._processor_options = processor_kwargs or {}
+        self.processor = processor
+        kwargs.setdefault("tokenizer", getattr(processor, "tokenizer", None))
+        super().__init__(source, *args, **kwargs)
+        if self.processor is None:  # a tokenizer was passed, so none was loaded
+            self.processor = self._load_processor(self._hub_options(kwargs))
+
+    def _load_tokenizer(self, options: dict[str, Any]) -> PreTrainedTokenizerBase:
+        self.processor = self._load_processor(options)
+        tokenizer: PreTrainedTokenizerBase = self.processor.tokenizer
+        return self._set_up(tokenizer, {**options, **self._processor_options})
+
+    def _load_processor(self, options: dict[str, Any]) -> ProcessorMixin:
+        return AutoProcessor.from_pretrained(self.repo_id, **{**options, **self._processor_options})
+
+    def _read(self, value: Any = None, /, **kwargs: Any) -> dict[str, Any]:
+        given = {**(value if isinstance(value, Mapping) else {"text": value}), **kwargs}
+        media = {name: given.pop(name) for name in _MEDIA if name in given}
+        media = {name: items for name, items in media.items() if items is not None}
+        text = given.pop("text", None)
+        if not media:
+            return super()._read(given if text is None else {"input_ids": text, **given})
+        texts = [text] if isinstance(text, str) else text
+        if not isinstance(texts, list | tuple) or not all(isinstance(item, str) for item in texts):
+            raise TypeError(
+                f"{' and '.join(media)} need a text with the processor's mark for each, got {text!r}; "
+                "tokens with images are passed as the processor returns them"
+            )
+        features = self.processor(text=list(texts), **media, padding=True, return_tensors="pt")
+        return read_rows(self.tokenizer, {**features, **given})
+
+    def _join_others(self, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+        names = set(getattr(self.processor, "model_input_names", ())) - ROW_INPUTS
+        shared = {name: value for name, value in second.items() if name not in names}
+        joined = join_shared({name: value for name, value in first.items() if name not in names}, shared)
+        for name in names:
+            features = [invoke[name] for invoke in (first, second) if invoke.get(name) is not None]
+            if features:
+                joined[name] = _one_after_the_other(name, features)
+        return joined
+
+
+def _one_after_the_other(name: str, features: list[Any]) -> Any:
+    """Return the images of one or two invokes as those of one."""
+    if len(features) == 1:
+        return features[0]
+    first, second = features
+    if isinstance(first, list):
+        return [*first, *second]
+    if first.shape[1:] != second.shape[1:]:
+        raise InvokesDifferError(
+            f"{name} of all invokes must have one shape, got {tuple(first.shape)} and {tuple(second.shape)}; "
+            "resize the images, or trace apart"
+        )
+    return torch.cat([first, second.to(first.device)])

@@ -1,0 +1,26 @@
+"""What transformers computes by itself from the same text; traces of language models are compared with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nnsight_engine import LanguageModel
+
+
+def tokens(model: LanguageModel, *texts: str) -> dict[str, torch.Tensor]:
+    """Tokenize texts of one length."""
+    return dict(model.tokenizer(list(texts), return_tensors="pt"))
+
+
+def module_of(model: LanguageModel) -> Any:
+    """Return transformers' own model."""
+    return model._module
+
+
+def generated(model: LanguageModel, text: str, **options: Any) -> torch.Tensor:
+    """Return the prompt and what follows it, ``[1, num_tokens]``."""
+    module = module_of(model)
+    result: torch.Tensor = module.generate(**tokens(model, text), pad_token_id=0, **options)
+    return result

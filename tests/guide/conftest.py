@@ -1,0 +1,85 @@
+"""The models of the guide's examples: tiny random ones of the documented architectures, and the bundled one.
+
+A model is loaded once for all tests, so a test that changes one changes it for all: edit copies with
+``edit()``, and wrap a module of its own where the model itself must change. Weights are float32, attention is
+torch's own and dropout is off, so that a plain forward pass computes the very same numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+
+from nnsight_engine import LanguageModel, NNsight, bundled_model_path
+from tests.families.checkpoints import HIDDEN_SIZE, build_tokenizer, write_checkpoint
+from tests.guide.modules import TinyMLP
+
+
+@pytest.fixture(scope="session")
+def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny GPT-2 on disk: 4 blocks of width 128."""
+    return write_checkpoint("gpt2", tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama on disk: 4 layers of width 128, grouped heads."""
+    return write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def gpt2(gpt2_folder: Path) -> LanguageModel:
+    """The tiny GPT-2, its weights loaded."""
+    return LanguageModel(gpt2_folder, dispatch=True)
+
+
+@pytest.fixture(scope="session")
+def llama(llama_folder: Path) -> LanguageModel:
+    """The tiny Llama, its weights loaded."""
+    return LanguageModel(llama_folder, dispatch=True)
+
+
+@pytest.fixture(scope="session")
+def bert() -> LanguageModel:
+    """A tiny BERT with a classifier; it does not generate, and reads in both directions."""
+    tokenizer = build_tokenizer()
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN_SIZE,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=192,
+        max_position_embeddings=64,
+        num_labels=3,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    module = BertForSequenceClassification(config).eval()
+    with warnings.catch_warnings():  # BERT has modules called `output`, see section 4.6
+        warnings.simplefilter("ignore")
+        return LanguageModel(module, tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="session")
+def smollm() -> LanguageModel:
+    """The bundled SmolLM2, for what only real text shows; its tests are marked ``e2e``."""
+    return LanguageModel(bundled_model_path(), dtype=torch.float32, dispatch=True)
+
+
+@pytest.fixture
+def tiny() -> NNsight:
+    """The documents' ``Sequential`` of two layers, 5 -> 10 -> 2, fresh for each test."""
+    return NNsight(TinyMLP())
+
+
+@pytest.fixture
+def features() -> torch.Tensor:
+    """One row of input for ``tiny``."""
+    return torch.linspace(-1.0, 1.0, 5).reshape(1, 5)

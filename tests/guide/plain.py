@@ -1,0 +1,82 @@
+"""What a module computes by itself, seen and edited with torch's own hooks: what traces are compared with.
+
+Every value is copied when the module returns it, so that later edits in place do not reach the record. Only
+modules outside of traces are handed in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+Edit = Callable[[Any], Any]
+"""Takes a module's output and returns what replaces it."""
+
+
+def copied(value: Any) -> Any:
+    """Return the value with copies of its tensors, tuples and dicts included."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, tuple):
+        return tuple(copied(item) for item in value)
+    if type(value) is dict:
+        return {name: copied(item) for name, item in value.items()}
+    return value
+
+
+@contextmanager
+def recorded(module: torch.nn.Module, *paths: str) -> Iterator[dict[str, list[Any]]]:
+    """Record the outputs of the modules at ``paths``, one per call."""
+    outputs: dict[str, list[Any]] = {path: [] for path in paths}
+
+    def record(path: str) -> Any:
+        return module.get_submodule(path).register_forward_hook(
+            lambda _module, _args, output: outputs[path].append(copied(output))
+        )
+
+    hooks = [record(path) for path in paths]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def recorded_inputs(module: torch.nn.Module, path: str) -> Iterator[list[tuple[Any, Any]]]:
+    """Record ``(args, kwargs)`` of the module at ``path``, one per call."""
+    inputs: list[tuple[Any, Any]] = []
+    hook = module.get_submodule(path).register_forward_pre_hook(
+        lambda _module, args, kwargs: inputs.append((copied(args), copied(kwargs))), with_kwargs=True
+    )
+    try:
+        yield inputs
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def edited(module: torch.nn.Module, path: str, edit: Edit, *, calls: range | None = None) -> Iterator[None]:
+    """Replace the output of the module at ``path`` by ``edit(output)``, in some of its calls or in all."""
+    count = 0
+
+    def replace(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
+        nonlocal count
+        count += 1
+        return edit(output) if calls is None or count - 1 in calls else output
+
+    hook = module.get_submodule(path).register_forward_hook(replace)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def outputs_of(module: torch.nn.Module, inputs: dict[str, Any], *paths: str) -> list[Any]:
+    """Run the module and return what the modules at ``paths`` gave, the first time each was called."""
+    with recorded(module, *paths) as outputs:
+        module(**inputs)
+    return [outputs[path][0] for path in paths]

@@ -1,0 +1,142 @@
+"""``rename=``: every form that is documented, and what cannot be meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from nnsight_engine.modeling.base import NNsight
+
+TOKENS = torch.tensor([[1, 2, 3]])
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=16, n_positions=8))
+
+
+@pytest.fixture(scope="module")
+def llama() -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            hidden_size=8,
+            intermediate_size=16,
+            vocab_size=16,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        {"transformer.h": "layers"},
+        {".transformer.h": ".layers"},
+        {"transformer.h": ".layers"},
+        {".transformer.h": "layers"},
+        {"transformer.h": ["layers"]},
+        {"transformer.h": ("layers",)},
+        {".transformer": ["model", "backbone"], "model.h": "layers"},
+        {"h": "blocks", "transformer.blocks": "layers"},
+    ],
+)
+def test_deep_module_is_mounted_at_the_root(gpt2: GPT2LMHeadModel, rename: dict[str, Any]) -> None:
+    model = NNsight(gpt2, rename=rename)
+    assert model.layers is model.transformer.h
+    assert model.layers[0] is model.transformer.h[0]
+    assert not hasattr(model.transformer, "layers")
+
+
+def test_simple_name_applies_to_every_module_of_that_name(gpt2: GPT2LMHeadModel) -> None:
+    model = NNsight(gpt2, rename={"attn": "self_attn", "lm_head": "unembed"})
+    assert all(block.self_attn is block.attn for block in model.transformer.h)
+    assert model.unembed is model.lm_head
+
+
+def test_name_with_a_leading_dot_is_the_roots_alone() -> None:
+    inner = torch.nn.Sequential()
+    inner.add_module("part", torch.nn.Linear(2, 2))
+    outer = torch.nn.Sequential()
+    outer.add_module("part", inner)
+    rooted, everywhere = NNsight(outer, rename={".part": "piece"}), NNsight(outer, rename={"part": "piece"})
+    assert rooted.piece is rooted.part
+    assert not hasattr(rooted.part, "piece")
+    assert everywhere.piece.piece is everywhere.part.part
+
+
+def test_several_names_for_one_module(gpt2: GPT2LMHeadModel) -> None:
+    model = NNsight(gpt2, rename={".transformer": ["model", "backbone"]})
+    assert model.model is model.backbone is model.transformer
+
+
+def test_numbered_module_can_be_named() -> None:
+    model = NNsight(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), rename={"1": "last"})
+    assert model.last is model[1]
+
+
+def test_parameter_can_be_named(gpt2: GPT2LMHeadModel) -> None:
+    assert NNsight(gpt2, rename={"lm_head.weight": "unembedding"}).unembedding is gpt2.lm_head.weight
+
+
+def test_either_path_gives_the_value_in_a_trace(gpt2: GPT2LMHeadModel) -> None:
+    model = NNsight(gpt2, rename={"transformer.h": "layers", "transformer.ln_f": "final_norm"})
+    with model.trace(TOKENS):
+        new = model.layers[0].output.save()
+        old = model.transformer.h[0].output.save()
+        norm = model.final_norm.output.save()
+    assert new is old
+    assert norm.shape == (1, 3, 8)
+
+
+def test_paths_written_with_further_names_are_found(gpt2: GPT2LMHeadModel) -> None:
+    model = NNsight(gpt2, rename={"transformer.h": "layers", "mlp": "ffn"})
+    assert model.get("layers.1.ffn") is model.get("transformer.h.1.mlp") is model.transformer.h[1].mlp
+
+
+def test_one_table_serves_several_architectures(gpt2: GPT2LMHeadModel, llama: LlamaForCausalLM) -> None:
+    rename = {
+        "transformer.h": "layers",
+        "model.layers": "layers",
+        "attn": "attention",
+        "self_attn": "attention",
+    }
+    for module in (gpt2, llama):
+        model = NNsight(module, rename=rename)
+        assert [type(block.attention._module).__name__[-9:] for block in model.layers] == ["Attention"] * 2
+
+
+def test_name_that_leads_nowhere_is_unknown(gpt2: GPT2LMHeadModel) -> None:
+    model = NNsight(gpt2, rename={"model.layers": "layers", "a": "b", "b": "a"})
+    for name in ("layers", "a", "b"):
+        with pytest.raises(AttributeError, match=f"has no attribute {name}"):
+            getattr(model, name)
+
+
+def test_name_for_two_modules_at_once_is_refused() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"the name 'it' to both '0' and '1' of model; leave one"):
+        NNsight(module, rename={"0": "it", "1": "it"})
+
+
+def test_name_that_envoys_have_themselves_is_refused(gpt2: GPT2LMHeadModel) -> None:
+    with pytest.raises(ValueError, match="every envoy has a 'output' of its own; choose another name"):
+        NNsight(gpt2, rename={"lm_head": "output"})
+
+
+@pytest.mark.parametrize("rename", [{"lm_head": "a.b"}, {"": "x"}, {"lm head": "x"}, {"lm_head": ""}])
+def test_what_is_no_name_is_refused(gpt2: GPT2LMHeadModel, rename: dict[str, Any]) -> None:
+    with pytest.raises(
+        ValueError, match=r"the key is a path such as 'transformer\.h', the value a single name"
+    ):
+        NNsight(gpt2, rename=rename)
+
+
+@pytest.mark.parametrize("rename", [{"lm_head": None}, {"lm_head": 3}, {3: "head"}, [("lm_head", "head")]])
+def test_what_is_no_mapping_of_names_is_refused(gpt2: GPT2LMHeadModel, rename: Any) -> None:
+    with pytest.raises(TypeError, match="rename maps"):
+        NNsight(gpt2, rename=rename)

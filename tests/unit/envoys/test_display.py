@@ -1,0 +1,160 @@
+"""Printing an envoy, completing it, and the error for a name that it lacks."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from IPython.core.completer import provisionalcompleter
+from IPython.core.interactiveshell import InteractiveShell
+
+import nnsight_engine
+from nnsight_engine.envoys.envoy import Envoy
+from nnsight_engine.envoys.eproperty import eproperty
+from nnsight_engine.envoys.hooks import requires_output
+from nnsight_engine.modeling.base import NNsight
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.attn = torch.nn.Linear(width, width)
+        self.mlp = torch.nn.Sequential(torch.nn.Linear(width, 8), torch.nn.Linear(8, width))
+
+
+class Tiny(torch.nn.Module):
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.h = torch.nn.ModuleList(Block(width) for width in widths)
+        self.head = torch.nn.Linear(4, 2, bias=False)
+
+
+class BlockEnvoy(Envoy):
+    @eproperty(key="output", description="the residual stream")
+    @requires_output
+    def hidden(self) -> None: ...
+
+    @eproperty(key="output")
+    @requires_output
+    def unlisted(self) -> None: ...
+
+
+@pytest.mark.parametrize("module", [Tiny(4, 4, 4), Tiny(4), torch.nn.Linear(2, 2), torch.nn.Sequential()])
+def test_prints_as_torch_does(module: torch.nn.Module) -> None:
+    assert repr(NNsight(module)) == str(NNsight(module)) == repr(module)
+
+
+def test_equal_neighbours_are_shown_once() -> None:
+    text = repr(NNsight(Tiny(4, 4, 4, 8, 8, 4)))
+    assert re.findall(r"\((\S+)\): (?:(\d+) x )?Block", text) == [("0-2", "3"), ("3-4", "2"), ("5", "")]
+
+
+def test_further_names_stand_beside_the_module_or_point_down_to_it() -> None:
+    model = NNsight(
+        Tiny(4, 4), rename={"head": ["unembed", "out"], ".h": "layers", "mlp": "ffn", "h.0": "first"}
+    )
+    lines = repr(model).splitlines()
+    assert lines[1] == "  (h/layers): ModuleList("
+    assert "      (mlp/ffn): Sequential(" in lines
+    assert lines[-3:] == [
+        "  (head/unembed/out): Linear(in_features=4, out_features=2, bias=False)",
+        "  (first) -> h.0",
+        ")",
+    ]
+
+
+def test_a_named_block_is_not_grouped_away() -> None:
+    text = repr(NNsight(Tiny(4, 4, 4), rename={"1": "middle"}))
+    assert re.findall(r"\((\S+)\): (?:\d+ x )?Block", text) == ["0", "1/middle", "2"]
+
+
+def test_properties_with_a_description_are_listed() -> None:
+    text = repr(NNsight(Tiny(4, 4), envoys={Block: BlockEnvoy}))
+    assert "    (0-1): 2 x Block(\n      .hidden: the residual stream\n      (attn): Linear(" in text
+    assert "unlisted" not in text
+
+
+def test_a_module_that_is_added_is_printed() -> None:
+    model = NNsight(Tiny(4))
+    model.sae = torch.nn.Linear(4, 16)
+    assert "  (sae): Linear(in_features=4, out_features=16, bias=True)\n)" in repr(model)
+
+
+def test_notebooks_get_a_tree_to_open_with_everything_escaped() -> None:
+    class Sly(torch.nn.Module):
+        def extra_repr(self) -> str:
+            return "<script>alert('x')</script> & more"
+
+    html = NNsight(
+        torch.nn.Sequential(torch.nn.Sequential(Sly(), Sly()), torch.nn.Linear(1, 1))
+    )._repr_html_()
+    assert html.count("<details open>") == 1
+    assert html.count("<details") == html.count("</details>") == 2
+    assert "<script>" not in html
+    assert "(0-1): 2 x Sly(&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; &amp; more)" in html
+
+
+def test_dir_offers_children_further_names_properties_and_the_modules_own() -> None:
+    model = NNsight(Tiny(4), rename={"h": "layers", "nowhere": "nothing"}, envoys={Block: BlockEnvoy})
+    assert {"h", "layers", "head", "trace", "output", "state_dict"} <= set(dir(model))
+    assert {"attn", "mlp", "hidden", "output"} <= set(dir(model.h[0]))
+    assert {"weight", "bias", "in_features"} <= set(dir(model.head))
+    assert not {"nothing", "0"} & {*dir(model), *dir(model.h)}
+
+
+def test_unknown_name_shows_the_modules_and_what_was_meant() -> None:
+    model = NNsight(torch.nn.Sequential())
+    model.layer1, model.layer2 = torch.nn.Linear(5, 10), torch.nn.Linear(10, 2)
+    with pytest.raises(AttributeError) as caught:
+        _ = model.layer3.output
+    assert str(caught.value) == (
+        "Sequential(\n  (layer1): Linear(in_features=5, out_features=10, bias=True)\n"
+        "  (layer2): Linear(in_features=10, out_features=2, bias=True)\n"
+        ") has no attribute layer3. Did you mean 'layer2' or 'layer1'?"
+    )
+    assert caught.value.name == "layer3"
+
+
+def test_unknown_name_that_is_further_down_is_found_there() -> None:
+    with pytest.raises(
+        AttributeError, match=r"has no attribute mlp\. There is model\.h\.0\.mlp, and 1 more$"
+    ):
+        _ = NNsight(Tiny(4, 4)).mlp
+
+
+def test_unknown_name_inside_a_trace_is_the_same_error() -> None:
+    model = NNsight(torch.nn.Linear(2, 2))
+    with pytest.raises(AttributeError, match="has no attribute fake_layer"), model.trace(torch.ones(1, 2)):
+        model.fake_layer.output.save()
+
+
+def test_asking_whether_a_name_exists_does_not_draw_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    def extra_repr(self: object) -> str:
+        raise AssertionError
+
+    monkeypatch.setattr(torch.nn.Linear, "extra_repr", extra_repr)
+    assert not hasattr(NNsight(torch.nn.Linear(2, 2)), "nothing")
+
+
+@pytest.fixture
+def shell() -> InteractiveShell:
+    return InteractiveShell()
+
+
+def completed(shell: InteractiveShell, text: str) -> set[str]:
+    with provisionalcompleter():
+        return {found.text.removeprefix(".") for found in shell.Completer.completions(text, len(text))}
+
+
+def test_ipython_completes_children_and_further_names(shell: InteractiveShell) -> None:
+    shell.user_ns["model"] = NNsight(Tiny(4), rename={"h": "layers"})
+    assert "head" in completed(shell, "model.he")
+    assert "layers" in completed(shell, "model.lay")
+
+
+def test_ipython_extension_completes_behind_an_index(shell: InteractiveShell) -> None:
+    shell.user_ns["model"] = NNsight(Tiny(4), rename={"h": "layers"}, envoys={Block: BlockEnvoy})
+    nnsight_engine.load_ipython_extension(shell)
+    assert {"attn", "hidden"} <= completed(shell, "model.h[0].")
+    assert "weight" in completed(shell, "model.layers[-1].attn.we")

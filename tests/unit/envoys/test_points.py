@@ -1,0 +1,261 @@
+"""Standard points mean the same on every family: they read and write what plain hooks do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from api_schemas.points import MODEL_POINTS
+from nnsight_engine.core.model_spec import PATTERN_LEAF, RESIDUAL_LEAVES
+from nnsight_engine.core.saves import save
+from nnsight_engine.envoys.architectures.errors import PointValueError, UnknownPointError
+from nnsight_engine.interleaving.events import OutOfOrderError
+from nnsight_engine.modeling.base import NNsight
+from nnsight_engine.vllm_backend import families as vllm_families
+from tests.families.checkpoints import FAMILIES, NUM_LAYERS, VARIANTS, write_checkpoint
+from tests.families.edits import place
+from tests.families.moves import LAYER, move, moved, points_of_a_layer
+from tests.families.reference import TREES, load_reference_model, reference_activations
+
+PROMPT_IDS = [45, 257, 80, 301, 77, 78, 260, 90]
+IDS = torch.tensor([PROMPT_IDS])
+PAIR = torch.tensor([PROMPT_IDS, PROMPT_IDS[::-1]])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors: several threads would wait for each other most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=FAMILIES + VARIANTS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(str(request.param), tmp_path_factory.mktemp(str(request.param)))
+
+
+@pytest.fixture(scope="module")
+def module(checkpoint: Path) -> Any:
+    """The family's model, with eager attention."""
+    return load_reference_model(checkpoint)
+
+
+@pytest.fixture
+def model(module: Any) -> NNsight:
+    return NNsight(module)
+
+
+@contextmanager
+def hooked(module: Any, name: str) -> Iterator[None]:
+    """Let plain hooks make the change, at places written down apart from the engine's tables."""
+    tree = TREES[module.config.model_type]
+    if name == f"layers.{LAYER}.attn.pattern":
+        with changed_softmax(lambda number: number == LAYER):
+            yield
+        return
+    if name == f"layers.{LAYER}.input":
+        handle = place(module, f"layers.{LAYER - 1}.output", move)
+    elif name == "norm.output":
+        handle = module.get_submodule(tree.norm).register_forward_hook(lambda _m, _a, output: moved(output))
+    elif name == "logits":
+        handle = module.register_forward_hook(lambda _m, _a, output: move(output.logits))
+    else:
+        handle = place(module, name, move)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def changed_softmax(is_changed: Callable[[int], bool]) -> Iterator[None]:
+    """Change the probabilities of some layers: in these models only attention calls softmax, once."""
+    original = torch.nn.functional.softmax
+    calls = iter(range(NUM_LAYERS))
+
+    def softmax(*args: Any, **kwargs: Any) -> torch.Tensor:
+        value = original(*args, **kwargs)
+        return moved(value) if is_changed(next(calls)) else value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "softmax", softmax)
+        yield
+
+
+def logits_of(module: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = module(IDS, use_cache=False).logits
+    return logits
+
+
+# Values.
+
+
+def test_every_point_reads_what_hooks_on_transformers_read(checkpoint: Path, model: NNsight) -> None:
+    expected = reference_activations(checkpoint, PROMPT_IDS)
+    found = {}
+    with torch.no_grad(), model.trace(IDS, use_cache=False):
+        for name in model.points:
+            found[name] = model.points[name].save()
+    patterns = {name for name in found if name.endswith(PATTERN_LEAF)}
+    assert found.keys() - patterns == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name][0], value), name
+
+
+def test_patterns_are_the_attention_weights_that_transformers_returns(model: NNsight, module: Any) -> None:
+    with torch.no_grad():
+        expected = module(PAIR, output_attentions=True, use_cache=False).attentions
+    found = []
+    with torch.no_grad(), model.trace(PAIR, use_cache=False):
+        for layer in model.layers:
+            found.append(layer.attn.pattern.save())  # noqa: PERF401 - values come by one after the other
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_shapes_are_those_that_the_list_says(model: NNsight) -> None:
+    num_rows, num_tokens = PAIR.shape
+    found = {}
+    with torch.no_grad(), model.trace(PAIR, use_cache=False):
+        for name in points_of_a_layer(model.points):
+            found[name] = model.points[name].shape
+    for name, shape in model.points().items():
+        if name.endswith(PATTERN_LEAF) and name in found:
+            assert found[name] == (num_rows, shape[0], num_tokens, num_tokens)
+        elif name in found:
+            assert found[name] == (num_rows, num_tokens, *shape), name
+
+
+def test_every_assignment_does_what_a_hook_does(model: NNsight, module: Any) -> None:
+    for name in points_of_a_layer(model.points):
+        with hooked(module, name):
+            expected = logits_of(module)
+        with torch.no_grad(), model.trace(IDS, use_cache=False):
+            model.points[name] = moved(model.points[name])
+            found = model.points["logits"].save()
+        assert torch.equal(found, expected), name
+        assert not torch.equal(found, logits_of(module)), name
+
+
+def test_every_edit_in_place_does_what_a_hook_does(model: NNsight, module: Any) -> None:
+    for name in points_of_a_layer(model.points):
+        with hooked(module, name):
+            expected = logits_of(module)
+        with torch.no_grad(), model.trace(IDS, use_cache=False):
+            move(model.points[name])
+            found = model.points["logits"].save()
+        assert torch.equal(found, expected), name
+
+
+def test_a_saved_value_keeps_its_numbers_when_the_point_is_assigned(model: NNsight) -> None:
+    for name in points_of_a_layer(model.points):
+        with torch.no_grad(), model.trace(IDS, use_cache=False):
+            before = model.points[name].save()
+            copy = before.clone().save()
+            model.points[name] = moved(before)
+        assert torch.equal(before, copy), name
+
+
+def test_a_model_runs_as_before_when_the_trace_is_over(model: NNsight, module: Any) -> None:
+    expected = logits_of(module)
+    attributes = [set(vars(part)) for part in module.modules()]
+    configs = [getattr(part, "config", None) for part in module.modules()]
+    with torch.no_grad(), model.trace(IDS, use_cache=False):
+        for name in model.points:
+            move(model.points[name])
+    assert torch.equal(logits_of(module), expected)
+    assert [set(vars(part)) for part in module.modules()] == attributes
+    after = [getattr(part, "config", None) for part in module.modules()]
+    assert all(one is other for one, other in zip(after, configs, strict=True))
+
+
+# Names.
+
+
+def test_the_vocabulary_is_that_of_the_server(model: NNsight, module: Any) -> None:
+    class_name = type(module).__name__
+    family = next(
+        family
+        for family in vllm_families.FAMILIES
+        if class_name in (family.architectures or family.model_classes)
+    )
+    leaves = {name.removeprefix("layers.0.") for name in model.points if name.startswith("layers.0.")}
+    assert leaves == {*family.leaves, *RESIDUAL_LEAVES, PATTERN_LEAF}
+    whole = {name for name in model.points if not name.startswith("layers.")}
+    without_norm = {"norm.output"} if module.config.to_dict().get("do_layer_norm_before") is False else set()
+    assert whole == {*MODEL_POINTS} - {"samples"} - without_norm
+
+
+def test_points_are_attributes_by_the_same_names_on_every_architecture(model: NNsight) -> None:
+    with torch.no_grad(), model.trace(IDS, use_cache=False):
+        pairs = [(model.embed.output, model.points["embed.output"])]
+        layer = model.layers[LAYER]
+        pairs += [
+            (getattr(layer.attn, leaf), model.points[f"layers.{LAYER}.attn.{leaf}"])
+            for leaf in ("q", "k", "v", "pattern", "heads")
+        ]
+        pairs.append((layer.mlp.up, model.points[f"layers.{LAYER}.mlp.up"]))
+        pairs.append((layer.output, model.points[f"layers.{LAYER}.output"]))
+        pairs.append((model.logits, model.points["logits"]))
+        pairs = save([(one.clone(), other.clone()) for one, other in pairs])
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_a_head_is_ablated_in_one_line(model: NNsight, module: Any) -> None:
+    head_dim = model.points()["layers.0.attn.heads"][1]
+
+    def change(rows: torch.Tensor) -> None:
+        rows[..., :head_dim] = 0
+
+    handle = place(module, f"layers.{LAYER}.attn.heads", change)
+    expected = logits_of(module)
+    handle.remove()
+    with torch.no_grad(), model.trace(IDS, use_cache=False):
+        model.layers[LAYER].attn.heads[:, :, 0] = 0
+        found = model.logits.save()
+    assert torch.equal(found, expected)
+
+
+def test_attributes_are_assigned_like_points(model: NNsight, module: Any) -> None:
+    for name in ("embed.output", f"layers.{LAYER}.attn.q", f"layers.{LAYER}.mlp.up", "logits"):
+        with hooked(module, name):
+            expected = logits_of(module)
+        with torch.no_grad(), model.trace(IDS, use_cache=False):
+            if name == "embed.output":
+                model.embed.output = moved(model.embed.output)
+            elif name == "logits":
+                model.logits = moved(model.logits)
+            elif name.endswith("q"):
+                model.layers[LAYER].attn.q = moved(model.layers[LAYER].attn.q)
+            else:
+                model.layers[LAYER].mlp.up = moved(model.layers[LAYER].mlp.up)
+            found = model.output.logits.save()
+        assert torch.equal(found, expected), name
+
+
+# What is refused.
+
+
+def test_a_point_that_the_model_has_passed_is_an_error(model: NNsight) -> None:
+    for late in ("attn.q", "attn.pattern", "mlp.act"):
+        with pytest.raises(OutOfOrderError), torch.no_grad(), model.trace(IDS, use_cache=False):
+            _ = model.points[f"layers.{LAYER}.output"], model.points[f"layers.{LAYER}.{late}"]
+
+
+def test_a_value_of_another_shape_is_refused(model: NNsight) -> None:
+    for name in points_of_a_layer(model.points):
+        with pytest.raises(PointValueError, match="shape"), torch.no_grad(), model.trace(IDS):
+            model.points[name] = torch.zeros(3)
+
+
+def test_an_unknown_point_is_refused_with_those_that_there_are(model: NNsight) -> None:
+    for name in ("layers.0.attn.nothing", "samples", "layers.*.output", "layers.40.output", "nonsense"):
+        with pytest.raises(UnknownPointError, match=r"attn\.pattern"):
+            model.points[name]

@@ -1,0 +1,137 @@
+"""Loading: structure first and weights later, by path, config or module, with transformers' own options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, GPT2LMHeadModel
+
+from nnsight_engine.modeling.language import LanguageModel
+from nnsight_engine.modeling.mixins.meta import MetaMixin
+from nnsight_engine.modeling.transformers import TransformersModel
+from tests.unit.modeling.conftest import LONG, Pair
+
+
+def test_weights_come_with_the_first_run_and_not_before(gpt2: Pair) -> None:
+    model = LanguageModel(gpt2.path)
+    before = model.dispatched, model.device
+    assert before == (False, torch.device("meta"))
+    first = model.transformer.h[0]
+    with model.trace(LONG):
+        logits = model.output.logits.save()
+    assert model.dispatched
+    assert model.transformer.h[0] is first
+    assert first.device == torch.device("cpu")
+    assert torch.equal(logits[0], gpt2.logits(LONG))
+
+
+def test_a_scan_needs_no_weights(gpt2: Pair) -> None:
+    model = LanguageModel(gpt2.path)
+    with model.scan([LONG, LONG]):
+        shape = model.transformer.h[1].output.shape.save()
+    assert shape == (2, len(gpt2.tokenizer(LONG)["input_ids"]), model.config.hidden_size)
+    assert not model.dispatched
+
+
+def test_dispatch_loads_once(gpt2: Pair) -> None:
+    model = LanguageModel(gpt2.path)
+    model.dispatch()
+    loaded = model._module
+    model.dispatch()
+    assert model._module is loaded
+    assert LanguageModel(gpt2.path, dispatch=True).dispatched
+
+
+def test_a_call_outside_of_traces_loads_too(gpt2: Pair) -> None:
+    model = LanguageModel(gpt2.path)
+    with torch.no_grad():
+        logits = model(**gpt2.tokenizer(LONG, return_tensors="pt")).logits
+    assert torch.equal(logits[0], gpt2.logits(LONG))
+    assert LanguageModel(gpt2.path).generate(LONG, max_new_tokens=1).shape[0] == 1
+
+
+def test_an_edited_copy_and_its_original_share_their_weights(gpt2: Pair) -> None:
+    model = LanguageModel(gpt2.path)
+    with model.edit() as edited:
+        model.transformer.h[0].output[:] = 0
+    with edited.trace(LONG):
+        changed = edited.output.logits.save()
+    assert model.dispatched
+    assert model._module is edited._module
+    with model.trace(LONG):
+        plain = model.output.logits.save()
+    assert torch.equal(plain[0], gpt2.logits(LONG))
+    assert not torch.equal(changed, plain)
+
+
+def test_a_failed_dispatch_can_be_repeated() -> None:
+    class Flaky(MetaMixin):
+        attempts = 0
+
+        def _load(self, source: Any) -> torch.nn.Module:
+            self.attempts += 1
+            if self.attempts == 1:
+                raise OSError("unplugged")
+            return torch.nn.Linear(2, 2)
+
+        def _load_meta(self, source: Any) -> torch.nn.Module:
+            return torch.nn.Linear(2, 2)
+
+    model = Flaky("somewhere")
+    with pytest.raises(OSError, match="unplugged"):
+        model.dispatch()
+    model.dispatch()
+    assert model.device == torch.device("cpu")
+
+
+def test_options_go_to_transformers(gpt2: Pair) -> None:
+    model = LanguageModel(gpt2.path, torch_dtype=torch.bfloat16, attn_implementation="eager")
+    assert model.dtype == torch.bfloat16
+    model.dispatch()
+    assert model.dtype == torch.bfloat16
+    assert model.config._attn_implementation == "eager"
+    mapped = LanguageModel(gpt2.path, device_map="cpu", dispatch=True)
+    assert mapped.device == torch.device("cpu")
+
+
+def test_a_config_can_be_passed_along(gpt2: Pair) -> None:
+    config = AutoConfig.from_pretrained(gpt2.path, num_hidden_layers=2)
+    model = LanguageModel(gpt2.path, config=config)
+    assert len(model.transformer.h) == 2
+    model.dispatch()
+    assert len(model.transformer.h) == 2
+
+
+def test_a_config_alone_gives_random_weights(gpt2: Pair) -> None:
+    model = LanguageModel(AutoConfig.from_pretrained(gpt2.path), tokenizer=gpt2.tokenizer)
+    with model.trace(LONG):
+        logits = model.output.logits.save()
+    assert logits.isfinite().all()
+    assert isinstance(model._module, GPT2LMHeadModel)
+
+
+def test_it_knows_where_it_comes_from(gpt2: Pair) -> None:
+    assert gpt2.model.repo_id == str(gpt2.path)
+    assert LanguageModel(gpt2.plain, tokenizer=gpt2.tokenizer).repo_id == str(gpt2.path)
+
+
+def test_options_for_loading_are_refused_with_a_module(gpt2: Pair) -> None:
+    with pytest.raises(TypeError, match="device_map"):
+        LanguageModel(gpt2.plain, tokenizer=gpt2.tokenizer, device_map="cpu")
+
+
+def test_envoys_are_told_their_own_options(gpt2: Pair) -> None:
+    model = LanguageModel(gpt2.path, rename={"transformer.h": "layers"})
+    assert model.layers[1].path == "model.transformer.h.1"
+
+
+def test_any_model_of_transformers_loads_without_tokenizer(gpt2: Pair) -> None:
+    model = TransformersModel(gpt2.path)
+    ids = gpt2.tokenizer(LONG, return_tensors="pt")["input_ids"]
+    with torch.no_grad(), model.trace(ids):
+        hidden = model.output.last_hidden_state.save()
+        assert model.dispatched
+    expected = gpt2.plain.transformer(ids).last_hidden_state
+    torch.testing.assert_close(hidden, expected)
