@@ -21,7 +21,7 @@ _ONE_OF_SEVERAL = torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE
 
 
 def editable(value: T) -> T:
-    """Return ``value`` with each view that could not be edited replaced by one that can, of the same memory."""
+    """Return ``value`` with each view that could not be edited replaced by one of its memory that can."""
     return map_tensors(value, _made_alone)
 
 

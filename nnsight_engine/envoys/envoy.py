@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType
-from typing import Any, Self, TypeAlias, overload
+from typing import Any, Self, TypeAlias
 
 import torch
 
@@ -22,6 +22,7 @@ from nnsight_engine.envoys.tracers.editing import Edit, EditingTracer
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.envoys.tracers.scanning import ScanningTracer
 from nnsight_engine.envoys.tracers.session import Session
+from nnsight_engine.envoys.tree import EnvoyTree
 from nnsight_engine.interleaving.batching import Batchable, Batcher
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.interleaver import Interleaver
@@ -38,7 +39,7 @@ backwards.install()
 _METHODS = (FunctionType, MethodType, BuiltinFunctionType)
 
 
-class Envoy(Batchable):
+class Envoy(EnvoyTree, Batchable):
     """Stands for a module and everything under it.
 
     Inside a trace, ``output``, ``input`` and ``inputs`` wait for the module's values and can be assigned.
@@ -421,29 +422,6 @@ class Envoy(Batchable):
         else:
             super().__setattr__(name, value)
 
-    @overload
-    def __getitem__(self, key: int) -> Envoy: ...
-
-    @overload
-    def __getitem__(self, key: slice) -> list[Envoy]: ...
-
-    @overload
-    def __getitem__(self, key: str) -> Any: ...
-
-    def __getitem__(self, key: Any) -> Any:
-        """Return a child of a list of modules by number or slice, of a dict of modules by key."""
-        if isinstance(key, str):
-            return self.__dict__[key] if key in self._names else self.__getattr__(key)
-        return self._children[key]
-
-    def __len__(self) -> int:
-        """Return how many children there are."""
-        return len(self._children)
-
-    def __iter__(self) -> Iterator[Envoy]:
-        """Iterate over the children."""
-        return iter(self._children)
-
     def __repr__(self) -> str:
         """Show the tree, as torch shows a module."""
         return as_text(self)
@@ -455,70 +433,6 @@ class Envoy(Batchable):
     def __dir__(self) -> list[str]:
         """List children, further names, and whatever the module offers."""
         return names_of(self)
-
-    def __bool__(self) -> bool:
-        """An envoy is there, with children or without."""
-        return True
-
-    def modules(
-        self,
-        include_fn: Callable[[Envoy], bool] | None = None,
-        names: bool = False,  # noqa: FBT001, FBT002 - the documented signature
-    ) -> list[Any]:
-        """Return this envoy and all below it, children before parents' siblings, in order.
-
-        Args:
-            include_fn: Keeps those for which it is true.
-            names: Return pairs of path and envoy.
-        """
-        found = [envoy for envoy in self._walk() if include_fn is None or include_fn(envoy)]
-        return [(envoy.path, envoy) for envoy in found] if names else found
-
-    def named_modules(self, include_fn: Callable[[Envoy], bool] | None = None) -> list[tuple[str, Envoy]]:
-        """Return pairs of path and envoy, see ``modules``."""
-        return self.modules(include_fn, names=True)
-
-    def _walk(self, seen: set[int] | None = None) -> Iterator[Envoy]:
-        seen = set() if seen is None else seen
-        if id(self) not in seen:
-            seen.add(id(self))
-            yield self
-            for child in self._children:
-                yield from child._walk(seen)
-
-    def get(self, path: str) -> Any:
-        """Return the envoy, or whatever attribute, at a path below this one: ``get("layers.3.mlp")``."""
-        found: Any = self
-        for part in path.removeprefix(f"{self.path}.").split("."):
-            found = found[int(part)] if part.isdigit() and part not in found._names else getattr(found, part)
-        return found
-
-    # Devices.
-
-    @property
-    def device(self) -> torch.device | None:
-        """Device of the first parameter; None without parameters."""
-        parameter = next(self._module.parameters(), None)
-        return parameter.device if parameter is not None else None
-
-    @property
-    def devices(self) -> set[torch.device]:
-        """Devices of all parameters."""
-        return {parameter.device for parameter in self._module.parameters()}
-
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move or convert the module, as ``torch.nn.Module.to`` does."""
-        self._module.to(*args, **kwargs)
-        return self
-
-    def cpu(self) -> Self:
-        """Move the module to the CPU."""
-        return self.to("cpu")
-
-    def cuda(self, device: int | torch.device | None = None) -> Self:
-        """Move the module to a GPU."""
-        self._module.cuda(device)
-        return self
 
     def _update(self, module: torch.nn.Module) -> None:
         """Stand for another module of the same structure, as when weights replace placeholders."""

@@ -61,6 +61,7 @@ class Mediator:
         batch_group: First row and number of rows of the batch that this block owns; None sees all rows.
         iteration: The call number that requests are for; None means the next one to come.
         loops: The loops over steps that the block is in, innermost last.
+        publish: Passes on what the block has assigned, each time it hands over.
         waiting: What the block asked for and has not got; None while it runs or when it has ended.
     """
 
@@ -84,6 +85,7 @@ class Mediator:
         self.loops: list[Any] = []
         self.waiting: Event | None = None
         self.transform: Callable[[], Any] | None = None
+        self.publish: Callable[[], None] | None = None
         self.worker: stacks.Stack | None = None
         self.interleaver: Interleaver | None = None
         self._grad_enabled = True
@@ -149,6 +151,8 @@ class Mediator:
         """Note what the block asks for next; returns an answer that can be given at once, or ``NOTHING``."""
         interleaver = self.interleaver
         assert interleaver is not None  # noqa: S101 - set by start
+        if self.publish is not None:
+            self.publish()
         if self.transform is not None:
             transform, self.transform = self.transform, None
             interleaver.batcher.swap(self.batch_group, transform())
@@ -156,8 +160,9 @@ class Mediator:
             worker, self.worker = self.worker, None
             assert worker is not None  # noqa: S101 - it has just handed over
             stacks.give_back(worker)
-            if event.error is not None:
-                interleaver.failed(event.error)
+            _, error = event.empty()
+            if error is not None:
+                interleaver.failed(error)
             return NOTHING
         self.waiting = event
         return interleaver.queue(self)

@@ -30,6 +30,7 @@ import contextvars
 import ctypes
 import functools
 import platform
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -45,8 +46,43 @@ _MAX_IDLE = 64
 _MAX_ADDRESSES = 16
 """Addresses that stacks wait at: the depths at which a program opens traces."""
 
+_MAX_NESTED = 256
+"""Runs within runs; each has a stack and a recursion limit of its own, so nothing else would stop them."""
+
 _STACK_POINTER_IN_JMP_BUF = {("Linux", "x86_64"): 48, ("Linux", "aarch64"): 104}
 """Where ``_setjmp`` notes the stack pointer; scrambled, but the same for the same address."""
+
+
+class _Idle(OrderedDict[int, list[greenlet]]):
+    """A thread's stacks without a job, by address, the address least recently used first.
+
+    A stack is ended here only while no run is on. Ending one means running it, where it began; were that not
+    where this run's stacks begin, it would overwrite the frames that a walk from them passes.
+    """
+
+    def trim(self, address: int) -> None:
+        """End the stacks that are too many."""
+        own = self.get(address)
+        if own is not None:
+            self.move_to_end(address)
+            while len(own) > _MAX_IDLE:
+                _end(own.pop())
+        while len(self) > _MAX_ADDRESSES:
+            for stack in self.popitem(last=False)[1]:
+                _end(stack)
+
+    def __del__(self) -> None:
+        """End all when the thread ends, or greenlet would keep them for ever."""
+        if sys.is_finalizing():
+            return
+        for own in self.values():
+            for stack in own:
+                _end(stack)
+
+
+def _end(stack: greenlet) -> None:
+    stack.parent = getcurrent()
+    stack.switch([])
 
 
 class _Local(threading.local):
@@ -55,7 +91,8 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.hub: greenlet | None = None
         self.address = 0
-        self.idle: OrderedDict[int, list[greenlet]] = OrderedDict()
+        self.nested = 0
+        self.idle = _Idle()
         self.buffer = ctypes.create_string_buffer(1024)
         offset = _STACK_POINTER_IN_JMP_BUF.get((platform.system(), platform.machine()))
         self.pointer = None if offset is None else ctypes.c_size_t.from_buffer(self.buffer, offset)
@@ -75,6 +112,12 @@ class Done:
         self.value = value
         self.error = error
 
+    def empty(self) -> tuple[Any, BaseException | None]:
+        """Return result and error, and keep neither: the stack that waits holds this object."""
+        value, error = self.value, self.error
+        self.value = self.error = None
+        return value, error
+
 
 def run(body: Callable[[], Any]) -> Any:
     """Run ``body`` on a stack of its own and return what it returns; its errors come out here.
@@ -83,18 +126,26 @@ def run(body: Callable[[], Any]) -> Any:
     """
     local = _local
     if local.hub is not None:
-        stack = take()
-        done = start(stack, body)
-        give_back(stack)
+        if local.nested >= _MAX_NESTED:
+            raise RecursionError(f"runs nest {_MAX_NESTED} deep; does a traced block trace itself?")
+        local.nested += 1
+        try:
+            stack = take()
+            done = start(stack, body)
+            give_back(stack)
+        finally:
+            local.nested -= 1
     else:
         local.hub = getcurrent()
         try:
             done = _hub(local, body)
         finally:
             local.hub = None
-    if done.error is not None:
-        _raise(done.error)
-    return done.value
+            local.idle.trim(local.address)
+    value, error = done.empty()
+    if error is not None:
+        _raise(error)
+    return value
 
 
 def _raise(error: BaseException) -> NoReturn:
@@ -120,7 +171,7 @@ def _hub(local: _Local, body: Callable[[], Any]) -> Done:
         # The one call site: every stack begins right below this frame. Through a partial, because Python
         # calls a builtin method in another way while a debugger or profiler is on, and stacks would begin
         # elsewhere.
-        asked = functools.partial(stack.switch, job)()
+        asked = functools.partial(stack.switch, [job])()
         if type(asked) is Done:
             give_back(first)
             return asked
@@ -143,17 +194,14 @@ def give_back(stack: Stack) -> None:
     idle = local.idle.get(local.address)
     if idle is None:
         idle = local.idle[local.address] = []
-        if len(local.idle) > _MAX_ADDRESSES:
-            local.idle.popitem(last=False)
-    if len(idle) < _MAX_IDLE:
-        idle.append(stack)
+    idle.append(stack)
 
 
 def start(stack: Stack, job: Callable[[], Any]) -> Any:
     """Give ``stack`` a job and return what it first hands over; within a run only."""
     stack.parent = getcurrent()
     if stack:  # it has started, and waits at the right address
-        return stack.switch(job)
+        return stack.switch([job])
     hub = _local.hub
     assert hub is not None  # noqa: S101 - run() made it
     return hub.switch((stack, job))
@@ -167,10 +215,14 @@ def resume(stack: Stack, payload: Any) -> Any:
     return stack.switch(payload)
 
 
-def _work(job: Callable[[], Any]) -> None:
-    """Do one job after the other; nothing of a job is kept while waiting for the next."""
-    me = getcurrent()
-    while True:
+def _work(box: list[Callable[[], Any]]) -> None:
+    """Do one job after the other; nothing of a job is kept while waiting for the next.
+
+    C holds on to what a stack was first called with, and to what it hands over while it waits. So a job comes
+    in a box and is taken out, and whoever gets a ``Done`` empties it. An empty box ends the stack.
+    """
+    while box:
+        job = box.pop()
         try:
             done = Done(job())
         except BaseException as error:  # noqa: BLE001 - raised by whoever gave the job
@@ -178,7 +230,7 @@ def _work(job: Callable[[], Any]) -> None:
         del job
         handed = [done]
         del done
-        job = resumed_by(me).switch(handed.pop())
+        box = resumed_by(getcurrent()).switch(handed.pop())
 
 
 def resumed_by(stack: Stack) -> Stack:

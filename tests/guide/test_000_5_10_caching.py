@@ -1,4 +1,4 @@
-"""The design document, sections 5.10 and 5.11: many values in one go, and what the traced function returns."""
+"""The design document, sections 5.10 and 5.11: many values in one go, and the traced function's result."""
 
 from __future__ import annotations
 

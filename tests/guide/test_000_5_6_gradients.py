@@ -132,13 +132,13 @@ def test_backward_without_a_with_statement_is_torchs_own() -> None:
 def test_gradients_of_invokes_are_those_of_their_rows(gpt2: LanguageModel) -> None:
     with gpt2.trace() as tracer:
         with tracer.invoke("Hello"):
-            hs = gpt2.transformer.h[-1].output
+            hs1 = gpt2.transformer.h[-1].output
             with gpt2.lm_head.output.sum().backward(retain_graph=True):
-                first = hs.grad.save()
+                first = hs1.grad.save()
         with tracer.invoke("World"):
-            hs = gpt2.transformer.h[-1].output
+            hs2 = gpt2.transformer.h[-1].output
             with gpt2.lm_head.output.sum().backward(retain_graph=True):
-                second = hs.grad.save()
+                second = hs2.grad.save()
     (expected,) = plain_gradients(gpt2, LAST)
     torch.testing.assert_close(first, expected)
     assert second.shape == first.shape

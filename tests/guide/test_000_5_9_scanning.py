@@ -62,7 +62,7 @@ def test_after_a_scan_shapes_are_on_the_envoys(features: torch.Tensor) -> None:
 
 def test_a_trace_can_be_validated_before_it_runs(tiny: NNsight, features: torch.Tensor) -> None:
     ran: list[str] = []
-    tiny.layer1._module.register_forward_pre_hook(lambda _, args: ran.append(type(args[0]).__name__))
+    tiny.layer1._module.register_forward_hook(lambda *args: ran.append(type(args[-1]).__name__))
     with pytest.raises(RuntimeError, match="must match"), tiny.trace(features, validate=True):
         tiny.layer1.output[:] = torch.zeros(7)
     assert ran == ["FakeTensor"]

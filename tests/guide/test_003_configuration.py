@@ -1,4 +1,4 @@
-"""User guide, configuration and development notes: options, what they change, and how often a block is compiled."""
+"""User guide, configuration and development notes: options, and how often a block is compiled."""
 
 from __future__ import annotations
 
@@ -127,12 +127,12 @@ def test_a_function_defined_in_a_loop_traces_the_wrapper_it_is_bound_to(features
     late, bound = [], []
     for wrapper in wrappers:
 
-        def late_fn() -> torch.Tensor:
+        def late_fn() -> Any:
             with wrapper.trace(features):  # noqa: B023 - the mistake that the documents describe
                 output = wrapper.output.save()  # noqa: B023
             return output
 
-        def bound_fn(w: NNsight = wrapper) -> torch.Tensor:
+        def bound_fn(w: NNsight = wrapper) -> Any:
             with w.trace(features):
                 output = w.output.save()
             return output
@@ -154,6 +154,6 @@ def test_nnsights_own_types_are_deprecated_for_pythons(name: str, value: object)
 def test_apply_is_deprecated_for_a_plain_call(tiny: NNsight, features: torch.Tensor) -> None:
     with warnings.catch_warnings(record=True) as seen, tiny.trace(features):
         warnings.simplefilter("always")
-        output = nnsight_engine.apply(torch.relu, tiny.output).save()
+        output = nnsight_engine.apply(torch.relu, tiny.output).save()  # type: ignore[attr-defined]
     assert torch.equal(output, tiny._module(features).relu())
     assert [one.category for one in seen] == [DeprecationWarning]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from nnsight_engine.core.config import CONFIG
 from nnsight_engine.core.saves import save
+from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.envoys.cache import Cache, CacheView
 from nnsight_engine.envoys.eproperty import eproperty
 from nnsight_engine.envoys.tracers.invoker import Invoker
@@ -13,6 +15,7 @@ from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.iteration import Iter, IteratorTracer
 from nnsight_engine.interleaving.mediator import Mediator
+from nnsight_engine.interleaving.sharing import publishers
 from nnsight_engine.tracing.tracer import Backend, Info, Tracer
 
 if TYPE_CHECKING:
@@ -147,21 +150,24 @@ class InterleavingTracer(Tracer):
             if self.interleaver.interleaving:
                 raise ValueError(
                     f"Cannot trace {self.model.path} during an active model execution / interleaving: "
-                    "it runs already, "
-                    "and this block waits beside it. Open the trace before or after, or group traces in "
+                    "it runs already, and this block waits beside it. Open the trace before or "
+                    "after, or group traces in "
                     "model.session()."
                 )
             self._collect(function)
             try:
                 if self.validate:
                     self._validate()
+                if len(self.invokers) > 1 and CONFIG.APP.CROSS_INVOKER:
+                    for mediator, publish in zip(self.mediators, publishers(self.invokers), strict=True):
+                        mediator.publish = publish
                 return self._run_model()
             except NameError as error:
                 self._explain(error)
                 raise
             finally:
                 for invoker in self.invokers:
-                    invoker.give_back()
+                    invoker.finish()
                 self._let_go()
 
     def _explain(self, error: NameError) -> None:
@@ -170,7 +176,8 @@ class InterleavingTracer(Tracer):
         if error.name is not None and assigning:
             error.add_note(
                 f"`{error.name}` is assigned in another invoke, which had not come that far. If both ask for "
-                "values of the same place, let them wait for each other: barrier = tracer.barrier(2) before the "
+                "values of the same place, let them wait for each other: barrier = tracer.barrier(2) "
+                "before the "
                 "invokes, and barrier() in each, after it is assigned and before it is used."
             )
 
@@ -198,14 +205,14 @@ class InterleavingTracer(Tracer):
         self.model._prepare_run(self.batcher)
         return self._interleave()
 
-    def _interleave(self) -> Any:
+    def _interleave(self, converted: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
         interleaver, model = self.interleaver, self.model
         mediators = [edit.mediator(interleaver) for edit in model._default_mediators]
         interleaver.initialize([*mediators, *self.mediators], self, self.batcher)
         self._on_initialized()
         inputs = self.batcher.inputs
         assert inputs is not None  # noqa: S101 - _collect saw to it
-        args, kwargs = inputs
+        args, kwargs = inputs if converted is None else map_tensors(inputs, converted)
         return model.interleave(self.function, *args, **{**self.batcher.shared_kwargs, **kwargs})
 
     def _on_initialized(self) -> None:
@@ -225,12 +232,16 @@ class InterleavingTracer(Tracer):
             self.mediators = real
 
 
-def run_on_fakes(run: Callable[[], Any]) -> Any:
-    """Call ``run`` with fake tensors in place of real ones: shapes and dtypes, no numbers, no memory."""
+def run_on_fakes(run: Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]) -> Any:
+    """Call ``run`` with fake tensors in place of real ones: shapes and dtypes, no numbers, no memory.
+
+    Args:
+        run: Is given what makes a real tensor, an input, a fake one.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415 - slow to import, and seldom needed
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        return run()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        return run(mode.from_tensor)
 
 
 __all__ = ["InterleavingTracer", "run_on_fakes"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import CellType
 from typing import TYPE_CHECKING, Any
 
-from nnsight_engine.core.config import CONFIG
-from nnsight_engine.core.saves import SAVES
-from nnsight_engine.tracing.tracer import Backend, Info, Tracer
+from nnsight_engine.interleaving.sharing import bring_home
+from nnsight_engine.tracing.tracer import Backend, Tracer
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
@@ -25,9 +25,17 @@ _COLLECT = _Collect()
 
 
 class Invoker(Tracer):
-    """``with tracer.invoke(input):``, defined now and run with the others when the trace's block ends."""
+    """``with tracer.invoke(input):``, defined now and run with the others when the trace's block ends.
 
-    _own: Info | None = None
+    Attributes:
+        outer: The variables of the surrounding code that the block mentions.
+        own: The block's own, which start with their values.
+        stored: The names that the block may assign.
+    """
+
+    outer: dict[str, CellType]
+    own: dict[str, CellType]
+    stored: tuple[str, ...]
 
     def __init__(self, parent: InterleavingTracer, *args: Any, **kwargs: Any) -> None:
         """Add to ``parent``.
@@ -45,29 +53,21 @@ class Invoker(Tracer):
         self.parent = parent
 
     def compile(self) -> Callable[[], Any]:
-        """Return the block as a function; on variables of its own if invokes may not share them."""
-        if CONFIG.APP.CROSS_INVOKER:
-            return self.compile_on(self.info)
-        self._own = self.info.fresh()
-        return self.compile_on(self._own)
+        """Return the block as a function on variables of its own, see ``sharing``."""
+        self.outer, self.stored = self.info.variables, self.info.block.stored
+        self._fresh = self.info.fresh()
+        self.own = self._fresh.variables
+        return self.compile_on(self._fresh)
 
     def execute(self, function: Callable[[], Any]) -> None:
         """Add the block and its input to the trace."""
         self.parent.invokers.append(self)
-        self.parent.add(function, self._own or self.info, self.args, self.kwargs)
+        self.parent.add(function, self._fresh, self.args, self.kwargs)
 
     def give_back(self) -> None:
-        """Bind the saved values where the invoke was written."""
-        if self._own is not None:
-            for name in self.info.block.stored:
-                cell = self._own.variables.get(name)
-                if cell is not None and _holds_saved(cell):
-                    self.info.variables[name].cell_contents = cell.cell_contents
+        """Give nothing back yet: the block has not run when its ``with`` statement is left."""
+
+    def finish(self) -> None:
+        """Bind what was assigned where the invoke was written."""
+        bring_home(self)
         super().give_back()
-
-
-def _holds_saved(cell: Any) -> bool:
-    try:
-        return SAVES.keeps(cell.cell_contents)
-    except ValueError:  # never assigned
-        return False

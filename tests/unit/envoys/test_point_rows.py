@@ -128,6 +128,19 @@ def test_gradients_reach_what_a_point_gives(module: Any) -> None:
         torch.testing.assert_close(found, torch.autograd.grad(logit, leaf)[0], rtol=1e-5, atol=1e-6)
 
 
+def test_an_edit_in_place_reaches_the_model_while_gradients_are_recorded(module: Any) -> None:
+    model = NNsight(module)
+    for name in points_of_a_layer(model.points):
+        with torch.no_grad(), model.trace(IDS, use_cache=False):
+            move(model.points[name])
+            expected = model.points["logits"].save()
+        with model.trace(IDS, use_cache=False):
+            move(model.points[name])
+            found = model.points["logits"].save()
+        assert found.requires_grad
+        assert torch.equal(found, expected), name
+
+
 def test_gradients_of_two_invokes_reach_the_rows_of_each(module: Any) -> None:
     model = Batching(module)
     for name in points_of_a_layer(model.points):

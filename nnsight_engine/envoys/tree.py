@@ -1,0 +1,111 @@
+"""Finding one's way in a tree of envoys: children, paths, every envoy below, devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Self, cast, overload
+
+import torch
+
+if TYPE_CHECKING:
+    from nnsight_engine.envoys.envoy import Envoy
+
+
+class EnvoyTree:
+    """What an envoy offers as a part of its tree; ``Envoy`` builds on it.
+
+    Attributes:
+        path: Where the module is.
+    """
+
+    path: str | None
+    _module: torch.nn.Module
+    _children: list[Envoy]
+    _names: list[str]
+
+    @overload
+    def __getitem__(self, key: int) -> Envoy: ...
+
+    @overload
+    def __getitem__(self, key: slice) -> list[Envoy]: ...
+
+    @overload
+    def __getitem__(self, key: str) -> Any: ...
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a child of a list of modules by number or slice, of a dict of modules by key."""
+        if isinstance(key, str):
+            return self.__dict__[key] if key in self._names else getattr(self, key)
+        return self._children[key]
+
+    def __len__(self) -> int:
+        """Return how many children there are."""
+        return len(self._children)
+
+    def __iter__(self) -> Iterator[Envoy]:
+        """Iterate over the children."""
+        return iter(self._children)
+
+    def __bool__(self) -> bool:
+        """An envoy is there, with children or without."""
+        return True
+
+    def modules(
+        self,
+        include_fn: Callable[[Envoy], bool] | None = None,
+        names: bool = False,  # noqa: FBT001, FBT002 - the documented signature
+    ) -> list[Any]:
+        """Return this envoy and all below it, children before parents' siblings, in order.
+
+        Args:
+            include_fn: Keeps those for which it is true.
+            names: Return pairs of path and envoy.
+        """
+        found = [envoy for envoy in self._walk() if include_fn is None or include_fn(envoy)]
+        return [(envoy.path, envoy) for envoy in found] if names else found
+
+    def named_modules(self, include_fn: Callable[[Envoy], bool] | None = None) -> list[tuple[str, Envoy]]:
+        """Return pairs of path and envoy, see ``modules``."""
+        return self.modules(include_fn, names=True)
+
+    def _walk(self, seen: set[int] | None = None) -> Iterator[Envoy]:
+        seen = set() if seen is None else seen
+        if id(self) not in seen:
+            seen.add(id(self))
+            yield cast("Envoy", self)  # the one class that builds on this
+            for child in self._children:
+                yield from child._walk(seen)
+
+    def get(self, path: str) -> Any:
+        """Return the envoy, or whatever attribute, at a path below this one: ``get("layers.3.mlp")``."""
+        found: Any = self
+        for part in path.removeprefix(f"{self.path}.").split("."):
+            found = found[int(part)] if part.isdigit() and part not in found._names else getattr(found, part)
+        return found
+
+    # Devices.
+
+    @property
+    def device(self) -> torch.device | None:
+        """Device of the first parameter; None without parameters."""
+        parameter = next(self._module.parameters(), None)
+        return parameter.device if parameter is not None else None
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Devices of all parameters."""
+        return {parameter.device for parameter in self._module.parameters()}
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Move or convert the module, as ``torch.nn.Module.to`` does."""
+        self._module.to(*args, **kwargs)
+        return self
+
+    def cpu(self) -> Self:
+        """Move the module to the CPU."""
+        return self.to("cpu")
+
+    def cuda(self, device: int | torch.device | None = None) -> Self:
+        """Move the module to a GPU."""
+        self._module.cuda(device)
+        return self

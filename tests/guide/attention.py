@@ -1,0 +1,64 @@
+"""A model with attention heads that no library knows: what the extension guide's examples are written for."""
+
+from __future__ import annotations
+
+import torch
+
+NUM_HEADS = 4
+HEAD_WIDTH = 3
+WIDTH = NUM_HEADS * HEAD_WIDTH
+
+
+class Attention(torch.nn.Module):
+    """Attends, and returns ``[num_rows, num_tokens, WIDTH]``, the heads side by side."""
+
+    def __init__(self) -> None:
+        """Make the projection to queries, keys and values."""
+        super().__init__()
+        self.n_heads = NUM_HEADS
+        self.qkv = torch.nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attend from every token to every token."""
+        rows, tokens, _ = x.shape
+        query, key, value = (
+            part.view(rows, tokens, self.n_heads, HEAD_WIDTH).transpose(1, 2)
+            for part in self.qkv(x).split(WIDTH, dim=2)
+        )
+        weights = torch.softmax(query @ key.transpose(2, 3), dim=3)
+        attended: torch.Tensor = (weights @ value).transpose(1, 2).reshape(rows, tokens, WIDTH)
+        return attended
+
+
+class Block(torch.nn.Module):
+    """Attention with a residual path; returns a tuple, as blocks of many libraries do."""
+
+    def __init__(self) -> None:
+        """Make the attention and the projection after it."""
+        super().__init__()
+        self.self_attn = Attention()
+        self.out = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the residual stream, and no attention weights."""
+        return x + self.out(self.self_attn(x)), None
+
+
+class Attender(torch.nn.Module):
+    """Two blocks and a head, always with the same weights."""
+
+    def __init__(self) -> None:
+        """Draw the weights from a seed of their own."""
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.layers = torch.nn.ModuleList([Block(), Block()])
+            self.norm = torch.nn.LayerNorm(WIDTH)
+            self.head = torch.nn.Linear(WIDTH, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits, ``[num_rows, num_tokens, 7]``."""
+        for layer in self.layers:
+            x, _ = layer(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits

@@ -1,0 +1,532 @@
+"""One block beside a run: what it may ask for, when it is too late, and how its waiting ends."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from greenlet import greenlet
+
+from nnsight_engine.interleaving.events import Cancelation, Events, MissedProviderError, OutOfOrderError
+from nnsight_engine.interleaving.interleaver import Interleaver
+from nnsight_engine.interleaving.mediator import Mediator, named, split
+
+if TYPE_CHECKING:
+    from tests.unit.interleaving.conftest import Scene
+
+# Names.
+
+
+@pytest.mark.parametrize(
+    ("requester", "parts"),
+    [
+        ("model.layers.3.output.i0", ("model.layers.3.output", 0)),
+        ("model.layers.3.output.i12", ("model.layers.3.output", 12)),
+        ("result", ("result", None)),
+        ("model.layers.3.input", ("model.layers.3.input", None)),
+        ("model.ii.i1", ("model.ii", 1)),
+        ("model.i1.output", ("model.i1.output", None)),
+        ("model.output.i", ("model.output.i", None)),
+        ("model.output.i-1", ("model.output.i-1", None)),
+    ],
+)
+def test_requester_is_a_provider_and_a_call_number(requester: str, parts: tuple[str, int | None]) -> None:
+    assert split(requester) == parts
+    assert named(*parts) == requester
+
+
+def test_mediators_have_names() -> None:
+    assert Mediator(print, name="mine").name == "mine"
+    assert Mediator(print).name.startswith("Mediator")
+
+
+# Asking.
+
+
+def test_value_is_delivered_and_goes_on_unchanged(scene: Scene) -> None:
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        scene.log.append(mediator.request("a.i0"))
+
+    assert scene.provide(("a", "one")) == ["one"]
+    assert scene.log == ["one"]
+
+
+def test_calls_are_told_apart_by_number(scene: Scene) -> None:
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        scene.log.append(mediator.request("a.i1"))
+        scene.log.append(mediator.request("a.i3"))
+
+    scene.provide(*[("a", number) for number in range(5)])
+    assert scene.log == [1, 3]
+
+
+def test_one_value_can_be_asked_for_again_and_again(scene: Scene) -> None:
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        scene.log.extend(mediator.request("a.i0") for _ in range(5))
+        mediator.swap("a.i0", "two")
+        scene.log.append(mediator.request("a.i0"))
+
+    assert scene.provide(("a", "one")) == ["two"]
+    assert scene.log == ["one"] * 5 + ["two"]
+
+
+def test_swapped_value_goes_on(scene: Scene) -> None:
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        mediator.swap("a.i1", "new")
+
+    assert scene.provide(("a", 0), ("a", 1), ("a", 2)) == [0, "new", 2]
+
+
+def test_value_without_a_call_number_is_a_provider_of_its_own(scene: Scene) -> None:
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        scene.log.append(mediator.request("result"))
+        mediator.swap("result", "replaced")
+
+    assert scene.run(lambda: "made") == "replaced"
+    assert scene.log == ["made"]
+
+
+def test_block_that_asks_for_nothing_runs_before_the_model(scene: Scene) -> None:
+    scene.block(lambda mediator: scene.log.append("block"))
+    scene.run(lambda: scene.log.append("model"))
+    assert scene.log == ["block", "model"]
+
+
+def test_sides_take_turns_at_each_value(scene: Scene) -> None:
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        for name in ("a", "b", "c"):
+            scene.log.append(f"asks {name}")
+            mediator.request(f"{name}.i0")
+            scene.log.append(f"has {name}")
+
+    def model() -> None:
+        for name in ("a", "b", "c"):
+            scene.log.append(f"makes {name}")
+            scene.interleaver.handle(name, name, iterate=True)
+
+    scene.run(model)
+    assert scene.log == [f"{what} {name}" for name in "abc" for what in ("asks", "makes", "has")]
+
+
+def test_alive_and_waiting_tell_where_a_block_is(scene: Scene) -> None:
+    scene.block(lambda mediator: mediator.request("a.i0"))
+    (mediator,) = scene.mediators
+    assert not mediator.alive
+
+    def model() -> None:
+        assert mediator.alive
+        assert mediator.waiting == (Events.VALUE, "a", 0, None)
+        scene.interleaver.handle("a", 1, iterate=True)
+        assert not mediator.alive
+        assert mediator.waiting is None
+
+    scene.run(model)
+
+
+# Too late, or never.
+
+
+def test_value_that_was_passed_is_out_of_order(scene: Scene) -> None:
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        mediator.request("b.i0")
+        with pytest.raises(OutOfOrderError, match=r"Value was missed for a\.i0"):
+            mediator.request("a.i0")
+        with pytest.raises(OutOfOrderError):
+            mediator.swap("a.i0", 1)
+        scene.log.append(mediator.request("c.i0"))
+
+    scene.provide(("a", 1), ("b", 2), ("c", 3))
+    assert scene.log == [3]
+
+
+def test_earlier_call_is_out_of_order_and_a_later_one_is_not(scene: Scene) -> None:
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        mediator.request("a.i1")
+        with pytest.raises(OutOfOrderError):
+            mediator.request("a.i0")
+        scene.log.append(mediator.request("a.i2"))
+
+    scene.provide(("a", 0), ("a", 1), ("a", 2))
+    assert scene.log == [2]
+
+
+def test_out_of_order_that_is_not_caught_ends_the_run_at_once(scene: Scene) -> None:
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        mediator.request("b.i0")
+        mediator.request("a.i0")
+
+    def model() -> None:
+        for name in ("a", "b", "c"):
+            scene.interleaver.handle(name, 0, iterate=True)
+            scene.log.append(name)
+
+    with pytest.raises(OutOfOrderError, match=r"a\.i0"):
+        scene.run(model)
+    assert scene.log == ["a"]
+
+
+def test_value_that_never_comes_is_missed_when_the_run_is_over(scene: Scene) -> None:
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        mediator.request("nowhere.i0")
+
+    with pytest.raises(MissedProviderError, match=r"`nowhere\.i0` was not provided") as caught:
+        scene.provide(("a", 1))
+    assert not isinstance(caught.value, OutOfOrderError)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_call_number_that_is_too_high_is_missed_and_says_how_many_there_were(scene: Scene) -> None:
+    scene.block(lambda mediator: mediator.request("a.i5"))
+    with pytest.raises(MissedProviderError, match=r"a\.i5.*reached 2 times"):
+        scene.provide(("a", 1), ("a", 2))
+
+
+def test_block_may_catch_a_missed_value_and_ask_for_the_result(scene: Scene) -> None:
+    """The run is over for good: whatever else is asked for is missed as well."""
+
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        for requester in ("nowhere.i0", "a.i7", "b.i0"):
+            with pytest.raises(MissedProviderError):
+                mediator.request(requester)
+        scene.log.append("done")
+
+    scene.provide(("a", 1))
+    assert scene.log == ["done"]
+
+
+def test_error_types_are_found_on_the_mediator() -> None:
+    assert Mediator.OutOfOrderError is OutOfOrderError
+    assert Mediator.MissedProviderError is MissedProviderError
+    assert issubclass(OutOfOrderError, MissedProviderError)
+
+
+# The end of a run that leaves a block waiting.
+
+
+def failing_model(scene: Scene) -> None:
+    with pytest.raises(ZeroDivisionError):
+        scene.run(lambda: scene.interleaver.handle("a", 1, iterate=True) / 0)
+
+
+def test_block_that_waits_when_the_model_fails_is_cancelled(scene: Scene) -> None:
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        try:
+            mediator.request("b.i0")
+        except Cancelation:
+            scene.log.append("cancelled")
+            raise
+        finally:
+            scene.log.append("cleaned up")
+
+    failing_model(scene)
+    assert scene.log == ["cancelled", "cleaned up"]
+    assert not scene.mediators[0].alive
+
+
+def test_cancelled_block_that_swallows_every_exception_ends_nevertheless(scene: Scene) -> None:
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        for number in range(1000):
+            try:
+                mediator.request(f"b.i{number}")
+            except Exception:  # noqa: BLE001 - the subject
+                scene.log.append(number)
+
+    failing_model(scene)
+    assert 0 < len(scene.log) < 1000
+    assert not scene.mediators[0].alive
+
+
+def test_cancelled_block_that_swallows_anything_for_ever_does_not_hang_the_run(scene: Scene) -> None:
+    """Nothing can end it from outside, since its stack must unwind by itself; it is left behind."""
+    rounds = 0
+
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        nonlocal rounds
+        while rounds < 100_000:
+            try:
+                mediator.request("b.i0")
+            except BaseException:  # noqa: BLE001 - the subject
+                rounds += 1
+
+    failing_model(scene)
+    assert rounds < 1000
+
+
+def test_cancelled_block_that_raises_something_else_does_not_hide_the_models_error(scene: Scene) -> None:
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        try:
+            mediator.request("b.i0")
+        finally:
+            raise KeyError("while cleaning up")
+
+    failing_model(scene)
+
+
+def test_cancelled_blocks_clean_up_is_no_longer_interleaved(scene: Scene) -> None:
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        try:
+            mediator.request("b.i0")
+        finally:
+            with pytest.raises((Cancelation, ValueError)):
+                mediator.swap("a.i0", "too late")
+            scene.log.append("cleaned up")
+
+    failing_model(scene)
+    assert scene.log == ["cleaned up"]
+
+
+def test_context_managers_of_a_cancelled_block_are_left(scene: Scene) -> None:
+    lock = threading.Lock()
+
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        with lock, torch.no_grad():
+            mediator.request("b.i0")
+
+    failing_model(scene)
+    assert not lock.locked()
+    assert torch.is_grad_enabled()
+
+
+# Code that is not the block's own.
+
+
+def test_thread_of_a_block_cannot_ask(scene: Scene) -> None:
+    errors: list[BaseException] = []
+
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        def elsewhere() -> None:
+            try:
+                mediator.request("a.i0")
+            except ValueError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        scene.log.append(mediator.request("a.i0"))
+
+    scene.provide(("a", 1))
+    assert scene.log == [1]
+    assert "another thread" in str(errors[0])
+
+
+def test_greenlet_of_a_block_cannot_ask(scene: Scene) -> None:
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        with pytest.raises(ValueError, match=r"Cannot request `a\.i0`"):
+            greenlet(lambda: mediator.request("a.i0")).switch()
+        scene.log.append(mediator.request("a.i0"))
+
+    scene.provide(("a", 1))
+    assert scene.log == [1]
+
+
+def test_generator_of_a_block_may_ask(scene: Scene) -> None:
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        scene.log.extend(mediator.request(f"{name}.i0") for name in "abc")
+
+    scene.provide(("a", 1), ("b", 2), ("c", 3))
+    assert scene.log == [1, 2, 3]
+
+
+# Grad mode and torch's other switches belong to each side.
+
+
+def modes() -> tuple[bool, bool, bool]:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+
+
+def test_block_has_gradients_while_the_model_runs_without(scene: Scene) -> None:
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        for number in range(3):
+            mediator.request(f"a.i{number}")
+            scene.log.append(torch.is_grad_enabled())
+
+    @torch.no_grad()
+    def model() -> None:
+        for number in range(3):
+            scene.interleaver.handle("a", number, iterate=True)
+            assert not torch.is_grad_enabled()
+
+    scene.run(model)
+    assert scene.log == [True] * 3
+    assert torch.is_grad_enabled()
+
+
+def test_block_without_gradients_leaves_the_model_its_own(scene: Scene) -> None:
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        with torch.no_grad():
+            mediator.request("a.i0")
+            mediator.request("b.i0")
+            scene.log.append(torch.is_grad_enabled())
+        mediator.request("c.i0")
+        scene.log.append(torch.is_grad_enabled())
+
+    def model() -> None:
+        for name in "abc":
+            scene.interleaver.handle(name, 0, iterate=True)
+            scene.log.append(torch.is_grad_enabled())
+
+    scene.run(model)
+    assert scene.log == [True, False, True, True, True]
+
+
+def test_trace_opened_without_gradients_has_none_in_its_blocks(scene: Scene) -> None:
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        scene.log.append(torch.is_grad_enabled())
+        with torch.enable_grad():
+            mediator.request("a.i0")
+            scene.log.append(torch.is_grad_enabled())
+
+    with torch.no_grad():
+        scene.provide(("a", 1))
+        scene.log.append(torch.is_grad_enabled())
+    assert scene.log == [False, True, False]
+
+
+def test_two_blocks_and_the_model_each_keep_their_grad_mode(scene: Scene) -> None:
+    def without(mediator: Mediator) -> None:
+        with torch.no_grad():
+            for number in range(4):
+                mediator.request(f"a.i{number}")
+                scene.log.append(("without", torch.is_grad_enabled()))
+
+    def with_(mediator: Mediator) -> None:
+        for number in range(4):
+            mediator.request(f"a.i{number}")
+            scene.log.append(("with", torch.is_grad_enabled()))
+
+    scene.block(without)
+    scene.block(with_)
+
+    def model() -> None:
+        for number in range(4):
+            with torch.set_grad_enabled(number % 2 == 0):
+                scene.interleaver.handle("a", 0, iterate=True)
+                scene.log.append(("model", torch.is_grad_enabled()))
+
+    scene.run(model)
+    assert scene.log == [
+        item
+        for number in range(4)
+        for item in (("without", False), ("with", True), ("model", number % 2 == 0))
+    ]
+
+
+def test_grad_mode_is_restored_when_a_block_fails(scene: Scene) -> None:
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        torch.set_grad_enabled(mode=False)
+        mediator.request("a.i0")
+        raise KeyError("block")
+
+    with pytest.raises(KeyError):
+        scene.provide(("a", 1))
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    ],
+    ids=["no_grad", "inference_mode", "autocast"],
+)
+def test_what_a_block_has_entered_while_it_waits_is_not_the_models(scene: Scene, mode: Any) -> None:
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        with mode():
+            before = modes()
+            mediator.request("a.i0")
+            mediator.request("b.i0")
+            assert modes() == before
+        mediator.request("c.i0")
+        assert modes() == plain
+
+    plain = modes()
+
+    def model() -> None:
+        for name in "abc":
+            scene.log.append(modes())
+            scene.interleaver.handle(name, 0, iterate=True)
+            scene.log.append(modes())
+
+    scene.run(model)
+    assert scene.log == [plain] * 6
+    assert modes() == plain
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    ],
+    ids=["no_grad", "inference_mode", "autocast"],
+)
+def test_what_the_model_has_entered_is_left_as_it_should_be(scene: Scene, mode: Any) -> None:
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        for name in "abc":
+            mediator.request(f"{name}.i0")
+
+    plain = modes()
+
+    def model() -> None:
+        scene.interleaver.handle("a", 0, iterate=True)
+        with mode():
+            entered = modes()
+            scene.interleaver.handle("b", 0, iterate=True)
+            assert modes() == entered
+        assert modes() == plain
+        scene.interleaver.handle("c", 0, iterate=True)
+
+    scene.run(model)
+    assert modes() == plain
+
+
+# Without a run.
+
+
+def test_mediator_that_has_not_started_is_not_alive_and_can_be_cancelled() -> None:
+    mediator = Mediator(lambda: None)
+    mediator.cancel()
+    assert not mediator.alive
+
+
+def test_mediators_cannot_wait_twice_for_one_run() -> None:
+    """A mediator is for one run; a second run needs new ones, and says nothing of the first."""
+    interleaver = Interleaver()
+    seen: list[Any] = []
+    for value in (1, 2):
+        mediator = Mediator(lambda: seen.append(mediator.request("a.i0")))  # noqa: B023 - runs in this turn
+        interleaver.initialize([mediator])
+        interleaver.run(lambda: interleaver.handle("a", value, iterate=True))  # noqa: B023
+    assert seen == [1, 2]

@@ -1,0 +1,149 @@
+"""Invokes run side by side, and their variables behave as if they ran one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight_engine import CONFIG, NNsight, save
+
+
+class Batching(NNsight):
+    """Stacks the rows of its invokes."""
+
+    def _batch(self, batched_input: Any, *inputs: Any, **kwargs: Any) -> Any:
+        return (torch.cat([batched_input[0][0], inputs[0]]),), {}
+
+
+@pytest.fixture
+def net() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)).requires_grad_(False)
+
+
+@pytest.fixture
+def model(net: torch.nn.Sequential) -> Batching:
+    return Batching(net)
+
+
+X = torch.tensor([[1.0, 2.0, 3.0]])
+
+
+def test_a_later_invoke_does_not_change_an_earlier_ones_variable(model: Batching, net: Any) -> None:
+    with model.trace() as tracer:
+        with tracer.invoke(X):
+            hidden = model[0].output
+            _ = model[1].output  # both have assigned `hidden` by now
+            first = save(hidden.clone())
+        with tracer.invoke(2 * X):
+            hidden = model[0].output
+            _ = model[1].output
+            second = save(hidden.clone())
+    torch.testing.assert_close(first, net[0](X))
+    torch.testing.assert_close(second, net[0](2 * X))
+
+
+def test_each_turn_of_a_loop_keeps_its_values(model: Batching, net: Any) -> None:
+    seen = []
+    with model.trace() as tracer:
+        for factor in range(3):
+            scaled = factor * X
+            with tracer.invoke(scaled):
+                output = model[0].output
+                seen.append((factor, scaled, output.clone()))
+                last = save(output)
+    assert [factor for factor, _, _ in seen] == [0, 1, 2]
+    for factor, scaled, output in seen:
+        torch.testing.assert_close(scaled, factor * X)
+        torch.testing.assert_close(output, net[0](scaled))
+    torch.testing.assert_close(last, net[0](2 * X))
+
+
+def test_a_later_invoke_sees_what_an_earlier_one_assigned(model: Batching, net: Any) -> None:
+    with model.trace() as tracer:
+        with tracer.invoke(X):
+            hidden = model[0].output.clone()
+        with tracer.invoke(5 * X):
+            _ = model[1].input  # comes after both have had the first layer
+            model[1].input = hidden
+            patched = save(model.output)
+    torch.testing.assert_close(patched, net(X))
+
+
+def test_an_earlier_invoke_sees_a_later_ones_variable_after_a_barrier(model: Batching, net: Any) -> None:
+    with model.trace() as tracer:
+        barrier = tracer.barrier(2)
+        with tracer.invoke(X):
+            barrier()
+            model[1].input = hidden  # noqa: F821 - assigned by the invoke below, which comes to the barrier
+            patched = save(model.output)
+        with tracer.invoke(5 * X):
+            hidden = model[0].output.clone()
+            barrier()
+    torch.testing.assert_close(patched, net(5 * X))
+
+
+def test_the_surrounding_code_gets_what_the_last_invoke_assigned(model: Batching, net: Any) -> None:
+    with model.trace() as tracer:
+        with tracer.invoke(X):
+            _ = model[1].output
+            result = save(model.output)  # assigned last in time
+        with tracer.invoke(2 * X):
+            result = save(model[0].output)  # assigned last as written
+    torch.testing.assert_close(result, net[0](2 * X))
+
+
+def test_a_running_value_is_passed_on(model: Batching) -> None:
+    total = 0
+    with model.trace() as tracer:
+        for _ in range(4):
+            with tracer.invoke(X):
+                _ = model[0].output
+                total = save(total + 1)
+    assert total == 4
+
+
+def test_too_early_is_a_name_error_that_tells_of_barriers(model: Batching) -> None:
+    with pytest.raises(NameError, match="later_on") as caught, model.trace() as tracer:
+        with tracer.invoke(X):
+            later_on = model[0].output
+        with tracer.invoke(X):
+            model[0].output = later_on
+    assert "tracer.barrier(2)" in caught.value.__notes__[0]
+
+
+def test_invokes_can_be_kept_apart(model: Batching) -> None:
+    CONFIG.APP.CROSS_INVOKER = False
+    try:
+        with pytest.raises(NameError), model.trace() as tracer:
+            with tracer.invoke(X):
+                mine = model[0].output
+            with tracer.invoke(X):
+                _ = model[1].input
+                model[1].input = mine
+        with model.trace() as tracer:
+            with tracer.invoke(X):
+                one = save(model[0].output)
+            with tracer.invoke(X):
+                two = save(model[1].output)
+    finally:
+        CONFIG.APP.CROSS_INVOKER = True
+    assert one.shape == (1, 4)
+    assert two.shape == (1, 2)
+
+
+def test_invokes_written_in_a_function_of_their_own(model: Batching, net: Any) -> None:
+    kept: dict[int, torch.Tensor] = {}
+
+    def add(tracer: Any, factor: int) -> None:
+        with tracer.invoke(factor * X):
+            output = model[0].output
+            kept[factor] = output
+
+    with model.trace() as tracer:
+        add(tracer, 1)
+        add(tracer, 3)
+    torch.testing.assert_close(kept[1], net[0](X))
+    torch.testing.assert_close(kept[3], net[0](3 * X))
