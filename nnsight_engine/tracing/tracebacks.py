@@ -2,16 +2,16 @@
 
 Blocks are compiled with the names and lines of the user's file, so a traceback needs no translation. It does
 pass through this package, whose frames say nothing to the person reading, and they are left out unless
-``CONFIG.APP.DEBUG`` is on. One is added later, by ``__exit__`` itself: whoever shows errors leaves it out.
+``CONFIG.APP.DEBUG`` is on. One is added when the error leaves ``__exit__`` itself, and dropped on arrival.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
+from typing import Any
 
 import greenlet
 
@@ -58,6 +58,34 @@ def clean(error: BaseException, *, debug: bool) -> BaseException:
     return error
 
 
+def drop_callers(frame: FrameType) -> None:
+    """Take the entries of our frames out of the error that is about to reach ``frame`` from one of them.
+
+    An entry is made for each frame that an error leaves, so ours are there when it arrives, and only a trace
+    function hears of that. It takes itself away, and puts back one that was active.
+    """
+    before, local = sys.gettrace(), frame.f_trace
+
+    def arrived(running: FrameType, event: str, argument: Any) -> Any:
+        if event != "exception":
+            return arrived
+        entry: TracebackType = argument[2]
+        below = entry.tb_next
+        while below is not None and is_ours(below.tb_frame.f_code.co_filename):
+            below = below.tb_next
+        entry.tb_next = below
+        running.f_trace = local
+        sys.settrace(before)
+        return local
+
+    frame.f_trace = arrived
+    sys.settrace(_ignore)
+
+
+def _ignore(_frame: FrameType, _event: str, _: Any) -> None:
+    """Trace no call made on the way."""
+
+
 def _forget_jump(error: BaseException) -> None:
     seen: set[int] = set()  # contexts may go round in a circle
     while error.__context__ is not None and id(error) not in seen:
@@ -66,19 +94,3 @@ def _forget_jump(error: BaseException) -> None:
             error.__context__ = None
             return
         error = error.__context__
-
-
-def install_excepthook(debug: Callable[[], bool]) -> None:
-    """Show uncaught errors without our frames: the last of them is added after an error was cleaned.
-
-    Whatever showed errors before goes on to; pytest and IPython leave frames out by ``__tracebackhide__``.
-    """
-    before = sys.excepthook
-
-    def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if not debug():
-            traceback = hide_our_frames(traceback)
-            error.__traceback__ = traceback
-        before(kind, error, traceback)
-
-    sys.excepthook = show

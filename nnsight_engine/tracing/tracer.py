@@ -22,7 +22,7 @@ from nnsight_engine.tracing.frames import read_variables, write_variables
 from nnsight_engine.tracing.sites import Sites
 from nnsight_engine.tracing.skipping import BlockSkipped, skip_block
 from nnsight_engine.tracing.source_text import SourceReader
-from nnsight_engine.tracing.tracebacks import clean, install_excepthook
+from nnsight_engine.tracing.tracebacks import clean, drop_callers
 
 SITES = Sites(SourceReader())
 """The process's trace sites; code objects are per process, and so is this."""
@@ -184,6 +184,8 @@ class Tracer:
         failed = self._outcome()
         if failed is None:
             return True
+        if not CONFIG.APP.DEBUG:
+            drop_callers(sys._getframe(1))  # noqa: SLF001 - the frame that the error will reach
         context = failed.__context__
         try:
             raise failed
@@ -276,7 +278,6 @@ def _copy(cell: CellType) -> CellType:
 
 
 HELPERS[DEFERRED] = CellType(_deferred)
-install_excepthook(lambda: CONFIG.APP.DEBUG)
 try:
     mount("save", save, when=_can_save)
 except MountError as error:  # another library's method is there already

@@ -120,16 +120,16 @@ def test_loop_in_a_loop(scene: Scene) -> None:
     assert scene.log == [(0, "a0"), (0, 1, "b1"), (2, "a2"), (2, 3, "b3")]
 
 
-def test_requests_after_a_loop_are_for_what_comes_next(scene: Scene) -> None:
+def test_requests_after_a_loop_are_for_the_value_at_hand_and_what_comes_next(scene: Scene) -> None:
     @scene.block
     def block(mediator: Mediator) -> None:
         for _ in Iter(scene.interleaver)[0:2]:
             numbered(scene, "b", mediator)
         assert mediator.iteration is None
-        scene.log.append(numbered(scene, "b", mediator))
+        scene.log.extend(numbered(scene, provider, mediator) for provider in "bab")
 
     steps_of(scene, 4)
-    assert scene.log == ["b2"]
+    assert scene.log == ["b1", "a2", "b2"]
 
 
 def test_loop_that_is_left_early_lets_the_block_go_on(scene: Scene) -> None:

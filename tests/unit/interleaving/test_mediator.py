@@ -119,16 +119,18 @@ def test_sides_take_turns_at_each_value(scene: Scene) -> None:
 def test_alive_and_waiting_tell_where_a_block_is(scene: Scene) -> None:
     scene.block(lambda mediator: mediator.request("a.i0"))
     (mediator,) = scene.mediators
-    assert not mediator.alive
+
+    def state() -> tuple[bool, object]:
+        return mediator.alive, mediator.waiting
 
     def model() -> None:
-        assert mediator.alive
-        assert mediator.waiting == (Events.VALUE, "a", 0, None)
+        scene.log.append(state())
         scene.interleaver.handle("a", 1, iterate=True)
-        assert not mediator.alive
-        assert mediator.waiting is None
+        scene.log.append(state())
 
+    assert state() == (False, None)
     scene.run(model)
+    assert scene.log == [(True, (Events.VALUE, "a", 0, None)), (False, None)]
 
 
 # Too late, or never.

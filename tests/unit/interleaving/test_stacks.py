@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import ctypes
+import functools
 import gc
 import platform
 import random
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from greenlet import greenlet
+from greenlet import getcurrent, greenlet
 
 from nnsight_engine.interleaving import stacks
 
@@ -90,7 +91,7 @@ def test_walk_from_a_stack_ends_where_the_process_began() -> None:
     walker = Walker()
     for depth in (0, 1, 7, 60):
         deep(depth, lambda: stacks.run(walker.check))
-        stacks.run(lambda depth=depth: deep(depth, walker.check))
+        stacks.run(lambda: deep(depth, walker.check))  # noqa: B023 - called at once
     assert walker.number == 8
 
 
@@ -101,8 +102,13 @@ def test_walk_is_right_in_many_stacks_that_take_turns_at_random_depths(seed: int
     walker = Walker()
 
     def job(stack: stacks.Stack) -> None:
+        def once() -> None:
+            walker.check()
+            hand_over(stack)
+            walker.check()
+
         for _ in range(chance.randint(1, 6)):
-            deep(chance.randint(0, 25), lambda: (walker.check(), hand_over(stack), walker.check()))
+            deep(chance.randint(0, 25), once)
         walker.check()
 
     def begin() -> stacks.Stack:
@@ -182,9 +188,14 @@ def test_walk_is_right_in_runs_with_and_without_a_tracer(
     switch_on: Callable[[Any], None], without_tracers: None
 ) -> None:
     walker = Walker()
+
+    def body() -> None:
+        walker.check()
+        stacks.run(walker.check)
+
     for tracer in (None, ignore, None, ignore):
         switch_on(tracer)
-        stacks.run(lambda: (walker.check(), stacks.run(walker.check)))
+        stacks.run(body)
     assert walker.number == 8
 
 
@@ -327,7 +338,9 @@ class Odd(BaseException):
     """Neither an Exception nor anything known."""
 
 
-@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit, Odd, StopIteration, GeneratorExit])
+@pytest.mark.parametrize(
+    "kind", [ValueError, KeyboardInterrupt, SystemExit, Odd, StopIteration, GeneratorExit]
+)
 def test_errors_of_the_body_come_out_of_run(kind: type[BaseException]) -> None:
     error = kind("no")
 
@@ -482,10 +495,10 @@ def test_context_variables_set_in_a_stack_stay_there() -> None:
 
 def test_stacks_are_used_again() -> None:
     def both() -> set[int]:
-        return {id(stacks.run(stacks.getcurrent)) for _ in range(20)}
+        return {id(stacks.run(getcurrent)) for _ in range(20)}
 
     if platform.system() == "Linux" and platform.machine() in {"x86_64", "aarch64"}:
-        assert len({id(stacks.run(stacks.getcurrent)) for _ in range(20)}) == 1
+        assert len({id(stacks.run(getcurrent)) for _ in range(20)}) == 1
         assert len(stacks.run(both)) == 1
 
 
@@ -494,7 +507,7 @@ def test_idle_stacks_are_bounded() -> None:
         waiting = []
         for _ in range(200):
             stack = stacks.take()
-            stacks.start(stack, lambda stack=stack: hand_over(stack))
+            stacks.start(stack, functools.partial(hand_over, stack))
             waiting.append(stack)
         for stack in waiting:
             finish(stack)
