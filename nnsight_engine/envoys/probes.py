@@ -9,6 +9,7 @@ value. Torch's own hooks could not do that: on a module without hooks, one added
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from threading import get_ident
 from typing import Any
@@ -21,35 +22,57 @@ _SLOT = "_compiled_call_impl"
 
 
 class Probes:
-    """The probes of a tree of modules; installed while a trace runs."""
+    """The probes of a tree of modules; installed while a trace runs.
+
+    A module may be in several trees, wrapped more than once. Within a thread their traces nest, and the inner
+    one's probes call what they found. A trace of another thread on any of the modules waits for its turn.
+    """
 
     def __init__(self, modules: Iterable[tuple[torch.nn.Module, str]], interleaver: Interleaver) -> None:
         """Prepare a probe for each module, which is known by its path."""
-        self._probes: list[tuple[dict[str, Any], Callable[..., Any]]] = []
+        self._interleaver = interleaver
+        self._probes = [
+            (module.__dict__, _probe(path, interleaver, module._call_impl), path) for module, path in modules
+        ]
+        self._modules = {id(attributes) for attributes, _, _ in self._probes}
         self._replaced: list[tuple[dict[str, Any], Any]] = []
-        for module, path in modules:
-            self._probes.append((module.__dict__, _probe(module, path, interleaver)))
 
     def install(self) -> None:
-        """Put every probe in place."""
-        for attributes, probe in self._probes:
-            if _SLOT in attributes:
-                self._replaced.append((attributes, attributes[_SLOT]))
-            attributes[_SLOT] = probe
+        """Put every probe in place, once no other thread has one on any of the modules."""
+        with _changed:
+            _changed.wait_for(self._is_free)
+            _installed.append((get_ident(), self))
+            for attributes, probe, path in self._probes:
+                if _SLOT in attributes:
+                    found = attributes[_SLOT]
+                    self._replaced.append((attributes, found))
+                    attributes[_SLOT] = probe if found is None else _probe(path, self._interleaver, found)
+                else:
+                    attributes[_SLOT] = probe
 
     def remove(self) -> None:
         """Leave the modules as they were."""
-        for attributes, _ in self._probes:
-            attributes.pop(_SLOT, None)
-        for attributes, before in self._replaced:
-            attributes[_SLOT] = before
-        self._replaced.clear()
+        with _changed:
+            for attributes, _, _ in self._probes:
+                attributes.pop(_SLOT, None)
+            for attributes, before in self._replaced:
+                attributes[_SLOT] = before
+            self._replaced.clear()
+            _installed.remove((get_ident(), self))
+            _changed.notify_all()
+
+    def _is_free(self) -> bool:
+        me = get_ident()
+        return all(thread == me or self._modules.isdisjoint(probes._modules) for thread, probes in _installed)
 
 
-def _probe(module: torch.nn.Module, path: str, interleaver: Interleaver) -> Callable[..., Any]:
-    """Return what stands before ``module``'s call."""
-    compiled = module.__dict__.get(_SLOT)
-    call: Callable[..., Any] = compiled if compiled is not None else module._call_impl
+_changed = threading.Condition()
+_installed: list[tuple[int, Probes]] = []
+"""The probes in place, with their threads: a module has one slot, so this is the process's."""
+
+
+def _probe(path: str, interleaver: Interleaver, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what stands before ``call``, by which the module at ``path`` is called."""
     entrance, exit_ = f"{path}.input", f"{path}.output"
     calls, wanted = interleaver.calls, interleaver.wanted
 

@@ -169,7 +169,9 @@ class Interleaver:
         event = mediator.waiting
         assert event is not None  # noqa: S101 - it has just asked
         kind, provider, iteration, more = event
-        if self.ending or self.closed:
+        if self.ending:
+            return NOTHING  # whoever cancels it answers, and counts how often
+        if self.closed:
             return Raise(self._missed(*event))
         if kind is Events.BARRIER:
             more.arrive(mediator)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from greenlet import GreenletExit, getcurrent
 
 from nnsight_engine.core.stepping import IterationOver
@@ -28,6 +27,7 @@ from nnsight_engine.interleaving.events import (
     MissedProviderError,
     OutOfOrderError,
 )
+from nnsight_engine.interleaving.modes import Keeper
 
 if TYPE_CHECKING:
     from nnsight_engine.interleaving.interleaver import Interleaver
@@ -88,7 +88,7 @@ class Mediator:
         self.publish: Callable[[], None] | None = None
         self.worker: stacks.Stack | None = None
         self.interleaver: Interleaver | None = None
-        self._grad_enabled = True
+        self._modes = Keeper()
 
     @property
     def alive(self) -> bool:
@@ -100,7 +100,7 @@ class Mediator:
     def start(self, interleaver: Interleaver) -> None:
         """Run the block until it first waits."""
         self.interleaver = interleaver
-        self._grad_enabled = torch.is_grad_enabled()
+        self._modes = Keeper()
         self.worker = stacks.take()
         answer = self._take(self._switch(stacks.start, self.worker, self._work))
         if answer is not NOTHING:
@@ -122,29 +122,28 @@ class Mediator:
         self.respond(Raise(error))
 
     def cancel(self) -> None:
-        """End the block: what it waits for raises ``Cancelation`` until it has cleaned up."""
-        for _ in range(_PATIENCE):
+        """End the block: whatever it waits for raises, so that it can clean up.
+
+        First ``Cancelation``, then ``GreenletExit``, which ``except Exception`` lets through. A block that
+        swallows even that for ever is left where it is, because nothing can unwind a stack from outside.
+        """
+        for error in [Cancelation] * _PATIENCE + [GreenletExit] * _PATIENCE:
             if not self.alive:
                 return
-            self.fail(Cancelation("the trace ended while this block waited"))
-        while self.alive:
-            self.fail(GreenletExit())
+            self.fail(error("the trace ended while this block waited"))
+        self.worker = None
 
     def _switch(self, how: Callable[..., Any], *arguments: Any) -> Any:
-        """Let the block run. Grad mode belongs to each side: the model may be within ``no_grad``."""
+        """Let the block run, in its own modes: the model may be within ``no_grad``, or the block."""
         interleaver = self.interleaver
         assert interleaver is not None  # noqa: S101 - set by start
         before, interleaver.current = interleaver.current, self
         listening, interleaver.listening = interleaver.listening, False
-        model_grad = torch.is_grad_enabled()
-        if model_grad is not self._grad_enabled:
-            torch._C._set_grad_enabled(self._grad_enabled)  # noqa: SLF001 - the class of the same use is slow
+        self._modes.enter()
         try:
             return how(*arguments)
         finally:
-            self._grad_enabled = torch.is_grad_enabled()
-            if model_grad is not self._grad_enabled:
-                torch._C._set_grad_enabled(model_grad)  # noqa: SLF001
+            self._modes.leave()
             interleaver.current, interleaver.listening = before, listening
 
     def _take(self, event: Event | stacks.Done) -> Any:

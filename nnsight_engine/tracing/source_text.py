@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Generic, TypeVar, cast
 
+from nnsight_engine.tracing.parsing import parse
 from nnsight_engine.tracing.timed_cells import find_timed_cell
 from nnsight_engine.tracing.typed_statements import compiles_to, find_statement
 
@@ -95,7 +96,7 @@ class SourceReader:
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # each was shown when the code was compiled
-                    text = SourceText(*key, ast.parse("".join(lines), filename))
+                    text = SourceText(*key, parse("".join(lines), filename))
             except (SyntaxError, ValueError, RecursionError, MemoryError):
                 return None
             self._texts.put(key, text)

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from types import CodeType
 
+from nnsight_engine.tracing.parsing import parse
 from nnsight_engine.tracing.typed_statements import compiles_to
 
 
@@ -26,7 +27,7 @@ def find_timed_cell(wanted: CodeType) -> str | None:
                 return text
             # A last expression is compiled by itself, so that its value can be shown.
             try:
-                without_last = ast.parse(text)
+                without_last = parse(text)
             except (SyntaxError, ValueError):
                 continue
             del without_last.body[-1:]
@@ -46,7 +47,7 @@ def _bodies() -> Iterator[str]:
         if not any("run_cell_magic(" in line for line in lines):
             continue
         with contextlib.suppress(SyntaxError, ValueError):
-            for node in ast.walk(ast.parse("".join(lines))):
+            for node in ast.walk(parse("".join(lines))):
                 match node:
                     case ast.Call(
                         func=ast.Attribute(attr="run_cell_magic"),

@@ -17,6 +17,7 @@ from types import CodeType, FunctionType
 from typing import Final, cast
 
 from nnsight_engine.envoys.source.errors import SourceNotAvailableError
+from nnsight_engine.tracing.parsing import parse
 
 _ANNOTATIONS_FLAG: Final = annotations.compiler_flag
 
@@ -114,7 +115,7 @@ def compile_definition(definition: Definition, code: CodeType, extra_free: tuple
         body.append(ast.Assign([ast.Name(name, ast.Store()) for name in free], ast.Constant(None)))
     body.append(node if owner is None else _class_of(owner, node))
     # Parsed rather than put together, because the fields of these nodes differ between Pythons.
-    tree = ast.parse("def surroundings(): pass")
+    tree = parse("def surroundings(): pass")
     cast("ast.FunctionDef", tree.body[0]).body = body
     # Python compiles the calls of imported modules' functions in another way than those of methods.
     tree.body += [ast.Import([ast.alias(name)]) for name in sorted(definition.imported)]
@@ -127,7 +128,7 @@ def compile_definition(definition: Definition, code: CodeType, extra_free: tuple
 
 
 def _class_of(name: str, node: FunctionNode) -> ast.ClassDef:
-    made = cast("ast.ClassDef", ast.parse("class Owner: pass").body[0])
+    made = cast("ast.ClassDef", parse("class Owner: pass").body[0])
     made.name, made.body = name, [node]
     return made
 
@@ -140,8 +141,8 @@ def _parse(block: list[str], code: CodeType) -> ast.stmt:
     lines_above = code.co_firstlineno - 1
     text = "".join(block)
     if not block[0][:1].isspace():
-        return ast.parse("\n" * lines_above + text, code.co_filename).body[0]
-    conditional = ast.parse("\n" * (lines_above - 1) + "if True:\n" + text, code.co_filename).body[0]
+        return parse("\n" * lines_above + text, code.co_filename).body[0]
+    conditional = parse("\n" * (lines_above - 1) + "if True:\n" + text, code.co_filename).body[0]
     return cast("ast.If", conditional).body[0]
 
 
@@ -150,7 +151,7 @@ def _parse(block: list[str], code: CodeType) -> ast.stmt:
 def _imported_names(text: str) -> frozenset[str]:
     """Return the names that a file's top level imports, under whatever conditions."""
     found: set[str] = set()
-    pending: list[ast.AST] = [ast.parse(text)]
+    pending: list[ast.AST] = [parse(text)]
     while pending:
         node = pending.pop()
         if isinstance(node, ast.Import | ast.ImportFrom):

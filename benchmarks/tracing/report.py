@@ -1,0 +1,114 @@
+"""The table: on the terminal, and as markdown and JSON in ``benchmarks/results/``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from benchmarks.machine import Machine
+from benchmarks.tracing.timing import Row
+
+_COLUMNS = ("case", "size", "measure", "median", "quartiles", "worst", "target", "reached", "times, µs")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """One run's results.
+
+    Attributes:
+        machine: Where they were measured.
+        repeats: Repetitions of each case, small and with the language model.
+        rows: The results.
+    """
+
+    machine: Machine
+    repeats: tuple[int, int]
+    rows: Sequence[Row]
+
+    def table(self) -> Table:
+        """Return the table for the terminal."""
+        table = Table(title="Tracing, beside hooks written by hand")
+        for place, column in enumerate(_COLUMNS):
+            table.add_column(column, justify="left" if place == 0 else "right")
+        for row in self.rows:
+            table.add_row(*_cells(row), style="red" if row.reached is False else "")
+        return table
+
+    def write(self, folder: Path) -> Path:
+        """Write ``<date>-tracing.md`` and ``.json``, and return the markdown file."""
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = folder / f"{self.machine.date}-tracing"
+        stem.with_suffix(".json").write_text(self.to_json(), encoding="utf-8")
+        markdown = stem.with_suffix(".md")
+        markdown.write_text(self.to_markdown(), encoding="utf-8")
+        return markdown
+
+    def to_markdown(self) -> str:
+        """Return the report as markdown."""
+        machine = self.machine
+        versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+        busy = " **The machine was busy: these numbers show little.**" if machine.is_busy else ""
+        small, language = self.repeats
+        lines = [
+            f"# Tracing, beside hooks written by hand, {machine.date}",
+            "",
+            f"Commit {machine.commit}; {machine.cpu}, {machine.num_cores} cores, 1 thread; {versions}.",
+            f"Load average before the start {machine.load:.2f}.{busy}",
+            "",
+            "Sides take turns call by call, in mirrored order. A figure is the median over repetitions",
+            f"({small} on the small model, {language} on the language model) of what is made of the sides' ",
+            "median calls in one repetition; quartiles and the worst repetition stand beside it.",
+            "*ours* is a trace, *hooks* registers PyTorch hooks, runs and removes them, *bare* is the model",
+            "alone. The small model is 12 linear layers without gradients, the language model",
+            "SmolLM2-135M-Instruct in bf16. The patching methods are those of the NNsight paper's Table 1.",
+            f"Made by `python -m benchmarks.tracing --repeats {small} --language-repeats {language}`.",
+            "",
+            _line(_COLUMNS),
+            _line(["---"] + ["---:"] * (len(_COLUMNS) - 1)),
+        ]
+        lines += [_line(_cells(row)) for row in self.rows]
+        return "\n".join(lines) + "\n"
+
+    def to_json(self) -> str:
+        """Return the report as JSON."""
+        rows = [
+            {
+                "case": row.case.name,
+                "size": row.case.size,
+                "measure": row.measure.name,
+                "median": row.value,
+                "quartiles": row.quartiles,
+                "worst": row.worst,
+                "target": row.measure.target,
+                "reached": row.reached,
+                "seconds": row.medians,
+            }
+            for row in self.rows
+        ]
+        content = {"machine": dataclasses.asdict(self.machine), "repeats": self.repeats, "rows": rows}
+        return json.dumps(content, indent=1) + "\n"
+
+
+def _cells(row: Row) -> list[str]:
+    measure = row.measure
+    low, high = row.quartiles
+    digits = 1 if measure.name.endswith("µs") else 3
+    return [
+        row.case.name,
+        row.case.size,
+        measure.name,
+        f"{row.value:.{digits}f}",
+        f"{low:.{digits}f} – {high:.{digits}f}",
+        f"{row.worst:.{digits}f}",
+        "" if measure.target is None else f"≤ {measure.target:g}",
+        {True: "yes", False: "no", None: ""}[row.reached],
+        ", ".join(f"{name} {1e6 * seconds:.0f}" for name, seconds in row.medians.items()),
+    ]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

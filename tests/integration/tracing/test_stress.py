@@ -1,0 +1,232 @@
+"""Thousands of traces in one process, most of them ending badly: nothing is left behind, and nothing changes.
+
+Also errors of torch in every place, and stacks that are deep on both sides.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight_engine import save
+from tests.integration.tracing.ways import (
+    WAYS,
+    WIDTH,
+    RefusedError,
+    Rows,
+    Unmarked,
+    X,
+    deep,
+    fails_in_torch,
+    makes_the_model_fail,
+    num_greenlets,
+    refuse,
+    saves,
+)
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        pytest.skip("resident memory is read from /proc")
+    return int(statm.read_text().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_model_is_as_before_after_a_trace(
+    way: Callable[[Rows], None], model: Rows, unmarked: Unmarked
+) -> None:
+    for depth in range(8):
+        deep(depth, lambda: way(model))
+        unmarked.check()
+
+
+def test_ten_thousand_traces_leave_nothing_behind(model: Rows, unmarked: Unmarked) -> None:
+    chance = random.Random(0)
+
+    def trace(times: int) -> None:
+        for _ in range(times):
+            deep(chance.randint(0, 5), lambda: chance.choice(WAYS)(model))
+
+    trace(1500)
+    unmarked.check()
+    stacks, memory = num_greenlets(), resident_bytes()
+    trace(8500)
+    unmarked.check()
+    assert num_greenlets() <= stacks + 8
+    assert resident_bytes() - memory < 8 * 2**20, "a kilobyte for each trace would be more"
+
+
+def test_activations_die_with_their_trace(model: Rows) -> None:
+    """Nothing that waits for the next trace holds what this one saw, or memory would be missing."""
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def counted(value: torch.Tensor) -> torch.Tensor:
+        made.append(weakref.ref(value))
+        return value
+
+    def trace() -> None:
+        with model.trace() as tracer:
+            barrier = tracer.barrier(2)
+            with tracer.invoke(X):
+                first = counted(model[0].output)
+                barrier()
+                model[1].output = first
+            with tracer.invoke(X):
+                second = counted(model[0].output)
+                barrier()
+                model[2].output = second
+            with tracer.invoke():
+                counted(model.output)
+
+    def fail() -> None:
+        with pytest.raises(RefusedError), model.trace(X):
+            hidden = counted(model[0].output)
+            model[2].output = hidden
+            raise RefusedError
+
+    def both() -> None:
+        trace()
+        fail()
+
+    for depth in range(5):
+        deep(depth, both)
+    gc.collect()
+    assert len(made) == 20
+    assert not [one for one in made if one() is not None]
+
+
+# Errors of torch.
+
+
+def test_torch_errors_in_blocks_are_survived_hundreds_of_times(model: Rows, unmarked: Unmarked) -> None:
+    chance = random.Random(0)
+
+    def wrong() -> None:
+        with pytest.raises(RuntimeError):
+            torch.zeros(3) @ torch.zeros(4)
+
+    def trace() -> None:
+        with model.trace() as tracer:
+            for row in (X, -X):
+                with tracer.invoke(row):
+                    for layer in range(4):
+                        deep(chance.randint(0, 30), wrong)
+                        deep(chance.randint(0, 30), lambda: model[layer].output)  # noqa: B023
+                        deep(chance.randint(0, 30), wrong)
+        deep(chance.randint(0, 30), lambda: fails_in_torch(model))
+        deep(chance.randint(0, 30), lambda: makes_the_model_fail(model))
+
+    for _ in range(40):
+        deep(chance.randint(0, 30), trace)
+
+
+def test_torch_errors_in_nested_invokes_and_sessions(model: Rows, unmarked: Unmarked) -> None:
+    def trace() -> None:
+        with pytest.raises(RuntimeError), model.session():
+            with model.trace(X):
+                hidden = model[1].output
+            with model.trace() as tracer:
+                with tracer.invoke(X):
+                    model[1].output = hidden
+                with tracer.invoke(-X):
+                    model[2].output @ torch.zeros(3, 4)
+
+    for depth in range(30):
+        deep(depth, trace)
+
+
+def test_error_in_one_invoke_leaves_the_model_usable(model: Rows, unmarked: Unmarked) -> None:
+    for _ in range(5):
+        with pytest.raises(RefusedError), model.trace() as tracer:
+            with tracer.invoke(X):
+                first = model[0].output.save()
+            with tracer.invoke(-X):
+                model[1].output.save()
+                refuse()
+            with tracer.invoke(2 * X):
+                model[2].output.save()
+        assert first.shape == (1, WIDTH)
+        with model.trace(X):
+            out = model.output.save()
+        assert torch.equal(out, unmarked.output)
+
+
+def test_invoke_inside_an_invoke_is_refused_and_the_model_usable(model: Rows, unmarked: Unmarked) -> None:
+    for _ in range(3):
+        with (
+            pytest.raises(ValueError, match="during an active model execution"),
+            model.trace() as tracer,
+            tracer.invoke(X),
+            tracer.invoke(X),
+        ):
+            model.output.save()
+        with (
+            pytest.raises(ValueError, match="during an active model execution"),
+            model.trace(X),
+            model.trace(X),
+        ):
+            model.output.save()
+        saves(model)
+
+
+# Deep stacks.
+
+
+class Nested(torch.nn.Module):
+    """Calls itself through C, level by level, then its part."""
+
+    def __init__(self, levels: int) -> None:
+        super().__init__()
+        self.levels = levels
+        self.part = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return deep(self.levels, lambda: self.part(value))  # type: ignore[no-any-return]
+
+
+def test_deep_model_and_deep_block_take_turns() -> None:
+    module = torch.nn.Sequential(Nested(150), Nested(10), Nested(150))
+    model = Rows(module)
+    expected = module(X)
+
+    def read(number: int, depth: int) -> Any:
+        return deep(depth, lambda: model[number].part.output)
+
+    for depth in (150, 0, 75):
+        with model.trace(X):
+            found = save([read(number, depth) for number in range(3)])
+            out = model.output.save()
+        assert torch.equal(out, expected)
+        assert [value.shape for value in found] == [(1, WIDTH)] * 3
+
+
+def test_recursion_error_in_a_block_is_an_error_like_any(model: Rows, unmarked: Unmarked) -> None:
+    def endless() -> Any:
+        return endless() + model[1].output
+
+    for _ in range(3):
+        with pytest.raises(RecursionError), model.trace(X):
+            model[0].output.save()
+            endless()
+        with pytest.raises(RecursionError), model.trace(X):
+            model[0].output = deep(100_000, lambda: None)
+        saves(model)
+
+
+def test_recursion_error_in_the_model_is_an_error_like_any() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), Nested(100_000))
+    model = Rows(module)
+    for _ in range(3):
+        with pytest.raises(RecursionError), model.trace(X):
+            hidden = model[0].output.save()
+            model[1].output.save()
+        assert hidden.shape == (1, WIDTH)
