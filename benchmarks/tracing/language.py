@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
+from transformers import LogitsProcessor
 
-from benchmarks.tracing.timing import Case, Measure, Side, ratio
+from benchmarks.tracing.timing import CallsByTurns, Case, Measure, Sampler, Step, StepsByTurns, ratio
 from nnsight_engine import LanguageModel, bundled_model_path, save
 
 _TOKENS: Final = 64
@@ -17,6 +19,7 @@ _LENGTH: Final = 12
 _LOWEST_TOKEN: Final = 100
 """Ids below it are special tokens."""
 _TARGET: Final = 1.03
+_LAYER: Final = 15
 _POSITION: Final = -1
 """The token whose activations are patched, as both methods do."""
 
@@ -30,7 +33,7 @@ def language_cases() -> list[Case]:
             loaded.append(_load())
         return loaded[0]
 
-    middle = slice(15, 16)
+    middle = slice(_LAYER, _LAYER + 1)
     every = slice(None)
     size = f"batch {_BATCH}, {_LENGTH} tokens"
     measures = (ratio("ours", "hooks", _TARGET),)
@@ -79,41 +82,67 @@ def _hooked(modules: list[Any], hook: Callable[[int, torch.Tensor], torch.Tensor
             handle.remove()
 
 
-def _generation(model: LanguageModel) -> dict[str, Side]:
+def _twin(model: LanguageModel) -> Any:
+    """Return another module on the very same weights, for a side that runs at the same time."""
     module = model._module  # noqa: SLF001 - what both sides run
+    return copy.deepcopy(module, {id(weight): weight for weight in module.parameters()})
+
+
+class _AtEachToken(LogitsProcessor):  # type: ignore[misc] # transformers is untyped here
+    """Calls a step wherever a token is chosen."""
+
+    def __init__(self, step: Step) -> None:
+        """Keep the step."""
+        self.step = step
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - its signature
+        """Change nothing."""
+        self.step()
+        return scores
+
+
+def _generation(model: LanguageModel) -> Sampler:
     ids = _ids(0, 1)
-    options: dict[str, Any] = {
-        "max_new_tokens": _TOKENS,
-        "min_new_tokens": _TOKENS,
-        "do_sample": False,
-        "attention_mask": torch.ones_like(ids),
-        "pad_token_id": 0,
-    }
+    plain, hooked = _twin(model), _twin(model)
 
-    def bare() -> object:
-        return module.generate(ids, **options)  # type: ignore[operator]
+    def options(step: Step) -> dict[str, Any]:
+        return {
+            "max_new_tokens": _TOKENS,
+            "min_new_tokens": _TOKENS,
+            "do_sample": False,
+            "attention_mask": torch.ones_like(ids),
+            "pad_token_id": 0,
+            "logits_processor": [_AtEachToken(step)],
+        }
 
-    def hooks() -> list[torch.Tensor]:
+    def bare(step: Step) -> None:
+        plain.generate(ids, **options(step))
+
+    def hooks(step: Step) -> list[torch.Tensor]:
         kept: list[torch.Tensor] = []
-        with _hooked([module.model.layers[15]], lambda _, output: kept.append(output)):  # type: ignore[union-attr,index]
-            module.generate(ids, **options)  # type: ignore[operator]
+        with _hooked([hooked.model.layers[_LAYER]], lambda _, output: kept.append(output)):
+            hooked.generate(ids, **options(step))
         return kept
 
-    def ours() -> list[torch.Tensor]:
-        with model.generate(ids, **options) as tracer:
+    def ours(step: Step) -> list[torch.Tensor]:
+        with model.generate(ids, **options(step)) as tracer:
             kept = save([])
             for _ in tracer.iter[:]:
-                kept.append(model.model.layers[15].output)
+                kept.append(model.model.layers[_LAYER].output)
         return kept
 
-    kept = ours()
+    kept = ours(_nothing)
     if len(kept) != _TOKENS:
         raise AssertionError(f"{_TOKENS} tokens must give as many values, got {len(kept)}")
-    _check(kept, hooks())
-    return {"ours": ours, "hooks": hooks, "bare": bare}
+    _check(kept, hooks(_nothing))
+    return StepsByTurns({"ours": ours, "hooks": hooks, "bare": bare}, _TOKENS)
 
 
-def _patching(model: LanguageModel, which: slice) -> dict[str, Side]:
+def _nothing() -> None:
+    """Do not wait."""
+
+
+def _patching(model: LanguageModel, which: slice) -> Sampler:
     """Run one batch, and put its MLP outputs at one position into the run of another."""
     module: Any = model._module  # noqa: SLF001 - what both sides run
     clean, corrupted = _ids(1, _BATCH), _ids(2, _BATCH)
@@ -145,14 +174,14 @@ def _patching(model: LanguageModel, which: slice) -> dict[str, Side]:
         return [logits[:, _POSITION]]
 
     _check(ours(), hooks())
-    return {"ours": ours, "hooks": hooks}
+    return CallsByTurns({"ours": ours, "hooks": hooks})
 
 
 def _metric(logits: torch.Tensor) -> torch.Tensor:
     return (logits[:, _POSITION, 1000] - logits[:, _POSITION, 2000]).float().sum()
 
 
-def _attribution(model: LanguageModel) -> dict[str, Side]:
+def _attribution(model: LanguageModel) -> Sampler:
     """Estimate what patching each MLP would do: the difference of the runs times the gradient."""
     module: Any = model._module  # noqa: SLF001 - what both sides run
     clean, corrupted = _ids(1, _BATCH), _ids(2, _BATCH)
@@ -192,4 +221,4 @@ def _attribution(model: LanguageModel) -> dict[str, Side]:
         return attributions
 
     _check(ours(), hooks())
-    return {"ours": ours, "hooks": hooks}
+    return CallsByTurns({"ours": ours, "hooks": hooks})

@@ -7,7 +7,16 @@ from typing import Final
 
 import torch
 
-from benchmarks.tracing.timing import Case, Measure, Sample, Side, microseconds_over, ratio
+from benchmarks.tracing.timing import (
+    CallsByTurns,
+    Case,
+    Measure,
+    Sample,
+    Sampler,
+    Side,
+    microseconds_over,
+    ratio,
+)
 from nnsight_engine import NNsight, save
 
 _NUM_LAYERS: Final = 12
@@ -55,7 +64,7 @@ def _tensors(value: object) -> list[torch.Tensor]:
 
 
 def _one_value(width: int, batch: int) -> Case:
-    def make() -> dict[str, Side]:
+    def make() -> Sampler:
         module = _network(width)
         model, row = NNsight(module), torch.randn(batch, width)
 
@@ -75,17 +84,17 @@ def _one_value(width: int, batch: int) -> Case:
         def ours() -> torch.Tensor:
             with model.trace(row):
                 hidden: torch.Tensor = model[_LAYER].output.save()
-            return hidden  # noqa: RET504 - a trace cannot return
+            return hidden
 
         _check(ours(), hooks())
-        return {"ours": ours, "hooks": hooks, "bare": bare}
+        return CallsByTurns({"ours": ours, "hooks": hooks, "bare": bare})
 
     measures = (microseconds_over("ours", "bare", 60), ratio("ours", "hooks"), ratio("ours", "bare"))
     return Case("one saved value", _size(width, batch), make, measures)
 
 
 def _twelve_values(width: int, batch: int) -> Case:
-    def make() -> dict[str, Side]:
+    def make() -> Sampler:
         module = _network(width)
         model, row = NNsight(module), torch.randn(batch, width)
 
@@ -110,14 +119,14 @@ def _twelve_values(width: int, batch: int) -> Case:
             return kept
 
         _check(ours(), hooks())
-        return {"ours": ours, "hooks": hooks, "bare": lambda: module(row)}
+        return CallsByTurns({"ours": ours, "hooks": hooks, "bare": lambda: module(row)})
 
     measures = (ratio("ours", "hooks", 1.5), microseconds_over("ours", "bare"))
     return Case("twelve saved values", _size(width, batch), make, measures)
 
 
 def _one_swap(width: int, batch: int) -> Case:
-    def make() -> dict[str, Side]:
+    def make() -> Sampler:
         module = _network(width)
         model, row, value = NNsight(module), torch.randn(batch, width), torch.randn(batch, width)
 
@@ -133,26 +142,31 @@ def _one_swap(width: int, batch: int) -> Case:
             with model.trace(row):
                 model[_LAYER].output = value
                 output: torch.Tensor = model.output.save()
-            return output  # noqa: RET504 - a trace cannot return
+            return output
 
         _check(ours(), hooks())
-        return {"ours": ours, "hooks": hooks, "bare": lambda: module(row)}
+        return CallsByTurns({"ours": ours, "hooks": hooks, "bare": lambda: module(row)})
 
     measures = (microseconds_over("ours", "bare"), ratio("ours", "hooks"))
     return Case("one value replaced, output saved", _size(width, batch), make, measures)
 
 
 def _untraced(width: int, batch: int) -> Case:
-    def make() -> dict[str, Side]:
+    def make() -> Sampler:
         module, row = _network(width), torch.randn(batch, width)
         plain, control = _twin(module), _twin(module)
         model = NNsight(module)
         with model.trace(row):
             model.output.save()
-        return {"ours": lambda: module(row), "bare": lambda: plain(row), "control": lambda: control(row)}
+        sides: dict[str, Side] = {
+            "ours": lambda: module(row),
+            "bare": lambda: plain(row),
+            "control": lambda: control(row),
+        }
+        return CallsByTurns(sides, 0.1)
 
     measures = (ratio("ours", "bare", 1.02), ratio("control", "bare"))
-    return Case("wrapped and traced before, now untraced", _size(width, batch), make, measures, 0.1)
+    return Case("wrapped and traced before, now untraced", _size(width, batch), make, measures)
 
 
 def _twin(module: torch.nn.Sequential) -> torch.nn.Sequential:
@@ -166,7 +180,7 @@ def _twin(module: torch.nn.Sequential) -> torch.nn.Sequential:
 def _twelve_invokes(width: int) -> Case:
     """One invoke with the input and eleven empty ones, beside one invoke alone; and as many hooks."""
 
-    def make() -> dict[str, Side]:
+    def make() -> Sampler:
         module = _network(width)
         model, row = NNsight(module), torch.randn(_BATCH, width)
 
@@ -209,7 +223,7 @@ def _twelve_invokes(width: int) -> Case:
             return kept
 
         _check(ours(), hooks(_NUM_LAYERS))
-        return {
+        sides: dict[str, Side] = {
             "ours": ours,
             "ours idle": ours_idle,
             "ours alone": ours_alone,
@@ -217,6 +231,7 @@ def _twelve_invokes(width: int) -> Case:
             "hooks alone": lambda: hooks(1),
             "bare": lambda: module(row),
         }
+        return CallsByTurns(sides)
 
     measures = (
         _each_further("ours", "ours alone", "each further invoke that saves, µs", 10),

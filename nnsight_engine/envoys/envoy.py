@@ -203,7 +203,7 @@ class Envoy(EnvoyTree, Batchable):
         """
         interleaver = self._interleaver
         if interleaver.current is None:
-            return self._module(*args, **kwargs)
+            return self._with_edits(lambda: self._module(*args, **kwargs))
         if not hook:
             return self._module.forward(*args, **kwargs)
         interleaver.listening = True
@@ -253,6 +253,8 @@ class Envoy(EnvoyTree, Batchable):
             backend: What takes the compiled block; kept here by default.
         """
         _refuse_statement(sys._getframe(1), "edit")
+        if not self._is_root:
+            raise ValueError(f"edits are kept on the model: call edit() on its root, not on {self.path}")
         return EditingTracer(self, inplace=inplace, backend=backend)
 
     def clear_edits(self) -> None:
@@ -302,6 +304,18 @@ class Envoy(EnvoyTree, Batchable):
             for source in root._sources:
                 source.remove()
             probes.remove()
+
+    def _with_edits(self, run: Callable[[], Any]) -> Any:
+        """Run the module outside a trace, with the edits of this model."""
+        if not self._default_mediators:
+            return run()
+        with self._interleaver.exclusive:
+            if self._interleaver.interleaving:  # the model calls itself
+                return run()
+            self._interleaver.initialize(
+                [edit.mediator(self._interleaver) for edit in self._default_mediators]
+            )
+            return self.interleave(run)
 
     def _before_run(self) -> None:
         """Prepare for a run, real or on fakes; the root is told of every run in its tree."""
@@ -400,7 +414,7 @@ class Envoy(EnvoyTree, Batchable):
         def call(*args: Any, **kwargs: Any) -> Any:
             if SITES.feeds_with(sys._getframe(1)):
                 return self.trace(*args, fn=traced, **kwargs)
-            return self._call_method(name, method, args, kwargs)
+            return self._with_edits(lambda: self._call_method(name, method, args, kwargs))
 
         call.__name__, call.__doc__ = name, method.__doc__
         return call

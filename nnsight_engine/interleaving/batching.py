@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nnsight_engine.core.trees import map_pairs, map_tensors
+from nnsight_engine.core.trees import map_pairs, map_tensors, tensors
 
 BatchGroup = tuple[int, int]
 """First row and number of rows."""
@@ -60,7 +60,9 @@ class Batcher:
         self.groups: list[BatchGroup] = []
         self.total_batch_size = 0
         self.current_value: Any = None
-        self._lent: list[tuple[torch.Tensor, BatchGroup, torch.Tensor]] = []
+        self._lent: list[_Lent] = []
+        self._shared: list[tuple[torch.Tensor, int]] = []
+        self._trees: list[tuple[Any, list[torch.Tensor], BatchGroup]] = []
 
     def add(self, model: Batchable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchGroup | None:
         """Add an invoke's input; returns its rows, or None for an empty invoke."""
@@ -80,26 +82,73 @@ class Batcher:
         """Tell whether these rows are the whole batch."""
         return group is None or group[1] == self.total_batch_size
 
+    def begin(self, value: Any) -> Handled:
+        """Handle ``value`` from now on; returns what was handled before, for ``end``."""
+        before = (self.current_value, self._lent, self._shared, self._trees)
+        self.current_value, self._lent, self._shared, self._trees = value, [], [], []
+        return before
+
+    def end(self, before: Handled) -> None:
+        """Handle again what was handled before."""
+        self.current_value, self._lent, self._shared, self._trees = before
+
     @property
     def lends(self) -> bool:
-        """Whether some invoke was given a view of the current value."""
-        return bool(self._lent)
+        """Whether some invoke was given a part of the current value."""
+        return bool(self._lent or self._trees)
 
     def narrow(self, group: BatchGroup | None) -> Any:
         """Return the current value with only these rows; views, so that edits in place reach the model."""
-        if self.sees_all(group):
+        if group is None or self.sees_all(group):
             return self.current_value
-        return map_tensors(self.current_value, lambda tensor: self._rows(tensor, group))
+        narrowed = map_tensors(self.current_value, lambda tensor: self._rows(tensor, group))
+        if not isinstance(narrowed, torch.Tensor) and narrowed is not self.current_value:
+            self._trees.append((narrowed, list(tensors(narrowed)), group))
+        return narrowed
 
     def _rows(self, tensor: torch.Tensor, group: BatchGroup | None) -> torch.Tensor:
         if group is None or not tensor.ndim or tensor.shape[0] != self.total_batch_size:
-            return tensor
-        for whole, lent_to, rows in self._lent:  # the same view again, so that its gradient is one tensor's
-            if whole is tensor and lent_to == group:
-                return rows
+            return self._whole(tensor)
+        for lent in self._lent:  # the same view again, so that its gradient is one tensor's
+            if lent.whole is tensor and lent.group == group:
+                return lent.rows
         rows = tensor.narrow(0, *group)
-        self._lent.append((tensor, group, rows))
+        self._lent.append(_Lent(tensor, group, rows))
         return rows
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Lend a tensor that has no rows of single invokes."""
+        if not tensor.is_inference():  # those count no edits
+            self._shared.append((tensor, tensor._version))  # noqa: SLF001 - has no public name
+        return tensor
+
+    def trust(self, tensor: torch.Tensor) -> None:
+        """Let an invoke edit a shared tensor, through code that knows whose rows are whose in it."""
+        self._shared = [(one, version) for one, version in self._shared if one is not tensor]
+
+    def took_back(self) -> None:
+        """Look at what an invoke did with what it was given, once it has handed over.
+
+        A tensor that it put into a dict, a list or a model's output takes the place of the one there.
+
+        Raises:
+            ValueError: It edited a tensor in place that belongs to all invokes together.
+        """
+        for tensor, version in self._shared:
+            if tensor._version != version:  # noqa: SLF001
+                raise ValueError(
+                    f"a tensor of shape {tuple(tensor.shape)} has no rows of single invokes, it "
+                    "belongs to all "
+                    "together, and was edited in place in one; only an empty one, tracer.invoke(), "
+                    "can edit it"
+                )
+        for index, (tree, leaves, group) in enumerate(self._trees):
+            now = list(tensors(tree))
+            if len(now) != len(leaves) or any(
+                one is not other for one, other in zip(now, leaves, strict=True)
+            ):
+                self._trees[index] = (tree, now, group)
+                self.swap(group, tree)
 
     def swap(self, group: BatchGroup | None, value: Any) -> None:
         """Replace these rows of the current value.
@@ -134,32 +183,76 @@ class Batcher:
                 f"shape {(num_rows, *whole.shape[1:])}, got {tuple(part.shape)}"
             )
         after = whole.narrow(0, first + num_rows, self.total_batch_size - first - num_rows)
-        return torch.cat([whole.narrow(0, 0, first), part.to(whole), after])
+        replaced = torch.cat([whole.narrow(0, 0, first), part.to(whole), after])
+        self._lent = [lent for lent in self._lent if lent.whole is not whole or lent.group != group]
+        for lent in self._lent:
+            if lent.whole is whole:  # what others were lent stays theirs, and has to be put in again
+                lent.whole, lent.apart = replaced, True
+        return replaced
 
     def join(self, parts: list[Any]) -> Any:
-        """Return the invokes' values, in order, as one value of the whole batch."""
+        """Return the invokes' values, in order, as one value of the whole batch.
+
+        Raises:
+            ValueError: One has another number of rows than its invoke.
+        """
+        for part, (_, num_rows) in zip(parts, self.groups, strict=True):
+            first = next(tensors(part), None)
+            if first is not None and first.ndim and not self._fits(first.shape[0], num_rows):
+                raise ValueError(
+                    f"this invoke owns {num_rows} of {self.total_batch_size} rows, so the value must be of "
+                    f"shape {(num_rows, *first.shape[1:])}, got {tuple(first.shape)}"
+                )
+        return self._joined(parts)
+
+    def _fits(self, length: int, num_rows: int) -> bool:
+        """Tell whether a tensor of this length can be made of so many rows."""
+        return length == num_rows
+
+    def _joined(self, parts: list[Any]) -> Any:
         whole = parts[0]
         for part in parts[1:]:
             whole = map_pairs(whole, part, lambda first, second: torch.cat([first, second.to(first)]))
         return whole
 
     def settle(self) -> None:
-        """Put rows that take part in autograd back into the model's graph, once all have been handled.
+        """Put rows back that are no longer where the model looks, once all invokes have been served.
 
-        A view is a branch beside the model's path, so no gradient would reach it. The tensor is put together
-        from the views, and the path leads through them.
+        A view is a branch beside the model's path through autograd, so no gradient would reach it. And a view
+        that an invoke holds is apart from the model's tensor once a neighbour has assigned its own rows. The
+        tensor is put together from the views then, and the path leads through them.
         """
         lent, self._lent = self._lent, []
-        if not torch.is_grad_enabled() or not any(rows.requires_grad for _, _, rows in lent):
+        grad = torch.is_grad_enabled()
+        apart = {id(one.whole) for one in lent if one.apart or (grad and one.rows.requires_grad)}
+        if not apart:
             return
-        by_tensor: dict[int, dict[int, torch.Tensor]] = {}
-        for whole, (first, _), rows in lent:
-            by_tensor.setdefault(id(whole), {})[first] = rows
 
         def rejoined(tensor: torch.Tensor) -> torch.Tensor:
-            views = by_tensor.get(id(tensor))
-            if views is None or not any(rows.requires_grad for rows in views.values()):
+            if id(tensor) not in apart:
                 return tensor
-            return torch.cat([views.get(group[0], tensor.narrow(0, *group)) for group in self.groups])
+            views = {one.group: one.rows for one in lent if one.whole is tensor}
+            return torch.cat([views.get(group, tensor.narrow(0, *group)) for group in self.groups])
 
         self.current_value = map_tensors(self.current_value, rejoined)
+
+
+class _Lent:
+    """A view of an invoke's rows: of which tensor of the model's, and whether it is apart from it by now."""
+
+    __slots__ = ("apart", "group", "rows", "whole")
+
+    def __init__(self, whole: torch.Tensor, group: BatchGroup, rows: torch.Tensor) -> None:
+        self.whole = whole
+        self.group = group
+        self.rows = rows
+        self.apart = False
+
+
+Handled = tuple[
+    Any,
+    list[_Lent],
+    list[tuple[torch.Tensor, int]],
+    list[tuple[Any, list[torch.Tensor], BatchGroup]],
+]
+"""A value and what invokes were given of it."""

@@ -195,7 +195,8 @@ class Interleaver:
         """
         if not self.over or self.clock is not None or not mediator.loops or not mediator.loops[-1].open_ended:
             return False
-        return bool(event[2]) and event[2] == self.calls.get(event[1], 0)
+        number = event[2] or 0
+        return bool(number) and number == self.calls.get(event[1], 0) and number >= self.step
 
     def watch(self, watcher: Watcher, providers: Iterable[str]) -> None:
         """Let ``watcher`` see the values of these providers from now on, after the blocks have."""
@@ -269,9 +270,8 @@ class Interleaver:
     def offer(self, provider: str, number: int | None, value: Any) -> Any:
         """Let every block that waits for this call have the value; returns it as they left it."""
         batcher = self.batcher
-        outer = (self.providing, batcher.current_value)
-        self.providing = here = (provider, number)
-        batcher.current_value = value
+        outer, handled = self.providing, batcher.begin(value)
+        self.providing = (provider, number)
         try:
             mediator = self._next(provider, number)
             while mediator is not None:
@@ -284,8 +284,8 @@ class Interleaver:
                 watcher.add(provider, number, batcher.current_value)
             return batcher.current_value
         finally:
-            assert self.providing is here or self.ending  # noqa: S101 - offers nest
-            self.providing, batcher.current_value = outer
+            self.providing = outer
+            batcher.end(handled)
 
     def _next(self, provider: str, number: int | None) -> Mediator | None:
         """Return the first block, in order of definition, that waits for this very call."""
@@ -303,6 +303,7 @@ class Interleaver:
         kind, _, _, more = event
         if kind is Events.VALUE:
             mediator.respond(self.batcher.narrow(mediator.batch_group))
+            self._take_back()
             return
         if kind is Events.SKIP:
             self.skipped.append((mediator, more))
@@ -335,6 +336,12 @@ class Interleaver:
             )
         return self.batcher.join([rows[group] for group in self.batcher.groups])
 
+    def _take_back(self) -> None:
+        try:
+            self.batcher.took_back()
+        except ValueError as error:
+            self.failed(error)
+
     def advance(self, provider: str, number: int) -> None:
         """Take note that a module begins its call ``number``: loops over steps may go on."""
         if self.clock is not None and provider != self.clock:
@@ -349,8 +356,7 @@ class Interleaver:
     # When the run is over.
 
     def end_loops(self) -> None:
-        """End the loops over steps, where the traced function still has something to provide after "
-        "the last."""
+        """End the loops over steps; the traced function still has something to provide after the last."""
         self.loops_over = True
         for mediator in self.mediators:
             event = mediator.waiting
@@ -386,6 +392,13 @@ class Interleaver:
                 f"Value was missed for {requester}. Did you call an Envoy out of order? The model has "
                 "passed this "
                 "place: ask for values in the order in which it reaches them, or in separate invokes."
+            )
+        if provider.endswith(".grad"):
+            return MissedProviderError(
+                f"Execution complete but `{requester}` was not provided. Did you call an Envoy out of order? "
+                "Gradients come in the reverse order of the forward pass, and only to tensors that "
+                "the loss was "
+                "computed from."
             )
         times = f" It was reached {calls} time{'s' if calls != 1 else ''}." if calls else ""
         return MissedProviderError(

@@ -7,6 +7,7 @@ waits at its head until the step has begun, so its body never starts for a step 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 
 from nnsight_engine.interleaving.events import MissedProviderError
@@ -80,8 +81,11 @@ def _numbers(steps: Steps) -> Iterable[int]:
                 f"steps count from 0 and go forward, because nobody knows how many there will be; got {steps}"
             )
         return range(start, steps.stop, step) if steps.stop is not None else itertools.count(start, step)
-    numbers = [steps] if isinstance(steps, int) else list(steps)
-    if not all(type(number) is int for number in numbers):
+    try:
+        numbers = [operator.index(steps)] if hasattr(steps, "__index__") else [*map(operator.index, steps)]
+    except TypeError:
+        numbers = None
+    if numbers is None:
         raise TypeError(f"tracer.iter takes a number, a slice or a list of numbers, got {steps!r}")
     if any(number < 0 for number in numbers) or numbers != sorted(set(numbers)):
         raise ValueError(f"steps count from 0 and are given in the order in which they come, got {steps!r}")

@@ -88,7 +88,7 @@ class Mediator:
         self.publish: Callable[[], None] | None = None
         self.worker: stacks.Stack | None = None
         self.interleaver: Interleaver | None = None
-        self._modes = Keeper()
+        self._modes: Keeper
 
     @property
     def alive(self) -> bool:
@@ -173,8 +173,12 @@ class Mediator:
         except (Cancelation, GreenletExit):
             if self.interleaver is None or not self.interleaver.ending:
                 raise
-        except IterationOver:
-            pass  # a loop in a function that was not compiled as part of a block; the block ends with it
+        except IterationOver as error:
+            raise MissedProviderError(
+                "A loop over steps was left in the middle, because generation ended, and what stands "
+                "after it would "
+                "not run. Loop over the steps in the block itself: `for step in tracer.iter[...]:`."
+            ) from error
 
     # On the block's side.
 

@@ -13,6 +13,7 @@ The surrounding code gets, in the end, what the last invoke in order of definiti
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Mapping, Sequence
 from types import CellType
 from typing import Any, Protocol
@@ -58,17 +59,22 @@ class _Reader:
 
 def publishers(sharers: Sequence[Sharer]) -> list[Callable[[], None] | None]:
     """Return, for each invoke, what passes its assignments on; None where nobody would want them."""
-    readers: dict[int, list[_Reader]] = {}
+    mentioned = collections.Counter(id(cell) for sharer in sharers for cell in sharer.outer.values())
+    readers: dict[int, list[_Reader]] = {key: [] for key, times in mentioned.items() if times > 1}
+    if not readers:
+        return [None] * len(sharers)
     for order, sharer in enumerate(sharers):
-        for name, cell in sharer.own.items():
-            readers.setdefault(id(sharer.outer[name]), []).append(_Reader(cell, order))
+        for name, cell in sharer.outer.items():
+            if id(cell) in readers:
+                readers[id(cell)].append(_Reader(sharer.own[name], order))
     return [_publisher(order, sharer, readers) for order, sharer in enumerate(sharers)]
 
 
 def _publisher(order: int, sharer: Sharer, readers: dict[int, list[_Reader]]) -> Callable[[], None] | None:
     watched = []
     for name in sharer.stored:
-        others = [reader for reader in readers[id(sharer.outer[name])] if reader.order != order]
+        known = readers.get(id(sharer.outer[name]), ())
+        others = [reader for reader in known if reader.order != order]
         if others:
             own = sharer.own[name]
             watched.append([own, content(own), others])
@@ -93,6 +99,14 @@ def bring_home(sharer: Sharer) -> None:
         value = content(sharer.own[name])
         if value is not _UNBOUND:
             sharer.outer[name].cell_contents = value
+
+
+def copied(cell: CellType) -> CellType:
+    """Return a cell of its own with what a cell holds."""
+    try:
+        return CellType(cell.cell_contents)
+    except ValueError:
+        return CellType()
 
 
 def content(cell: CellType) -> Any:

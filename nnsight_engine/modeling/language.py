@@ -22,6 +22,7 @@ from nnsight_engine.modeling.rows import (
     ROW_INPUTS,
     TOKEN_INPUTS,
     counts_positions,
+    filled_left,
     filling_of,
     join_rows,
     positions,
@@ -210,6 +211,8 @@ class LanguageModel(TransformersModel):
     def _for_generation(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments where the model is, with a token to fill up rows that end early."""
         kwargs = self._on_device(kwargs)
+        if not getattr(self.config, "is_encoder_decoder", False):
+            kwargs = filled_left(kwargs)  # what is generated follows the last column
         config: Any = kwargs.get("generation_config") or self._module.generation_config
         if kwargs.get("pad_token_id", config.pad_token_id) is None:
             kwargs["pad_token_id"] = filling_of(self.tokenizer).token

@@ -196,3 +196,22 @@ def positions(mask: torch.Tensor) -> torch.Tensor:
     """Return the position of each token in its row, ``[num_rows, num_tokens]``; 0 where it is masked."""
     counted = mask.long().cumsum(-1) - 1
     return counted.masked_fill(mask == 0, 0)
+
+
+def filled_left(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with rows that are filled up on the right filled up on the left instead.
+
+    Generation goes on after the last column, which must be a token of every row.
+    """
+    mask = arguments.get("attention_mask")
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        return arguments
+    missing = (mask.flip(1).cumsum(1) == 0).sum(1).tolist()
+    if not any(missing):
+        return arguments
+    moved = dict(arguments)
+    for name in ROW_INPUTS & arguments.keys():
+        rows = arguments[name]
+        if isinstance(rows, torch.Tensor) and rows.shape[:2] == mask.shape:
+            moved[name] = torch.stack([row.roll(by, 0) for row, by in zip(rows, missing, strict=True)])
+    return moved

@@ -85,8 +85,10 @@ class SpreadBatcher(Batcher):
         self._put_back()
         super().swap(group, value)
 
-    def join(self, parts: list[Any]) -> Any:
-        """Return the invokes' values, in order, as one value of the whole batch."""
+    def _fits(self, length: int, num_rows: int) -> bool:
+        return any(length == n * c * num_rows for n in range(1, self.num_blocks + 1) for c in self.copies)
+
+    def _joined(self, parts: list[Any]) -> Any:
         whole = parts[0]
         for part, (_, num_rows) in zip(parts[1:], self.groups[1:], strict=True):
             join = functools.partial(self._join, num_rows)
@@ -127,7 +129,7 @@ class SpreadBatcher(Batcher):
             return super()._rows(tensor, group)
         spans = self._spans(tensor.shape[0], group)
         if len(spans) < 2:  # one is a view
-            return tensor.narrow(0, *spans[0]) if spans else tensor
+            return tensor.narrow(0, *spans[0]) if spans else self._whole(tensor)
         for known in self._gathered:
             if known.whole is tensor and known.spans == spans:
                 return known.collect()

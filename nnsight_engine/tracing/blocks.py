@@ -188,7 +188,12 @@ def compile_block(
         if isinstance(node, (ast.stmt, ast.expr)) and not hasattr(node, "lineno"):
             ast.copy_location(node, body[0])
     ast.fix_missing_locations(tree)
-    module = compile(tree, source.filename, "exec", flags=context.flags, dont_inherit=True)
+    try:
+        module = compile(tree, source.filename, "exec", flags=context.flags, dont_inherit=True)
+    except SyntaxError as error:
+        if "outside loop" in str(error) or "not properly in loop" in str(error):
+            error.add_note("A traced block runs as a function of its own, so it cannot end a loop around it.")
+        raise
     code = _inner_code(module).replace(co_name=context.name, co_qualname=context.name)
     return Block(
         code=code,

@@ -41,20 +41,12 @@ def skip_block(frame: FrameType, way_out: WayOut) -> Callable[[], None] | None:
         What ``__exit__`` must call to put back the trace function that was active, if one was. Python drops
         any that raises, so it cannot be done sooner.
     """
-    after, at_once = way_out.after, way_out.at_once
-    previous = sys.gettrace()
-    local, opcodes = frame.f_trace, at_once and frame.f_trace_opcodes
-
-    def leave(running: FrameType, _event: str, _: Any) -> Any:
-        if running.f_lasti <= after:
-            return leave
-        if at_once:
-            running.f_trace_opcodes = opcodes
-        raise BlockSkipped
-
-    if at_once:
-        frame.f_trace_opcodes = True
-    frame.f_trace = leave
+    previous, local = sys.gettrace(), frame.f_trace
+    if way_out.at_once:
+        opcodes, frame.f_trace_opcodes = frame.f_trace_opcodes, True
+        frame.f_trace = _Leave(way_out.after, opcodes)
+    else:
+        frame.f_trace = _Leave(way_out.after, None)
     sys.settrace(_ignore)
     if previous is None:
         return None
@@ -64,6 +56,23 @@ def skip_block(frame: FrameType, way_out: WayOut) -> Callable[[], None] | None:
         sys.settrace(previous)
 
     return put_back
+
+
+class _Leave:
+    """The trace function that leaves; an object, since a function that returns itself would be a cycle."""
+
+    __slots__ = ("after", "opcodes")
+
+    def __init__(self, after: int, opcodes: bool | None) -> None:  # noqa: FBT001 - what a frame's attribute was
+        self.after = after
+        self.opcodes = opcodes
+
+    def __call__(self, frame: FrameType, _event: str, _: Any) -> Any:
+        if frame.f_lasti <= self.after:
+            return self
+        if self.opcodes is not None:
+            frame.f_trace_opcodes = self.opcodes
+        raise BlockSkipped
 
 
 def _ignore(_frame: FrameType, _event: str, _: Any) -> None:

@@ -34,7 +34,8 @@ class Info:
     Attributes:
         block: The compiled block.
         variables: The cells it shares with its surroundings, by name.
-        frame: The frame that opened the trace; None for a block inside a block, which shares cells instead.
+        frame: The frame that opened the trace, until it ends; None for a block inside a block, which shares
+            cells instead.
         globals_: The module's variables.
         names: Which of the frame's variables the block shares.
     """
@@ -91,7 +92,6 @@ class Tracer:
 
     info: Info
     deferred = False
-    _entered: Any = None
     _binds: str | None = None
     _put_back: Callable[[], None] | None = None
     _bound: tuple[Block, int, dict[str, CellType], dict[str, Any]] | None = None
@@ -115,7 +115,7 @@ class Tracer:
             WithBlockNotFoundError: There is no ``with`` statement there, or its source is not to be had.
         """
         if self._bound is not None:
-            block, index, cells, globals_ = self._bound
+            (block, index, cells, globals_), self._bound = self._bound, None
             self.info = Info(block.inner(index, tuple(cells)), cells, None, globals_)
             return
         site = SITES.known(frame)
@@ -131,10 +131,12 @@ class Tracer:
         """Return the block as a function without arguments."""
         return self.compile_on(self.info)
 
-    def compile_on(self, info: Info) -> Callable[[], Any]:
-        """Return the block as a function on the variables of ``info``."""
+    def compile_on(self, info: Info, variables: dict[str, CellType] | None = None) -> Callable[[], Any]:
+        """Return the block as a function, on the variables of ``info`` or on others."""
         binder = CellType(_Binder(info)) if info.block.nested else None
-        return info.block.function(info.variables, binder, info.globals_)
+        return info.block.function(
+            variables if variables is not None else info.variables, binder, info.globals_
+        )
 
     def execute(self, function: Callable[[], Any]) -> Any:
         """Run the compiled block; here, as it stands."""
@@ -159,14 +161,15 @@ class Tracer:
             if keeps(value):
                 kept[name] = value
         write_variables(frame, kept)
-        self.info.variables.clear()  # a tracer outlives its trace, what was not saved does not
+        # A tracer outlives its trace; what was not saved does not, nor does the frame.
+        self.info.variables.clear()
+        self.info.frame = None
 
     def __enter__(self) -> Any:
         """Take the block away."""
-        self._entered = self.entered()
         self.capture(sys._getframe(1))  # noqa: SLF001 - the frame is what a trace is about
         self.deferred = True
-        return self._entered
+        return self.entered()
 
     def entered(self) -> Any:
         """Return what ``as`` binds: the tracer, unless a subclass says otherwise."""
@@ -200,14 +203,19 @@ class Tracer:
             return clean(failed, debug=CONFIG.APP.DEBUG)
         return None
 
-    def _run(self) -> Any:
+    def _read_variables(self) -> None:
+        """Fill the block's cells from its frame; now, since ``as tracer`` is bound after ``__enter__``."""
         info = self.info
-        if self._binds is not None and info.frame is not None:
-            write_variables(info.frame, {self._binds: self._entered})
-        if info.frame is not None:  # read now, since `as tracer` is bound after __enter__ has returned
-            values = read_variables(info.frame)
-            for name in info.names:
-                info.variables[name] = CellType(values[name]) if name in values else CellType()
+        if info.frame is None:
+            return
+        if self._binds is not None:
+            write_variables(info.frame, {self._binds: self.entered()})
+        values = read_variables(info.frame)
+        for name in info.names:
+            info.variables[name] = CellType(values[name]) if name in values else CellType()
+
+    def _run(self) -> Any:
+        self._read_variables()
         SAVES.enter()
         try:
             return self.backend(self)

@@ -148,6 +148,7 @@ class FlattenedPoint:
             return self._rows(first_tensor(value, self.side), None)
         batcher = self.envoy.interleaver.batcher
         whole = first_tensor(batcher.current_value, self.side)
+        batcher.trust(whole)
         if self.side == "input":
             # The layer may still need the tensor: it is the residual stream where norms come last.
             whole = self._put(whole.clone())

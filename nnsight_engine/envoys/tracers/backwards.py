@@ -32,7 +32,10 @@ class BackwardsTracer(Tracer):
         mediator = Mediator(function, self.info)
         interleaver = Interleaver([mediator], self)
         with GradientSession(interleaver, mediator), torch.autograd.set_multithreading_enabled(mode=False):
-            interleaver.run(lambda: _backward(self.tensor, *self.args, **self.kwargs))
+            try:
+                interleaver.run(lambda: _backward(self.tensor, *self.args, **self.kwargs))
+            finally:
+                interleaver.initialize([])  # or it would keep the block's tensors, and with them the graph
 
 
 _backward: Callable[..., None] = torch.Tensor.backward

@@ -15,7 +15,7 @@ from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.iteration import Iter, IteratorTracer
 from nnsight_engine.interleaving.mediator import Mediator
-from nnsight_engine.interleaving.sharing import publishers
+from nnsight_engine.interleaving.sharing import Sharer, copied, publishers
 from nnsight_engine.tracing.tracer import Backend, Info, Tracer
 
 if TYPE_CHECKING:
@@ -126,6 +126,8 @@ class InterleavingTracer(Tracer):
         Returns:
             The values, ``cache["model.layers.3"].output`` or ``cache.model.layers[3].output``.
         """
+        if self.interleaver.current is None:
+            raise ValueError("a cache is made inside a trace that has an input, or inside an invoke")
         cache = Cache(device=device, dtype=dtype, detach=detach)
         keys = [key for key, wanted in (("input", include_inputs), ("output", include_output)) if wanted]
         cache.watch(self.interleaver, self.model, modules, keys)
@@ -158,9 +160,7 @@ class InterleavingTracer(Tracer):
             try:
                 if self.validate:
                     self._validate()
-                if len(self.invokers) > 1 and CONFIG.APP.CROSS_INVOKER:
-                    for mediator, publish in zip(self.mediators, publishers(self.invokers), strict=True):
-                        mediator.publish = publish
+                _share(self.mediators, self.invokers)
                 return self._run_model()
             except NameError as error:
                 self._explain(error)
@@ -207,7 +207,8 @@ class InterleavingTracer(Tracer):
 
     def _interleave(self, converted: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
         interleaver, model = self.interleaver, self.model
-        mediators = [edit.mediator(interleaver) for edit in model._default_mediators]
+        edits = model._default_mediators if model._is_root else model._root._default_mediators
+        mediators = [edit.mediator(interleaver) for edit in edits]
         interleaver.initialize([*mediators, *self.mediators], self, self.batcher)
         self._on_initialized()
         inputs = self.batcher.inputs
@@ -221,15 +222,33 @@ class InterleavingTracer(Tracer):
     def _validate(self) -> None:
         """Run copies of the blocks on fake tensors."""
         real = self.mediators
+        copies = [_Rehearsal(mediator.info) for mediator in real]
         self.mediators = [
-            Mediator(self.compile_on(fresh), fresh, batch_group=mediator.batch_group)
-            for mediator in real
-            for fresh in (mediator.info.fresh(),)
+            Mediator(self.compile_on(one.info, one.own), one.info, batch_group=mediator.batch_group)
+            for one, mediator in zip(copies, real, strict=True)
         ]
+        _share(self.mediators, copies)
         try:
             run_on_fakes(self._interleave)
         finally:
             self.mediators = real
+
+
+class _Rehearsal:
+    """A block's variables for a run on fakes, which leaves its real ones alone."""
+
+    def __init__(self, info: Info) -> None:
+        self.info = info
+        self.outer = info.variables
+        self.own = {name: copied(cell) for name, cell in info.variables.items()}
+        self.stored = info.block.stored
+
+
+def _share(mediators: Sequence[Mediator], sharers: Sequence[Sharer]) -> None:
+    """Let several invokes see each other's variables, unless they are configured apart."""
+    if len(sharers) > 1 and CONFIG.APP.CROSS_INVOKER:
+        for mediator, publish in zip(mediators, publishers(sharers), strict=True):
+            mediator.publish = publish
 
 
 def run_on_fakes(run: Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]) -> Any:

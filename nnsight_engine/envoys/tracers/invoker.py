@@ -6,22 +6,11 @@ from collections.abc import Callable
 from types import CellType
 from typing import TYPE_CHECKING, Any
 
-from nnsight_engine.interleaving.sharing import bring_home
-from nnsight_engine.tracing.tracer import Backend, Tracer
+from nnsight_engine.interleaving.sharing import bring_home, copied
+from nnsight_engine.tracing.tracer import Tracer
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
-
-
-class _Collect(Backend):
-    """Leaves the block to the trace around it, which runs all of its invokes together."""
-
-    def __call__(self, tracer: Tracer | None = None) -> Any:
-        function = super().__call__(tracer)
-        return tracer.execute(function) if tracer is not None else None
-
-
-_COLLECT = _Collect()
 
 
 class Invoker(Tracer):
@@ -49,25 +38,28 @@ class Invoker(Tracer):
                 "by side in a "
                 "trace without an input of its own: `with model.trace() as tracer:`."
             )
-        super().__init__(*args, backend=_COLLECT, **kwargs)
+        super().__init__(*args, **kwargs)
         self.parent = parent
 
     def compile(self) -> Callable[[], Any]:
         """Return the block as a function on variables of its own, see ``sharing``."""
-        self.outer, self.stored = self.info.variables, self.info.block.stored
-        self._fresh = self.info.fresh()
-        self.own = self._fresh.variables
-        return self.compile_on(self._fresh)
+        info = self.info
+        self.outer, self.stored = info.variables, info.block.stored
+        self.own = {name: copied(cell) for name, cell in info.variables.items()}
+        return self.compile_on(info, self.own)
 
     def execute(self, function: Callable[[], Any]) -> None:
         """Add the block and its input to the trace."""
         self.parent.invokers.append(self)
-        self.parent.add(function, self._fresh, self.args, self.kwargs)
+        self.parent.add(function, self.info, self.args, self.kwargs)
 
-    def give_back(self) -> None:
-        """Give nothing back yet: the block has not run when its ``with`` statement is left."""
+    def _run(self) -> None:
+        """Leave the block to the trace around it, which runs all of its invokes together."""
+        self._read_variables()
+        self.execute(self.compile())
 
     def finish(self) -> None:
         """Bind what was assigned where the invoke was written."""
         bring_home(self)
-        super().give_back()
+        self.give_back()
+        self.own.clear()

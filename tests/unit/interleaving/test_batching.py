@@ -148,10 +148,53 @@ def test_swap_of_what_all_invokes_share_is_refused() -> None:
 
 
 def test_values_of_invokes_are_joined_in_order() -> None:
-    batcher = Batcher()
+    batcher = batcher_of(None, (0, 1), (1, 2))
     joined = batcher.join([(torch.zeros(1, 2), "x"), (torch.ones(2, 2), "x")])
     assert joined[0].tolist() == [[0, 0], [1, 1], [1, 1]]
     assert joined[1] == "x"
+
+
+def test_values_of_the_wrong_number_of_rows_are_not_joined() -> None:
+    batcher = batcher_of(None, (0, 2), (2, 2))
+    with pytest.raises(
+        ValueError, match=r"owns 2 of 4 rows, so the value must be of shape \(2, 5\), got \(1, 5\)"
+    ):
+        batcher.join([torch.zeros(1, 5), torch.zeros(3, 5)])
+
+
+def test_an_edit_in_place_survives_a_neighbours_assignment() -> None:
+    batcher = batcher_of(rows(), FIRST, SECOND)
+    mine = batcher.narrow(FIRST)
+    batcher.swap(SECOND, torch.full_like(batcher.narrow(SECOND), 7.0))
+    mine[:] = 3
+    batcher.settle()
+    assert torch.equal(batcher.narrow(FIRST), mine)
+    assert batcher.narrow(SECOND).unique().tolist() == [7]
+
+
+def test_a_gradient_survives_a_neighbours_assignment() -> None:
+    batcher = batcher_of(rows().requires_grad_() * 1, FIRST, SECOND)
+    mine = batcher.narrow(FIRST)
+    batcher.swap(SECOND, torch.zeros_like(batcher.narrow(SECOND)))
+    batcher.settle()
+    (gradient,) = torch.autograd.grad(batcher.current_value.sum(), mine)
+    assert torch.equal(gradient, torch.ones_like(mine))
+
+
+def test_an_edit_of_what_belongs_to_all_is_an_error() -> None:
+    batcher = batcher_of(torch.zeros(99, 1), FIRST, SECOND)
+    batcher.narrow(FIRST)[0] = 1
+    with pytest.raises(ValueError, match="belongs to all together"):
+        batcher.took_back()
+
+
+def test_a_tensor_put_into_a_dict_takes_the_others_place() -> None:
+    batcher = batcher_of({"a": rows()}, FIRST, SECOND)
+    mine = batcher.narrow(FIRST)
+    mine["a"] = torch.full_like(mine["a"], 9.0)
+    batcher.took_back()
+    assert torch.equal(batcher.narrow(FIRST)["a"], mine["a"])
+    assert torch.equal(batcher.narrow(SECOND)["a"], rows().narrow(0, *SECOND))
 
 
 # Gradients.

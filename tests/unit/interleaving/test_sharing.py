@@ -81,7 +81,7 @@ def test_an_earlier_invoke_sees_a_later_ones_variable_after_a_barrier(model: Bat
             model[1].input = hidden  # assigned by the invoke below, which comes to the barrier
             patched = save(model.output)
         with tracer.invoke(5 * X):
-            hidden = model[0].output.clone()  # noqa: F841 - the invoke above uses it
+            hidden = model[0].output.clone()
             barrier()
     torch.testing.assert_close(patched, net(5 * X))
 
