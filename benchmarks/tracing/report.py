@@ -61,7 +61,8 @@ class Report:
             "",
             "Sides take turns, call by call or, when they generate, token by token, in mirrored order. A",
             f"figure is the median over repetitions ({small} on the small model, {language} on the language",
-            "model) of what is made of the sides' times in one; quartiles and the worst repetition beside it.",
+            "model) of what is made of the sides' times in one; quartiles and the worst repetition "
+            "beside it.",
             "*ours* is a trace, *hooks* registers PyTorch hooks, runs and removes them, *bare* is the model",
             "alone. The small model is 12 linear layers without gradients, the language model",
             "SmolLM2-135M-Instruct in bf16. The patching methods are those of the NNsight paper's Table 1.",

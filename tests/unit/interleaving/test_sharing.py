@@ -78,7 +78,7 @@ def test_an_earlier_invoke_sees_a_later_ones_variable_after_a_barrier(model: Bat
         barrier = tracer.barrier(2)
         with tracer.invoke(X):
             barrier()
-            model[1].input = hidden  # assigned by the invoke below, which comes to the barrier
+            model[1].input = hidden  # noqa: F821 - assigned by the invoke below, which comes to the barrier
             patched = save(model.output)
         with tracer.invoke(5 * X):
             hidden = model[0].output.clone()

@@ -1,0 +1,150 @@
+"""Traces that could quietly do less than they say: each does all of it, or says what it cannot."""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight_engine import NNsight, save
+from nnsight_engine.interleaving.events import MissedProviderError
+
+
+class Recurrent(torch.nn.Module):
+    """One layer before a cell that is called four times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = torch.nn.Linear(3, 3)
+        self.cell = torch.nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        for _ in range(4):
+            x = torch.tanh(self.cell(x))
+        return x
+
+
+class Batching(NNsight):
+    def _batch(self, batched_input: Any, *inputs: Any, **kwargs: Any) -> Any:
+        return (torch.cat([batched_input[0][0], inputs[0]]),), {}
+
+
+X = torch.tensor([[1.0, -2.0, 0.5]])
+
+
+@pytest.fixture
+def recurrent() -> NNsight:
+    torch.manual_seed(0)
+    return NNsight(Recurrent())
+
+
+@pytest.fixture
+def linear() -> Batching:
+    torch.manual_seed(0)
+    return Batching(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)))
+
+
+def test_each_call_of_a_cell_is_a_step(recurrent: NNsight) -> None:
+    calls: list[torch.Tensor] = []
+    cell: Any = recurrent._module.cell
+    cell.register_forward_hook(lambda _, __, output: calls.append(output))
+    with recurrent.trace(X) as tracer:
+        seen = save([])
+        for step in tracer.iter[:]:
+            seen.append((step, recurrent.cell.output))
+        after = save("after the loop")
+    assert [step for step, _ in seen] == [0, 1, 2, 3]
+    assert all(torch.equal(value, call) for (_, value), call in zip(seen, calls, strict=True))
+    assert after == "after the loop"
+
+
+def test_a_loop_that_asks_for_what_comes_once_only_is_an_error(recurrent: NNsight) -> None:
+    with pytest.raises(MissedProviderError, match=r"model\.before\.output\.i1"):
+        with recurrent.trace(X) as tracer:
+            for _ in tracer.iter[:]:
+                _ = recurrent.before.output
+                recurrent.cell.output[:] = 0
+
+
+def test_a_loop_in_a_function_of_its_own_is_no_different(recurrent: NNsight) -> None:
+    def helper(tracer: Any) -> None:
+        for _ in tracer.iter[:]:
+            _ = recurrent.cell.output
+            _ = recurrent.output
+
+    with pytest.raises(MissedProviderError, match=r"model\.output\.i1"):
+        with recurrent.trace(X) as tracer:
+            helper(tracer)
+
+
+def test_a_barrier_trace_can_be_validated(linear: Batching) -> None:
+    with linear.trace(validate=True) as tracer:
+        barrier = tracer.barrier(2)
+        with tracer.invoke(X):
+            hidden = linear[0].output.clone()
+            barrier()
+        with tracer.invoke(2 * X):
+            barrier()
+            linear[0].output = hidden
+            patched = save(linear.output)
+    torch.testing.assert_close(patched, linear._module(X))
+
+
+def test_edits_apply_outside_traces_too(linear: Batching) -> None:
+    plain = linear(X)
+    with linear.edit() as edited:
+        linear[0].output[:] = 0
+    with edited.trace(X):
+        traced = save(edited.output)
+    assert torch.equal(edited(X), traced)
+    assert torch.equal(linear(X), plain)
+    assert not torch.equal(traced, plain)
+
+
+def test_parts_of_a_model_keep_no_edits(linear: Batching) -> None:
+    with pytest.raises(ValueError, match="call edit\\(\\) on its root"), linear[0].edit(inplace=True):
+        linear[0].output[:] = 0
+
+
+def test_a_cache_outside_an_invoke_is_an_error(linear: Batching) -> None:
+    with pytest.raises(ValueError, match="inside an invoke"), linear.trace() as tracer:
+        _ = tracer.cache()
+        with tracer.invoke(X):
+            pass
+
+
+def test_skips_with_the_wrong_number_of_rows_are_an_error(linear: Batching) -> None:
+    with pytest.raises(ValueError, match="owns 1 of 2 rows"), linear.trace() as tracer:
+        for rows in (2, 0):
+            with tracer.invoke(X):
+                linear[1].skip(torch.zeros(rows, 2))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_was_not_saved_is_gone_at_once(linear: Batching, backward: bool) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        with linear.trace(X):
+            hidden = linear[0].output
+            kept = save([weakref.ref(hidden)])
+            if backward:
+                with linear.output.sum().backward():
+                    kept.append(weakref.ref(hidden.grad))
+        assert [reference() for reference in kept] == [None] * len(kept)
+    finally:
+        gc.enable()
+
+
+def test_a_break_around_the_block_says_why_it_cannot_be(linear: Batching) -> None:
+    namespace: dict[str, Any] = {"linear": linear, "X": X}
+    text = "for _ in range(2):\n    with linear.trace(X):\n        break\n"
+    linecache.cache["<breaks>"] = (len(text), None, text.splitlines(keepends=True), "<breaks>")
+    with pytest.raises(SyntaxError, match="outside loop") as caught:
+        exec(compile(text, "<breaks>", "exec"), namespace)
+    assert "cannot end a loop around it" in caught.value.__notes__[0]
