@@ -74,7 +74,6 @@ def test_a_loop_that_asks_for_what_comes_once_only_is_an_error(recurrent: NNsigh
 def test_a_loop_in_a_function_of_its_own_is_no_different(recurrent: NNsight) -> None:
     def helper(tracer: Any) -> None:
         for _ in tracer.iter[:]:
-            _ = recurrent.cell.output
             _ = recurrent.output
 
     with pytest.raises(MissedProviderError, match=r"model\.output\.i1"):
