@@ -38,6 +38,9 @@ Event = tuple[Events, str, int | None, Any]
 NOTHING = object()
 """No answer yet."""
 
+_MAX_REFUSED = 500
+"""Requests in a row for what cannot come, after which a block has failed whatever it does with the errors."""
+
 _PATIENCE = 16
 """Requests that a cancelled block may still make while it cleans up, before it is ended without mercy."""
 
@@ -111,11 +114,15 @@ class Mediator:
         interleaver, worker = self.interleaver, self.worker
         assert interleaver is not None  # noqa: S101 - only who waits is answered
         assert worker is not None  # noqa: S101
-        answer = value
+        answer, refused = value, 0
         while answer is not NOTHING:
             interleaver.unqueue(self)
             self.waiting = None
             answer = self._take(self._switch(stacks.resume, worker, answer))
+            refused += 1
+            if refused > _MAX_REFUSED and type(answer) is Raise:
+                interleaver.failed(answer.error)  # it catches the error and asks again, for ever it seems
+                return
 
     def fail(self, error: BaseException) -> None:
         """Raise ``error`` in the block, where it waits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -267,6 +268,26 @@ def test_cancelled_block_that_swallows_anything_for_ever_does_not_hang_the_run(s
                 rounds += 1
 
     failing_model(scene)
+    assert rounds < 1000
+
+
+@pytest.mark.parametrize("swallowed", [Exception, BaseException])
+def test_block_that_asks_again_for_ever_after_the_run_does_not_hang_it(
+    scene: Scene, swallowed: type[BaseException]
+) -> None:
+    rounds = 0
+
+    @scene.block
+    def block(mediator: Mediator) -> None:
+        nonlocal rounds
+        while rounds < 100_000:
+            try:
+                mediator.request("never.i0")
+            except swallowed:
+                rounds += 1
+
+    with contextlib.suppress(MissedProviderError):
+        scene.provide(("a", 1))
     assert rounds < 1000
 
 
