@@ -41,7 +41,7 @@ class Interleaver:
         mediators: The blocks, in the order in which they are answered.
         batcher: Whose rows are whose, and the value at hand.
         current: The block that is running; None while the model is.
-        wanted: For each provider that is waited for, the blocks that wait.
+        wanted: For each provider that is waited for, the blocks that wait, in the order they are answered.
         calls: How often each provider was reached.
         step: The highest call number that any module has begun.
         thread: The thread of the run; the model may run in others at the same time, untraced.
@@ -180,7 +180,10 @@ class Interleaver:
         elif iteration is not None and (self.over or iteration < self.calls.get(provider, 0)):
             return self._too_late(mediator, event)
         else:
-            self.wanted.setdefault(provider, []).append(mediator)
+            waiting = self.wanted.setdefault(provider, [])
+            waiting.append(mediator)
+            if len(waiting) > 1 and waiting[-2].idx > mediator.idx:
+                waiting.sort(key=_order)
         return NOTHING
 
     def _too_late(self, mediator: Mediator, event: Event) -> Raise:
@@ -289,12 +292,11 @@ class Interleaver:
 
     def _next(self, provider: str, number: int | None) -> Mediator | None:
         """Return the first block, in order of definition, that waits for this very call."""
-        best: Mediator | None = None
         for mediator in self.wanted.get(provider, ()):
             event = mediator.waiting
-            if event is not None and event[2] == number and (best is None or mediator.idx < best.idx):
-                best = mediator
-        return best
+            if event is not None and event[2] == number:
+                return mediator
+        return None
 
     def _serve(self, mediator: Mediator) -> None:
         """Answer a block whose value is at hand."""
@@ -405,3 +407,7 @@ class Interleaver:
             f"Execution complete but `{requester}` was not provided. Did you call an Envoy out of order? "
             f"Investigate why this module was not called.{times}"
         )
+
+
+def _order(mediator: Mediator) -> int:
+    return mediator.idx
