@@ -70,7 +70,7 @@ def test_an_uncaught_error_is_shown_as_python_shows_its_own(
     script.write_text(SCRIPT, encoding="utf-8")
     with pytest.raises(IndexError) as caught:
         runpy.run_path(str(script), {"model": gpt2})
-    sys.excepthook(caught.type, caught.value, caught.tb)
+    sys.__excepthook__(caught.type, caught.value, caught.tb)
     text = capsys.readouterr().err
     assert f'File "{script}", line 6, in main\n    hidden = model.transformer.h[100].output.save()' in text
     assert text.endswith("IndexError: list index out of range\n")
