@@ -279,7 +279,8 @@ class Interleaver:
             mediator = self._next(provider, number)
             while mediator is not None:
                 self._serve(mediator)
-                self._settle()
+                if self.released or self.stopped or self.error is not None:
+                    self._settle()
                 mediator = self._next(provider, number)
             if batcher.lends:
                 batcher.settle()

@@ -35,22 +35,21 @@ def read_variables(frame: FrameType) -> Mapping[str, Any]:
     return frame.f_locals
 
 
-def write_variables(frame: FrameType, values: dict[str, Any]) -> None:
+def write_variables(
+    frame: FrameType, values: dict[str, Any], module_names: frozenset[str] = frozenset()
+) -> None:
     """Bind each name in the frame, as an assignment at its current line would.
 
-    A name that the function declares ``global`` is bound in its module.
+    Args:
+        frame: A frame that is running.
+        values: What to bind.
+        module_names: Names that the function declares ``global``, which are bound in its module.
     """
     if not values:
         return
-    if not is_function(frame.f_code):
-        frame.f_locals.update(values)
-        return
-    names = own_names(frame.f_code)
-    variables = frame.f_locals
-    for name, value in values.items():
-        if name in names:
-            variables[name] = value
-        else:
-            frame.f_globals[name] = value
-    if _F_LOCALS_IS_A_COPY:
+    if module_names:
+        frame.f_globals.update({name: values[name] for name in values.keys() & module_names})
+        values = {name: value for name, value in values.items() if name not in module_names}
+    frame.f_locals.update(values)
+    if _F_LOCALS_IS_A_COPY and is_function(frame.f_code):
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))

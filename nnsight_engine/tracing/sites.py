@@ -44,6 +44,7 @@ class Site:
         code: The code object, kept alive so that its identity stays its own.
         block: The compiled block.
         names: The block's variables that live in the surrounding frame.
+        module_names: Names that the block assigns and the function around it declares ``global``.
         does_nothing: Whether the block is ``pass`` or the like, which need not be skipped.
         way_out: How the block is skipped.
     """
@@ -51,6 +52,7 @@ class Site:
     code: CodeType
     block: Block
     names: frozenset[str]
+    module_names: frozenset[str]
     does_nothing: bool
     way_out: WayOut
 
@@ -146,6 +148,7 @@ class Sites:
             code=code,
             block=block,
             names=shared | frozenset(block.stored),
+            module_names=frozenset(block.stored) - own_names(code) if is_function(code) else frozenset(),
             does_nothing=all(map(_is_nothing, nested.body)),
             way_out=self.layout(code).way_out(frame.f_lasti, nested),
         )

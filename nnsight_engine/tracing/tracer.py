@@ -19,7 +19,7 @@ from nnsight_engine.core.saves import SAVES, save
 from nnsight_engine.tracing.blocks import DEFERRED, HELPERS, Block
 from nnsight_engine.tracing.errors import WithBlockNotFoundError
 from nnsight_engine.tracing.frames import read_variables, write_variables
-from nnsight_engine.tracing.sites import Sites
+from nnsight_engine.tracing.sites import Site, Sites
 from nnsight_engine.tracing.skipping import BlockSkipped, skip_block
 from nnsight_engine.tracing.source_text import SourceReader
 from nnsight_engine.tracing.tracebacks import clean, drop_callers
@@ -37,10 +37,10 @@ class Info:
         frame: The frame that opened the trace, until it ends; None for a block inside a block, which shares
             cells instead.
         globals_: The module's variables.
-        names: Which of the frame's variables the block shares.
+        site: Where the frame opened the trace; None for a block inside a block.
     """
 
-    __slots__ = ("block", "frame", "globals_", "names", "variables")
+    __slots__ = ("block", "frame", "globals_", "site", "variables")
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class Info:
         variables: dict[str, CellType],
         frame: FrameType | None,
         globals_: dict[str, Any],
-        names: frozenset[str] = frozenset(),
+        site: Site | None = None,
     ) -> None:
         """Put the parts together."""
-        self.names = names
+        self.site = site
         self.block = block
         self.variables = variables
         self.frame = frame
@@ -122,7 +122,7 @@ class Tracer:
         if site is None:
             frame = SITES.entering(frame)
             site = SITES.find(frame)
-        self.info = Info(site.block, {}, frame, frame.f_globals, site.names)
+        self.info = Info(site.block, {}, frame, frame.f_globals, site)
         self._binds = site.way_out.binds
         if not site.does_nothing:
             self._put_back = skip_block(frame, site.way_out)
@@ -147,8 +147,8 @@ class Tracer:
 
         A block inside a block has nothing to give back: it shares its variables.
         """
-        frame = self.info.frame
-        if frame is None:
+        frame, site = self.info.frame, self.info.site
+        if frame is None or site is None:
             return
         keeps = SAVES.keeps
         kept: dict[str, Any] = {}
@@ -160,7 +160,7 @@ class Tracer:
                 continue
             if keeps(value):
                 kept[name] = value
-        write_variables(frame, kept)
+        write_variables(frame, kept, site.module_names)
         # A tracer outlives its trace; what was not saved does not, nor does the frame.
         self.info.variables.clear()
         self.info.frame = None
@@ -206,12 +206,12 @@ class Tracer:
     def _read_variables(self) -> None:
         """Fill the block's cells from its frame; now, since ``as tracer`` is bound after ``__enter__``."""
         info = self.info
-        if info.frame is None:
+        if info.frame is None or info.site is None:
             return
         if self._binds is not None:
             write_variables(info.frame, {self._binds: self.entered()})
         values = read_variables(info.frame)
-        for name in info.names:
+        for name in info.site.names:
             info.variables[name] = CellType(values[name]) if name in values else CellType()
 
     def _run(self) -> Any:
