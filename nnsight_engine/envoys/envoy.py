@@ -14,7 +14,6 @@ import torch
 from nnsight_engine.envoys.aliases import Aliases, Rename, by_alias, check_aliases
 from nnsight_engine.envoys.display import NoSuchModuleError, as_html, as_text, names_of
 from nnsight_engine.envoys.eproperty import eproperty
-from nnsight_engine.envoys.hooks import requires_input, requires_output
 from nnsight_engine.envoys.operations import ForwardSource, SourceEnvoy
 from nnsight_engine.envoys.probes import Probes
 from nnsight_engine.envoys.tracers import backwards
@@ -23,6 +22,7 @@ from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.envoys.tracers.scanning import ScanningTracer
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.envoys.tree import EnvoyTree
+from nnsight_engine.envoys.values import CallValues
 from nnsight_engine.interleaving.batching import Batchable, Batcher
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.interleaver import Interleaver
@@ -39,7 +39,7 @@ backwards.install()
 _METHODS = (FunctionType, MethodType, BuiltinFunctionType)
 
 
-class Envoy(EnvoyTree, Batchable):
+class Envoy(CallValues, EnvoyTree, Batchable):
     """Stands for a module and everything under it.
 
     Inside a trace, ``output``, ``input`` and ``inputs`` wait for the module's values and can be assigned.
@@ -107,34 +107,7 @@ class Envoy(EnvoyTree, Batchable):
             self._add_envoy(child, name)
         check_aliases(self)
 
-    # Values.
-
-    @eproperty(description="output")
-    @requires_output
-    def output(self) -> Any:
-        """What the module returns; assign to replace it. Waits until the module has run."""
-
-    @eproperty(key="input", description="inputs")
-    @requires_input
-    def inputs(self) -> Any:
-        """What the module is called with, ``(args, kwargs)``; assign to replace both."""
-
-    @eproperty(key="input", description="input")
-    @requires_input
-    def input(self) -> Any:
-        """The module's first argument: the first positional one, else the first by keyword."""
-
-    @input.preprocess
-    def _first(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        args, kwargs = value
-        return args[0] if args else next(iter(kwargs.values()), None)
-
-    @input.postprocess
-    def _with_first(self, value: Any) -> Any:
-        args, kwargs = Envoy.inputs.__get__(self)  # not self.inputs, which may be a module of that name
-        if args or not kwargs:
-            return (value, *args[1:]), kwargs
-        return args, {**kwargs, next(iter(kwargs)): value}
+    # Values; `output`, `input` and `inputs` are in CallValues.
 
     @property
     def source(self) -> SourceEnvoy:

@@ -12,17 +12,16 @@ from typing import Any
 
 import torch
 
-from nnsight_engine.envoys.eproperty import eproperty
-from nnsight_engine.envoys.hooks import requires_operation_input, requires_operation_output
 from nnsight_engine.envoys.source.errors import SourceNotAvailableError
 from nnsight_engine.envoys.source.listing import format_operation, format_source
 from nnsight_engine.envoys.source.operations import Operation, Rewritten
 from nnsight_engine.envoys.source.rewrite import rewrite
+from nnsight_engine.envoys.values import CallValues
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.interleaver import Interleaver
 
 
-class OperationEnvoy:
+class OperationEnvoy(CallValues):
     """One call inside a function: its input, its output, and the calls inside it in turn."""
 
     path: str | None
@@ -33,33 +32,6 @@ class OperationEnvoy:
         self.holder = holder
         self.path = f"{holder.path}.{operation.name}"
         self.interleaver: Interleaver = holder.interleaver
-
-    @eproperty(description="output")
-    @requires_operation_output
-    def output(self) -> Any:
-        """What the call returns; assign to replace it."""
-
-    @eproperty(key="input", description="inputs")
-    @requires_operation_input
-    def inputs(self) -> Any:
-        """What the call is made with, ``(args, kwargs)``; assign to replace both."""
-
-    @eproperty(key="input", description="input")
-    @requires_operation_input
-    def input(self) -> Any:
-        """The first argument of the call."""
-
-    @input.preprocess
-    def _first(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        args, kwargs = value
-        return args[0] if args else next(iter(kwargs.values()), None)
-
-    @input.postprocess
-    def _with_first(self, value: Any) -> Any:
-        args, kwargs = self.inputs
-        if args or not kwargs:
-            return (value, *args[1:]), kwargs
-        return args, {**kwargs, next(iter(kwargs)): value}
 
     @property
     def source(self) -> SourceEnvoy:

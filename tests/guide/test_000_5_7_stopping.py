@@ -10,7 +10,7 @@ from tests.guide.plain import outputs_of, recorded
 
 
 def test_layers_after_the_stop_do_not_run(gpt2: LanguageModel) -> None:
-    with recorded(gpt2._module, "transformer.h.1", "transformer.h.2", "lm_head") as ran:  # noqa: SIM117 - a trace of its own
+    with recorded(gpt2._module, "transformer.h.1", "transformer.h.2", "lm_head") as ran:
         with gpt2.trace("Hello") as tracer:
             values = save([])
             for layer in range(2):

@@ -234,7 +234,7 @@ def test_postprocess_runs_on_what_is_assigned(attender: NNsight, rows: torch.Ten
 
 
 def test_operations_have_properties_of_the_same_kind(attender: NNsight, rows: torch.Tensor) -> None:
-    assert isinstance(vars(OperationEnvoy)["output"], eproperty)
+    assert isinstance(OperationEnvoy.output, eproperty)
     with attender.trace(rows):
         weights = attender.layers[0].self_attn.source.torch_softmax_0.output.save()
     assert torch.allclose(weights.sum(-1), torch.ones(weights.shape[:-1]))

@@ -1,0 +1,43 @@
+"""What goes into a call and comes out of it, as properties that wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nnsight_engine.envoys.eproperty import eproperty
+from nnsight_engine.envoys.hooks import requires_input, requires_output
+
+
+class CallValues:
+    """The values of a call: of a module, or of an operation inside a forward.
+
+    Whoever builds on this has an ``interleaver`` and a ``path``, and provides ``<path>.input`` as
+    ``(args, kwargs)`` and ``<path>.output``.
+    """
+
+    @eproperty(description="output")
+    @requires_output
+    def output(self) -> Any:
+        """What the call returns; assign to replace it. Waits until it has returned."""
+
+    @eproperty(key="input", description="inputs")
+    @requires_input
+    def inputs(self) -> Any:
+        """What the call is made with, ``(args, kwargs)``; assign to replace both."""
+
+    @eproperty(key="input", description="input")
+    @requires_input
+    def input(self) -> Any:
+        """The first argument: the first positional one, else the first by keyword."""
+
+    @input.preprocess
+    def _first(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        args, kwargs = value
+        return args[0] if args else next(iter(kwargs.values()), None)
+
+    @input.postprocess
+    def _with_first(self, value: Any) -> Any:
+        args, kwargs = CallValues.inputs.__get__(self)  # not self.inputs, which may be a module of that name
+        if args or not kwargs:
+            return (value, *args[1:]), kwargs
+        return args, {**kwargs, next(iter(kwargs)): value}
