@@ -144,9 +144,8 @@ class CacheView(Mapping[str, Entry]):
         entry = self._cache.entries.get(self._path)
         if entry is None:
             raise AttributeError(
-                f"the cache has no value for {self._path or 'its root'}: the module was not asked "
-                "for, or was not "
-                "called after the cache was made"
+                f"the cache has no value for {self._path or 'its root'}: the module was not asked for, or "
+                "was not called after the cache was made"
             )
         return entry
 

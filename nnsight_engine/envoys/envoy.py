@@ -379,8 +379,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         return value
 
     def _traceable(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method of the module that opens a trace in a ``with`` statement, and is called "
-        "elsewhere."""
+        """Return a method of the module that a ``with`` statement traces, and any other code calls."""
         ours = getattr(type(self), f"__nnsight_{name}__", None)
         traced = MethodType(ours, self) if ours is not None else method
 
@@ -443,9 +442,8 @@ def _refuse_statement(frame: FrameType, name: str) -> None:
     """Refuse a call whose result is dropped: nothing would run, without a word."""
     if SITES.result_is_dropped(frame):
         raise WithBlockNotFoundError(
-            f"With block not found at line {frame.f_lineno} of {frame.f_code.co_filename}: {name}() "
-            "opens a trace "
-            f"and does nothing by itself; write `with model.{name}(...):` and the block under it."
+            f"With block not found at line {frame.f_lineno} of {frame.f_code.co_filename}: {name}() opens "
+            f"a trace and does nothing by itself; write `with model.{name}(...):` and the block under it."
         )
 
 

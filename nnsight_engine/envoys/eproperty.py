@@ -132,9 +132,8 @@ class eproperty:  # noqa: N801 - it is used like property
         mediator = interleaver.current
         if mediator is None:
             raise ValueError(
-                f"Cannot set {self.name} of {type(holder).__name__} that is not interleaving: assign "
-                "it inside "
-                "`with model.trace(...):`."
+                f"Cannot set {self.name} of {type(holder).__name__} that is not interleaving: assign it "
+                "inside `with model.trace(...):`."
             )
         if self._stub is not None:
             self._stub(holder)
@@ -157,8 +156,7 @@ def outside(holder: Any, prop: eproperty) -> Any:
         if found:
             return value
     raise ValueError(
-        f"Cannot return {prop.name} of {type(holder).__name__} that is not interleaving nor has a "
-        f"fake {prop.name} "
-        f"set. The model did not execute: read `.{prop.name}` inside `with model.trace(input):`, or inside "
-        "`with tracer.invoke(input):` if the trace itself has no input."
+        f"Cannot return {prop.name} of {type(holder).__name__} that is not interleaving nor has a fake "
+        f"{prop.name} set. The model did not execute: read `.{prop.name}` inside `with "
+        "model.trace(input):`, or inside `with tracer.invoke(input):` if the trace itself has no input."
     )

@@ -50,9 +50,8 @@ class OperationEnvoy(CallValues):
         mediator = self.interleaver.current
         if mediator is None:
             raise ValueError(
-                f"Which function {self.path} calls is known once the model has run it: ask for its "
-                "source inside "
-                "a trace first."
+                f"Which function {self.path} calls is known once the model has run it: ask for its source "
+                "inside a trace first."
             )
         provider = f"{self.path}.fn"
         number = self.interleaver.call_number(provider)

@@ -36,11 +36,9 @@ class Batchable:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the invokes so far with one more invoke's, prepared, added."""
         raise NotImplementedError(
-            f"Batching is not implemented for {type(self).__name__}: it can take one invoke with an "
-            "input, and any "
-            "number of empty ones. For several inputs, implement _prepare_input() and _batch() on "
-            "the model's "
-            "class, as LanguageModel does."
+            f"Batching is not implemented for {type(self).__name__}: it can take one invoke with an input, "
+            "and any number of empty ones. For several inputs, implement _prepare_input() and _batch() on "
+            "the model's class, as LanguageModel does."
         )
 
 
@@ -137,9 +135,8 @@ class Batcher:
         for tensor, version in self._shared:
             if tensor._version != version:  # noqa: SLF001
                 raise ValueError(
-                    f"a tensor of shape {tuple(tensor.shape)} has no rows of single invokes, it "
-                    "belongs to all "
-                    "together, and was edited in place in one; only an empty one, tracer.invoke(), "
+                    f"a tensor of shape {tuple(tensor.shape)} has no rows of single invokes, it belongs to "
+                    "all together, and was edited in place in one; only an empty one, tracer.invoke(), "
                     "can edit it"
                 )
         for index, (tree, leaves, group) in enumerate(self._trees):

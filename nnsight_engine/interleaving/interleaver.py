@@ -164,8 +164,7 @@ class Interleaver:
     # What blocks wait for.
 
     def queue(self, mediator: Mediator) -> Any:
-        """Let a block wait for what it asked for; returns an answer if there is one already, or "
-        "never will be."""
+        """Let a block wait for what it asked for; returns an answer if one can be given at once."""
         event = mediator.waiting
         assert event is not None  # noqa: S101 - it has just asked
         kind, provider, iteration, more = event
@@ -236,16 +235,14 @@ class Interleaver:
         """Return the error for a request by code that is not the running block's own."""
         if in_backward():
             return ValueError(
-                f"Cannot request `{requester}` in a backwards tracer. You can only request `.grad`. "
-                "Please define "
-                "your Tensors before the Backwards Tracer and interact with their gradients within "
-                "the Backwards "
-                "Tracer."
+                f"Cannot request `{requester}` in a backwards tracer. You can only request `.grad`. Please "
+                "define your Tensors before the Backwards Tracer and interact with their gradients within "
+                "the Backwards Tracer."
             )
         return ValueError(
             f"Cannot request `{requester}` here: this code runs in another thread, or in the block of "
-            "another "
-            "trace inside this one. Take the value in the block that waits for it, and use it here."
+            "another trace inside this one. Take the value in the block that waits for it, and use it "
+            "here."
         )
 
     # What the model provides.
@@ -333,9 +330,8 @@ class Interleaver:
         missing = [group for group in self.batcher.groups if group not in rows]
         if missing:
             raise ValueError(
-                f"{path} is skipped in {len(rows)} of {len(self.batcher.groups)} invokes; a module "
-                "runs for all "
-                "of them or for none, so skip it in every one"
+                f"{path} is skipped in {len(rows)} of {len(self.batcher.groups)} invokes; a module runs "
+                "for all of them or for none, so skip it in every one"
             )
         return self.batcher.join([rows[group] for group in self.batcher.groups])
 
@@ -393,15 +389,14 @@ class Interleaver:
         if iteration is not None and iteration < calls:
             return OutOfOrderError(
                 f"Value was missed for {requester}. Did you call an Envoy out of order? The model has "
-                "passed this "
-                "place: ask for values in the order in which it reaches them, or in separate invokes."
+                "passed this place: ask for values in the order in which it reaches them, or in separate "
+                "invokes."
             )
         if provider.endswith(".grad"):
             return MissedProviderError(
-                f"Execution complete but `{requester}` was not provided. Did you call an Envoy out of order? "
-                "Gradients come in the reverse order of the forward pass, and only to tensors that "
-                "the loss was "
-                "computed from."
+                f"Execution complete but `{requester}` was not provided. Did you call an Envoy out of "
+                "order? Gradients come in the reverse order of the forward pass, and only to tensors that "
+                "the loss was computed from."
             )
         times = f" It was reached {calls} time{'s' if calls != 1 else ''}." if calls else ""
         return MissedProviderError(

@@ -50,9 +50,8 @@ class IteratorTracer:
                         return
                     raise MissedProviderError(
                         f"Execution complete but step {step} did not come: generation ended after "
-                        f"{self.interleaver.step + 1} steps. Use a slice, tracer.iter[{step}:], for "
-                        "steps that may "
-                        "not come."
+                        f"{self.interleaver.step + 1} steps. Use a slice, tracer.iter[{step}:], for steps "
+                        "that may not come."
                     )
                 mediator.iteration = step
                 yield step

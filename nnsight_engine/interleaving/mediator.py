@@ -183,8 +183,8 @@ class Mediator:
         except IterationOver as error:
             raise MissedProviderError(
                 "A loop over steps was left in the middle, because generation ended, and what stands "
-                "after it would "
-                "not run. Loop over the steps in the block itself: `for step in tracer.iter[...]:`."
+                "after it would not run. Loop over the steps in the block itself: `for step in "
+                "tracer.iter[...]:`."
             ) from error
 
     # On the block's side.

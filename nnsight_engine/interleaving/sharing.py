@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import CellType
 from typing import Any, Protocol
 
-_UNBOUND = object()
+from nnsight_engine.core.cells import UNBOUND, content
 
 
 class Sharer(Protocol):
@@ -53,7 +53,7 @@ class _Reader:
     def take(self, value: Any, order: int) -> None:
         """Take a value from the invoke at ``order``, unless this one has its own."""
         now = content(self.cell)
-        if now is _UNBOUND or (order < self.order and now is self.passed):
+        if now is UNBOUND or (order < self.order and now is self.passed):
             self.cell.cell_contents = self.passed = value
 
 
@@ -85,7 +85,7 @@ def _publisher(order: int, sharer: Sharer, readers: dict[int, list[_Reader]]) ->
         for entry in watched:
             own, before, others = entry
             value = content(own)
-            if value is not before and value is not _UNBOUND:
+            if value is not before and value is not UNBOUND:
                 entry[1] = value
                 for reader in others:
                     reader.take(value, order)
@@ -97,21 +97,5 @@ def bring_home(sharer: Sharer) -> None:
     """Give the surrounding code what an invoke assigned; called for all, in order of definition."""
     for name in sharer.stored:
         value = content(sharer.own[name])
-        if value is not _UNBOUND:
+        if value is not UNBOUND:
             sharer.outer[name].cell_contents = value
-
-
-def copied(cell: CellType) -> CellType:
-    """Return a cell of its own with what a cell holds."""
-    try:
-        return CellType(cell.cell_contents)
-    except ValueError:
-        return CellType()
-
-
-def content(cell: CellType) -> Any:
-    """Return what a cell holds, or a mark that it holds nothing."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _UNBOUND

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 
 class WithBlockNotFoundError(Exception):
-    """The ``with`` statement that opened a trace was not found, or is not one; says where it was "
-    "looked for."""
+    """The ``with`` statement of a trace was not found, or is not one; says where it was looked for."""
 
 
 class TraceSyntaxError(SyntaxError):

@@ -217,16 +217,14 @@ class _Layout:
             return WayOut(after=bound_until, at_once=_shares_line(nested), binds=None)
         if target is not None and not isinstance(target, ast.Name):
             raise TraceSyntaxError(
-                f"a traced block cannot begin with this statement (line {nested.body[0].lineno}) "
-                "while `as` binds "
-                "more than a name; use a plain name, or put another statement first"
+                f"a traced block cannot begin with this statement (line {nested.body[0].lineno}) while "
+                "`as` binds more than a name; use a plain name, or put another statement first"
             )
         return WayOut(after=offset, at_once=True, binds=target.id if target is not None else None)
 
 
 def _expression_end(instructions: list[dis.Instruction], store: int) -> int:
-    """Return the index of the last instruction of ``EXPR`` in a block's ``with (marker := bind(…, "
-    "EXPR))``."""
+    """Return the index of the last instruction of EXPR in ``with (marker := bind(…, EXPR))``."""
     index = store - 1  # COPY, for the value that goes on to be entered
     while "CALL" not in instructions[index].opname:
         index -= 1

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import CellType, FrameType, TracebackType
 from typing import Any
 
+from nnsight_engine.core.cells import UNBOUND, content, copied
 from nnsight_engine.core.config import CONFIG
 from nnsight_engine.core.mounting import MountError, mount
 from nnsight_engine.core.saves import SAVES, save
@@ -74,9 +75,7 @@ class Info:
 
     def fresh(self) -> Info:
         """Return the same block on cells of its own, holding what these hold now."""
-        return Info(
-            self.block, {name: _copy(cell) for name, cell in self.variables.items()}, None, self.globals_
-        )
+        return Info(self.block, copied(self.variables), None, self.globals_)
 
 
 class Tracer:
@@ -153,12 +152,8 @@ class Tracer:
         keeps = SAVES.keeps
         kept: dict[str, Any] = {}
         for name in self.info.block.stored:
-            cell = self.info.variables[name]
-            try:
-                value = cell.cell_contents
-            except ValueError:  # never assigned
-                continue
-            if keeps(value):
+            value = content(self.info.variables[name])
+            if value is not UNBOUND and keeps(value):
                 kept[name] = value
         write_variables(frame, kept, site.module_names)
         # A tracer outlives its trace; what was not saved does not, nor does the frame.
@@ -276,13 +271,6 @@ class _Binder:
 def _deferred(value: Any) -> bool:
     """Tell a rewritten ``with`` statement whether the context it entered took the block away."""
     return isinstance(value, Tracer) and value.deferred
-
-
-def _copy(cell: CellType) -> CellType:
-    try:
-        return CellType(cell.cell_contents)
-    except ValueError:
-        return CellType()
 
 
 HELPERS[DEFERRED] = CellType(_deferred)

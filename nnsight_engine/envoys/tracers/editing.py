@@ -34,20 +34,12 @@ class Edit:
         return Mediator(every_step, info, name="edit")
 
 
-class _Keep(Backend):
-    """Compiles the block and runs nothing."""
-
-    def __call__(self, tracer: Tracer | None = None) -> Any:
-        function = super().__call__(tracer)
-        return tracer.execute(function) if tracer is not None else None
-
-
 class EditingTracer(Tracer):
     """``with model.edit() as edited:``; the block runs in each trace of ``edited``."""
 
     def __init__(self, model: Envoy, *, inplace: bool = False, backend: Backend | None = None) -> None:
         """Edit a copy that shares the modules, or the model itself."""
-        super().__init__(backend=backend if backend is not None else _Keep())
+        super().__init__(backend=backend)
         self.model = model if inplace else model._shallow_copy()
 
     def execute(self, function: Callable[[], Any]) -> None:  # noqa: ARG002 - compiled anew in each trace

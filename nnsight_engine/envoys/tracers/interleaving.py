@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from nnsight_engine.core.cells import copied
 from nnsight_engine.core.config import CONFIG
 from nnsight_engine.core.saves import save
 from nnsight_engine.core.trees import map_tensors
@@ -15,7 +16,7 @@ from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.iteration import Iter, IteratorTracer
 from nnsight_engine.interleaving.mediator import Mediator
-from nnsight_engine.interleaving.sharing import Sharer, copied, publishers
+from nnsight_engine.interleaving.sharing import Sharer, publishers
 from nnsight_engine.tracing.tracer import Backend, Info, Tracer
 
 if TYPE_CHECKING:
@@ -151,10 +152,9 @@ class InterleavingTracer(Tracer):
         with self.interleaver.exclusive:
             if self.interleaver.interleaving:
                 raise ValueError(
-                    f"Cannot trace {self.model.path} during an active model execution / interleaving: "
-                    "it runs already, and this block waits beside it. Open the trace before or "
-                    "after, or group traces in "
-                    "model.session()."
+                    f"Cannot trace {self.model.path} during an active model execution / interleaving: it "
+                    "runs already, and this block waits beside it. Open the trace before or after, or "
+                    "group traces in model.session()."
                 )
             self._collect(function)
             try:
@@ -175,10 +175,9 @@ class InterleavingTracer(Tracer):
         assigning = [invoker for invoker in self.invokers if error.name in invoker.info.block.stored]
         if error.name is not None and assigning:
             error.add_note(
-                f"`{error.name}` is assigned in another invoke, which had not come that far. If both ask for "
-                "values of the same place, let them wait for each other: barrier = tracer.barrier(2) "
-                "before the "
-                "invokes, and barrier() in each, after it is assigned and before it is used."
+                f"`{error.name}` is assigned in another invoke, which had not come that far. If both ask "
+                "for values of the same place, let them wait for each other: barrier = tracer.barrier(2) "
+                "before the invokes, and barrier() in each, after it is assigned and before it is used."
             )
 
     def _let_go(self) -> None:
@@ -197,8 +196,7 @@ class InterleavingTracer(Tracer):
         if self.batcher.inputs is None:
             raise ValueError(
                 "The model did not execute: there is no input. Give one to the trace, `with "
-                "model.trace(input):`, or "
-                "to an invoke in it, `with tracer.invoke(input):`."
+                "model.trace(input):`, or to an invoke in it, `with tracer.invoke(input):`."
             )
 
     def _run_model(self) -> Any:
@@ -240,7 +238,7 @@ class _Rehearsal:
     def __init__(self, info: Info) -> None:
         self.info = info
         self.outer = info.variables
-        self.own = {name: copied(cell) for name, cell in info.variables.items()}
+        self.own = copied(info.variables)
         self.stored = info.block.stored
 
 

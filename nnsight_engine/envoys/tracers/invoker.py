@@ -6,7 +6,8 @@ from collections.abc import Callable
 from types import CellType
 from typing import TYPE_CHECKING, Any
 
-from nnsight_engine.interleaving.sharing import bring_home, copied
+from nnsight_engine.core.cells import copied
+from nnsight_engine.interleaving.sharing import bring_home
 from nnsight_engine.tracing.tracer import Tracer
 
 if TYPE_CHECKING:
@@ -34,9 +35,8 @@ class Invoker(Tracer):
         """
         if parent.interleaver.interleaving:
             raise ValueError(
-                "Cannot invoke during an active model execution / interleaving. Invokes stand side "
-                "by side in a "
-                "trace without an input of its own: `with model.trace() as tracer:`."
+                "Cannot invoke during an active model execution / interleaving. Invokes stand side by "
+                "side in a trace without an input of its own: `with model.trace() as tracer:`."
             )
         super().__init__(*args, **kwargs)
         self.parent = parent
@@ -45,7 +45,7 @@ class Invoker(Tracer):
         """Return the block as a function on variables of its own, see ``sharing``."""
         info = self.info
         self.outer, self.stored = info.variables, info.block.stored
-        self.own = {name: copied(cell) for name, cell in info.variables.items()}
+        self.own = copied(info.variables)
         return self.compile_on(info, self.own)
 
     def execute(self, function: Callable[[], Any]) -> None:
