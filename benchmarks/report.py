@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.table import Table
 
 from benchmarks.cases import Quantity
+from benchmarks.files import table_lines, write_report
 from benchmarks.machine import Machine
 from benchmarks.ratios import Row
 
@@ -52,12 +53,8 @@ class Report:
 
     def write(self, folder: Path) -> Path:
         """Write ``<date>-<mode>.md`` and ``.json``, and return the markdown file."""
-        folder.mkdir(parents=True, exist_ok=True)
-        stem = folder / f"{self.machine.date}-{self.mode}"
-        stem.with_suffix(".json").write_text(self.to_json(), encoding="utf-8")
-        markdown = stem.with_suffix(".md")
-        markdown.write_text(self.to_markdown(), encoding="utf-8")
-        return markdown
+        name = f"{self.machine.date}-{self.mode}"
+        return write_report(folder, name, markdown=self.to_markdown(), json=self.to_json())
 
     def to_markdown(self) -> str:
         """Return the report as markdown."""
@@ -81,8 +78,7 @@ class Report:
         for quantity, title in _TITLES.items():
             unit = quantity.unit
             head = [*_COLUMNS[:-2], f"ours, {unit}", f"plain, {unit}"]
-            lines += ["", f"## {title}", "", _line(head), _line(["---"] + ["---:"] * (len(head) - 1))]
-            lines += [_line(_cells(row)) for row in self._sorted(quantity)]
+            lines += ["", f"## {title}", "", *table_lines(head, map(_cells, self._sorted(quantity)))]
         return "\n".join(lines) + "\n"
 
     def _options(self) -> str:
@@ -137,7 +133,3 @@ def _cells(row: Row) -> list[str]:
         f"{row.ours:.1f}",
         f"{row.plain:.1f}",
     ]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from benchmarks.files import table_lines, write_report
 from benchmarks.machine import Machine
 from benchmarks.tracing.timing import Row
 
@@ -40,12 +41,8 @@ class Report:
 
     def write(self, folder: Path) -> Path:
         """Write ``<date>-tracing.md`` and ``.json``, and return the markdown file."""
-        folder.mkdir(parents=True, exist_ok=True)
-        stem = folder / f"{self.machine.date}-tracing"
-        stem.with_suffix(".json").write_text(self.to_json(), encoding="utf-8")
-        markdown = stem.with_suffix(".md")
-        markdown.write_text(self.to_markdown(), encoding="utf-8")
-        return markdown
+        name = f"{self.machine.date}-tracing"
+        return write_report(folder, name, markdown=self.to_markdown(), json=self.to_json())
 
     def to_markdown(self) -> str:
         """Return the report as markdown."""
@@ -68,10 +65,8 @@ class Report:
             "SmolLM2-135M-Instruct in bf16. The patching methods are those of the NNsight paper's Table 1.",
             f"Made by `python -m benchmarks.tracing --repeats {small} --language-repeats {language}`.",
             "",
-            _line(_COLUMNS),
-            _line(["---"] + ["---:"] * (len(_COLUMNS) - 1)),
+            *table_lines(_COLUMNS, map(_cells, self.rows)),
         ]
-        lines += [_line(_cells(row)) for row in self.rows]
         return "\n".join(lines) + "\n"
 
     def to_json(self) -> str:
@@ -109,7 +104,3 @@ def _cells(row: Row) -> list[str]:
         {True: "yes", False: "no", None: ""}[row.reached],
         ", ".join(f"{name} {1e6 * seconds:.0f}" for name, seconds in row.medians.items()),
     ]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
