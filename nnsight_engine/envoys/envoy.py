@@ -179,11 +179,11 @@ class Envoy(CallValues, EnvoyTree, Batchable):
             return self._with_edits(lambda: self._module(*args, **kwargs))
         if not hook:
             return self._module.forward(*args, **kwargs)
-        interleaver.listening = True
+        interleaver.listener = interleaver.thread
         try:
             return self._module(*args, **kwargs)
         finally:
-            interleaver.listening = False
+            interleaver.listener = 0
 
     def trace(
         self,

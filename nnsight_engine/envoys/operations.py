@@ -7,6 +7,7 @@ the module's place while a trace runs, and only for modules whose source somebod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from types import MethodType
 from typing import Any
 
@@ -100,7 +101,7 @@ class SourceEnvoy:
     ) -> Any:
         """Make one of the function's calls, with blocks reading and replacing what goes in and out."""
         interleaver = self.interleaver
-        if not (interleaver.interleaving and interleaver.listening):
+        if get_ident() != interleaver.listener:
             return callee(*args, **kwargs)
         path = f"{self.path}.{name}"
         entrance, exit_, called = f"{path}.input", f"{path}.output", f"{path}.fn"

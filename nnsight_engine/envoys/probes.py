@@ -40,7 +40,8 @@ class Probes:
     def install(self) -> None:
         """Put every probe in place, once no other thread has one on any of the modules."""
         with _changed:
-            _changed.wait_for(self._is_free)
+            if _installed:
+                _changed.wait_for(self._is_free)
             _installed.append((get_ident(), self))
             for attributes, probe, path in self._probes:
                 if _SLOT in attributes:
@@ -78,7 +79,7 @@ def _probe(path: str, interleaver: Interleaver, call: Callable[..., Any]) -> Cal
 
     def probe(*args: Any, **kwargs: Any) -> Any:
         # Not the traced run: a block calls the module for itself, or another thread runs the model.
-        if not interleaver.listening or get_ident() != interleaver.thread:
+        if get_ident() != interleaver.listener:
             return call(*args, **kwargs)
         number = calls.get(entrance, 0)
         if number > interleaver.step:
@@ -92,7 +93,7 @@ def _probe(path: str, interleaver: Interleaver, call: Callable[..., Any]) -> Cal
             output = call(*args, **kwargs)
         if exit_ in wanted:
             output = interleaver.offer(exit_, number, output)
-        calls[exit_] = calls.get(exit_, 0) + 1
+        calls[exit_] = number + 1
         return output
 
     return probe

@@ -48,6 +48,7 @@ class Batcher:
     Attributes:
         current_value: The value at the point that the model is at.
         total_batch_size: Number of rows of all invokes together.
+        loans: What invokes were given of the current value; None if all of it, or nothing.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -58,9 +59,7 @@ class Batcher:
         self.groups: list[BatchGroup] = []
         self.total_batch_size = 0
         self.current_value: Any = None
-        self._lent: list[_Lent] = []
-        self._shared: list[tuple[torch.Tensor, int]] = []
-        self._trees: list[tuple[Any, list[torch.Tensor], BatchGroup]] = []
+        self.loans: Loans | None = None
 
     def add(self, model: Batchable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchGroup | None:
         """Add an invoke's input; returns its rows, or None for an empty invoke."""
@@ -82,18 +81,18 @@ class Batcher:
 
     def begin(self, value: Any) -> Handled:
         """Handle ``value`` from now on; returns what was handled before, for ``end``."""
-        before = (self.current_value, self._lent, self._shared, self._trees)
-        self.current_value, self._lent, self._shared, self._trees = value, [], [], []
+        before = (self.current_value, self.loans)
+        self.current_value, self.loans = value, None
         return before
 
     def end(self, before: Handled) -> None:
         """Handle again what was handled before."""
-        self.current_value, self._lent, self._shared, self._trees = before
+        self.current_value, self.loans = before
 
-    @property
-    def lends(self) -> bool:
-        """Whether some invoke was given a part of the current value."""
-        return bool(self._lent or self._trees)
+    def _lending(self) -> Loans:
+        if self.loans is None:
+            self.loans = Loans()
+        return self.loans
 
     def narrow(self, group: BatchGroup | None) -> Any:
         """Return the current value with only these rows; views, so that edits in place reach the model."""
@@ -101,28 +100,30 @@ class Batcher:
             return self.current_value
         narrowed = map_tensors(self.current_value, lambda tensor: self._rows(tensor, group))
         if not isinstance(narrowed, torch.Tensor) and narrowed is not self.current_value:
-            self._trees.append((narrowed, list(tensors(narrowed)), group))
+            self._lending().trees.append((narrowed, list(tensors(narrowed)), group))
         return narrowed
 
     def _rows(self, tensor: torch.Tensor, group: BatchGroup | None) -> torch.Tensor:
         if group is None or not tensor.ndim or tensor.shape[0] != self.total_batch_size:
             return self._whole(tensor)
-        for lent in self._lent:  # the same view again, so that its gradient is one tensor's
-            if lent.whole is tensor and lent.group == group:
-                return lent.rows
+        views = self._lending().views
+        for view in views:  # the same one again, so that its gradient is one tensor's
+            if view.whole is tensor and view.group == group:
+                return view.rows
         rows = tensor.narrow(0, *group)
-        self._lent.append(_Lent(tensor, group, rows))
+        views.append(_View(tensor, group, rows))
         return rows
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """Lend a tensor that has no rows of single invokes."""
         if not tensor.is_inference():  # those count no edits
-            self._shared.append((tensor, tensor._version))  # noqa: SLF001 - has no public name
+            self._lending().shared.append((tensor, tensor._version))  # noqa: SLF001 - has no public name
         return tensor
 
     def trust(self, tensor: torch.Tensor) -> None:
         """Let an invoke edit a shared tensor, through code that knows whose rows are whose in it."""
-        self._shared = [(one, version) for one, version in self._shared if one is not tensor]
+        if self.loans is not None:
+            self.loans.shared = [(one, version) for one, version in self.loans.shared if one is not tensor]
 
     def took_back(self) -> None:
         """Look at what an invoke did with what it was given, once it has handed over.
@@ -132,19 +133,22 @@ class Batcher:
         Raises:
             ValueError: It edited a tensor in place that belongs to all invokes together.
         """
-        for tensor, version in self._shared:
+        loans = self.loans
+        if loans is None:
+            return
+        for tensor, version in loans.shared:
             if tensor._version != version:  # noqa: SLF001
                 raise ValueError(
                     f"a tensor of shape {tuple(tensor.shape)} has no rows of single invokes, it belongs to "
                     "all together, and was edited in place in one; only an empty one, tracer.invoke(), "
                     "can edit it"
                 )
-        for index, (tree, leaves, group) in enumerate(self._trees):
+        for index, (tree, leaves, group) in enumerate(loans.trees):
             now = list(tensors(tree))
             if len(now) != len(leaves) or any(
                 one is not other for one, other in zip(now, leaves, strict=True)
             ):
-                self._trees[index] = (tree, now, group)
+                loans.trees[index] = (tree, now, group)
                 self.swap(group, tree)
 
     def swap(self, group: BatchGroup | None, value: Any) -> None:
@@ -181,10 +185,12 @@ class Batcher:
             )
         after = whole.narrow(0, first + num_rows, self.total_batch_size - first - num_rows)
         replaced = torch.cat([whole.narrow(0, 0, first), part.to(whole), after])
-        self._lent = [lent for lent in self._lent if lent.whole is not whole or lent.group != group]
-        for lent in self._lent:
-            if lent.whole is whole:  # what others were lent stays theirs, and has to be put in again
-                lent.whole, lent.apart = replaced, True
+        if self.loans is not None:
+            views = [view for view in self.loans.views if view.whole is not whole or view.group != group]
+            for view in views:
+                if view.whole is whole:  # what others were lent stays theirs, and has to be put in again
+                    view.whole, view.apart = replaced, True
+            self.loans.views = views
         return replaced
 
     def join(self, parts: list[Any]) -> Any:
@@ -219,22 +225,24 @@ class Batcher:
         that an invoke holds is apart from the model's tensor once a neighbour has assigned its own rows. The
         tensor is put together from the views then, and the path leads through them.
         """
-        lent, self._lent = self._lent, []
+        if self.loans is None:
+            return
+        views, self.loans.views = self.loans.views, []
         grad = torch.is_grad_enabled()
-        apart = {id(one.whole) for one in lent if one.apart or (grad and one.rows.requires_grad)}
+        apart = {id(one.whole) for one in views if one.apart or (grad and one.rows.requires_grad)}
         if not apart:
             return
 
         def rejoined(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in apart:
                 return tensor
-            views = {one.group: one.rows for one in lent if one.whole is tensor}
-            return torch.cat([views.get(group, tensor.narrow(0, *group)) for group in self.groups])
+            rows = {one.group: one.rows for one in views if one.whole is tensor}
+            return torch.cat([rows.get(group, tensor.narrow(0, *group)) for group in self.groups])
 
         self.current_value = map_tensors(self.current_value, rejoined)
 
 
-class _Lent:
+class _View:
     """A view of an invoke's rows: of which tensor of the model's, and whether it is apart from it by now."""
 
     __slots__ = ("apart", "group", "rows", "whole")
@@ -246,10 +254,22 @@ class _Lent:
         self.apart = False
 
 
-Handled = tuple[
-    Any,
-    list[_Lent],
-    list[tuple[torch.Tensor, int]],
-    list[tuple[Any, list[torch.Tensor], BatchGroup]],
-]
+class Loans:
+    """What invokes were given of one value.
+
+    Attributes:
+        views: Tensors' rows.
+        shared: Tensors that have no rows, with how often they had been edited.
+        trees: Containers that hold rows, with the tensors that were in them, and whose they are.
+    """
+
+    __slots__ = ("shared", "trees", "views")
+
+    def __init__(self) -> None:
+        self.views: list[_View] = []
+        self.shared: list[tuple[torch.Tensor, int]] = []
+        self.trees: list[tuple[Any, list[torch.Tensor], BatchGroup]] = []
+
+
+Handled = tuple[Any, Loans | None]
 """A value and what invokes were given of it."""

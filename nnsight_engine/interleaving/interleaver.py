@@ -45,8 +45,8 @@ class Interleaver:
         calls: How often each provider was reached.
         step: The highest call number that any module has begun.
         thread: The thread of the run; the model may run in others at the same time, untraced.
-        listening: Whether calls of modules are the model's own: not while a block runs, which may call
-            modules for itself.
+        listener: The thread whose calls of modules are the model's own; 0 while a block runs, which may call
+            modules for itself, and without a run.
         clock: The provider whose calls are the run's steps; None if any module's are.
         ending: Whether the run is over and blocks are being cleaned up.
     """
@@ -57,7 +57,7 @@ class Interleaver:
         """Start without a run."""
         self.current: Mediator | None = None
         self.interleaving = False
-        self.listening = True
+        self.listener = 0
         self.wanted: dict[str, list[Mediator]] = {}
         self.calls: dict[str, int] = {}
         self.watchers: dict[str, list[Watcher]] = {}
@@ -116,7 +116,7 @@ class Interleaver:
     def __enter__(self) -> Interleaver:
         """Start every block: each runs until it first waits."""
         self.interleaving = True
-        self.thread = threading.get_ident()
+        self.thread = self.listener = threading.get_ident()
         try:
             for mediator in self.mediators:
                 mediator.start(self)
@@ -137,7 +137,7 @@ class Interleaver:
         self.cancel()
         self.interleaving = False
         self.current = None
-        self.listening = True
+        self.listener = 0
         self.providing = None
         self.batcher.current_value = None
 
@@ -172,14 +172,17 @@ class Interleaver:
             return NOTHING  # whoever cancels it answers, and counts how often
         if self.closed:
             return Raise(self._missed(*event))
-        if kind is Events.BARRIER:
+        if kind is _BARRIER:
             more.arrive(mediator)
-        elif kind is Events.STEP:
+        elif kind is _STEP:
             return False if self.loops_over else NOTHING
         elif iteration is not None and (self.over or iteration < self.calls.get(provider, 0)):
             return self._too_late(mediator, event)
         else:
-            waiting = self.wanted.setdefault(provider, [])
+            waiting = self.wanted.get(provider)
+            if waiting is None:
+                self.wanted[provider] = [mediator]
+                return NOTHING
             waiting.append(mediator)
             if len(waiting) > 1 and waiting[-2].idx > mediator.idx:
                 waiting.sort(key=_order)
@@ -269,20 +272,22 @@ class Interleaver:
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:
         """Let every block that waits for this call have the value; returns it as they left it."""
-        batcher = self.batcher
+        batcher, wanted = self.batcher, self.wanted
         outer, handled = self.providing, batcher.begin(value)
         self.providing = (provider, number)
         try:
-            mediator = self._next(provider, number)
-            while mediator is not None:
+            while provider in wanted:
+                mediator = self._next(provider, number)
+                if mediator is None:
+                    break
                 self._serve(mediator)
                 if self.released or self.stopped or self.error is not None:
                     self._settle()
-                mediator = self._next(provider, number)
-            if batcher.lends:
+            if batcher.loans is not None:
                 batcher.settle()
-            for watcher in self.watchers.get(provider, ()):
-                watcher.add(provider, number, batcher.current_value)
+            if self.watchers:
+                for watcher in self.watchers.get(provider, ()):
+                    watcher.add(provider, number, batcher.current_value)
             return batcher.current_value
         finally:
             self.providing = outer
@@ -290,7 +295,7 @@ class Interleaver:
 
     def _next(self, provider: str, number: int | None) -> Mediator | None:
         """Return the first block, in order of definition, that waits for this very call."""
-        for mediator in self.wanted.get(provider, ()):
+        for mediator in self.wanted[provider]:
             event = mediator.waiting
             if event is not None and event[2] == number:
                 return mediator
@@ -301,11 +306,14 @@ class Interleaver:
         event = mediator.waiting
         assert event is not None  # noqa: S101 - it was found waiting
         kind, _, _, more = event
-        if kind is Events.VALUE:
-            mediator.respond(self.batcher.narrow(mediator.batch_group))
-            self._take_back()
+        if kind is _VALUE:
+            batcher, group = self.batcher, mediator.batch_group
+            whole = group is None and batcher.loans is None
+            mediator.respond(batcher.current_value if whole else batcher.narrow(group))
+            if batcher.loans is not None:
+                self._take_back()
             return
-        if kind is Events.SKIP:
+        if kind is _SKIP:
             self.skipped.append((mediator, more))
             mediator.respond()
             return
@@ -403,6 +411,10 @@ class Interleaver:
             f"Execution complete but `{requester}` was not provided. Did you call an Envoy out of order? "
             f"Investigate why this module was not called.{times}"
         )
+
+
+_VALUE, _SKIP, _STEP, _BARRIER = Events.VALUE, Events.SKIP, Events.STEP, Events.BARRIER
+"""An enumeration's members are slow to look up."""
 
 
 def _order(mediator: Mediator) -> int:

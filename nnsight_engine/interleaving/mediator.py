@@ -105,20 +105,19 @@ class Mediator:
         self.interleaver = interleaver
         self._modes = Keeper()
         self.worker = stacks.take()
-        answer = self._take(self._switch(stacks.start, self.worker, self._work))
+        answer = self._go_on(stacks.start, self._work)
         if answer is not NOTHING:
             self.respond(answer)
 
     def respond(self, value: Any = None) -> None:
         """Answer what the block waits for, and run it until it waits again."""
-        interleaver, worker = self.interleaver, self.worker
+        interleaver = self.interleaver
         assert interleaver is not None  # noqa: S101 - only who waits is answered
-        assert worker is not None  # noqa: S101
         answer, refused = value, 0
         while answer is not NOTHING:
             interleaver.unqueue(self)
             self.waiting = None
-            answer = self._take(self._switch(stacks.resume, worker, answer))
+            answer = self._go_on(stacks.resume, answer)
             refused += 1
             if refused > _MAX_REFUSED and type(answer) is Raise:
                 interleaver.failed(answer.error)  # it catches the error and asks again, for ever it seems
@@ -140,37 +139,35 @@ class Mediator:
             self.fail(error("the trace ended while this block waited"))
         self.worker = None
 
-    def _switch(self, how: Callable[..., Any], *arguments: Any) -> Any:
-        """Let the block run, in its own modes: the model may be within ``no_grad``, or the block."""
-        interleaver = self.interleaver
-        assert interleaver is not None  # noqa: S101 - set by start
-        before, interleaver.current = interleaver.current, self
-        listening, interleaver.listening = interleaver.listening, False
-        self._modes.enter()
-        try:
-            return how(*arguments)
-        finally:
-            self._modes.leave()
-            interleaver.current, interleaver.listening = before, listening
+    def _go_on(self, how: Callable[[stacks.Stack, Any], Any], payload: Any) -> Any:
+        """Let the block run, in its own modes: the model may be within ``no_grad``, or the block.
 
-    def _take(self, event: Event | stacks.Done) -> Any:
-        """Note what the block asks for next; returns an answer that can be given at once, or ``NOTHING``."""
-        interleaver = self.interleaver
+        Notes what it asks for next, and returns an answer that can be given at once, or ``NOTHING``.
+        """
+        interleaver, worker, modes = self.interleaver, self.worker, self._modes
         assert interleaver is not None  # noqa: S101 - set by start
+        assert worker is not None  # noqa: S101 - a block that has ended is never answered
+        before, interleaver.current = interleaver.current, self
+        listener, interleaver.listener = interleaver.listener, 0
+        modes.enter()
+        try:
+            event: Event | stacks.Done = how(worker, payload)
+        finally:
+            modes.leave()
+            interleaver.current, interleaver.listener = before, listener
         if self.publish is not None:
             self.publish()
         if self.transform is not None:
             transform, self.transform = self.transform, None
             interleaver.batcher.swap(self.batch_group, transform())
-        if isinstance(event, stacks.Done):
-            worker, self.worker = self.worker, None
-            assert worker is not None  # noqa: S101 - it has just handed over
+        if type(event) is stacks.Done:
+            self.worker = None
             stacks.give_back(worker)
             _, error = event.empty()
             if error is not None:
                 interleaver.failed(error)
             return NOTHING
-        self.waiting = event
+        self.waiting = event  # type: ignore[assignment] # type() narrows less than isinstance(), which is slow
         return interleaver.queue(self)
 
     def _work(self) -> None:

@@ -13,7 +13,6 @@ The surrounding code gets, in the end, what the last invoke in order of definiti
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Mapping, Sequence
 from types import CellType
 from typing import Any, Protocol
@@ -59,8 +58,9 @@ class _Reader:
 
 def publishers(sharers: Sequence[Sharer]) -> list[Callable[[], None] | None]:
     """Return, for each invoke, what passes its assignments on; None where nobody would want them."""
-    mentioned = collections.Counter(id(cell) for sharer in sharers for cell in sharer.outer.values())
-    readers: dict[int, list[_Reader]] = {key: [] for key, times in mentioned.items() if times > 1}
+    readers: dict[int, list[_Reader]] = {
+        id(sharer.outer[name]): [] for sharer in sharers for name in sharer.stored
+    }
     if not readers:
         return [None] * len(sharers)
     for order, sharer in enumerate(sharers):

@@ -60,13 +60,19 @@ class _Idle(OrderedDict[int, list[greenlet]]):
     where this run's stacks begin, it would overwrite the frames that a walk from them passes.
     """
 
-    def trim(self, address: int) -> None:
-        """End the stacks that are too many."""
+    def at(self, address: int) -> list[greenlet]:
+        """Return those that wait at ``address``, which is used now."""
         own = self.get(address)
-        if own is not None:
+        if own is None:
+            own = self[address] = []
+        else:
             self.move_to_end(address)
-            while len(own) > _MAX_IDLE:
-                _end(own.pop())
+        return own
+
+    def trim(self, own: list[greenlet]) -> None:
+        """End the stacks that are too many, in all or of the list used last."""
+        while len(own) > _MAX_IDLE:
+            _end(own.pop())
         while len(self) > _MAX_ADDRESSES:
             for stack in self.popitem(last=False)[1]:
                 _end(stack)
@@ -85,21 +91,42 @@ def _end(stack: greenlet) -> None:
     stack.switch([])
 
 
-class _Local(threading.local):
-    """This thread's hub while a run is on, and its stacks without a job."""
+class _Thread:
+    """What belongs to one thread.
+
+    Attributes:
+        hub: Starts every stack while a run is on.
+        nested: Runs within the outermost one.
+        idle: Stacks without a job.
+        waiting: Those at this run's address; None if the address cannot be told.
+        registers: Where ``_setjmp`` puts the registers.
+        pointer: The stack pointer among them; None on an unknown machine.
+    """
+
+    __slots__ = ("hub", "idle", "nested", "pointer", "registers", "waiting")
 
     def __init__(self) -> None:
         self.hub: greenlet | None = None
-        self.address = 0
         self.nested = 0
         self.idle = _Idle()
-        self.buffer = ctypes.create_string_buffer(1024)
+        self.waiting: list[greenlet] | None = None
+        buffer = ctypes.create_string_buffer(1024)
         offset = _STACK_POINTER_IN_JMP_BUF.get((platform.system(), platform.machine()))
-        self.pointer = None if offset is None else ctypes.c_size_t.from_buffer(self.buffer, offset)
+        self.pointer = None if offset is None else ctypes.c_size_t.from_buffer(buffer, offset)
+        self.registers = ctypes.byref(buffer)
+
+
+class _Local(threading.local):
+    """This thread's own; looked up once by each function, which is slow."""
+
+    def __init__(self) -> None:
+        self.thread = _Thread()
 
 
 _local = _Local()
 _note_registers = ctypes.PyDLL(None)._setjmp if platform.system() == "Linux" else None  # noqa: SLF001 - libc's name
+if _note_registers is not None:
+    _note_registers.restype = None
 
 
 class Done:
@@ -124,24 +151,26 @@ def run(body: Callable[[], Any]) -> Any:
 
     Nested runs (a trace inside a block, a backward pass inside a trace) share the outermost run's hub.
     """
-    local = _local
-    if local.hub is not None:
-        if local.nested >= _MAX_NESTED:
+    thread = _local.thread
+    if thread.hub is not None:
+        if thread.nested >= _MAX_NESTED:
             raise RecursionError(f"runs nest {_MAX_NESTED} deep; does a traced block trace itself?")
-        local.nested += 1
+        thread.nested += 1
         try:
             stack = take()
             done = start(stack, body)
             give_back(stack)
         finally:
-            local.nested -= 1
+            thread.nested -= 1
     else:
-        local.hub = getcurrent()
+        thread.hub = getcurrent()
         try:
-            done = _hub(local, body)
+            done = _hub(thread, thread.hub, body)
         finally:
-            local.hub = None
-            local.idle.trim(local.address)
+            thread.hub = None
+            waiting, thread.waiting = thread.waiting, None
+            if waiting is not None:
+                thread.idle.trim(waiting)
     value, error = done.empty()
     if error is not None:
         _raise(error)
@@ -158,14 +187,13 @@ def _raise(error: BaseException) -> NoReturn:
         del error  # its traceback holds this frame
 
 
-def _hub(local: _Local, body: Callable[[], Any]) -> Done:
+def _hub(thread: _Thread, hub: greenlet, body: Callable[[], Any]) -> Done:
     """Run ``body`` on a stack, and start each further one that is asked for, until it is done."""
-    if local.pointer is not None and _note_registers is not None:
-        _note_registers(local.buffer)
-        local.address = local.pointer.value
+    if thread.pointer is not None and _note_registers is not None:
+        _note_registers(thread.registers)
+        thread.waiting = thread.idle.at(thread.pointer.value)
     first = take()
-    assert local.hub is not None  # noqa: S101 - run() has just set it
-    first.parent = local.hub
+    first.parent = hub
     stack, job = first, body
     while True:
         # The one call site: every stack begins right below this frame. Through a partial, because Python
@@ -180,21 +208,17 @@ def _hub(local: _Local, body: Callable[[], Any]) -> Done:
 
 def take() -> Stack:
     """Return a stack without a job: one that waits at this run's address, or a new one."""
-    idle = _local.idle.get(_local.address)
-    stack = idle.pop() if idle else greenlet(_work)
+    waiting = _local.thread.waiting
+    stack = waiting.pop() if waiting else greenlet(_work)
     stack.gr_context = contextvars.copy_context()
     return stack
 
 
 def give_back(stack: Stack) -> None:
     """Keep a stack whose job is done for another one."""
-    local = _local
-    if stack.dead or local.pointer is None:
-        return
-    idle = local.idle.get(local.address)
-    if idle is None:
-        idle = local.idle[local.address] = []
-    idle.append(stack)
+    waiting = _local.thread.waiting
+    if waiting is not None and not stack.dead:
+        waiting.append(stack)
 
 
 def start(stack: Stack, job: Callable[[], Any]) -> Any:
@@ -202,7 +226,7 @@ def start(stack: Stack, job: Callable[[], Any]) -> Any:
     stack.parent = getcurrent()
     if stack:  # it has started, and waits at the right address
         return stack.switch([job])
-    hub = _local.hub
+    hub = _local.thread.hub
     assert hub is not None  # noqa: S101 - run() made it
     return hub.switch((stack, job))
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from nnsight_engine.core.trees import map_pairs
-from nnsight_engine.interleaving.batching import Batcher, BatchGroup
+from nnsight_engine.interleaving.batching import Batcher, BatchGroup, Loans
 
 Span = tuple[int, int]
 """First row and number of rows."""
@@ -54,6 +54,16 @@ class _Gathered:
         return self.rows.chunk(len(self.spans))
 
 
+class _SpreadLoans(Loans):
+    """What invokes were given, rows of several blocks among it."""
+
+    __slots__ = ("gathered",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered: list[_Gathered] = []
+
+
 class SpreadBatcher(Batcher):
     """A batch of which the run makes more rows.
 
@@ -67,12 +77,6 @@ class SpreadBatcher(Batcher):
         super().__init__(*args, **kwargs)
         self.copies: frozenset[int] = frozenset({1})
         self.num_blocks = 1
-        self._gathered: list[_Gathered] = []
-
-    @property
-    def lends(self) -> bool:
-        """Whether some invoke was given rows of the current value."""
-        return bool(self._gathered) or super().lends
 
     def narrow(self, group: BatchGroup | None) -> Any:
         """Return the current value with only what was made of these rows."""
@@ -107,12 +111,19 @@ class SpreadBatcher(Batcher):
     def settle(self) -> None:
         """Put back what was changed, see ``Batcher``."""
         self._put_back()
-        self._gathered.clear()
+        if self.loans is not None:
+            self._lending().gathered.clear()
         super().settle()
 
+    def _lending(self) -> _SpreadLoans:
+        if not isinstance(self.loans, _SpreadLoans):
+            self.loans = _SpreadLoans()
+        return self.loans
+
     def _put_back(self) -> None:
-        for gathered in self._gathered:
-            gathered.put_back()
+        if self.loans is not None:
+            for gathered in self._lending().gathered:
+                gathered.put_back()
 
     def _spans(self, length: int, group: BatchGroup) -> list[Span]:
         """Return where in so many rows an invoke's are, one span per block; none if they are nobody's."""
@@ -130,12 +141,12 @@ class SpreadBatcher(Batcher):
         spans = self._spans(tensor.shape[0], group)
         if len(spans) < 2:  # one is a view
             return tensor.narrow(0, *spans[0]) if spans else self._whole(tensor)
-        for known in self._gathered:
+        for known in self._lending().gathered:
             if known.whole is tensor and known.spans == spans:
                 return known.collect()
         num_rows = sum(num for _, num in spans)
         gathered = _Gathered(tensor, spans, tensor.new_empty((num_rows, *tensor.shape[1:])))
-        self._gathered.append(gathered)
+        self._lending().gathered.append(gathered)
         return gathered.collect()
 
     def _replaced(self, group: BatchGroup, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

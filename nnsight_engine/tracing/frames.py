@@ -19,6 +19,10 @@ from typing import Any
 _CO_OPTIMIZED = 0x0001
 _F_LOCALS_IS_A_COPY = sys.version_info < (3, 13)
 
+_locals_to_fast = ctypes.pythonapi.PyFrame_LocalsToFast
+_locals_to_fast.argtypes = (ctypes.py_object, ctypes.c_int)
+_locals_to_fast.restype = None
+
 
 def is_function(code: CodeType) -> bool:
     """Tell whether ``code`` keeps its variables in fast slots, as functions do."""
@@ -52,4 +56,4 @@ def write_variables(
         values = {name: value for name, value in values.items() if name not in module_names}
     frame.f_locals.update(values)
     if _F_LOCALS_IS_A_COPY and is_function(frame.f_code):
-        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+        _locals_to_fast(frame, 0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -177,12 +178,12 @@ class PatternPoint:
         return _sdpa()(module, query, key, value, attention_mask, **kwargs)
 
     def _is_wanted(self) -> bool:
-        return self.interleaver.listening and self._provider in self.interleaver.wanted
+        return get_ident() == self.interleaver.listener and self._provider in self.interleaver.wanted
 
     def _offer(self, pattern: torch.Tensor) -> torch.Tensor:
         """Let blocks have the probabilities of the attention module's running call."""
         interleaver = self.interleaver
-        if not interleaver.listening:
+        if get_ident() != interleaver.listener:
             return pattern
         number = interleaver.calls.get(f"{self.path}.input", 1) - 1
         if self._provider in interleaver.wanted:
