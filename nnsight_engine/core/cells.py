@@ -23,7 +23,10 @@ def content(cell: CellType) -> Any:
 
 def copied(cells: Mapping[str, CellType]) -> dict[str, CellType]:
     """Return cells of their own, by the same names, holding what these hold."""
-    return {name: _copied(cell) for name, cell in cells.items()}
+    try:
+        return {name: CellType(cell.cell_contents) for name, cell in cells.items()}
+    except ValueError:  # one of them is unbound
+        return {name: _copied(cell) for name, cell in cells.items()}
 
 
 def _copied(cell: CellType) -> CellType:

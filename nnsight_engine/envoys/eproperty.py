@@ -110,7 +110,7 @@ class eproperty:  # noqa: N801 - it is used like property
             return outside(holder, self)
         if self._stub is not None:
             self._stub(holder)
-        provider = self.provider(holder)
+        provider = self._providers.get(getattr(holder, "path", None)) or self.provider(holder)
         number = mediator.iteration if self.iterate else None
         if number is None and self.iterate:
             number = interleaver.call_number(provider)

@@ -90,7 +90,7 @@ def _probe(path: str, interleaver: Interleaver, call: Callable[..., Any]) -> Cal
             output = interleaver.skip_value(path) if interleaver.skipped else call(*args, **kwargs)
         else:
             calls[entrance] = number + 1
-            output = call(*args, **kwargs)
+            output = call(*args, **kwargs) if kwargs else call(*args)
         if exit_ in wanted:
             output = interleaver.offer(exit_, number, output)
         calls[exit_] = number + 1

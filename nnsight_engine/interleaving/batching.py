@@ -75,19 +75,14 @@ class Batcher:
         self.total_batch_size += num_rows
         return group
 
+    def forget(self) -> None:
+        """Drop the arguments and the values, once the run is over."""
+        self.shared_args, self.shared_kwargs, self.inputs = (), {}, None
+        self.current_value = self.loans = None
+
     def sees_all(self, group: BatchGroup | None) -> bool:
         """Tell whether these rows are the whole batch."""
         return group is None or group[1] == self.total_batch_size
-
-    def begin(self, value: Any) -> Handled:
-        """Handle ``value`` from now on; returns what was handled before, for ``end``."""
-        before = (self.current_value, self.loans)
-        self.current_value, self.loans = value, None
-        return before
-
-    def end(self, before: Handled) -> None:
-        """Handle again what was handled before."""
-        self.current_value, self.loans = before
 
     def _lending(self) -> Loans:
         if self.loans is None:
@@ -266,10 +261,7 @@ class Loans:
     __slots__ = ("shared", "trees", "views")
 
     def __init__(self) -> None:
+        """Start with nothing given."""
         self.views: list[_View] = []
         self.shared: list[tuple[torch.Tensor, int]] = []
         self.trees: list[tuple[Any, list[torch.Tensor], BatchGroup]] = []
-
-
-Handled = tuple[Any, Loans | None]
-"""A value and what invokes were given of it."""

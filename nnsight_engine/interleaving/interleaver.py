@@ -89,6 +89,17 @@ class Interleaver:
         for index, mediator in enumerate(mediators):
             mediator.idx = index
 
+    def forget(self) -> None:
+        """Drop what the last run held: nothing of it is to live on but what was saved."""
+        self.mediators = []
+        self.tracer = None
+        self.batcher = _NO_BATCH
+        self.wanted.clear()
+        self.watchers.clear()
+        self.error = None
+        self.released.clear()
+        self.skipped.clear()
+
     # A run.
 
     def run(self, function: Callable[[], Any]) -> Any:
@@ -120,7 +131,8 @@ class Interleaver:
         try:
             for mediator in self.mediators:
                 mediator.start(self)
-                self._settle()
+                if self.released or self.stopped or self.error is not None:
+                    self._settle()
         except BaseException:
             self._end()
             raise
@@ -214,11 +226,13 @@ class Interleaver:
         event = mediator.waiting
         if event is None:
             return
-        waiting = self.wanted.get(event[1])
+        provider = event[1]
+        waiting = self.wanted.get(provider)
         if waiting is not None and mediator in waiting:
-            waiting.remove(mediator)
-            if not waiting and event[1] not in self.watchers:
-                del self.wanted[event[1]]
+            if len(waiting) > 1 or provider in self.watchers:
+                waiting.remove(mediator)
+            else:
+                del self.wanted[provider]
 
     def iterate_requester(self, requester: str) -> str:
         """Add the call number that the running block's requests are for: ``model.output.i2``."""
@@ -272,39 +286,33 @@ class Interleaver:
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:
         """Let every block that waits for this call have the value; returns it as they left it."""
-        batcher, wanted = self.batcher, self.wanted
-        outer, handled = self.providing, batcher.begin(value)
+        batcher, wanted, outer = self.batcher, self.wanted, self.providing
+        handled, loans = batcher.current_value, batcher.loans
+        batcher.current_value, batcher.loans = value, None
         self.providing = (provider, number)
         try:
             while provider in wanted:
-                mediator = self._next(provider, number)
-                if mediator is None:
-                    break
-                self._serve(mediator)
+                for mediator in wanted[provider]:
+                    event = mediator.waiting
+                    if event is not None and event[2] == number:
+                        break
+                else:
+                    break  # they wait for other calls
+                self._serve(mediator, event)
                 if self.released or self.stopped or self.error is not None:
                     self._settle()
             if batcher.loans is not None:
-                batcher.settle()
+                batcher.settle()  # type: ignore[unreachable] # serving may have set it
             if self.watchers:
                 for watcher in self.watchers.get(provider, ()):
                     watcher.add(provider, number, batcher.current_value)
             return batcher.current_value
         finally:
             self.providing = outer
-            batcher.end(handled)
+            batcher.current_value, batcher.loans = handled, loans
 
-    def _next(self, provider: str, number: int | None) -> Mediator | None:
-        """Return the first block, in order of definition, that waits for this very call."""
-        for mediator in self.wanted[provider]:
-            event = mediator.waiting
-            if event is not None and event[2] == number:
-                return mediator
-        return None
-
-    def _serve(self, mediator: Mediator) -> None:
+    def _serve(self, mediator: Mediator, event: Event) -> None:
         """Answer a block whose value is at hand."""
-        event = mediator.waiting
-        assert event is not None  # noqa: S101 - it was found waiting
         kind, _, _, more = event
         if kind is _VALUE:
             batcher, group = self.batcher, mediator.batch_group
@@ -354,28 +362,32 @@ class Interleaver:
         if self.clock is not None and provider != self.clock:
             return
         self.step = number
-        for mediator in self.mediators:
+        for mediator in self._waiting():
             event = mediator.waiting
-            if event is not None and event[0] is Events.STEP and event[2] is not None and event[2] <= number:
+            if event is not None and event[0] is _STEP and event[2] is not None and event[2] <= number:
                 mediator.respond(value=True)
                 self._settle()
+
+    def _waiting(self) -> list[Mediator]:
+        return [mediator for mediator in self.mediators if mediator.waiting is not None]
 
     # When the run is over.
 
     def end_loops(self) -> None:
         """End the loops over steps; the traced function still has something to provide after the last."""
         self.loops_over = True
-        for mediator in self.mediators:
+        for mediator in self._waiting():
             event = mediator.waiting
-            if event is not None and event[0] is Events.STEP:
+            if event is not None and event[0] is _STEP:
                 mediator.respond(value=False)
             self._settle()
+        self._settle()  # the model may have swallowed what unwound it
 
     def end_steps(self) -> None:
         """End the loops over steps: no further one comes. What stands after them runs now."""
         self.end_loops()
         self.over = True
-        for mediator in self.mediators:
+        for mediator in self._waiting():
             event = mediator.waiting
             if event is not None and self._ends_loop(mediator, event):
                 mediator.respond(self._too_late(mediator, event))
@@ -384,7 +396,7 @@ class Interleaver:
     def check_dangling_mediators(self) -> None:
         """Fail every block that still waits: what it waits for cannot come any more."""
         self.closed = True
-        for mediator in self.mediators:
+        for mediator in self._waiting():
             if mediator.waiting is not None:
                 mediator.fail(self._missed(*mediator.waiting))
                 self._settle()
@@ -412,6 +424,9 @@ class Interleaver:
             f"Investigate why this module was not called.{times}"
         )
 
+
+_NO_BATCH = Batcher()
+"""What stands for a batch between runs."""
 
 _VALUE, _SKIP, _STEP, _BARRIER = Events.VALUE, Events.SKIP, Events.STEP, Events.BARRIER
 """An enumeration's members are slow to look up."""

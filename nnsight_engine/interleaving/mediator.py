@@ -68,6 +68,23 @@ class Mediator:
         waiting: What the block asked for and has not got; None while it runs or when it has ended.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_modes",
+        "_name",
+        "batch_group",
+        "idx",
+        "info",
+        "interleaver",
+        "intervention",
+        "iteration",
+        "loops",
+        "publish",
+        "transform",
+        "waiting",
+        "worker",
+    )
+
     MissedProviderError = MissedProviderError
     OutOfOrderError = OutOfOrderError
 
@@ -81,7 +98,7 @@ class Mediator:
         """Prepare a block; nothing runs before ``start``."""
         self.intervention = intervention
         self.info = info
-        self.name = name if name is not None else f"Mediator{id(self)}"
+        self._name = name
         self.idx = 0
         self.batch_group = batch_group
         self.iteration: int | None = 0
@@ -94,6 +111,11 @@ class Mediator:
         self._modes: Keeper
 
     @property
+    def name(self) -> str:
+        """What the block is called in messages."""
+        return self._name if self._name is not None else f"Mediator{id(self)}"
+
+    @property
     def alive(self) -> bool:
         """Whether the block has started and not ended."""
         return self.worker is not None
@@ -103,8 +125,8 @@ class Mediator:
     def start(self, interleaver: Interleaver) -> None:
         """Run the block until it first waits."""
         self.interleaver = interleaver
-        self._modes = Keeper()
         self.worker = stacks.take()
+        self._modes = Keeper()  # which begins with the block's modes, the same as the model's
         answer = self._go_on(stacks.start, self._work)
         if answer is not NOTHING:
             self.respond(answer)
@@ -117,6 +139,7 @@ class Mediator:
         while answer is not NOTHING:
             interleaver.unqueue(self)
             self.waiting = None
+            self._modes.enter()
             answer = self._go_on(stacks.resume, answer)
             refused += 1
             if refused > _MAX_REFUSED and type(answer) is Raise:
@@ -133,27 +156,27 @@ class Mediator:
         First ``Cancelation``, then ``GreenletExit``, which ``except Exception`` lets through. A block that
         swallows even that for ever is left where it is, because nothing can unwind a stack from outside.
         """
-        for error in [Cancelation] * _PATIENCE + [GreenletExit] * _PATIENCE:
-            if not self.alive:
+        for patience in range(2 * _PATIENCE):
+            if self.worker is None:
                 return
+            error = Cancelation if patience < _PATIENCE else GreenletExit
             self.fail(error("the trace ended while this block waited"))
         self.worker = None
 
     def _go_on(self, how: Callable[[stacks.Stack, Any], Any], payload: Any) -> Any:
-        """Let the block run, in its own modes: the model may be within ``no_grad``, or the block.
+        """Let the block run, whose modes have been entered: the model may be in ``no_grad``, or the block.
 
         Notes what it asks for next, and returns an answer that can be given at once, or ``NOTHING``.
         """
-        interleaver, worker, modes = self.interleaver, self.worker, self._modes
+        interleaver, worker = self.interleaver, self.worker
         assert interleaver is not None  # noqa: S101 - set by start
         assert worker is not None  # noqa: S101 - a block that has ended is never answered
         before, interleaver.current = interleaver.current, self
         listener, interleaver.listener = interleaver.listener, 0
-        modes.enter()
         try:
             event: Event | stacks.Done = how(worker, payload)
         finally:
-            modes.leave()
+            self._modes.leave()
             interleaver.current, interleaver.listener = before, listener
         if self.publish is not None:
             self.publish()

@@ -45,11 +45,10 @@ class Keeper:
     __slots__ = ("_block", "_block_grad", "_entered", "_left", "_model", "_model_grad")
 
     def __init__(self) -> None:
-        """Start with this thread's modes for the block."""
-        self._block_grad = _is_grad()
-        self._model_grad = True
-        self._block: Modes | None = current() if _is_inference() or _is_autocast() else None
-        self._model: Modes | None = None
+        """Start in the block, with this thread's modes for it."""
+        self._block_grad = self._model_grad = _is_grad()
+        self._model: Modes | None = current() if _is_inference() or _is_autocast() else None
+        self._block: Modes | None = self._model
         self._entered: Any = None
         self._left: Any = None
 

@@ -223,9 +223,9 @@ def give_back(stack: Stack) -> None:
 
 def start(stack: Stack, job: Callable[[], Any]) -> Any:
     """Give ``stack`` a job and return what it first hands over; within a run only."""
-    stack.parent = getcurrent()
     if stack:  # it has started, and waits at the right address
-        return stack.switch([job])
+        return resume(stack, [job])
+    stack.parent = getcurrent()
     hub = _local.thread.hub
     assert hub is not None  # noqa: S101 - run() made it
     return hub.switch((stack, job))

@@ -97,13 +97,12 @@ class Block:
             binder: What a rewritten ``with`` statement calls; needed if there are any.
             globals_: The module's variables.
         """
-        cells = []
-        for name in self.code.co_freevars:
-            cell = variables.get(name) or HELPERS.get(name)
-            if cell is None:
-                cell = binder if name == BIND and binder is not None else CellType()
-            cells.append(cell)
-        return FunctionType(self.code, globals_, self.code.co_name, None, tuple(cells))
+        code = self.code
+        try:
+            cells = [variables[name] for name in code.co_freevars]
+        except KeyError:
+            cells = [variables.get(name) or _other(name, binder) for name in code.co_freevars]
+        return FunctionType(code, globals_, code.co_name, None, tuple(cells))
 
     def inner(self, index: int, names: Sequence[str]) -> Block:
         """Return the block of the ``with`` statement ``index``, whose shared variables are ``names``."""
@@ -112,6 +111,14 @@ class Block:
             block = compile_block(self.nested[index].body, self.source, frozenset(names), self.context)
             self.compiled[index] = block
         return block
+
+
+def _other(name: str, binder: CellType | None) -> CellType:
+    """Return the cell of a name that is not a variable yet, or is no variable."""
+    cell = HELPERS.get(name)
+    if cell is None and name == BIND:
+        cell = binder
+    return cell if cell is not None else CellType()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

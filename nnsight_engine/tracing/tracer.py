@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from types import CellType, FrameType, TracebackType
+from types import CellType, FrameType, FunctionType, TracebackType
 from typing import Any
 
 from nnsight_engine.core.cells import UNBOUND, content, copied
@@ -93,7 +93,7 @@ class Tracer:
     deferred = False
     _binds: str | None = None
     _put_back: Callable[[], None] | None = None
-    _bound: tuple[Block, int, dict[str, CellType], dict[str, Any]] | None = None
+    _bound: tuple[Block, dict[str, CellType], dict[str, Any]] | None = None
 
     def __init__(self, *args: Any, backend: Backend | None = None, **kwargs: Any) -> None:
         """Keep the arguments for ``execute``.
@@ -114,8 +114,8 @@ class Tracer:
             WithBlockNotFoundError: There is no ``with`` statement there, or its source is not to be had.
         """
         if self._bound is not None:
-            (block, index, cells, globals_), self._bound = self._bound, None
-            self.info = Info(block.inner(index, tuple(cells)), cells, None, globals_)
+            (block, cells, globals_), self._bound = self._bound, None
+            self.info = Info(block, cells, None, globals_)
             return
         site = SITES.known(frame)
         if site is None:
@@ -260,11 +260,11 @@ class _Binder:
     def __init__(self, info: Info) -> None:
         self.info = info
 
-    def __call__(self, capture: Callable[[], Any], index: int, value: Any) -> Any:
+    def __call__(self, capture: FunctionType, index: int, value: Any) -> Any:
         if isinstance(value, Tracer):
-            code, closure = capture.__code__, getattr(capture, "__closure__", None) or ()
-            cells = dict(zip(code.co_freevars, closure, strict=True))
-            value._bound = (self.info.block, index, cells, self.info.globals_)  # noqa: SLF001 - a tracer's own part
+            names, info = capture.__code__.co_freevars, self.info
+            cells = dict(zip(names, capture.__closure__ or ()))  # noqa: B905 - as many, and this is faster
+            value._bound = (info.block.inner(index, names), cells, info.globals_)  # noqa: SLF001 - a tracer's own part
         return value
 
 

@@ -35,7 +35,7 @@ class BackwardsTracer(Tracer):
             try:
                 interleaver.run(lambda: _backward(self.tensor, *self.args, **self.kwargs))
             finally:
-                interleaver.initialize([])  # or it would keep the block's tensors, and with them the graph
+                interleaver.forget()  # or it would keep the block's tensors, and with them the graph
 
 
 _backward: Callable[..., None] = torch.Tensor.backward

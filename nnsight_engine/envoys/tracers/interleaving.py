@@ -182,10 +182,10 @@ class InterleavingTracer(Tracer):
 
     def _let_go(self) -> None:
         """Drop what the run held: nothing of it is to live on but what was saved."""
-        self.interleaver.initialize([])
+        self.interleaver.forget()
         self.mediators.clear()
         self.invokers.clear()
-        self.batcher = self.model._new_batcher()
+        self.batcher.forget()
 
     def _collect(self, function: Callable[[], Any]) -> None:
         if self.model._has_input(self.args, self.kwargs):

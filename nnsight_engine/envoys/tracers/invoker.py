@@ -44,8 +44,7 @@ class Invoker(Tracer):
     def compile(self) -> Callable[[], Any]:
         """Return the block as a function on variables of its own, see ``sharing``."""
         info = self.info
-        self.outer, self.stored = info.variables, info.block.stored
-        self.own = copied(info.variables)
+        self.outer, self.stored, self.own = info.variables, info.block.stored, copied(info.variables)
         return self.compile_on(info, self.own)
 
     def execute(self, function: Callable[[], Any]) -> None:
