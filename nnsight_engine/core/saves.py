@@ -10,6 +10,7 @@ themselves, because an ``id`` alone could be reused by the next object within th
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -45,16 +46,22 @@ class Saves(threading.local):
         if self.depth:
             self.marked[id(value)] = value
 
-    def keeps(self, value: Any, depth: int = _MAX_DEPTH) -> bool:
+    def keeps(self, value: Any) -> bool:
         """Tell whether ``value`` is marked, or is a plain container that holds a marked value."""
-        if id(value) in self.marked:
-            return True
-        kind = type(value)
-        if depth and (kind is list or kind is tuple):
-            return any(self.keeps(item, depth - 1) for item in value[:_MAX_LOOKED_INTO])
-        if depth and kind is dict:
-            return any(self.keeps(item, depth - 1) for item in islice(value.values(), _MAX_LOOKED_INTO))
-        return False
+        return holds_marked(value, self.marked)
+
+
+def holds_marked(value: Any, marked: Mapping[int, Any], depth: int = _MAX_DEPTH) -> bool:
+    """Tell whether ``value`` is among the marked ones, by identity, or is a plain container that holds one."""
+    if id(value) in marked:
+        return True
+    kind = type(value)
+    if depth and (kind is list or kind is tuple):
+        return any(holds_marked(item, marked, depth - 1) for item in value[:_MAX_LOOKED_INTO])
+    if depth and kind is dict:
+        items = islice(value.values(), _MAX_LOOKED_INTO)
+        return any(holds_marked(item, marked, depth - 1) for item in items)
+    return False
 
 
 SAVES = Saves()

@@ -6,6 +6,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from threading import get_ident
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType
 from typing import Any, Self, TypeAlias
 
@@ -179,7 +180,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
             return self._with_edits(lambda: self._module(*args, **kwargs))
         if not hook:
             return self._module.forward(*args, **kwargs)
-        interleaver.listener = interleaver.thread
+        interleaver.listener = get_ident()
         try:
             return self._module(*args, **kwargs)
         finally:

@@ -19,6 +19,7 @@ import torch
 from nnsight_engine.interleaving.interleaver import Interleaver
 
 _SLOT = "_compiled_call_impl"
+_FORWARD = "forward"
 
 
 class Probes:
@@ -32,10 +33,12 @@ class Probes:
         """Prepare a probe for each module, which is known by its path."""
         self._interleaver = interleaver
         self._probes = [
-            (module.__dict__, _probe(path, interleaver, module._call_impl), path) for module, path in modules
+            (module.__dict__, slot, _probe(path, interleaver, call), path)
+            for module, path in modules
+            for slot, call in [_slot_of(module)]
         ]
-        self._modules = {id(attributes) for attributes, _, _ in self._probes}
-        self._replaced: list[tuple[dict[str, Any], Any]] = []
+        self._modules = {id(attributes) for attributes, _, _, _ in self._probes}
+        self._replaced: list[tuple[dict[str, Any], str, Any]] = []
 
     def install(self) -> None:
         """Put every probe in place, once no other thread has one on any of the modules."""
@@ -43,21 +46,21 @@ class Probes:
             if _installed:
                 _changed.wait_for(self._is_free)
             _installed.append((get_ident(), self))
-            for attributes, probe, path in self._probes:
-                if _SLOT in attributes:
-                    found = attributes[_SLOT]
-                    self._replaced.append((attributes, found))
-                    attributes[_SLOT] = probe if found is None else _probe(path, self._interleaver, found)
+            for attributes, slot, probe, path in self._probes:
+                if slot in attributes:
+                    found = attributes[slot]
+                    self._replaced.append((attributes, slot, found))
+                    attributes[slot] = probe if found is None else _probe(path, self._interleaver, found)
                 else:
-                    attributes[_SLOT] = probe
+                    attributes[slot] = probe
 
     def remove(self) -> None:
         """Leave the modules as they were."""
         with _changed:
-            for attributes, _, _ in self._probes:
-                attributes.pop(_SLOT, None)
-            for attributes, before in self._replaced:
-                attributes[_SLOT] = before
+            for attributes, slot, _, _ in self._probes:
+                attributes.pop(slot, None)
+            for attributes, slot, before in self._replaced:
+                attributes[slot] = before
             self._replaced.clear()
             _installed.remove((get_ident(), self))
             _changed.notify_all()
@@ -70,6 +73,16 @@ class Probes:
 _changed = threading.Condition()
 _installed: list[tuple[int, Probes]] = []
 """The probes in place, with their threads: a module has one slot, so this is the process's."""
+
+
+def _slot_of(module: torch.nn.Module) -> tuple[str, Callable[..., Any]]:
+    """Return where a module's probe goes, and what it stands before.
+
+    A class with a ``__call__`` of its own never looks into torch's slot, but it ends up in ``forward``.
+    """
+    if type(module).__call__ is torch.nn.Module.__call__:
+        return _SLOT, module._call_impl
+    return _FORWARD, module.forward
 
 
 def _probe(path: str, interleaver: Interleaver, call: Callable[..., Any]) -> Callable[..., Any]:

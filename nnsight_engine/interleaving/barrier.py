@@ -44,7 +44,8 @@ class Barrier:
         self.arrived.append(mediator)
         if len(self.arrived) < self.participants:
             return
-        self.interleaver.released.extend(sorted(self.arrived, key=lambda one: one.idx))
+        assert mediator.interleaver is not None  # noqa: S101 - it has just asked
+        mediator.interleaver.released.extend(sorted(self.arrived, key=lambda one: one.idx))
         self.arrived = []
 
     def unmet(self) -> str:

@@ -13,7 +13,7 @@ if it stands at a barrier that others never reach: known when the model's run en
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from greenlet import GreenletExit, getcurrent
 
@@ -43,6 +43,32 @@ _MAX_REFUSED = 500
 
 _PATIENCE = 16
 """Requests that a cancelled block may still make while it cleans up, before it is ended without mercy."""
+
+
+class StackKind(Protocol):
+    """What blocks run on, see ``stacks``: something that takes turns with the model."""
+
+    def take(self) -> Any:
+        """Return one without a job."""
+
+    def start(self, stack: Any, job: Callable[[], Any]) -> Any:
+        """Give it a job; returns what it first hands over."""
+
+    def resume(self, stack: Any, payload: Any) -> Any:
+        """Hand it what it waits for; returns what it hands over next."""
+
+    def give_back(self, stack: Any) -> None:
+        """Take it back when its job is done."""
+
+
+class Modes(Protocol):
+    """Keeps a block's modes of torch apart from the model's, see ``modes``."""
+
+    def enter(self) -> None:
+        """Change to the block's."""
+
+    def leave(self) -> None:
+        """Change back to the model's."""
 
 
 class Raise:
@@ -87,6 +113,7 @@ class Mediator:
 
     MissedProviderError = MissedProviderError
     OutOfOrderError = OutOfOrderError
+    runs_on: ClassVar[StackKind] = stacks
 
     def __init__(
         self,
@@ -106,9 +133,9 @@ class Mediator:
         self.waiting: Event | None = None
         self.transform: Callable[[], Any] | None = None
         self.publish: Callable[[], None] | None = None
-        self.worker: stacks.Stack | None = None
+        self.worker: Any = None
         self.interleaver: Interleaver | None = None
-        self._modes: Keeper
+        self._modes: Modes
 
     @property
     def name(self) -> str:
@@ -125,11 +152,15 @@ class Mediator:
     def start(self, interleaver: Interleaver) -> None:
         """Run the block until it first waits."""
         self.interleaver = interleaver
-        self.worker = stacks.take()
-        self._modes = Keeper()  # which begins with the block's modes, the same as the model's
-        answer = self._go_on(stacks.start, self._work)
+        self.worker = self.runs_on.take()
+        self._modes = self._new_modes()
+        answer = self._go_on(self.runs_on.start, self._work)
         if answer is not NOTHING:
             self.respond(answer)
+
+    def _new_modes(self) -> Modes:
+        """Return what keeps the modes apart; it begins with the block's, the same as the model's."""
+        return Keeper()
 
     def respond(self, value: Any = None) -> None:
         """Answer what the block waits for, and run it until it waits again."""
@@ -140,7 +171,7 @@ class Mediator:
             interleaver.unqueue(self)
             self.waiting = None
             self._modes.enter()
-            answer = self._go_on(stacks.resume, answer)
+            answer = self._go_on(self.runs_on.resume, answer)
             refused += 1
             if refused > _MAX_REFUSED and type(answer) is Raise:
                 interleaver.failed(answer.error)  # it catches the error and asks again, for ever it seems
@@ -163,7 +194,7 @@ class Mediator:
             self.fail(error("the trace ended while this block waited"))
         self.worker = None
 
-    def _go_on(self, how: Callable[[stacks.Stack, Any], Any], payload: Any) -> Any:
+    def _go_on(self, how: Callable[[Any, Any], Any], payload: Any) -> Any:
         """Let the block run, whose modes have been entered: the model may be in ``no_grad``, or the block.
 
         Notes what it asks for next, and returns an answer that can be given at once, or ``NOTHING``.
@@ -185,7 +216,7 @@ class Mediator:
             interleaver.batcher.swap(self.batch_group, transform())
         if type(event) is stacks.Done:
             self.worker = None
-            stacks.give_back(worker)
+            self.runs_on.give_back(worker)
             _, error = event.empty()
             if error is not None:
                 interleaver.failed(error)

@@ -82,6 +82,8 @@ class StepResults:
     records: dict[str, list[StepRecord]]
     infos: dict[str, StepInfo]
     failures: dict[str, Failure]
+    ended: list[str] = dataclasses.field(default_factory=list)
+    """Traced requests whose blocks failed or stopped them."""
 
 
 class PendingResults:

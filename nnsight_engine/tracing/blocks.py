@@ -71,6 +71,7 @@ class Block:
         line: Line of its first statement, from 1.
         nested: The ``with`` statements in it, by the index that its code hands to ``bind``.
         context: What a nested block needs to be compiled like this one.
+        origin: The statement it is the block of, which is what travels to another process.
     """
 
     code: CodeType
@@ -80,6 +81,7 @@ class Block:
     end_line: int
     nested: tuple[Nested, ...]
     context: BlockContext
+    origin: Nested
     compiled: dict[int, Block] = dataclasses.field(default_factory=dict)
 
     @property
@@ -108,7 +110,7 @@ class Block:
         """Return the block of the ``with`` statement ``index``, whose shared variables are ``names``."""
         block = self.compiled.get(index)
         if block is None:
-            block = compile_block(self.nested[index].body, self.source, frozenset(names), self.context)
+            block = compile_block(self.nested[index], self.source, frozenset(names), self.context)
             self.compiled[index] = block
         return block
 
@@ -175,15 +177,14 @@ def mangled(names: frozenset[str], class_name: str | None) -> frozenset[str]:
     )
 
 
-def compile_block(
-    body: Sequence[ast.stmt], source: SourceText, shared: frozenset[str], context: BlockContext
-) -> Block:
-    """Compile the statements into a block that shares the names in ``shared`` with its surroundings.
+def compile_block(origin: Nested, source: SourceText, shared: frozenset[str], context: BlockContext) -> Block:
+    """Compile a statement's block, which shares the names in ``shared`` with its surroundings.
 
     Raises:
         TraceSyntaxError: A ``return``, ``yield`` or ``await`` would have to leave the block.
         SyntaxError: A ``break`` or ``continue`` belongs to a loop around the block.
     """
+    body = origin.body
     _refuse_leaving(body, source)
     stored = mangled(_stored_in(body), context.class_name)
     cells = sorted(shared | stored)
@@ -210,6 +211,7 @@ def compile_block(
         end_line=max(statement.end_lineno or statement.lineno for statement in body),
         nested=tuple(rewriter.nested),
         context=context,
+        origin=origin,
     )
 
 

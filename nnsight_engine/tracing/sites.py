@@ -143,7 +143,7 @@ class Sites:
             shared = frozenset()
         else:
             shared = mentioned & frozenset(read_variables(frame))
-        block = compile_block(nested.body, source, shared, context)
+        block = compile_block(nested, source, shared, context)
         return Site(
             code=code,
             block=block,

@@ -132,10 +132,7 @@ class Tracer:
 
     def compile_on(self, info: Info, variables: dict[str, CellType] | None = None) -> Callable[[], Any]:
         """Return the block as a function, on the variables of ``info`` or on others."""
-        binder = CellType(_Binder(info)) if info.block.nested else None
-        return info.block.function(
-            variables if variables is not None else info.variables, binder, info.globals_
-        )
+        return compiled(info, variables if variables is not None else info.variables)
 
     def execute(self, function: Callable[[], Any]) -> Any:
         """Run the compiled block; here, as it stands."""
@@ -252,6 +249,12 @@ _EXECUTE = ExecutionBackend()
 """Runs every trace that was not given a backend; it keeps nothing."""
 
 
+def compiled(info: Info, variables: dict[str, CellType]) -> Callable[[], Any]:
+    """Return a block as a function on these variables."""
+    binder = CellType(_Binder(info)) if info.block.nested else None
+    return info.block.function(variables, binder, info.globals_)
+
+
 class _Binder:
     """Hands a nested trace the variables of the block it stands in."""
 
@@ -279,4 +282,4 @@ try:
 except MountError as error:  # another library's method is there already
     warnings.warn(f"values have no `.save()` of ours, use save(value): {error}", stacklevel=1)
 
-__all__ = ["SITES", "Backend", "ExecutionBackend", "Info", "Tracer", "WithBlockNotFoundError"]
+__all__ = ["SITES", "Backend", "ExecutionBackend", "Info", "Tracer", "WithBlockNotFoundError", "compiled"]

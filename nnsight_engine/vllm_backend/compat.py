@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.config import VllmConfig
@@ -32,10 +33,11 @@ _RESULTS_ATTRIBUTE: Final = "nnsight_engine_results"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Limits that the worker enforces, in bytes."""
+    """Limits that the worker enforces: bytes, and seconds that one block may compute within one step."""
 
     max_capture_bytes_per_request: int = 256 * 1024 * 1024
     max_capture_bytes_engine: int = 1024 * 1024 * 1024
+    trace_step_s: float = 10.0
 
     @classmethod
     def read(cls, config: VllmConfig) -> EngineLimits:
@@ -56,6 +58,11 @@ def engine_options(limits: EngineLimits) -> dict[str, Any]:
         "async_scheduling": False,
         "additional_config": {CONFIG_KEY: {"taps": "all", "limits": dataclasses.asdict(limits)}},
     }
+
+
+def own_environment() -> None:
+    """Choose what vLLM reads from the environment only, where nothing was chosen: the runner that we extend."""
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 
 
 def check_supported(config: VllmConfig) -> None:

@@ -22,6 +22,8 @@ from nnsight_engine.vllm_backend.compat import EngineLimits, attach_results, des
 from nnsight_engine.vllm_backend.families import resolve_points
 from nnsight_engine.vllm_backend.hooks import hooked
 from nnsight_engine.vllm_backend.taps import CONTEXT_KEY, install_taps
+from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
+from nnsight_engine.vllm_backend.traces.worker_traces import TraceSpan, WorkerTraces
 from nnsight_engine.vllm_backend.worker_state import WorkerState
 
 
@@ -38,8 +40,10 @@ class InterventionRunnerMixin:
     """Put in front of vLLM's runner class; see ``worker.py``."""
 
     interventions: WorkerState
+    traces: WorkerTraces
     _step: Step | None = None
     _scheduled: dict[str, int]
+    execute_model_state: Any
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then place taps in it, before anything is compiled."""
@@ -54,6 +58,7 @@ class InterventionRunnerMixin:
         )
         spec = describe_model(points, config, limits)
         install_taps(points.layers, points.family.hidden_index)
+        self.traces = WorkerTraces(model, budget_s=limits.trace_step_s)
         self.interventions = WorkerState(
             points,
             spec,
@@ -79,24 +84,56 @@ class InterventionRunnerMixin:
         self.interventions.begin(arrived, scheduler_output.finished_req_ids)
         self._step = None
         self._scheduled = scheduler_output.num_scheduled_tokens
+        self._begin_traces(scheduler_output)
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
-    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _begin_traces(self, scheduler_output: Any) -> None:
+        arrived = [
+            (request.req_id, request.sampling_params.extra_args[TRACE_KEY])
+            for request in scheduler_output.scheduled_new_reqs
+            if request.sampling_params is not None and TRACE_KEY in (request.sampling_params.extra_args or {})
+        ]
+        if arrived or not self.traces.idle:
+            self.traces.begin(arrived, scheduler_output.finished_req_ids)
+
+    def _model_forward(self, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
         plan = None if self.interventions.idle else self._plan_step()
-        if plan is None:
-            return super()._model_forward(*args, **kwargs)  # type: ignore[misc]
+        traced = not self.traces.idle and self._begin_traced_step(input_ids, kwargs)
+        if plan is None and not traced:
+            return super()._model_forward(input_ids, *args, **kwargs)  # type: ignore[misc]
         context = get_forward_context()
-        context.additional_kwargs[CONTEXT_KEY] = plan
         with contextlib.ExitStack() as stack:
-            if plan.hook_sites():
+            if traced:
                 context.skip_compiled = True
-                stack.enter_context(hooked(self.interventions.points, plan))
-                for span in plan.spans.values():
-                    span.request.tier = "eager"
-            hidden = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
-        self.interventions.on_hidden(plan, hidden)
-        self._step = Step(plan, hidden, self._sample_rows() if len(plan.logits_rows) else None)
+                stack.enter_context(self.traces.running())
+            if plan is not None:
+                context.additional_kwargs[CONTEXT_KEY] = plan
+                if plan.hook_sites():
+                    context.skip_compiled = True
+                    stack.enter_context(hooked(self.interventions.points, plan))
+                    for span in plan.spans.values():
+                        span.request.tier = "eager"
+            hidden = super()._model_forward(input_ids, *args, **kwargs)  # type: ignore[misc]
+        if plan is not None:
+            self.interventions.on_hidden(plan, hidden)
+            self._step = Step(plan, hidden, self._sample_rows() if len(plan.logits_rows) else None)
         return hidden
+
+    def _begin_traced_step(self, input_ids: Any, kwargs: dict[str, Any]) -> bool:
+        batch = self.input_batch  # type: ignore[attr-defined]
+        spans = []
+        row = 0
+        for index, request_id in enumerate(batch.req_ids):
+            num_rows = self._scheduled[request_id]
+            if self.traces.takes_part(request_id):
+                start = int(batch.num_computed_tokens_cpu[index])
+                known = self.requests[request_id].num_tokens  # type: ignore[attr-defined]
+                spans.append(
+                    TraceSpan(request_id, index, row, num_rows, start, complete=start + num_rows >= known)
+                )
+            row += num_rows
+        tokens = input_ids if input_ids is not None else kwargs["inputs_embeds"]
+        return self.traces.step(spans, int(tokens.shape[0]))
 
     def _plan_step(self) -> StepPlan | None:
         batch = self.input_batch  # type: ignore[attr-defined]
@@ -119,7 +156,7 @@ class InterventionRunnerMixin:
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Run what is planned at the logits, sample, and attach the step's results."""
         step, self._step = self._step, None
-        state = self.execute_model_state  # type: ignore[attr-defined]
+        state = self.execute_model_state
         # Ranks without logits leave them to the one that has them, whose results are the ones that leave.
         if step is not None and state is not None and state.logits is not None:
             self.interventions.on_logits(
@@ -129,10 +166,23 @@ class InterventionRunnerMixin:
                 step.sample_rows,
                 self.get_model().compute_logits,  # type: ignore[attr-defined]
             )
+        if self.traces.in_step and state is not None and state.logits is not None:
+            self.execute_model_state = state._replace(logits=self.traces.on_logits(state.logits))
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         results: StepResults | None = self.interventions.finish(
             None if step is None else step.plan,
             getattr(output, "sampled_token_ids", None) or [],
             getattr(output, "req_id_to_index", None) or {},
         )
+        if not self.traces.idle:
+            ended = self.traces.end()
+            if ended:
+                results = results or StepResults({}, {}, {})
+                results.ended.extend(ended)
         return output if results is None else attach_results(output, results)
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        output = super()._sample(*args, **kwargs)  # type: ignore[misc]
+        if self.traces.in_step:
+            output.sampled_token_ids = self.traces.on_samples(output.sampled_token_ids)
+        return output

@@ -78,6 +78,9 @@ class InterventionScheduler(Scheduler):
             self._attach(outputs)
             if results is not None:
                 self._end_failed(results.failures, outputs)
+        if results is not None:
+            for request_id in results.ended:
+                self._end(request_id, RequestStatus.FINISHED_STOPPED, None, outputs)
         return outputs
 
     def num_pending(self) -> int:
@@ -142,14 +145,23 @@ class InterventionScheduler(Scheduler):
                 continue
             payload = pending.take(final=True)
             parcel = None if payload is None else self._parcel(request_id, payload.encode())
-            for request in self.finish_requests(request_id, RequestStatus.FINISHED_ERROR):
-                output = EngineCoreOutput(
-                    request_id=request_id,
-                    new_token_ids=[],
-                    finish_reason=request.get_finished_reason(),
-                    kv_transfer_params=parcel,
-                )
-                outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+            self._end(request_id, RequestStatus.FINISHED_ERROR, parcel, outputs)
+
+    def _end(
+        self,
+        request_id: str,
+        status: RequestStatus,
+        parcel: dict[str, Any] | None,
+        outputs: dict[int, EngineCoreOutputs],
+    ) -> None:
+        for request in self.finish_requests(request_id, status):
+            output = EngineCoreOutput(
+                request_id=request_id,
+                new_token_ids=[],
+                finish_reason=request.get_finished_reason(),
+                kv_transfer_params=parcel,
+            )
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
 
     def _parcel(self, request_id: str, data: bytes) -> dict[str, Any]:
         return {PLAN_KEY: {"key": self._owners[request_id], "data": data}}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from nnsight_engine.vllm_backend.compat import platform_worker_class
+from nnsight_engine.vllm_backend.outline import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.runner import InterventionRunnerMixin
 
 _PlatformWorker: Any = platform_worker_class()
@@ -32,4 +33,17 @@ class InterventionWorker(_PlatformWorker):
     def count_interventions(self) -> dict[str, int]:
         """Return how much live requests hold; called over vLLM's RPC."""
         counts: dict[str, int] = self.model_runner.interventions.num_live()
-        return counts
+        return {**counts, **self.model_runner.traces.num_live()}
+
+    def collect_trace(self, key: str, results: dict[str, Any]) -> bytes:
+        """Return what a trace saved, once its requests have ended; called over vLLM's RPC."""
+        saved: bytes = self.model_runner.traces.collect(key, results)
+        return saved
+
+    def drop_trace(self, key: str) -> None:
+        """Forget a trace that nobody will collect; called over vLLM's RPC."""
+        self.model_runner.traces.drop(key)
+
+    def outline_model(self) -> list[OutlineEntry]:
+        """List the model's modules; called over vLLM's RPC."""
+        return outline_of(self.model_runner.get_model())

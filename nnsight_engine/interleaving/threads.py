@@ -1,0 +1,213 @@
+"""Blocks on threads of their own, which take turns with the model's by passing a baton.
+
+Within one trace that runs from beginning to end, greenlets are better (see ``stacks``): a hand-over is a
+switch. A serving engine is different. Its blocks live over many calls into the engine, at whatever depth of
+the C stack each of them stands, which greenlets that torch's stack walk must survive cannot do. And they are
+other people's code beside requests that never asked for it: one that does not come back must be left behind.
+
+So here a block has a thread. Whoever hands it the baton waits, with a limit on the time that the block may
+take. Over it, ``TimeBudgetError`` is raised in the block, wherever it is; one that does not even listen to
+that keeps its thread and never gets the baton again, while the model goes on.
+
+The model's own thread is never interrupted: the error can only hit code that runs on the block's thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+import time
+from _thread import allocate_lock
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nnsight_engine.interleaving.events import Events
+from nnsight_engine.interleaving.mediator import Mediator, Modes, Raise, named
+from nnsight_engine.interleaving.stacks import Done
+
+_GRACE_S = 0.5
+"""How long an interrupted block may take to clean up."""
+
+_numbers = itertools.count()
+
+
+class TimeBudgetError(Exception):
+    """A block computed longer than a step may wait for it."""
+
+
+class ThreadStack:
+    """A thread for one job, and the baton between it and whoever resumes it.
+
+    Attributes:
+        left_s: Seconds that the job may still run in this step; whoever drives the steps sets it.
+        abandoned: Whether the job was left behind.
+    """
+
+    __slots__ = ("_given", "_handed", "_there", "_thread", "abandoned", "budget_s", "left_s")
+
+    def __init__(self, budget_s: float) -> None:
+        """Prepare; nothing runs before ``start``."""
+        self.budget_s = self.left_s = budget_s
+        self.abandoned = False
+        self._given: Any = None
+        self._handed = allocate_lock()
+        self._there = allocate_lock()
+        self._handed.acquire()
+        self._there.acquire()
+        self._thread: threading.Thread | None = None
+
+    def start(self, job: Callable[[], Any]) -> Any:
+        """Run ``job`` until it first hands over; returns what it does."""
+        name = f"nnsight-engine-block-{next(_numbers)}"
+        self._thread = threading.Thread(target=self._run, args=(job,), name=name, daemon=True)
+        self._thread.start()
+        return self._wait()
+
+    def resume(self, payload: Any) -> Any:
+        """Hand ``payload`` over and return what comes back."""
+        self._given = payload
+        self._handed.release()
+        return self._wait()
+
+    def hand_over(self, event: Any) -> Any:
+        """Give the baton away, from within the job, and return what it comes back with."""
+        self._give(event)
+        self._handed.acquire()
+        if self.abandoned:
+            raise SystemExit
+        given, self._given = self._given, None
+        return given
+
+    def is_current(self) -> bool:
+        """Tell whether this code runs within the job."""
+        return self._thread is not None and self._thread.ident == threading.get_ident()
+
+    def _run(self, job: Callable[[], Any]) -> None:
+        torch.set_grad_enabled(False)
+        try:
+            done = Done(job())
+        except BaseException as error:  # noqa: BLE001 - raised by whoever gave the job
+            done = Done(error=error)
+        self._give(done)
+
+    def _give(self, event: Any) -> None:
+        if self.abandoned:
+            raise SystemExit
+        self._given = event
+        self._there.release()
+
+    def _wait(self) -> Any:
+        begin = time.monotonic()
+        if self._there.acquire(timeout=max(self.left_s, 0.0)):
+            self.left_s -= time.monotonic() - begin
+            given, self._given = self._given, None
+            return given
+        return Done(error=self._interrupted())
+
+    def _interrupted(self) -> TimeBudgetError:
+        """Stop the job, or leave it behind."""
+        message = (
+            f"The block ran longer than {self.budget_s:g} s within one step of the engine, which others "
+            "share. Save less, compute after the trace, or raise the engine's time budget."
+        )
+        assert self._thread is not None  # noqa: S101 - it has started
+        _raise_in(self._thread, TimeBudgetError)
+        came_back = self._there.acquire(timeout=_GRACE_S)
+        self.abandoned = True
+        if came_back and type(self._given) is not Done:
+            self._handed.release()  # it asks for more; it is told to end
+        self._given = None
+        return TimeBudgetError(message)
+
+
+def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
+    """Let ``error`` be raised on a thread, before its next instruction in Python."""
+    assert thread.ident is not None  # noqa: S101 - it has started
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(error))
+
+
+class Threads:
+    """The kind of stack that a ``ThreadMediator`` runs on.
+
+    Args:
+        budget_s: Seconds that one block may compute within one step.
+    """
+
+    def __init__(self, budget_s: float) -> None:
+        """Keep the limit."""
+        self.budget_s = budget_s
+
+    def take(self) -> ThreadStack:
+        """Return a thread without a job."""
+        return ThreadStack(self.budget_s)
+
+    def start(self, stack: ThreadStack, job: Callable[[], Any]) -> Any:
+        """Give it a job; returns what it first hands over."""
+        return stack.start(job)
+
+    def resume(self, stack: ThreadStack, payload: Any) -> Any:
+        """Hand it what it waits for; returns what it hands over next."""
+        return stack.resume(payload)
+
+    def give_back(self, stack: ThreadStack) -> None:
+        """Let the thread end, which its job's end does."""
+
+
+class _OwnModes:
+    """A thread has modes of its own, so there is nothing to keep apart."""
+
+    __slots__ = ()
+
+    def enter(self) -> None:
+        """Do nothing."""
+
+    def leave(self) -> None:
+        """Do nothing."""
+
+
+class ThreadMediator(Mediator):
+    """A block on a thread of its own.
+
+    What it draws at random comes from a stream of its own: it neither sees nor disturbs the model's, and
+    with the same seed it is the same on every rank.
+    """
+
+    __slots__ = ("_random", "runs_on")
+
+    def __init__(self, intervention: Callable[[], Any], info: Any, threads: Threads, *, seed: int) -> None:
+        """Prepare a block; nothing runs before ``start``."""
+        super().__init__(intervention, info)
+        self.runs_on = threads  # type: ignore[misc] # one engine's, where a class has one for all
+        self._random = torch.Generator().manual_seed(seed).get_state()
+
+    def refill(self) -> None:
+        """Let the block compute for as long as one step allows."""
+        worker: ThreadStack | None = self.worker
+        if worker is not None:
+            worker.left_s = worker.budget_s
+
+    def _new_modes(self) -> Modes:
+        return _OwnModes()
+
+    def _go_on(self, how: Callable[[Any, Any], Any], payload: Any) -> Any:
+        outside = torch.default_generator.get_state()
+        torch.default_generator.set_state(self._random)
+        try:
+            return super()._go_on(how, payload)
+        finally:
+            self._random = torch.default_generator.get_state()
+            torch.default_generator.set_state(outside)
+
+    def ask(self, kind: Events, provider: str, iteration: int | None = None, more: Any = None) -> Any:
+        """Hand an event over and return the answer, see ``Mediator``."""
+        worker: ThreadStack | None = self.worker
+        if worker is None or not worker.is_current():
+            assert self.interleaver is not None  # noqa: S101 - a started block has one
+            raise self.interleaver.foreign(named(provider, iteration))
+        answer = worker.hand_over((kind, provider, iteration, more))
+        if type(answer) is Raise:
+            raise answer.error
+        return answer

@@ -1,0 +1,63 @@
+"""A model's module tree without its weights: what a client shows and names places by.
+
+The modules live in the engine's workers, perhaps in other processes, perhaps a part in each. Their names,
+classes and descriptions are all that a client needs of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+OutlineEntry = tuple[str, str, str, str]
+"""Path, class, description, and the path of the same module if it was listed before, or nothing."""
+
+
+class OutlinedModule(torch.nn.Module):
+    """Stands for a module of the engine's."""
+
+    description = ""
+
+    def extra_repr(self) -> str:
+        """Return the module's own description."""
+        return self.description
+
+    def _get_name(self) -> str:
+        return self.class_name
+
+    class_name = "Module"
+
+
+def outline_of(model: torch.nn.Module) -> list[OutlineEntry]:
+    """List a model's modules, parents before children."""
+    first: dict[int, str] = {}
+    entries = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        known = first.setdefault(id(module), path)
+        entries.append((path, type(module).__name__, _description(module), known if known != path else ""))
+    return entries
+
+
+def _description(module: torch.nn.Module) -> str:
+    try:
+        return str(module.extra_repr())
+    except Exception:  # noqa: BLE001 - some describe what they only have when loaded otherwise
+        return ""
+
+
+def outlined(entries: Sequence[OutlineEntry]) -> torch.nn.Module:
+    """Return a tree of placeholders from a list of modules."""
+    modules: dict[str, torch.nn.Module] = {}
+    for path, class_name, description, same_as in entries:
+        if same_as:
+            module = modules[same_as]
+        else:
+            module = OutlinedModule()
+            module.class_name = class_name
+            module.description = description
+        modules[path] = module
+        if path:
+            parent, _, name = path.rpartition(".")
+            modules[parent].add_module(name, module)
+    return modules[""]

@@ -1,0 +1,180 @@
+"""A trace whose blocks run in vLLM's workers: sent with their requests, and what they saved brought home."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from types import CellType
+from typing import TYPE_CHECKING, Any
+
+from nnsight_engine.core.cells import content
+from nnsight_engine.core.saves import SAVES
+from nnsight_engine.envoys.envoy import Envoy
+from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+from nnsight_engine.interleaving.barrier import Barrier
+from nnsight_engine.tracing.tracer import Info, Tracer
+from nnsight_engine.vllm_backend.prompts import Request
+from nnsight_engine.vllm_backend.traces.entry import SAVED, TRACE_KEY, TraceEntry
+from nnsight_engine.wire import SentBlock, decode, encode_trace, restore_error
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+
+    from nnsight_engine.vllm_backend.vllm import VLLM
+
+
+class RequestTracer(InterleavingTracer):
+    """``with model.trace(prompt) as tracer:`` on ``VLLM``; each invoke is a request of its own."""
+
+    model: VLLM
+
+    def barrier(self, n_participants: int) -> Barrier:
+        """Make a barrier for this many invokes, whose requests must be in the engine together."""
+        barrier = super().barrier(n_participants)
+        self._barriers.append(barrier)
+        return barrier
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Trace requests, see ``VLLM.trace``."""
+        super().__init__(*args, **kwargs)
+        self._barriers: list[Barrier] = []
+
+    def _run_model(self) -> Any:
+        """Send the requests, wait for all of them, and bring home what their blocks saved."""
+        trace = SentTrace(self)
+        engine = self.model.__dict__["engine"]
+        try:
+            outputs = engine.generate(trace.prompts, trace.params, use_tqdm=False)
+        except BaseException:
+            engine.collective_rpc("drop_trace", args=(trace.key,))
+            raise
+        data = engine.collective_rpc("collect_trace", args=(trace.key, trace.results(outputs)))[0]
+        trace.bring_home(data, outputs)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def reference(self, value: Any) -> tuple[str, ...] | None:
+        """Name what is not sent but found in the worker."""
+        if isinstance(value, Envoy):
+            return ("envoy", str(value.path))
+        if isinstance(value, Tracer):
+            return ("tracer",)
+        if isinstance(value, Barrier):
+            return ("barrier", str(self._barriers.index(value)), str(value.participants))
+        return None
+
+    def parts(self) -> list[tuple[Info, dict[str, CellType], Mapping[str, CellType]]]:
+        """Return each block with its variables, and the surrounding ones that they stand for."""
+        if not self.invokers:
+            return [(self.info, self.info.variables, self.info.variables)]
+        return [(invoker.info, invoker.own, invoker.outer) for invoker in self.invokers]
+
+
+class SentTrace:
+    """One trace as requests."""
+
+    def __init__(self, tracer: RequestTracer) -> None:
+        """Encode the blocks.
+
+        Raises:
+            EncodeError: A block uses something that cannot travel.
+        """
+        self.key = uuid.uuid4().hex
+        self._tracer = tracer
+        self._parts = tracer.parts()
+        self._saved = _saved_containers([cells for _, cells, _ in self._parts])
+        inputs = tracer.batcher.inputs
+        assert inputs is not None  # noqa: S101 - there is one request at least
+        requests: Sequence[Request] = inputs[0]
+        data = encode_trace(
+            [SentBlock(info, cells) for info, cells, _ in self._parts],
+            shared={SAVED: self._saved},
+            reference=tracer.reference,
+        )
+        shared = tracer.batcher.shared_kwargs
+        self.params = [request.sampling_params(shared) for request in requests]
+        groups = _groups([outer for _, _, outer in self._parts])
+        for index, params in enumerate(self.params):
+            entry = TraceEntry(self.key, index, params.n, data, groups)
+            params.extra_args = {**(params.extra_args or {}), TRACE_KEY: entry.to_plain()}
+            # A block may read any position, and write any: it shares no keys and values with anybody.
+            params.skip_reading_prefix_cache = True
+        self.prompts = [
+            {**request.prompt, "cache_salt": f"{self.key}{index:x}"} for index, request in enumerate(requests)
+        ]
+
+    def results(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Return the requests' outputs as plain values, for blocks that wait for them."""
+        return {
+            f"{index}/{choice.index}": {
+                "request": f"{index}",
+                "prompt": output.prompt,
+                "prompt_token_ids": list(output.prompt_token_ids or ()),
+                "text": choice.text,
+                "token_ids": list(choice.token_ids),
+                "finish_reason": choice.finish_reason,
+            }
+            for index, output in enumerate(outputs)
+            for choice in output.outputs
+        }
+
+    def bring_home(self, data: bytes, outputs: Sequence[RequestOutput]) -> None:
+        """Put what the blocks saved where they were written.
+
+        Raises:
+            BaseException: What a block raised, the first one's.
+        """
+
+        def resolve(reference: tuple[str, ...]) -> Any:
+            kind, *rest = reference
+            return outputs[int(rest[0])] if kind == "result" else self._tracer.model.get(rest[0])
+
+        message = decode(data, resolve=resolve)
+        own = {}
+        if message["before"] is not None:
+            for value, original in zip(message["before"], self._saved, strict=True):
+                _fill(original, value)
+                own[id(value)] = original
+        for index, (_, cells, _) in enumerate(self._parts):
+            blocks = [block for block in message["blocks"] if block["index"] == index]
+            self._bind(
+                cells,
+                [
+                    {name: own.get(id(value), value) for name, value in block["saves"].items()}
+                    for block in blocks
+                ],
+            )
+        for block in message["blocks"]:
+            if block["error"] is not None:
+                raise restore_error(block["error"])
+
+    def _bind(self, cells: dict[str, CellType], choices: list[dict[str, Any]]) -> None:
+        """Assign a block's saved variables; with several choices, each becomes a list of theirs."""
+        for name in choices[0] if choices else ():
+            several = len(choices) > 1
+            value = [choice.get(name) for choice in choices] if several else choices[0][name]
+            cells[name].cell_contents = value
+            SAVES.mark(value)
+
+
+def _saved_containers(blocks: Sequence[Mapping[str, CellType]]) -> list[Any]:
+    """Return the containers that blocks may fill and that were saved before; each once."""
+    contents = [content(cell) for cells in blocks for cell in cells.values()]
+    found = {id(value): value for value in contents if isinstance(value, list | dict | set)}
+    return [value for key, value in found.items() if key in SAVES.marked]
+
+
+def _groups(outers: Sequence[Mapping[str, CellType]]) -> list[dict[str, int]]:
+    """Number the surrounding variables: the same one has the same number in every block."""
+    numbers: dict[int, int] = {}
+    return [
+        {name: numbers.setdefault(id(cell), len(numbers)) for name, cell in outer.items()} for outer in outers
+    ]
+
+
+def _fill(original: Any, value: Any) -> None:
+    """Let a container that was saved before the blocks ran hold what they have left in it."""
+    if isinstance(original, list):
+        original[:] = value
+    elif isinstance(original, dict | set):
+        original.clear()
+        original.update(value)

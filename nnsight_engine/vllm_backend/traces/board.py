@@ -1,0 +1,134 @@
+"""Where the model's calls and the traced requests of a step meet.
+
+A worker has one model and many traced requests, each with a side of its own (see ``request``). The board is
+what stands for all of them towards the model and the tree of envoys, like the interleaver of a single trace:
+the probes of ``envoys`` offer it each module's values, and it lets the requests that wait have their rows, in
+the order in which they came. Within a step one block runs at a time, of whichever request.
+"""
+
+from __future__ import annotations
+
+import threading
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from nnsight_engine.interleaving.mediator import Mediator
+
+if TYPE_CHECKING:
+    from nnsight_engine.vllm_backend.traces.request import TracedRequest
+
+_by_order = attrgetter("order")
+
+
+class Board:
+    """The requests that wait, by what they wait for.
+
+    Attributes:
+        wanted: For each provider, the requests that have a use for it.
+        calls: How often each provider was reached in this step.
+        current: The block that is running; None while the model is.
+        listener: The thread whose calls of modules are the model's own; 0 while none are.
+        num_rows: Rows of the running step's flat tensors.
+        skipped: Always empty: a module runs for whoever does not skip it.
+    """
+
+    step = float("inf")
+    """No module's call begins a step here; the engine does."""
+
+    skipped: tuple[()] = ()
+
+    def __init__(self) -> None:
+        """Start without requests."""
+        self.wanted: dict[str, dict[TracedRequest, None]] = {}
+        self.calls: dict[str, int] = {}
+        self.current: Mediator | None = None
+        self.listener = 0
+        self.thread = threading.get_ident()
+        self.num_rows = 0
+        self.interleaving = False
+
+    # What requests have a use for.
+
+    def want(self, provider: str, request: TracedRequest) -> None:
+        """Note that a request has a use for a provider's values."""
+        self.wanted.setdefault(provider, {})[request] = None
+
+    def unwant(self, provider: str, request: TracedRequest) -> None:
+        """Note that it has none any more."""
+        wanting = self.wanted.get(provider)
+        if wanting is not None:
+            wanting.pop(request, None)
+            if not wanting:
+                del self.wanted[provider]
+
+    def forget(self, request: TracedRequest) -> None:
+        """Forget a request that has ended."""
+        for provider in [provider for provider, wanting in self.wanted.items() if request in wanting]:
+            self.unwant(provider, request)
+
+    def has_passed(self, provider: str) -> bool:
+        """Tell whether this step has reached a provider."""
+        return provider in self.calls
+
+    # What the model provides.
+
+    def begin(self, num_rows: int) -> None:
+        """Begin a step of so many rows."""
+        self.calls.clear()
+        self.num_rows = num_rows
+        self.thread = self.listener = threading.get_ident()
+        self.interleaving = True
+
+    def pause(self) -> None:
+        """Hear nothing until ``listen``: the model has run, or works for itself."""
+        self.listener = 0
+
+    def listen(self) -> None:
+        """Hear this thread's calls again."""
+        self.thread = self.listener = threading.get_ident()
+
+    def end(self) -> None:
+        """End the step."""
+        self.listener = 0
+        self.interleaving = False
+
+    def offer(self, provider: str, number: int | None, value: Any) -> Any:  # noqa: ARG002 - each request counts for itself
+        """Let the requests that wait for a value have their rows; returns it as they leave it."""
+        for request in self._wanting(provider):
+            value = request.replay(provider, value)
+        served = True
+        while served:
+            served = False
+            for request in self._wanting(provider):
+                if request.is_due(provider):
+                    value = request.serve(provider, value)
+                    served = not request.partial
+        for request in self._wanting(provider):
+            value = request.show(provider, value)
+        return value
+
+    def provide(self, provider: str, value: Any) -> Any:
+        """Provide a value that no module's call makes."""
+        if provider in self.wanted:
+            value = self.offer(provider, None, value)
+        self.calls[provider] = 1
+        return value
+
+    def _wanting(self, provider: str) -> list[TracedRequest]:
+        return sorted(self.wanted.get(provider, ()), key=_by_order)
+
+    def advance(self, provider: str, number: int) -> None:
+        """Do nothing; the engine begins steps."""
+
+    def handle(self, provider: str | None = None, value: Any = None, iterate: bool = False) -> Any:  # noqa: ARG002, FBT001, FBT002 - the documented signature
+        """Provide a value, as an envoy's own code may."""
+        return value if provider is None else self.provide(provider, value)
+
+    # What envoys and tracers ask of the running block's side.
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the running block's request knows."""
+        current = self.__dict__.get("current")
+        if current is None or current.interleaver is None:
+            raise AttributeError(f"no block is running, so there is no {name!r}", name=name, obj=self)
+        return getattr(current.interleaver, name)

@@ -1,0 +1,98 @@
+"""One trace in the worker: its blocks, the variables they share, and the requests that run them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from types import CellType
+from typing import TYPE_CHECKING, Any
+
+from nnsight_engine.core.cells import UNBOUND, content
+from nnsight_engine.core.saves import holds_marked
+from nnsight_engine.interleaving.sharing import publishers
+from nnsight_engine.interleaving.threads import ThreadMediator, Threads
+from nnsight_engine.tracing.tracer import Info, compiled
+from nnsight_engine.vllm_backend.traces.entry import SAVED, Marks, TraceEntry
+from nnsight_engine.vllm_backend.traces.tracer import BlockTracer
+from nnsight_engine.wire import TRUSTED, decode_trace
+
+if TYPE_CHECKING:
+    from nnsight_engine.vllm_backend.traces.model import WorkerModel
+
+
+class _Invoke:
+    """A block's variables, and the surrounding ones that they stand for."""
+
+    def __init__(self, info: Info, groups: dict[str, int], outer: dict[int, CellType]) -> None:
+        self.info = info
+        self.own = info.variables
+        self.outer = {name: outer.setdefault(groups.get(name, -1), CellType()) for name in info.variables}
+        self.stored = info.block.stored
+
+
+class TraceContext:
+    """The blocks of one trace.
+
+    Args:
+        entry: The trace as it came.
+        model: What ``model`` is in the blocks.
+    """
+
+    def __init__(self, entry: TraceEntry, model: WorkerModel) -> None:
+        """Read the blocks.
+
+        Raises:
+            DecodeError: They cannot be read.
+        """
+        self.key = entry.key
+        self._model = model
+        self._tracer = BlockTracer(model)
+        received = decode_trace(entry.data, resolve=self._resolved, policy=TRUSTED)
+        outer: dict[int, CellType] = {}
+        self._invokes = [
+            _Invoke(info, groups, outer) for info, groups in zip(received.blocks, entry.groups, strict=True)
+        ]
+        self._publishers = publishers(self._invokes)
+        self._saved: list[Any] = received.shared[SAVED]
+        self._marks = Marks(self._saved)
+
+    def mediator(self, index: int, threads: Threads) -> ThreadMediator:
+        """Return what runs a block."""
+        invoke = self._invokes[index]
+        function = compiled(invoke.info, invoke.own)
+        seed = zlib.crc32(f"{self.key}/{index}".encode())
+        mediator = ThreadMediator(self._saving(function), invoke.info, threads, seed=seed)
+        mediator.publish = self._publishers[index]
+        return mediator
+
+    def _saving(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> None:
+            self._marks.enter()
+            function()
+
+        return run
+
+    def saves(self, index: int) -> dict[str, Any]:
+        """Return the variables of a block that were saved, by name."""
+        invoke, marked = self._invokes[index], self._marks.all()
+        own: dict[str, Any] = {}
+        for name in invoke.stored:
+            value = content(invoke.own[name])
+            if value is not UNBOUND and holds_marked(value, marked):
+                own[name] = value
+        return own
+
+    @property
+    def saved_before(self) -> list[Any]:
+        """What had been saved before the blocks ran, as they have left it."""
+        return list(self._saved)
+
+    def _resolved(self, reference: tuple[str, ...]) -> Any:
+        kind, *rest = reference
+        if kind == "envoy":
+            return self._model.get(rest[0]) if rest[0] != self._model.path else self._model
+        if kind == "tracer":
+            return self._tracer
+        if kind == "barrier":
+            return self._tracer.known_barrier(int(rest[0]), int(rest[1]))
+        raise LookupError(f"nothing is known by {reference!r}")

@@ -1,0 +1,66 @@
+"""What a traced request brings in ``SamplingParams.extra_args``, and what its block leaves behind.
+
+The whole trace travels with each of its requests, because nobody knows which of them the engine runs first;
+the worker reads it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from nnsight_engine.core.saves import SAVES
+
+TRACE_KEY: Final = "nnsight_engine_trace"
+SAVED: Final = "saved"
+"""Name, among a trace's shared values, of the list of containers that were saved before its blocks ran."""
+
+
+class TraceEntry(msgspec.Struct, frozen=True):
+    """A request's part in a trace.
+
+    Attributes:
+        key: The trace.
+        index: Which of its blocks is the request's.
+        num_choices: How many requests run the block, ``n`` of its sampling.
+        data: All of them, see ``wire``.
+        groups: For each block, its variables' names and the numbers of the surrounding variables they stand
+            for: equal numbers are one variable.
+    """
+
+    key: str
+    index: int
+    num_choices: int
+    data: bytes
+    groups: list[dict[str, int]]
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return what vLLM carries."""
+        plain: dict[str, Any] = msgspec.to_builtins(self, builtin_types=(bytes,))
+        return plain
+
+    @staticmethod
+    def from_plain(plain: Any) -> TraceEntry:
+        """Read what ``to_plain`` made; raises msgspec.ValidationError."""
+        return msgspec.convert(plain, TraceEntry)
+
+
+class Marks:
+    """What the blocks of one trace have saved, on whichever thread."""
+
+    def __init__(self, saved: Sequence[Any]) -> None:
+        """Start with what was saved before the blocks ran."""
+        self.before = list(saved)
+        self._kept: list[dict[int, Any]] = []
+
+    def enter(self) -> None:
+        """Collect what the calling thread saves from here on; the thread ends with its block."""
+        SAVES.enter()
+        SAVES.marked.update({id(value): value for value in self.before})
+        self._kept.append(SAVES.marked)
+
+    def all(self) -> dict[int, Any]:
+        """Return everything saved so far, by identity."""
+        return {key: value for kept in self._kept for key, value in kept.items()}

@@ -1,0 +1,25 @@
+"""What can go wrong with a block in the serving engine, and only there."""
+
+from __future__ import annotations
+
+
+class ChunkedPromptError(RuntimeError):
+    """A prompt was computed in chunks, and what a block wants of it needs the whole at once."""
+
+    @classmethod
+    def reading(cls, provider: str, num_chunks: int) -> ChunkedPromptError:
+        """A second place is read, which the first chunks have passed."""
+        return cls(
+            f"The prompt was computed in {num_chunks} chunks, so only the first place that a block asks for "
+            f"can be gathered whole; `{provider}` was passed by the first chunks before the block asked. "
+            "Start the engine with max_num_batched_tokens as long as the longest prompt."
+        )
+
+    @classmethod
+    def writing(cls, provider: str, num_chunks: int) -> ChunkedPromptError:
+        """What is written depends on all of the prompt, whose first chunks are gone."""
+        return cls(
+            f"The prompt was computed in {num_chunks} chunks, so `{provider}` cannot be changed by what a "
+            "block computes from all of it: the first chunks have passed. Assign a value that the block has "
+            "from the start, or start the engine with max_num_batched_tokens as long as the longest prompt."
+        )

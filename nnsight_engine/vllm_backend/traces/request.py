@@ -1,0 +1,408 @@
+"""One traced request, over all the steps of the engine that it lives through.
+
+The block's requests are for generation steps: ``.i0`` is the whole prompt, ``.i1`` the first generated token's
+forward pass, and so on. What the engine runs are *spans* of positions, and the two differ: a prompt may come
+in chunks, and after a preemption everything so far is computed again in one go. So a value is addressed by
+absolute positions. Positions that the block has seen are never shown to it again; what it wrote there is
+written again, or the rebuilt keys and values would lack it.
+
+Nothing a block does raises into the model: the request notes its failure and is ended after the step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nnsight_engine.core.trees import map_pairs, map_tensors, tensors
+from nnsight_engine.interleaving.events import Events
+from nnsight_engine.interleaving.interleaver import Interleaver, Watcher
+from nnsight_engine.interleaving.mediator import Mediator
+from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
+from nnsight_engine.vllm_backend.traces.rows import FlatBatcher
+
+if TYPE_CHECKING:
+    from nnsight_engine.interleaving.threads import ThreadMediator
+    from nnsight_engine.vllm_backend.traces.board import Board
+
+logger = logging.getLogger(__name__)
+
+
+class TracedRequest(Interleaver):
+    """The model's side of one request's block.
+
+    Attributes:
+        number: The generation step that is running, or comes next.
+        done: Positions below this one have been computed, and shown to the block.
+        in_step: Whether the request takes part in the engine's step.
+        partial: Whether the step computes a part of the prompt only, and not its end.
+        muted: The module whose call the block skips, while it runs for others.
+    """
+
+    batcher: FlatBatcher
+
+    def __init__(self, board: Board, mediator: ThreadMediator, order: int) -> None:
+        """Stand beside ``board``'s other requests; nothing runs before ``open``."""
+        self.board = board
+        self.order = order
+        self.number = 0
+        self.done = 0
+        self.in_step = False
+        self.partial = False
+        self.muted: str | None = None
+        self.mediator = mediator
+        self._chunks: dict[str, list[Any]] = {}
+        self._num_chunks = 0
+        self._skips: dict[str, Any] = {}
+        self._written: dict[str, list[tuple[int, Any]]] = {}
+        self._replayed: tuple[int, int, int] | None = None
+        self._start = self._num_new = 0
+        self._behind = False
+        self._shown: dict[str, list[Watcher]] = {}
+        super().__init__()
+        self.wanted = _Wanted(self)
+        self.calls = _Calls(self)
+        self.initialize([mediator], batcher=FlatBatcher())
+
+    # One worker has one board, and one block runs at a time.
+
+    @property
+    def current(self) -> Mediator | None:
+        """The block that is running, of any request."""
+        return self.board.current
+
+    @current.setter
+    def current(self, mediator: Mediator | None) -> None:
+        self.board.current = mediator
+
+    @property
+    def listener(self) -> int:
+        """The thread whose calls of modules are the model's own."""
+        return self.board.listener
+
+    @listener.setter
+    def listener(self, thread: int) -> None:
+        self.board.listener = thread
+
+    # A life.
+
+    def open(self) -> None:
+        """Run the block until it first waits."""
+        self.interleaving = True
+        self.thread = self.board.thread
+        self.mediator.refill()
+        self._guarded(lambda: self.mediator.start(self))
+
+    def begin(self, row: int, num_rows: int, start: int, total_rows: int, *, complete: bool) -> None:
+        """Take part in a step.
+
+        Args:
+            row: First of the request's rows in the step.
+            num_rows: How many they are.
+            start: Absolute position of the first.
+            total_rows: Rows of the step, all requests' together.
+            complete: Whether a token is sampled after the step.
+        """
+        self.in_step, self._behind = True, False
+        self.mediator.refill()
+        replayed = min(max(self.done - start, 0), num_rows)
+        self._replayed = (row, start, replayed) if replayed else None
+        self._start, self._num_new = start + replayed, num_rows - replayed
+        self.partial = not complete
+        self.batcher.place(total_rows)
+        self._own(row + replayed, self._num_new)
+        for provider in self._written if replayed else ():
+            self.board.want(provider, self)
+        if self._num_new:
+            self.step = self.number
+            self._guarded(self._begin_step)
+
+    def _begin_step(self) -> None:
+        for mediator in self._waiting():
+            kind, _, number, _ = mediator.waiting or (None, None, None, None)
+            if kind is Events.STEP and number is not None and number <= self.number:
+                mediator.respond(value=True)
+                self._settle()
+
+    def _own(self, row: int, num_rows: int) -> None:
+        self.batcher.group = self.mediator.batch_group = (row, num_rows)
+
+    def after_model(self, index: int, num_requests: int) -> None:
+        """From here on, values have one row per request: this one's is ``index``."""
+        self.batcher.place(num_requests)
+        self._own(index, 1)
+        self._behind = True
+
+    def end(self) -> None:
+        """Leave the step."""
+        self.in_step = False
+        if self._replayed is not None:
+            for provider in self._written:
+                if provider not in self.wanted:
+                    self.board.unwant(provider, self)
+            self._replayed = None
+        if self._num_new:
+            self.done = self._start + self._num_new
+            if self.partial:
+                self._num_chunks += 1
+            else:
+                self.number += 1
+                self._num_chunks = 0
+                self._chunks.clear()
+
+    def close(self, result: Any) -> None:
+        """The request is over: give the block what the request returned, and end it."""
+        self.mediator.refill()
+        self._guarded(lambda: self._finish(result))
+        self._guarded(self._end)
+        self.board.forget(self)
+
+    def _finish(self, result: Any) -> None:
+        if self.error is None and not self.stopped:
+            self.end_steps()
+            self.handle("result", result)
+            self.check_dangling_mediators()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the request should end, because its block failed or stopped it."""
+        return self.error is not None or self.stopped
+
+    def _guarded(self, act: Callable[[], Any]) -> None:
+        """Let nothing out that a block, or what it asked for, raises."""
+        try:
+            act()
+        except Exception as error:
+            logger.debug("a traced request failed", exc_info=True)
+            self.failed(error)
+            self.wanted.clear()
+
+    def _settle(self) -> None:
+        while self.released and self.error is None:
+            self.released.pop(0).respond()
+        if self.is_over and not self.ending:
+            self.wanted.clear()
+
+    # What blocks wait for.
+
+    def watch(self, watcher: Watcher, providers: Iterable[str]) -> None:
+        """Let ``watcher`` see the values of these providers from now on, after the blocks have."""
+        for provider in providers:
+            self._shown.setdefault(provider, []).append(watcher)
+            self.board.want(provider, self)
+
+    def has_use(self, provider: str) -> bool:
+        """Tell whether anything of this request looks at ``provider``, its block aside."""
+        return provider in self._shown or provider in self._skips
+
+    def is_due(self, provider: str) -> bool:
+        """Tell whether the block waits for this very call."""
+        if not (self.in_step and self._num_new) or self.muted is not None or (self._behind and self.partial):
+            return False
+        waiting = self.wanted.get(provider, ())
+        return any(one.waiting is not None and one.waiting[2] in {self.number, None} for one in waiting)
+
+    # What the model provides.
+
+    def replay(self, provider: str, value: Any) -> Any:
+        """Write again what the block wrote at positions that are computed anew."""
+        if self._replayed is None or provider not in self._written:
+            return value
+        row, start, num_rows = self._replayed
+        for position, rows in self._written[provider]:
+            value = self._written_again(value, rows, row + position - start, start, num_rows, position)
+        return value
+
+    def _written_again(
+        self, value: Any, rows: Any, row: int, start: int, num_rows: int, position: int
+    ) -> Any:
+        def again(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+            axis = self.batcher.axis(whole)
+            if axis is None:
+                return whole
+            first = max(start - position, 0)
+            length = min(part.shape[axis], start + num_rows - position) - first
+            if length <= 0:
+                return whole
+            written = whole.clone()
+            written.narrow(axis, row + first, length).copy_(part.narrow(axis, first, length))
+            return written
+
+        return map_pairs(value, rows, again)
+
+    def serve(self, provider: str, value: Any) -> Any:
+        """Let the block have a value it waits for; returns the value as it leaves it."""
+        try:
+            if self.partial:
+                return self._serve_part(provider, value)
+            if self._num_chunks:
+                return self._serve_last(provider, value)
+            return self._serve_whole(provider, value)
+        except Exception as error:
+            logger.exception("a value could not be shared with a traced request")
+            self.failed(error)
+            self.wanted.clear()
+            return value
+
+    def _serve_whole(self, provider: str, value: Any) -> Any:
+        self.batcher.changed = False
+        value = self.offer(provider, self._number_of(provider), value)
+        for mediator, skip in self.skipped:  # the module runs all the same, for the others
+            del mediator
+            self._skip(provider, skip)
+        self.skipped.clear()
+        if self.batcher.changed:
+            self._note_written(provider, value)
+        return value
+
+    def _number_of(self, provider: str) -> int | None:
+        waiting = self.wanted.get(provider, ())
+        return (
+            None
+            if any(one.waiting is not None and one.waiting[2] is None for one in waiting)
+            else self.number
+        )
+
+    def _skip(self, provider: str, value: Any) -> None:
+        self.muted = provider.removesuffix(".input")
+        exit_ = f"{self.muted}.output"
+        self._skips[exit_] = value
+        self.board.want(exit_, self)
+
+    def show(self, provider: str, value: Any) -> Any:
+        """Put in what the block skipped the module with, and show caches the value."""
+        if not (self.in_step and self._num_new):
+            return value
+        if provider in self._skips:
+            value = self._skipped_value(provider, value)
+        for watcher in self._shown.get(provider, ()) if self.muted is None else ():
+            self.batcher.current_value, self.batcher.loans = value, None
+            watcher.add(provider, self.number, value)
+        return value
+
+    def _skipped_value(self, provider: str, value: Any) -> Any:
+        skip = self._skips.pop(provider)
+        self.muted = None
+        if provider not in self.wanted and not self.has_use(provider):
+            self.board.unwant(provider, self)
+        self.batcher.current_value, self.batcher.loans, self.batcher.changed = value, None, False
+        try:
+            self.batcher.swap(self.batcher.group, skip)
+        except ValueError as error:
+            self.failed(error)
+            self.wanted.clear()
+            return value
+        self._note_written(provider, self.batcher.current_value)
+        return self.batcher.current_value
+
+    def _note_written(self, provider: str, value: Any) -> None:
+        """Keep what the block left at these positions, should they be computed again."""
+        if self._behind:
+            return  # not computed again
+        first, num_rows = self.batcher.group
+
+        def kept(tensor: torch.Tensor) -> torch.Tensor:
+            axis = self.batcher.axis(tensor)
+            return tensor if axis is None else tensor.narrow(axis, first, num_rows).clone()
+
+        entries = self._written.setdefault(provider, [])
+        if entries and entries[-1][0] == self._start:
+            entries.pop()
+        entries.append((self._start, map_tensors(value, kept)))
+
+    # A prompt in chunks.
+
+    def _serve_part(self, provider: str, value: Any) -> Any:
+        """Gather rows for a read, or write this chunk's share of a write; the block goes on waiting."""
+        (mediator,) = self.wanted[provider]
+        kind, _, _, more = mediator.waiting or (None, None, None, None)
+        gathered = self._chunks.setdefault(provider, [])
+        if len(gathered) != self._num_chunks:
+            return value  # an earlier chunk has passed this place; the last one tells the block
+        self.batcher.current_value, self.batcher.loans = value, None
+        gathered.append(self.batcher.narrow(self.batcher.group))
+        if kind is Events.SWAP:
+            self.batcher.swap(self.batcher.group, self._share_of(more))
+            self._note_written(provider, self.batcher.current_value)
+        value, self.batcher.loans = self.batcher.current_value, None
+        return value
+
+    def _share_of(self, value: Any) -> Any:
+        """Return the rows of a whole prompt's value that this chunk computes."""
+        return map_tensors(
+            value, lambda tensor: tensor[self._start : self._start + self._num_new] if tensor.ndim else tensor
+        )
+
+    def _serve_last(self, provider: str, value: Any) -> Any:
+        """Serve a block at the end of a prompt that came in chunks."""
+        (mediator,) = self.wanted[provider]
+        kind, _, _, more = mediator.waiting or (None, None, None, None)
+        gathered = self._chunks.pop(provider, ())
+        if len(gathered) != self._num_chunks:
+            mediator.fail(ChunkedPromptError.reading(provider, self._num_chunks + 1))
+            return value
+        self.batcher.current_value, self.batcher.loans = value, None
+        if kind is Events.SWAP:
+            self.batcher.swap(self.batcher.group, self._share_of(more))
+            self._note_written(provider, self.batcher.current_value)
+            mediator.respond()
+        elif kind is Events.VALUE:
+            whole = self.batcher.narrow(self.batcher.group)
+            for part in reversed(gathered):
+                whole = map_pairs(part, whole, self._after)
+            before = map_tensors(whole, torch.clone)
+            mediator.respond(whole)
+            if not _equal(before, whole):
+                self.failed(ChunkedPromptError.writing(provider, self._num_chunks + 1))
+        else:
+            mediator.fail(ChunkedPromptError.writing(provider, self._num_chunks + 1))
+        self._settle()
+        value, self.batcher.loans = self.batcher.current_value, None
+        return value
+
+    def _after(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        if first.ndim != second.ndim or not first.ndim:
+            return first
+        axis = 1 if first.ndim > 1 and first.shape[0] == 1 and second.shape[0] == 1 else 0
+        return torch.cat([first, second], dim=axis)
+
+
+def _equal(first: Any, second: Any) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(tensors(first), tensors(second), strict=True))
+
+
+class _Wanted(dict[str, list[Mediator]]):
+    """What one request's block waits for, of which the board keeps count."""
+
+    def __init__(self, request: TracedRequest) -> None:
+        super().__init__()
+        self._request = request
+
+    def __setitem__(self, provider: str, waiting: list[Mediator]) -> None:
+        super().__setitem__(provider, waiting)
+        self._request.board.want(provider, self._request)
+
+    def __delitem__(self, provider: str) -> None:
+        super().__delitem__(provider)
+        if not self._request.has_use(provider):
+            self._request.board.unwant(provider, self._request)
+
+    def clear(self) -> None:
+        for provider in list(self):
+            del self[provider]
+
+
+class _Calls(dict[str, int]):
+    """How often each provider was reached: as many times as there were steps, and once more in this one."""
+
+    def __init__(self, request: TracedRequest) -> None:
+        super().__init__()
+        self._request = request
+
+    def get(self, provider: str, default: Any = 0) -> Any:  # noqa: ARG002 - dict's signature
+        request = self._request
+        passed = request.in_step and not request.partial and request.board.has_passed(provider)
+        return request.number + (1 if passed else 0)

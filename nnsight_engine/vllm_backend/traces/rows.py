@@ -1,0 +1,153 @@
+"""One request's rows in the flat tensors of a step.
+
+vLLM puts the tokens of all scheduled requests one after the other, ``[tokens, width]``, and behind the model
+one row per request, ``[requests, vocabulary]``. A block gets its rows as *copies*, because vLLM's kernels go
+on to write into the tensors that modules return. What a block edits in its copy is put back when it hands
+over: the model goes on with a new tensor, in which nobody else's row has changed a bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nnsight_engine.core.trees import map_tensors, tensors
+from nnsight_engine.interleaving.batching import Batcher, BatchGroup, Loans
+
+
+class _Copy:
+    """A copy of rows: of which tensor, and how often it had been edited when it was given."""
+
+    __slots__ = ("rows", "version", "whole")
+
+    def __init__(self, whole: torch.Tensor, rows: torch.Tensor) -> None:
+        self.whole = whole
+        self.rows = rows
+        self.version = rows._version  # noqa: SLF001 - has no public name
+
+
+class _Copies(Loans):
+    """What a request was given of one value."""
+
+    __slots__ = ("copies",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[_Copy] = []
+
+
+class FlatBatcher(Batcher):
+    """The rows of one request; where they are is set for each phase of a step.
+
+    Attributes:
+        changed: Whether the block has edited or replaced the current value since this was last set to False.
+    """
+
+    def __init__(self) -> None:
+        """Start outside a step."""
+        super().__init__()
+        self.changed = False
+
+    def place(self, num_rows: int) -> None:
+        """Say how many rows tensors have in this phase, all requests' together."""
+        self.total_batch_size = num_rows
+
+    def sees_all(self, group: BatchGroup | None) -> bool:  # noqa: ARG002 - a hook
+        """A request never owns the flat tensors, even alone in the batch: it gets copies."""
+        return False
+
+    def narrow(self, group: BatchGroup | None) -> Any:
+        """Return a copy of the current value with only these rows."""
+        assert group is not None  # noqa: S101 - a request has rows
+        narrowed = map_tensors(self.current_value, lambda tensor: self._rows(tensor, group))
+        if not isinstance(narrowed, torch.Tensor):
+            self._lending().trees.append((narrowed, list(tensors(narrowed)), group))
+        return narrowed
+
+    def _lending(self) -> _Copies:
+        if not isinstance(self.loans, _Copies):
+            self.loans = _Copies()
+        return self.loans
+
+    def _rows(self, tensor: torch.Tensor, group: BatchGroup | None) -> torch.Tensor:
+        axis = self.axis(tensor)
+        with torch.inference_mode(mode=False):  # blocks run outside of it, and may edit what they get
+            if axis is None or group is None:
+                rows = tensor.clone()
+                self._lending().shared.append((rows, rows._version))  # noqa: SLF001 - has no public name
+                return rows
+            rows = tensor.narrow(axis, *group).clone()
+        self._lending().copies.append(_Copy(tensor, rows))
+        return rows
+
+    def axis(self, tensor: torch.Tensor) -> int | None:
+        """Return the axis of a tensor's rows; None if it has none of single requests.
+
+        Models of vLLM's Transformers backend have a leading axis of size 1.
+        """
+        if tensor.ndim and tensor.shape[0] == self.total_batch_size:
+            return 0
+        if tensor.ndim > 1 and tensor.shape[0] == 1 and tensor.shape[1] == self.total_batch_size:
+            return 1
+        return None
+
+    def took_back(self) -> None:
+        """Put back what the block edited of what it was given, once it has handed over.
+
+        Raises:
+            ValueError: It edited a tensor that has no rows of single requests.
+        """
+        super().took_back()
+        if self.loans is None:
+            return
+        for copy in self._lending().copies:
+            if copy.rows._version != copy.version:  # noqa: SLF001
+                copy.version = copy.rows._version  # noqa: SLF001
+                self._put_back(copy)
+
+    def _put_back(self, copy: _Copy) -> None:
+        group = self.group
+        before = copy.whole
+
+        def replaced(tensor: torch.Tensor) -> torch.Tensor:
+            return self._replaced(group, tensor, copy.rows) if tensor is before else tensor
+
+        self.current_value = map_tensors(self.current_value, replaced)
+
+    @property
+    def group(self) -> BatchGroup:
+        """The request's rows in this phase."""
+        return self.groups[0]
+
+    @group.setter
+    def group(self, group: BatchGroup) -> None:
+        self.groups = [group]
+
+    def _replaced(self, group: BatchGroup, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        axis = self.axis(whole)
+        first, num_rows = group
+        if axis is None:
+            if part.shape == whole.shape and torch.equal(part.to(whole), whole):
+                return whole
+            raise ValueError(
+                f"a tensor of shape {tuple(whole.shape)} belongs to all requests of the step together, so no "
+                "block can replace it"
+            )
+        expected = (*whole.shape[:axis], num_rows, *whole.shape[axis + 1 :])
+        if tuple(part.shape) != expected:
+            raise ValueError(
+                f"this request owns {num_rows} of the step's {self.total_batch_size} rows, so the value must "
+                f"be of shape {expected}, got {tuple(part.shape)}"
+            )
+        self.changed = True
+        after = self.total_batch_size - first - num_rows
+        pieces = [whole.narrow(axis, 0, first), part.to(whole), whole.narrow(axis, first + num_rows, after)]
+        replaced = torch.cat(pieces, dim=axis)
+        for copy in self._lending().copies:
+            if copy.whole is whole:
+                copy.whole = replaced
+        return replaced
+
+    def settle(self) -> None:
+        """Do nothing: copies are put back when the block hands over, and there are no views."""

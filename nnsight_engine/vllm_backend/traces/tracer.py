@@ -1,0 +1,38 @@
+"""What ``tracer`` is in a block that came with a request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+from nnsight_engine.interleaving.barrier import Barrier
+
+if TYPE_CHECKING:
+    from nnsight_engine.vllm_backend.traces.model import WorkerModel
+
+
+class BlockTracer(InterleavingTracer):
+    """The tracer of one trace, on the worker's side: loops, barriers, stop, caches, the result."""
+
+    def __init__(self, model: WorkerModel) -> None:
+        """Stand for the tracer that was left behind."""
+        super().__init__(_runs_nothing, model)
+        self._barriers: dict[int, Barrier] = {}
+
+    def invoke(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: the requests are running."""
+        raise ValueError(
+            "Cannot invoke during an active model execution / interleaving. Invokes stand side by "
+            "side in a trace without an input of its own: `with model.trace() as tracer:`."
+        )
+
+    def known_barrier(self, number: int, participants: int) -> Barrier:
+        """Return a barrier that was made before the invokes; all of them share it."""
+        barrier = self._barriers.get(number)
+        if barrier is None:
+            barrier = self._barriers[number] = Barrier(self.interleaver, participants)
+        return barrier
+
+
+def _runs_nothing() -> NoReturn:
+    raise AssertionError("the engine runs the model")

@@ -1,0 +1,252 @@
+"""Every traced request of a worker, from its arrival to the collection of what it saved.
+
+The runner calls, for each step: ``begin`` with who came and who went, ``step`` when the rows are final,
+``running`` around the model, ``on_logits`` and ``on_samples`` behind it, ``end``. The client fetches what a
+trace has saved with ``collect``, once its requests have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from nnsight_engine.interleaving.threads import Threads
+from nnsight_engine.vllm_backend.traces.board import Board
+from nnsight_engine.vllm_backend.traces.context import TraceContext
+from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from nnsight_engine.vllm_backend.traces.model import LOGITS, SAMPLES, WorkerModel
+from nnsight_engine.vllm_backend.traces.request import TracedRequest
+from nnsight_engine.wire import encode, encode_error
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+logger = logging.getLogger(__name__)
+
+_MAX_UNCOLLECTED: Final = 1024
+"""Traces that have ended and wait to be collected; the oldest beyond are dropped."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TraceSpan:
+    """A traced request's rows in one step.
+
+    Attributes:
+        request_id: vLLM's id.
+        index: Place of the request among the step's.
+        row: First row.
+        num_rows: How many.
+        start: Absolute position of the first.
+        complete: Whether a token is sampled after the step.
+    """
+
+    request_id: str
+    index: int
+    row: int
+    num_rows: int
+    start: int
+    complete: bool
+
+
+@dataclasses.dataclass(slots=True)
+class _Member:
+    """A request of a trace."""
+
+    request: TracedRequest | None
+    context: TraceContext | None
+    entry: TraceEntry
+    choice: int
+    error: BaseException | None = None
+
+
+class WorkerTraces:
+    """The traced requests of one worker.
+
+    Args:
+        module: The loaded model.
+        budget_s: Seconds that one block may compute within one step.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, budget_s: float) -> None:
+        """Start without requests."""
+        self.board = Board()
+        self.model = WorkerModel(module, self.board)
+        self._threads = Threads(budget_s)
+        self._members: dict[str, _Member] = {}
+        self._contexts: dict[tuple[str, int], TraceContext] = {}
+        self._by_key: dict[str, list[str]] = {}
+        self._active: list[TracedRequest] = []
+        self._num_arrived = 0
+        self._indices: list[int] = []
+        self._live: dict[str, TracedRequest] = {}
+        self._ended: list[str] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether no traced request is running, or has failed before it could."""
+        return not (self._live or self._ended)
+
+    def num_live(self) -> dict[str, int]:
+        """Return how much is held, for tests and metrics."""
+        return {"traced": len(self._live), "traces": len(self._by_key)}
+
+    # A step.
+
+    def begin(self, arrived: Sequence[tuple[str, Any]], finished: set[str]) -> None:
+        """Open the blocks of requests that arrived, and let go of those that finished."""
+        for request_id in finished & self._live.keys():
+            del self._live[request_id]
+        for request_id, plain in arrived:
+            if request_id not in self._members:
+                self._arrive(request_id, TraceEntry.from_plain(plain))
+        self._drop_uncollected()
+
+    def _arrive(self, request_id: str, entry: TraceEntry) -> None:
+        choice = (
+            int(request_id.partition("_")[0]) if entry.num_choices > 1 else 0
+        )  # vLLM's: <choice>_<parent>
+        member = _Member(None, None, entry, choice)
+        self._members[request_id] = member
+        self._by_key.setdefault(entry.key, []).append(request_id)
+        try:
+            member.context = self._context(entry, choice)
+            mediator = member.context.mediator(entry.index, self._threads)
+            self._num_arrived += 1
+            member.request = TracedRequest(self.board, mediator, self._num_arrived)
+            mediator.idx = entry.index
+            member.request.open()
+            self._live[request_id] = member.request
+        except Exception as error:
+            logger.debug("a trace could not be read", exc_info=True)
+            member.error = error
+            self._ended.append(request_id)
+
+    def _context(self, entry: TraceEntry, choice: int) -> TraceContext:
+        context = self._contexts.get((entry.key, choice))
+        if context is None:
+            context = self._contexts[(entry.key, choice)] = TraceContext(entry, self.model)
+        return context
+
+    def takes_part(self, request_id: str) -> bool:
+        """Tell whether a request is traced, and its block still of use."""
+        return request_id in self._live
+
+    def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
+        """Begin a step for these requests; False if no block takes part in it."""
+        if not spans:
+            return False
+        self.board.begin(num_rows)
+        self._active = []
+        self._indices = []
+        for span in spans:
+            request = self._live[span.request_id]
+            request.begin(span.row, span.num_rows, span.start, num_rows, complete=span.complete)
+            self._active.append(request)
+            self._indices.append(span.index)
+        return True
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Hear of the modules' calls while the model runs."""
+        self.model.install()
+        self.board.listen()
+        try:
+            yield
+        finally:
+            self.board.pause()
+            self.model.remove()
+
+    @property
+    def in_step(self) -> bool:
+        """Whether some block takes part in the running step."""
+        return bool(self._active)
+
+    def on_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Offer the logits, ``[requests, vocabulary]``; returns them as the blocks leave them."""
+        for request, index in zip(self._active, self._indices, strict=True):
+            request.after_model(index, logits.shape[0])
+        value: torch.Tensor = self.board.provide(f"{self.model.path}.{LOGITS}.output", logits)
+        return value
+
+    def on_samples(self, samples: torch.Tensor) -> torch.Tensor:
+        """Offer the sampled tokens, ``[requests, 1]``; returns them as the blocks leave them."""
+        value: torch.Tensor = self.board.provide(f"{self.model.path}.{SAMPLES}.output", samples)
+        return value
+
+    def end(self) -> list[str]:
+        """End the step; returns the requests that are to end, because their blocks failed or stopped them."""
+        for request in self._active:
+            request.end()
+        if self._active:
+            self.board.end()
+        self._active = []
+        over = [request_id for request_id, request in self._live.items() if request.is_over]
+        for request_id in over:
+            del self._live[request_id]
+        ended, self._ended = [*self._ended, *over], []
+        return ended
+
+    # What is left.
+
+    def collect(self, key: str, results: Mapping[str, Any]) -> bytes:
+        """Close a trace whose requests have ended, and return what it saved.
+
+        Args:
+            key: The trace.
+            results: What each request returned, by ``"<block>/<choice>"``, for blocks that wait for it.
+        """
+        members = [self._members.pop(request_id) for request_id in self._by_key.pop(key, ())]
+        blocks = []
+        for member in sorted(members, key=lambda one: (one.entry.index, one.choice)):
+            error = member.error
+            if member.request is not None:
+                member.request.close(_Result(results.get(f"{member.entry.index}/{member.choice}")))
+                error = member.request.error
+            saves = member.context.saves(member.entry.index) if member.context is not None else {}
+            blocks.append(
+                {
+                    "index": member.entry.index,
+                    "choice": member.choice,
+                    "saves": saves,
+                    "error": None if error is None else encode_error(error),
+                }
+            )
+        contexts = [context for name, context in self._contexts.items() if name[0] == key]
+        before = contexts[0].saved_before if contexts else None
+        for name in [name for name in self._contexts if name[0] == key]:
+            del self._contexts[name]
+        return encode({"blocks": blocks, "before": before}, reference=_Result.reference)
+
+    def drop(self, key: str) -> None:
+        """Close a trace that nobody will collect."""
+        if key in self._by_key:
+            self.collect(key, {})
+
+    def _drop_uncollected(self) -> None:
+        if len(self._by_key) <= _MAX_UNCOLLECTED:
+            return
+        for key in list(self._by_key):
+            if not any(request_id in self._live for request_id in self._by_key[key]):
+                self.drop(key)
+                if len(self._by_key) <= _MAX_UNCOLLECTED:
+                    return
+
+
+class _Result:
+    """What ``tracer.result`` is in the worker; the client puts its own in the place of a saved one."""
+
+    def __init__(self, plain: Any) -> None:
+        for name, value in (plain or {}).items():
+            setattr(self, name, value)
+
+    @staticmethod
+    def reference(value: Any) -> tuple[str, ...] | None:
+        """Name a result, which need not travel back."""
+        if isinstance(value, _Result):
+            return ("result", str(getattr(value, "request", "")))
+        return None

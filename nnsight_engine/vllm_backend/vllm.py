@@ -1,0 +1,142 @@
+"""``VLLM``: blocks written against a model, run inside vLLM's engine beside the requests they came with."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from vllm import LLM, EngineArgs
+
+from nnsight_engine.envoys.envoy import Envoy
+from nnsight_engine.interleaving.batching import Batcher
+from nnsight_engine.modeling.wrapper import WrapperModule
+from nnsight_engine.tracing.tracer import Backend
+from nnsight_engine.vllm_backend.compat import EngineLimits, check_supported, engine_options, own_environment
+from nnsight_engine.vllm_backend.outline import outlined
+from nnsight_engine.vllm_backend.prompts import Request, as_prompt
+from nnsight_engine.vllm_backend.request_tracer import RequestTracer
+from nnsight_engine.vllm_backend.traces.model import LOGITS, SAMPLES
+
+Mode = Literal["sync", "async"]
+
+
+class VLLM(Envoy):
+    """A model in vLLM's engine: ``with model.trace("Hello", max_tokens=5) as tracer:``.
+
+    A block runs in the engine's workers, on the rows of its own request, while other requests share the
+    steps. What it saves comes back into the user's variables. Modules are vLLM's: their values are flat,
+    ``[tokens, width]``, and ``print(model)`` shows which there are. Behind them, ``model.logits.output`` is
+    ``[1, vocabulary]`` and ``model.samples.output`` ``[1, 1]``, once per generated token.
+
+    Args:
+        model: A model's name or folder, as vLLM takes it.
+        mode: Whether traces run when their block ends, or stream: ``async for output in tracer.backend()``.
+        dispatch: Start the engine now; otherwise with the first trace.
+        rename: Further names for modules.
+        limits: What blocks may use.
+        **engine_args: vLLM's engine arguments: ``tensor_parallel_size``, ``max_model_len`` and so on.
+
+    Raises:
+        UnsupportedOptionError: An option under which blocks could be silently wrong.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        mode: Mode = "sync",
+        dispatch: bool = False,
+        rename: Mapping[str, Any] | None = None,
+        limits: EngineLimits | None = None,
+        **engine_args: Any,
+    ) -> None:
+        """Prepare; the engine starts with ``dispatch``."""
+        if mode not in ("sync", "async"):
+            raise ValueError(f"mode is 'sync' or 'async', got {mode!r}")
+        super().__init__(torch.nn.Module(), rename=rename)
+        mine = self.__dict__
+        mine["_engine_args"] = {"model": str(model), **engine_args}
+        mine["_limits"] = limits or EngineLimits()
+        mine["_starting"] = threading.RLock()
+        mine["engine"] = None
+        mine["mode"] = mode
+        if dispatch:
+            self.dispatch()
+
+    def dispatch(self) -> None:
+        """Start the engine and learn the model's modules; nothing if that was done."""
+        with self.__dict__["_starting"]:
+            if self.dispatched:
+                return
+            own_environment()
+            arguments = {**self.__dict__["_engine_args"]}
+            ours = engine_options(self.__dict__["_limits"])
+            ours["additional_config"] = {
+                **arguments.pop("additional_config", {}),
+                **ours["additional_config"],
+            }
+            check_supported(EngineArgs(**arguments, **ours).create_engine_config())
+            self.__dict__["engine"] = LLM(**arguments, **ours)
+            entries = self.__dict__["engine"].collective_rpc("outline_model")[0]
+            self._update(outlined([tuple(entry) for entry in entries]))
+            for name in (LOGITS, SAMPLES):
+                self._add_envoy(WrapperModule(), name)
+
+    @property
+    def dispatched(self) -> bool:
+        """Whether the engine has started."""
+        return self.__dict__["engine"] is not None
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        self.dispatch()
+        return self.__dict__["engine"].get_tokenizer()
+
+    def trace(  # type: ignore[override] # a trace is a request, which has other options
+        self,
+        *args: Any,
+        backend: Backend | None = None,
+        tracer_cls: type[RequestTracer] = RequestTracer,
+        **kwargs: Any,
+    ) -> RequestTracer:
+        """Open a trace: ``with model.trace(prompt, temperature=0) as tracer:``.
+
+        One token is generated unless ``max_tokens`` says otherwise.
+
+        Args:
+            *args: The prompt; without one, the block defines invokes, one request each.
+            backend: What runs the compiled block.
+            tracer_cls: The kind of trace.
+            **kwargs: Sampling parameters, for all invokes that have none of their own.
+        """
+        kwargs.setdefault("max_tokens", kwargs.pop("max_new_tokens", 1))
+        self.dispatch()
+        return super().trace(*args, backend=backend, tracer_cls=tracer_cls, **kwargs)  # type: ignore[return-value]
+
+    # How invokes become requests.
+
+    def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], int]:
+        if not inputs:
+            raise ValueError(
+                "an invoke on vLLM is a request and needs a prompt: `with tracer.invoke(prompt):`. Requests run "
+                "in batches with others, so there is no invoke for all rows"
+            )
+        if len(inputs) > 1:
+            raise TypeError(f"an invoke takes one prompt, got {len(inputs)} positional arguments")
+        params = kwargs.pop("sampling_params", None)
+        return (Request(as_prompt(inputs[0]), kwargs, params),), {}, 1
+
+    def _batch(
+        self, batched_input: tuple[tuple[Any, ...], dict[str, Any]], *inputs: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        requests, shared = batched_input
+        return (*requests, *inputs), {**shared, **kwargs}
+
+    def _new_batcher(self) -> Batcher:
+        return Batcher()
+
+
+__all__ = ["VLLM"]

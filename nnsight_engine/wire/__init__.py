@@ -1,0 +1,31 @@
+"""Values, traced blocks and errors as bytes, between processes that do not trust each other's bytes.
+
+A client sends blocks to a worker and gets results back; neither side uses pickle or anything that runs code
+from its input unasked. ``docs/wire-format.md`` says what a message looks like.
+"""
+
+from nnsight_engine.wire.errors import DecodeError, EncodeError
+from nnsight_engine.wire.failures import encode_error, restore_error
+from nnsight_engine.wire.homes import register_by_value, unregister_by_value
+from nnsight_engine.wire.limits import DATA_ONLY, TRUSTED, Limits, Policy
+from nnsight_engine.wire.traces import ReceivedTrace, SentBlock, decode_trace, encode_trace
+from nnsight_engine.wire.values import decode, encode
+
+__all__ = [
+    "DATA_ONLY",
+    "TRUSTED",
+    "DecodeError",
+    "EncodeError",
+    "Limits",
+    "Policy",
+    "ReceivedTrace",
+    "SentBlock",
+    "decode",
+    "decode_trace",
+    "encode",
+    "encode_error",
+    "encode_trace",
+    "register_by_value",
+    "restore_error",
+    "unregister_by_value",
+]

@@ -1,0 +1,46 @@
+"""How a block's node becomes a compiled block on cells; the other side of ``block_writers``."""
+
+from __future__ import annotations
+
+import ast
+from types import ModuleType
+from typing import Any
+
+from nnsight_engine.tracing.blocks import BlockContext, Nested, compile_block
+from nnsight_engine.tracing.source_text import SourceText
+from nnsight_engine.tracing.tracer import Info
+from nnsight_engine.wire.code_makers import bind_globals, cells_by_name, piece_of, refuse_source
+from nnsight_engine.wire.decoder import MISSING, Decoder, Maker
+from nnsight_engine.wire.errors import DecodeError
+from nnsight_engine.wire.kinds import Kind
+from nnsight_engine.wire.pieces import FUTURE_FLAGS, statement_at
+from nnsight_engine.wire.shelf import SHELF
+
+
+def _make_block(decoder: Decoder, _index: int, parts: list[Any]) -> Info:
+    refuse_source(decoder)
+    module, fields, (item, first_argument), names, cells = parts
+    piece = piece_of(decoder, fields)
+    statement = statement_at(piece.text, piece.line, piece.filename)
+    if not isinstance(statement, ast.With) or type(item) is not int or not 0 <= item < len(statement.items):
+        raise DecodeError("the message is broken: a block is not that of a `with` statement")
+    lines = tuple(f"{line}\n" for line in piece.text.removesuffix("\n").split("\n"))
+    source = SourceText(
+        piece.filename, ("\n",) * (piece.line - 1) + lines, ast.Module(body=[statement], type_ignores=[])
+    )
+    context = BlockContext(piece.name, piece.class_name, first_argument, piece.flags & FUTURE_FLAGS)
+    variables = cells_by_name(names, cells)
+    block = compile_block(Nested(statement, item), source, frozenset(variables), context)
+    SHELF.put(piece.filename, piece.line, piece.text)
+    if not isinstance(module, ModuleType):
+        raise DecodeError("the message is broken: a block has no namespace")
+    return Info(block, variables, None, vars(module))
+
+
+def _fill_block(_decoder: Decoder, value: Info, parts: list[Any]) -> None:
+    names, *values = parts
+    if names is not MISSING:
+        bind_globals(value.globals_, names, values)
+
+
+BLOCK_MAKERS: dict[Kind, Maker] = {Kind.BLOCK: Maker(_make_block, num_first=5, fill=_fill_block, partly=True)}

@@ -1,0 +1,66 @@
+"""How a traced block is written: the ``with`` statement that it is the block of, and what it may see.
+
+The statement goes as its lines stand in the file, since nested blocks are compiled from the same text, and
+lines and columns are to be the sender's own.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Mapping
+from types import CellType
+from typing import Any, Protocol
+
+from nnsight_engine.tracing.blocks import BIND, HELPERS, Block
+from nnsight_engine.tracing.tracer import Info
+from nnsight_engine.wire.code_writers import bindings, write_cells, write_namespace
+from nnsight_engine.wire.encoder import Encoder
+from nnsight_engine.wire.kinds import Kind
+from nnsight_engine.wire.pieces import WHOLE_LINES, Piece, global_names, mentioned_in, statement_at
+
+
+class _Sent(Protocol):
+    """A block with its variables."""
+
+    @property
+    def info(self) -> Info: ...
+
+    @property
+    def cells(self) -> Mapping[str, CellType]: ...
+
+
+def write_sent_block(encoder: Encoder, index: int, value: Any) -> None:
+    """Write a block with its variables and those globals that it mentions."""
+    sent: _Sent = value
+    block, globals_ = sent.info.block, sent.info.globals_
+    piece, item = _statement_of(block)
+    cells = {name: sent.cells.get(name) or CellType() for name in _variables_of(block)}
+    encoder.mentioned |= mentioned_in(block.code)
+    parts = [
+        encoder.node(globals_, index, "", writer=write_namespace),
+        encoder.node(dataclasses.astuple(piece), index, ""),
+        encoder.node((item, block.context.first_argument), index, ""),
+        encoder.node(tuple(cells), index, ""),
+        encoder.node(cells, index, "", writer=write_cells),
+    ]
+    encoder.emit(index, Kind.BLOCK, parts + bindings(encoder, index, globals_, global_names(block.code)))
+
+
+def _variables_of(block: Block) -> list[str]:
+    helpers = {BIND, *HELPERS}
+    return sorted({*block.code.co_freevars, *block.stored} - helpers)
+
+
+def _statement_of(block: Block) -> tuple[Piece, int]:
+    """Return the lines of the whole statement, and which of its items the block belongs to."""
+    node, source, context = block.origin.node, block.source, block.context
+    text = "".join(source.lines[node.lineno - 1 : node.end_lineno])
+    piece = Piece(
+        filename=source.filename, text=text, line=node.lineno, column=WHOLE_LINES, name=context.name,
+        qualname=context.name, class_name=context.class_name, flags=context.flags,
+    )  # fmt: skip
+    whole = statement_at(text, node.lineno, source.filename)
+    # A block in `with A, B:` may know the statement from its second item on.
+    num_before = len(whole.items) - len(node.items) if isinstance(whole, ast.With) else 0
+    return piece, num_before + block.origin.item

@@ -1,0 +1,172 @@
+"""How nodes of code become functions, classes and modules; the other side of ``code_writers``.
+
+All of it runs what the sender wrote, sooner or later, and is open only to a policy that allows source. What
+is compiled here is compiled as on the sending side (``pieces``), and shown to Python's tools (``shelf``).
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from nnsight_engine.wire.decoder import MISSING, Decoder, Maker
+from nnsight_engine.wire.errors import DecodeError
+from nnsight_engine.wire.kinds import Kind
+from nnsight_engine.wire.pieces import WHOLE_LINES, Piece, compile_class, compile_function
+from nnsight_engine.wire.shelf import SHELF
+
+_PIECE: tuple[Any, ...] = (str, str, int, int, str, str, (str, type(None)), int)
+
+
+def refuse_source(decoder: Decoder) -> None:
+    """Stop at the first piece of code if the policy wants none.
+
+    Raises:
+        DecodeError: It wants none.
+    """
+    if not decoder.policy.allow_source:
+        raise DecodeError("the message holds code, and this side takes data alone")
+
+
+def piece_of(decoder: Decoder, parts: Any) -> Piece:
+    """Return a piece of source that was sent as its fields.
+
+    Raises:
+        DecodeError: They are no such fields.
+    """
+    if not isinstance(parts, tuple) or len(parts) != len(_PIECE):
+        raise DecodeError("the message is broken: a piece of source lacks parts")
+    if not all(isinstance(part, kind) for part, kind in zip(parts, _PIECE, strict=True)):
+        raise DecodeError("the message is broken: a piece of source has parts of other types")
+    piece = Piece(*parts)
+    if not 1 <= piece.line <= decoder.limits.max_lines or not WHOLE_LINES <= piece.column < 2**20:
+        raise DecodeError(f"a piece of source claims line {piece.line} and column {piece.column}")
+    return piece
+
+
+def bind_globals(globals_: dict[str, Any], names: Any, values: list[Any]) -> None:
+    """Bind those globals of a namespace that are made by now."""
+    if not isinstance(names, tuple) or len(names) != len(values):
+        raise DecodeError("the message is broken: globals have other names than values")
+    globals_.update((name, value) for name, value in zip(names, values, strict=True) if value is not MISSING)
+
+
+def cells_by_name(names: Any, cells: Any) -> dict[str, CellType]:
+    """Return variables' cells by name.
+
+    Raises:
+        DecodeError: These are no cells.
+    """
+    found = dict(zip(names, cells, strict=True))
+    if not all(isinstance(cell, CellType) for cell in found.values()):
+        raise DecodeError("the message is broken: a variable has no cell")
+    return found
+
+
+def _namespace(decoder: Decoder, _index: int, parts: list[Any]) -> ModuleType:
+    refuse_source(decoder)
+    name, file, is_real = parts
+    if is_real:
+        decoder.import_name(name, "")
+        return importlib.import_module(name)
+    module = ModuleType(name)
+    vars(module).update({"__builtins__": builtins, "__file__": file} if file else {"__builtins__": builtins})
+    return module
+
+
+def _make_function(decoder: Decoder, _index: int, parts: list[Any]) -> FunctionType:
+    refuse_source(decoder)
+    module, fields, names, cells = parts
+    piece = piece_of(decoder, fields)
+    by_name = cells_by_name(names, cells)
+    code = compile_function(piece, names)
+    SHELF.put(piece.filename, piece.line, piece.text)
+    closure = tuple(by_name[name] for name in code.co_freevars)
+    return FunctionType(code, vars(module), code.co_name, None, closure)
+
+
+def _fill_function(_decoder: Decoder, value: FunctionType, parts: list[Any]) -> None:
+    called, defaults, keyword_defaults, attributes, names, *values = parts
+    if called is not MISSING:
+        value.__name__, value.__qualname__, value.__module__ = called
+    if defaults is not MISSING:
+        value.__defaults__ = defaults
+    if keyword_defaults is not MISSING:
+        value.__kwdefaults__ = keyword_defaults
+    if attributes is not MISSING and attributes:
+        vars(value).update(attributes)
+    if names is not MISSING:
+        bind_globals(value.__globals__, names, values)
+
+
+def _make_class(decoder: Decoder, _index: int, parts: list[Any]) -> type:
+    refuse_source(decoder)
+    module, fields, names, cells, needed, values = parts
+    piece = piece_of(decoder, fields)
+    by_name = cells_by_name(names, cells)
+    bind_globals(vars(module), needed, list(values))
+    code = compile_class(piece, names)
+    SHELF.put(piece.filename, piece.line, piece.text)
+    closure = tuple(by_name[name] for name in code.co_freevars)
+    made = FunctionType(code, vars(module), code.co_name, None, closure)()
+    if not isinstance(made, type):
+        raise DecodeError(f"{piece.qualname} is a class there and {type(made).__name__} here")
+    decoder.state["globals", id(made)] = vars(module)
+    return made
+
+
+def _fill_class(decoder: Decoder, value: type, parts: list[Any]) -> None:
+    attributes, names, *values = parts
+    if attributes is not MISSING:
+        for name, item in (attributes or {}).items():
+            setattr(value, name, item)
+    if names is not MISSING:
+        bind_globals(decoder.state["globals", id(value)], names, values)
+
+
+def _make_sent_module(decoder: Decoder, _index: int, parts: list[Any]) -> ModuleType:
+    refuse_source(decoder)
+    (module,) = parts
+    if not isinstance(module, ModuleType):
+        raise DecodeError("the message is broken: a module has no namespace")
+    return module
+
+
+def _fill_sent_module(_decoder: Decoder, value: ModuleType, parts: list[Any]) -> None:
+    names, *values = parts
+    if names is not MISSING:
+        bind_globals(vars(value), names, values)
+
+
+def _make_method(decoder: Decoder, _index: int, parts: list[Any]) -> MethodType:
+    refuse_source(decoder)
+    function, owner = parts
+    return MethodType(function, owner)
+
+
+def _make_member(decoder: Decoder, _index: int, parts: list[Any]) -> Any:
+    refuse_source(decoder)
+    owner, name = parts
+    return getattr(owner, name)
+
+
+def _make_cell(_decoder: Decoder, _index: int, _parts: list[Any]) -> CellType:
+    return CellType()
+
+
+def _fill_cell(_decoder: Decoder, value: CellType, parts: list[Any]) -> None:
+    if parts:
+        (value.cell_contents,) = parts
+
+
+CODE_MAKERS: dict[Kind, Maker] = {
+    Kind.CELL: Maker(_make_cell, num_first=0, fill=_fill_cell),
+    Kind.NAMESPACE: Maker(_namespace),
+    Kind.FUNCTION: Maker(_make_function, num_first=4, fill=_fill_function, partly=True, copies=True),
+    Kind.CLASS: Maker(_make_class, num_first=6, fill=_fill_class, partly=True, copies=True),
+    Kind.METHOD: Maker(_make_method),
+    Kind.MEMBER: Maker(_make_member),
+    Kind.SENT_MODULE: Maker(_make_sent_module, num_first=1, fill=_fill_sent_module, partly=True),
+}

@@ -1,0 +1,254 @@
+"""How nodes of plain data and of objects become objects again; the other side of ``data_writers``.
+
+Everything here is called with parts that a stranger may have chosen. Sizes are checked before room is made
+for them, hashes before a table is filled; a wrong type ends in an exception, which the decoder translates.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from nnsight_engine.wire.decoder import Decoder, Maker
+from nnsight_engine.wire.errors import DecodeError
+from nnsight_engine.wire.kinds import Kind
+from nnsight_engine.wire.tensors import DTYPES, array_of, tensor_of
+
+_CHECKED_FROM = 64
+"""Keys from which their hashes are looked at."""
+
+
+def _constant(value: Any) -> Maker:
+    return Maker(lambda _decoder, _index, _parts: value, num_first=0)
+
+
+def _scalar(convert: Callable[[Any], Any]) -> Maker:
+    return Maker(lambda decoder, index, _parts: convert(decoder.payload(index)), num_first=0)
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise DecodeError(f"the message is broken: {kind.__name__} is wanted, not {type(value).__name__}")
+    return value
+
+
+def _nested(make: Callable[[list[Any]], Any]) -> Maker:
+    """Make something immutable that holds others."""
+
+    def made(decoder: Decoder, index: int, parts: list[Any]) -> Any:
+        _note_depth(decoder, index)
+        if decoder.kind(index) == Kind.FROZENSET:
+            _check_keys(decoder, parts, decoder.children(index))
+        return make(parts)
+
+    return Maker(made)
+
+
+def _note_depth(decoder: Decoder, index: int) -> None:
+    """Note how deep something immutable is; hashing it takes that much stack, and freeing all but tuples."""
+    depths = decoder.depths
+    depths[index] = depth = 1 + max((depths.get(child, 0) for child in decoder.children(index)), default=0)
+    if depth > decoder.limits.max_key_depth and decoder.kind(index) not in {Kind.TUPLE, Kind.FROZENSET}:
+        raise DecodeError(f"an object is {depth} others deep and may be {decoder.limits.max_key_depth}")
+
+
+def _check_keys(decoder: Decoder, keys: list[Any], nodes: Iterable[int]) -> None:
+    """Refuse keys that would take too much stack or time to hash."""
+    if decoder.depths:
+        depth = max((decoder.depths.get(node, 0) for node in nodes), default=0)
+        if depth > decoder.limits.max_key_depth:
+            raise DecodeError(f"a key is {depth} tuples deep and may be {decoder.limits.max_key_depth}")
+    if len(keys) >= _CHECKED_FROM:
+        _, most = collections.Counter(map(hash, keys)).most_common(1)[0]
+        if most > decoder.limits.max_equal_hashes:
+            raise DecodeError(f"{most:,} keys have the same hash; {decoder.limits.max_equal_hashes:,} may")
+
+
+def _fill_list(_decoder: Decoder, value: list[Any], parts: list[Any]) -> None:
+    value.extend(parts)
+
+
+def _make_dict(decoder: Decoder, index: int, _parts: list[Any]) -> dict[Any, Any]:
+    value: dict[Any, Any] = {}
+    _note_keys(decoder, index, value)
+    return value
+
+
+def _make_set(decoder: Decoder, index: int, _parts: list[Any]) -> set[Any]:
+    value: set[Any] = set()
+    _note_keys(decoder, index, value)
+    return value
+
+
+def _note_keys(decoder: Decoder, index: int, value: Any) -> None:
+    decoder.state[id(value)] = index  # the keys' nodes say how deep they are; the decoder keeps the value
+
+
+def _fill_dict(decoder: Decoder, value: dict[Any, Any], parts: list[Any]) -> None:
+    keys = parts[::2]
+    if len(parts) % 2:
+        raise DecodeError("the message is broken: a key has no value")
+    _check_keys(decoder, keys, decoder.children(decoder.state[id(value)])[::2])
+    value.update(zip(keys, parts[1::2], strict=True))
+
+
+def _fill_set(decoder: Decoder, value: set[Any], parts: list[Any]) -> None:
+    _check_keys(decoder, parts, decoder.children(decoder.state[id(value)]))
+    value.update(parts)
+
+
+def _complex(_decoder: Decoder, _index: int, parts: list[Any]) -> complex:
+    real, imag = parts
+    return complex(_typed(real, float), _typed(imag, float))
+
+
+def _range(_decoder: Decoder, _index: int, parts: list[Any]) -> range:
+    start, stop, step = (_typed(part, int) for part in parts)
+    return range(start, stop, step)
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise DecodeError(f"this side's torch has no type {name!r}")
+    return DTYPES[name]
+
+
+def _make_tensor(decoder: Decoder, _index: int, parts: list[Any]) -> torch.Tensor:
+    name, dtype, shape, device, requires_grad, role = parts
+    where = torch.device("meta") if _typed(device, torch.device).type == "meta" else decoder.device
+    segment = None if name is None else decoder.tensors[_typed(name, str)]
+    sizes = tuple(_typed(size, int) for size in _typed(shape, tuple))
+    tensor = tensor_of(segment, _typed(dtype, torch.dtype), sizes, where)
+    if role == "parameter":
+        return torch.nn.Parameter(tensor, requires_grad=_typed(requires_grad, bool))
+    if role in {"buffer", "passing buffer"}:
+        tensor = torch.nn.Buffer(tensor, persistent=role == "buffer")
+    return tensor.requires_grad_(_typed(requires_grad, bool))
+
+
+def _fill_tensor(decoder: Decoder, value: torch.Tensor, parts: list[Any]) -> None:
+    (gradient,) = parts
+    if gradient is None:
+        return
+    # A gradient's gradient's gradient …: freeing a long chain of them overflows the stack.
+    if gradient.grad is not None or ("gradient", id(value)) in decoder.state:
+        raise DecodeError("a tensor's gradient has a gradient, which cannot travel")
+    decoder.state["gradient", id(gradient)] = True
+    value.grad = gradient
+
+
+def _array(decoder: Decoder, index: int, parts: list[Any]) -> Any:
+    name, dtype, shape = parts
+    segment = None if name is None else decoder.tensors[_typed(name, str)]
+    sizes = tuple(_typed(size, int) for size in _typed(shape, tuple))
+    array = array_of(segment, _typed(dtype, str), sizes)
+    return array[()] if decoder.kind(index) == Kind.SCALAR else array
+
+
+def _name(payload: str) -> tuple[str, str]:
+    module, _, name = payload.partition(":")
+    if not name:
+        raise DecodeError("the message is broken: a name has no module")
+    return module, name
+
+
+def _make_name(decoder: Decoder, index: int, _parts: list[Any]) -> Any:
+    return decoder.import_name(*_name(decoder.payload(index)))
+
+
+def _make_module(decoder: Decoder, index: int, _parts: list[Any]) -> Any:
+    return decoder.import_name(decoder.payload(index), "")
+
+
+def _callable(decoder: Decoder, value: Any) -> Any:
+    """Return what may be called under the policy: a class that it let in, of those that do not make room
+    at will."""
+    if not callable(value) or not (
+        decoder.policy.allow_source or (isinstance(value, type) and value.__module__ != "builtins")
+    ):
+        raise DecodeError(f"the message asks to call {value!r}, which this side does not do for a message")
+    return value
+
+
+def _make_new(decoder: Decoder, index: int, parts: list[Any]) -> Any:
+    _note_depth(decoder, index)
+    kind, args, kwargs = parts
+    if not isinstance(kind, type):
+        raise DecodeError("the message is broken: an object's class is none")
+    _callable(decoder, kind)
+    return kind.__new__(kind, *_typed(args, tuple), **(kwargs or {}))
+
+
+def _make_call(decoder: Decoder, index: int, parts: list[Any]) -> Any:
+    _note_depth(decoder, index)
+    function, args, kwargs = parts
+    return _callable(decoder, function)(*_typed(args, tuple), **(kwargs or {}))
+
+
+def _fill_object(_decoder: Decoder, value: Any, parts: list[Any]) -> None:
+    state, slots, items, pairs = parts
+    if items is not None:
+        value.extend(items)
+    for name, item in (pairs or {}).items():
+        value[name] = item
+    _set_state(value, state, slots)
+
+
+def _set_state(value: Any, state: Any, slots: dict[str, Any] | None) -> None:
+    restore = getattr(value, "__setstate__", None)
+    if state is not None and restore is not None:
+        restore(state)
+    elif state is not None:
+        vars(value).update(state)
+    for name, item in (slots or {}).items():
+        object.__setattr__(value, name, item)
+
+
+def _enum_member(_decoder: Decoder, _index: int, parts: list[Any]) -> Any:
+    kind, value = parts
+    return kind(value)
+
+
+def _reference(decoder: Decoder, _index: int, parts: list[Any]) -> Any:
+    if decoder.resolve is None:
+        raise DecodeError("the message refers to something of this side, and nothing here can say what")
+    return decoder.resolve(tuple(_typed(part, str) for part in parts))
+
+
+DATA_MAKERS: dict[Kind, Maker] = {
+    Kind.NONE: _constant(None),
+    Kind.TRUE: _constant(value=True),
+    Kind.FALSE: _constant(value=False),
+    Kind.ELLIPSIS: _constant(...),
+    Kind.NOT_IMPLEMENTED: _constant(NotImplemented),
+    Kind.INT: _scalar(int),
+    Kind.BIG_INT: _scalar(lambda data: int.from_bytes(data, "little", signed=True)),
+    Kind.FLOAT: _scalar(float),
+    Kind.COMPLEX: Maker(_complex),
+    Kind.STR: _scalar(str),
+    Kind.ODD_STR: _scalar(lambda data: data.decode("utf-8", "surrogatepass")),
+    Kind.BYTES: _scalar(bytes),
+    Kind.BYTEARRAY: _scalar(bytearray),
+    Kind.LIST: Maker(lambda _decoder, _index, _parts: [], num_first=0, fill=_fill_list),
+    Kind.TUPLE: _nested(tuple),
+    Kind.DICT: Maker(_make_dict, num_first=0, fill=_fill_dict),
+    Kind.SET: Maker(_make_set, num_first=0, fill=_fill_set),
+    Kind.FROZENSET: _nested(frozenset),
+    Kind.SLICE: _nested(lambda parts: slice(*parts)),
+    Kind.RANGE: Maker(_range),
+    Kind.ENUM_MEMBER: Maker(_enum_member),
+    Kind.DTYPE: _scalar(_dtype),
+    Kind.DEVICE: _scalar(torch.device),
+    Kind.SIZE: _nested(torch.Size),
+    Kind.TENSOR: Maker(_make_tensor, num_first=6, fill=_fill_tensor),
+    Kind.ARRAY: Maker(_array),
+    Kind.SCALAR: Maker(_array),
+    Kind.NAME: Maker(_make_name, num_first=0),
+    Kind.MODULE: Maker(_make_module, num_first=0),
+    Kind.NEW: Maker(_make_new, num_first=3, fill=_fill_object, copies=True),
+    Kind.CALL: Maker(_make_call, num_first=3, fill=_fill_object, copies=True),
+    Kind.REFERENCE: Maker(_reference),
+}

@@ -1,0 +1,201 @@
+"""Finding the text of a function or class that is running here.
+
+A code object knows its file, its first line and the positions of its instructions, which tell even several
+lambdas on a line apart. A class knows less: its methods' code says where it is, or else its module's file.
+The text that is found is compiled and compared, so that a file edited since is not sent in its stead.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from nnsight_engine.tracing.parsing import parse
+from nnsight_engine.tracing.source_text import SourceText
+from nnsight_engine.tracing.tracer import SITES
+from nnsight_engine.wire.pieces import (
+    FUTURE_FLAGS,
+    WHOLE_LINES,
+    Piece,
+    compile_function,
+    first_line,
+    nested_codes,
+)
+
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
+_ALLOWS_AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+
+
+class NoSourceError(Exception):
+    """There is no text to send for a function or class; says why."""
+
+
+def piece_of_function(code: CodeType, globals_: dict[str, Any]) -> Piece:
+    """Return the text of the function that ``code`` is of.
+
+    Raises:
+        NoSourceError: It is not to be had, or has changed.
+    """
+    source = SITES.reader.read(code, globals_)
+    if source is None:
+        raise NoSourceError(
+            f"its source, {code.co_filename!r}, is not to be had; define it in a file or a cell"
+        )
+    if code.co_name == "<lambda>":
+        found = [one for one in _definitions(source.tree) if _is_lambda_of(one[0], code)]
+    else:
+        found = [one for one in _definitions(source.tree) if _is_def_of(one[0], code)]
+    for node, class_name, _ in sorted(found, key=lambda one: _size(one[0])):
+        piece = _piece(source, node, code.co_name, code.co_qualname, class_name, code.co_flags)
+        if _defines(piece, code, exactly=len(found) > 1):
+            return piece
+    raise NoSourceError(
+        f"its source was not found at line {code.co_firstlineno} of {code.co_filename}; if the file changed "
+        "since it was loaded, start again"
+    )
+
+
+def piece_of_class(kind: type) -> tuple[Piece, CodeType, dict[str, Any]]:
+    """Return the text of a class, the code of its body, and the globals it was defined in.
+
+    Raises:
+        NoSourceError: It is not to be had.
+    """
+    for source, globals_ in _sources_of(kind):
+        found = [node for node, _, name in _definitions(source.tree) if name == kind.__qualname__]
+        nodes = [node for node in found if isinstance(node, ast.ClassDef)]
+        if not nodes:
+            continue
+        node = _chosen(nodes, kind)
+        body = _body_of(source, kind.__qualname__, first_line(node))
+        piece = _piece(source, node, node.name, kind.__qualname__, None, body.co_flags)
+        return piece, body, globals_
+    raise NoSourceError(
+        "its source is not to be had; define the class with a `class` statement in a file or a cell, or send "
+        "its data in a dict"
+    )
+
+
+def functions_of(kind: type) -> Iterator[FunctionType]:
+    """Yield the functions that a class's own attributes are made of."""
+    for value in vars(kind).values():
+        parts = (value.fget, value.fset, value.fdel) if isinstance(value, property) else (value,)
+        for part in parts:
+            inner: Any = getattr(part, "__func__", getattr(part, "func", part))
+            while isinstance(getattr(inner, "__wrapped__", None), FunctionType):
+                inner = inner.__wrapped__
+            if isinstance(inner, FunctionType):
+                yield inner
+
+
+def _definitions(tree: ast.Module) -> Iterator[tuple[_Definition, str | None, str]]:
+    """Yield every definition with the class around it and its qualified name."""
+    waiting: list[tuple[ast.AST, str | None, str]] = [(tree, None, "")]
+    while waiting:
+        node, class_name, prefix = waiting.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+            name = "<lambda>" if isinstance(node, ast.Lambda) else node.name
+            yield node, class_name, prefix + name
+            if isinstance(node, ast.ClassDef):
+                class_name, prefix = node.name, f"{prefix}{name}."
+            else:
+                prefix = f"{prefix}{name}.<locals>."
+        waiting.extend((child, class_name, prefix) for child in ast.iter_child_nodes(node))
+
+
+def _is_def_of(node: _Definition, code: CodeType) -> bool:
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or node.name != code.co_name:
+        return False
+    return first_line(node) == code.co_firstlineno
+
+
+def _is_lambda_of(node: _Definition, code: CodeType) -> bool:
+    """Tell whether the code's instructions lie in the lambda's body, and one of them is all of it."""
+    if not isinstance(node, ast.Lambda) or node.lineno != code.co_firstlineno:
+        return False
+    body = node.body
+    whole = (body.lineno, body.end_lineno, body.col_offset, body.end_col_offset)
+    positions = [one for one in code.co_positions() if None not in one]
+    return not positions or whole in positions
+
+
+def _size(node: _Definition) -> tuple[int, int]:
+    return ((node.end_lineno or 0) - node.lineno, (node.end_col_offset or 0) - node.col_offset)
+
+
+def _defines(piece: Piece, code: CodeType, *, exactly: bool) -> bool:
+    """Tell whether the text is that of the code, as far as can be told of code that a tool rewrote."""
+    try:
+        made = compile_function(piece, code.co_freevars)
+    except SyntaxError:
+        return False
+    signature = code.co_argcount + code.co_kwonlyargcount
+    return (
+        made.co_varnames[:signature] == code.co_varnames[:signature]
+        and made.co_argcount == code.co_argcount
+        and set(made.co_freevars) == set(code.co_freevars)
+        and (not exactly or (made.co_code, made.co_names) == (code.co_code, code.co_names))
+    )
+
+
+def _piece(
+    source: SourceText, node: _Definition, name: str, qualname: str, class_name: str | None, flags: int
+) -> Piece:
+    first, column = first_line(node), WHOLE_LINES
+    lines = list(source.lines[first - 1 : node.end_lineno])
+    if isinstance(node, ast.Lambda):
+        column = node.col_offset
+        lines[-1] = lines[-1].encode()[: node.end_col_offset].decode()
+        lines[0] = lines[0].encode()[column:].decode()
+    return Piece(
+        filename=source.filename, text="".join(lines), line=first, column=column, name=name,
+        qualname=qualname, class_name=class_name, flags=flags & FUTURE_FLAGS,
+    )  # fmt: skip
+
+
+def _sources_of(kind: type) -> Iterator[tuple[SourceText, dict[str, Any]]]:
+    """Yield the texts that may hold a class, the likeliest first."""
+    for function in functions_of(kind):
+        code = function.__code__
+        if code.co_qualname.startswith(f"{kind.__qualname__}."):
+            source = SITES.reader.read(code, function.__globals__)
+            if source is not None:
+                yield source, function.__globals__
+                break
+    module = sys.modules.get(kind.__module__)
+    if module is None:
+        return
+    names = [getattr(module, "__file__", None)]
+    # Cells of a notebook are in no file; the newest that defines the class is the one.
+    names += [
+        name for name, entry in reversed(linecache.cache.items()) if len(entry) > 1 and entry[1] is None
+    ]
+    for name in names:
+        lines = linecache.getlines(name, vars(module)) if name else []
+        if lines:
+            try:
+                yield SourceText(str(name), tuple(lines), parse("".join(lines), str(name))), vars(module)
+            except (SyntaxError, ValueError):
+                continue
+
+
+def _chosen(nodes: list[ast.ClassDef], kind: type) -> ast.ClassDef:
+    """Return the definition that the class's methods lie in; the last one if it has none."""
+    lines = {function.__code__.co_firstlineno for function in functions_of(kind)}
+    holding = [node for node in nodes if any(node.lineno <= line <= (node.end_lineno or 0) for line in lines)]
+    return max(holding or nodes, key=lambda node: node.lineno)
+
+
+def _body_of(source: SourceText, qualname: str, line: int) -> CodeType:
+    try:
+        module = compile(source.tree, source.filename, "exec", flags=_ALLOWS_AWAIT, dont_inherit=True)
+    except SyntaxError as error:
+        raise NoSourceError(f"its source does not compile: {error}") from error
+    for code in nested_codes(module):
+        if code.co_qualname == qualname and code.co_firstlineno == line:
+            return code
+    raise NoSourceError("its source has changed; start again")

@@ -1,0 +1,96 @@
+"""Where a function, class or module can be found by name on the other side.
+
+That is true of the standard library and of installed distributions, as far as anyone can tell from here:
+their files lie in the interpreter's own folders. A script, a notebook and a package under development are the
+user's own and travel as source. ``register_by_value`` makes an installed module such a one too.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import site
+import sys
+import sysconfig
+import types
+import typing
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_OURS = __name__.partition(".")[0]
+_by_value: set[str] = set()
+
+
+def register_by_value(module: ModuleType | str) -> None:
+    """Send what is defined in a module, and in modules below it, as source from now on."""
+    _by_value.add(module if isinstance(module, str) else module.__name__)
+
+
+def unregister_by_value(module: ModuleType | str) -> None:
+    """Send what is defined in a module by name again, if it is installed."""
+    _by_value.discard(module if isinstance(module, str) else module.__name__)
+
+
+def is_importable(module: str) -> bool:
+    """Tell whether the other side can be expected to have a module."""
+    top = module.partition(".")[0]
+    if top == "__main__" or any(module == name or module.startswith(f"{name}.") for name in _by_value):
+        return False
+    if top in sys.stdlib_module_names or top == _OURS:
+        return True
+    found = sys.modules.get(top)
+    if found is None:
+        return False
+    file = getattr(found, "__file__", None)
+    files = [file] if file else list(getattr(found, "__path__", ()))
+    return bool(files) and all(os.path.realpath(one).startswith(_installed_folders()) for one in files)
+
+
+def name_of(value: Any) -> tuple[str, str] | None:
+    """Return the module and qualified name that give just this object on the other side, or None."""
+    module = getattr(value, "__module__", None)
+    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
+    if not isinstance(name, str) or "<" in name:
+        return None
+    candidates = [module] if isinstance(module, str) else []
+    if not isinstance(value, types.FunctionType):  # of C, whose names do not always say where they are
+        candidates += [one.__name__ for one in _PLACES_OF_C]
+    for candidate in candidates:
+        for spelled in dict.fromkeys((name, name.rpartition(".")[2])):
+            if is_importable(candidate) and lookup(candidate, spelled) is value:
+                return candidate, spelled
+    return None
+
+
+def lookup(module: str, name: str) -> Any:
+    """Return what a loaded module has under a qualified name, or None."""
+    found = sys.modules.get(module)
+    try:
+        return operator.attrgetter(name)(found)
+    except AttributeError:
+        return None
+
+
+_PLACES_OF_C: tuple[ModuleType, ...] = (
+    torch,
+    torch.nn.functional,
+    torch.linalg,
+    torch.fft,
+    torch.special,
+    torch._C,  # noqa: SLF001 - where a method of torch says it is
+    types,
+    typing,
+)
+
+
+@functools.cache
+def _installed_folders() -> tuple[str, ...]:
+    names = ("purelib", "platlib", "stdlib", "platstdlib")
+    folders = {sysconfig.get_paths()[name] for name in names} | {
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+    }
+    return tuple(os.path.realpath(folder) + os.sep for folder in folders if folder)

@@ -1,0 +1,186 @@
+"""A message as bytes: a table of nodes, their scalars, and the tensors as one safetensors file.
+
+The table is flat, so nothing about reading it is recursive, and every number in it is checked here, before
+anything is made of it. ``encoder`` fills a ``Table``; ``decoder`` reads one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+
+from nnsight_engine.wire.errors import DecodeError, EncodeError
+from nnsight_engine.wire.kinds import PAYLOADS, Kind
+from nnsight_engine.wire.limits import Limits
+
+MAGIC = b"NNSW"
+VERSION = 1
+_NO_CODEC = 0
+_HEAD = struct.Struct("<4sBBBxIIIIIIQQ")
+"""Magic, version, flags, codec, padding; nodes, root, edges, integers, floats, texts; bytes of texts, of
+tensors."""
+_INTS, _FLOATS = (Kind.INT,), (Kind.FLOAT,)
+_TEXTS = tuple(kind for kind in PAYLOADS if kind not in {Kind.INT, Kind.FLOAT})
+
+
+@dataclasses.dataclass(slots=True)
+class Table:
+    """The nodes of one message.
+
+    Attributes:
+        kinds: The kind of each node.
+        children: The nodes that each refers to.
+        payloads: The scalar of each, of the type that ``PAYLOADS`` says; None for kinds without one.
+        tensors: Contiguous tensors on the host, by the name that nodes call them.
+        root: The node that is the message.
+    """
+
+    kinds: list[int]
+    children: list[list[int]]
+    payloads: list[Any]
+    tensors: dict[str, torch.Tensor]
+    root: int = 0
+
+
+def pack(table: Table, limits: Limits) -> bytes:
+    """Return the table as bytes.
+
+    Raises:
+        EncodeError: They would be too many.
+    """
+    parts: list[bytes] = [bytes(table.kinds)]
+    arities = np.fromiter(map(len, table.children), "<u4", len(table.children))
+    edges = np.fromiter(
+        (child for children in table.children for child in children), "<u4", int(arities.sum())
+    )
+    parts += [arities.tobytes(), edges.tobytes()]
+    ints = np.array(_payloads(table, _INTS), "<i8")
+    floats = np.array(_payloads(table, _FLOATS), "<f8")
+    texts = [text.encode() if isinstance(text, str) else text for text in _payloads(table, _TEXTS)]
+    if max(map(len, texts), default=0) > limits.max_text_bytes:
+        raise EncodeError(f"a string has more than the {limits.max_text_bytes:,} bytes that one may have")
+    lengths = np.fromiter(map(len, texts), "<u4", len(texts))
+    parts += [ints.tobytes(), floats.tobytes(), lengths.tobytes(), *texts]
+    tensors = safetensors.torch.save(table.tensors) if table.tensors else b""
+    counts = (len(edges), len(ints), len(floats), len(texts), sum(map(len, texts)), len(tensors))
+    head = _HEAD.pack(MAGIC, VERSION, 0, _NO_CODEC, len(table.kinds), table.root, *counts)
+    num_bytes = sum(map(len, parts)) + len(head) + len(tensors)
+    if num_bytes > limits.max_bytes:
+        raise EncodeError(
+            f"the message would have {num_bytes:,} bytes and may have {limits.max_bytes:,}; send less at once"
+        )
+    return b"".join((head, *parts, tensors))
+
+
+def _payloads(table: Table, kinds: tuple[Kind, ...]) -> list[Any]:
+    return [payload for kind, payload in zip(table.kinds, table.payloads, strict=True) if kind in kinds]
+
+
+class _Cursor:
+    """Takes one part of the message after another; the sizes were checked against its length together."""
+
+    def __init__(self, view: memoryview, at: int) -> None:
+        self.view = view
+        self.at = at
+
+    def array(self, dtype: str, count: int) -> np.ndarray[Any, Any]:
+        found = np.frombuffer(self.view, dtype, count, self.at)
+        self.at += found.nbytes
+        return found
+
+    def bytes(self, count: int) -> bytes:
+        self.at += count
+        return bytes(self.view[self.at - count : self.at])
+
+
+def unpack(data: bytes | bytearray | memoryview, limits: Limits) -> Table:
+    """Return the table that ``pack`` made bytes of.
+
+    Raises:
+        DecodeError: These are not such bytes, or more than the limits allow.
+    """
+    view = memoryview(data).cast("B")
+    if len(view) > limits.max_bytes:
+        raise DecodeError(f"the message has {len(view):,} bytes and may have {limits.max_bytes:,}")
+    num_nodes, root, num_edges, *num_scalars, num_text_bytes, num_tensor_bytes = _head(view, limits)
+    cursor = _Cursor(view, _HEAD.size)
+    kinds = cursor.array("u1", num_nodes)
+    arities = cursor.array("<u4", num_nodes).astype(np.int64)
+    edges = cursor.array("<u4", num_edges)
+    if int(arities.sum()) != num_edges or (num_edges and int(edges.max()) >= num_nodes):
+        raise DecodeError("the message is broken: its nodes refer to nodes that are not there")
+    if int(kinds.max()) >= len(Kind):
+        raise DecodeError("the message holds a kind of node that this version does not know")
+    payloads = _read_payloads(cursor, kinds, num_scalars, num_text_bytes, limits)
+    ends = np.cumsum(arities).tolist()
+    flat = edges.tolist()
+    return Table(
+        kinds=kinds.tolist(),
+        children=[flat[end - size : end] for end, size in zip(ends, arities.tolist(), strict=True)],
+        payloads=payloads,
+        tensors=_tensors(cursor.bytes(num_tensor_bytes)) if num_tensor_bytes else {},
+        root=root,
+    )
+
+
+def _head(view: memoryview, limits: Limits) -> tuple[int, ...]:
+    """Return the counts and sizes that the message begins with, checked against its length."""
+    if len(view) < _HEAD.size or bytes(view[:4]) != MAGIC:
+        raise DecodeError(f"these {len(view):,} bytes are no message: one begins with {MAGIC!r}")
+    _, version, flags, codec, *counts = _HEAD.unpack_from(view)
+    if version != VERSION:
+        older = "the sender" if version < VERSION else "this side"
+        raise DecodeError(
+            f"the message has version {version} of the format and this side reads version {VERSION}: {older} "
+            "is older and wants an upgrade of nnsight-engine"
+        )
+    if flags or codec != _NO_CODEC:
+        raise DecodeError(
+            f"the message asks for flags {flags:#x} and codec {codec}, which this version lacks"
+        )
+    num_nodes, root, num_edges, num_ints, num_floats, num_texts, num_text_bytes, num_tensor_bytes = counts
+    num_bytes = _HEAD.size + 5 * num_nodes + 4 * num_edges + 8 * (num_ints + num_floats) + 4 * num_texts
+    if num_bytes + num_text_bytes + num_tensor_bytes != len(view):
+        raise DecodeError("the message is broken: its parts have other sizes than it says")
+    if not root < num_nodes <= limits.max_nodes:
+        raise DecodeError(f"the message has {num_nodes:,} objects and may have 1 to {limits.max_nodes:,}")
+    return tuple(counts)
+
+
+def _read_payloads(
+    cursor: _Cursor, kinds: np.ndarray[Any, Any], counts: list[int], num_text_bytes: int, limits: Limits
+) -> list[Any]:
+    payloads: list[Any] = [None] * len(kinds)
+    places = [np.flatnonzero(np.isin(kinds, group)).tolist() for group in (_INTS, _FLOATS, _TEXTS)]
+    if [len(group) for group in places] != counts:
+        raise DecodeError(
+            "the message is broken: it has another number of scalars than of nodes that want one"
+        )
+    for group, dtype in zip(places[:2], ("<i8", "<f8"), strict=True):
+        for place, value in zip(group, cursor.array(dtype, len(group)).tolist(), strict=True):
+            payloads[place] = value
+    lengths = cursor.array("<u4", len(places[2]))
+    if int(lengths.astype(np.int64).sum()) != num_text_bytes:
+        raise DecodeError("the message is broken: its texts have other sizes than it says")
+    if len(lengths) and int(lengths.max()) > limits.max_text_bytes:
+        raise DecodeError(f"a string has more than {limits.max_text_bytes:,} bytes")
+    for place, length in zip(places[2], lengths.tolist(), strict=True):
+        text = cursor.bytes(length)
+        try:
+            payloads[place] = text.decode() if PAYLOADS[Kind(int(kinds[place]))] is str else text
+        except UnicodeDecodeError as error:
+            raise DecodeError(f"the message is broken: a text is not UTF-8 ({error})") from error
+    return payloads
+
+
+def _tensors(data: bytes) -> dict[str, torch.Tensor]:
+    try:
+        return safetensors.torch.load(data)
+    except Exception as error:  # of safetensors, or torch, in any of their types
+        raise DecodeError(f"the message is broken: its tensors cannot be read ({error})") from error

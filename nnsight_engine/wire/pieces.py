@@ -1,0 +1,251 @@
+"""Pieces of source: the text of one function, class or ``with`` statement, and where it stands in its file.
+
+Python versions differ in their byte code and their syntax trees, not in what a text means, so text is what
+travels. Both sides compile a piece here, under its file's name and at its own lines and columns: tracebacks,
+debuggers and ``inspect.getsource`` see the sender's file. The sender compiles too, to learn which variables
+the text uses, and compares with the code that it has.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import dataclasses
+import dis
+from collections.abc import Iterator, Sequence
+from types import CodeType
+
+from nnsight_engine.tracing.parsing import parse
+
+FUTURE_FLAGS = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
+_OWNER = "__nnsight_owner__"
+_MAKER = "__nnsight_maker__"
+_READS_GLOBAL = frozenset(
+    {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"}
+)
+_RUNS_AT_ONCE = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
+WHOLE_LINES = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """The source of one definition.
+
+    Attributes:
+        filename: The file it stands in, as its code objects call it.
+        text: The lines, or for a lambda the expression alone.
+        line: Line of the text's beginning, from 1.
+        column: Where on that line a lambda begins, in bytes; ``WHOLE_LINES`` for anything else.
+        name: What it is called there; ``<lambda>`` for a lambda.
+        qualname: The same with what is around it.
+        class_name: The class around it, which decides what ``self.__x`` means, or None.
+        flags: ``from __future__`` features of the file.
+    """
+
+    filename: str
+    text: str
+    line: int
+    column: int
+    name: str
+    qualname: str
+    class_name: str | None
+    flags: int
+
+
+def statement_at(text: str, line: int, filename: str) -> ast.stmt:
+    """Return the one statement that whole lines hold, at its own lines and columns.
+
+    Raises:
+        SyntaxError: They hold none, or more.
+    """
+    indented = text[:1] in {" ", "\t", "\f"}
+    tree = parse("if 1:\n" + text if indented else text, filename)
+    body = tree.body
+    if indented and len(body) == 1 and isinstance(body[0], ast.If):
+        body = body[0].body
+    if len(body) != 1:
+        raise SyntaxError(f"one statement is wanted, not {len(body)}")
+    moved = ast.increment_lineno(body[0], line - (2 if indented else 1))
+    if isinstance(moved, ast.stmt):
+        return moved
+    raise AssertionError("a statement that was moved is still one")
+
+
+def compile_function(piece: Piece, variables: Sequence[str]) -> CodeType:
+    """Return the code of a function or lambda whose free variables are among ``variables``.
+
+    Raises:
+        SyntaxError: The text does not define one.
+    """
+    node = (
+        _lambda_at(piece)
+        if piece.column != WHOLE_LINES
+        else statement_at(piece.text, piece.line, piece.filename)
+    )
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        raise SyntaxError(f"a function is wanted, not {type(node).__name__}")  # noqa: TRY004 - the text is wrong, not an argument
+    first = first_line(node)
+    _leave_values_out(node)
+    body: list[ast.stmt] = [ast.Expr(value=node)] if isinstance(node, ast.Lambda) else [node]
+    if not isinstance(node, ast.Lambda) and node.name not in variables:
+        body.insert(0, ast.Global(names=[node.name]))  # its own name in it is not the owner's variable
+    owner = _inner(_compiled(body, piece, variables), _OWNER)
+    code = _inner(owner, piece.name)
+    return _renamed(code, code.co_qualname, piece.qualname).replace(co_firstlineno=first)
+
+
+def compile_class(piece: Piece, variables: Sequence[str]) -> CodeType:
+    """Return the code of a function that defines a class and returns it.
+
+    Raises:
+        SyntaxError: The text does not define one.
+    """
+    node = statement_at(piece.text, piece.line, piece.filename)
+    if not isinstance(node, ast.ClassDef):
+        raise SyntaxError(f"a class is wanted, not {type(node).__name__}")  # noqa: TRY004 - the text is wrong, not an argument
+    body: list[ast.stmt] = [node, ast.Return(value=ast.Name(id=node.name, ctx=ast.Load()))]
+    if node.name in variables:
+        body.insert(0, ast.Nonlocal(names=[node.name]))
+    elif "<locals>" not in piece.qualname:
+        body.insert(0, ast.Global(names=[node.name]))
+    maker = ast.FunctionDef(name=_MAKER, args=_arguments([]), body=body, decorator_list=[])
+    code = _inner(_inner(_compiled([maker], piece, variables), _OWNER), _MAKER)
+    return _renamed(code, _inner(code, node.name).co_qualname, piece.qualname)
+
+
+def class_body(maker: CodeType, name: str) -> CodeType:
+    """Return the code of the class's body within ``compile_class``'s."""
+    return _inner(maker, name)
+
+
+def global_names(code: CodeType, *, at_once: bool = False) -> list[str]:
+    """Return the global names that code uses, in order.
+
+    Args:
+        code: Of a function or class body, those in it included.
+        at_once: Leave out functions in it, which run later if at all.
+    """
+    found: dict[str, None] = {}
+    for one in nested_codes(code, at_once=at_once):
+        for instruction in dis.get_instructions(one):
+            if instruction.opname in _READS_GLOBAL:
+                found[str(instruction.argval)] = None
+    return list(found)
+
+
+def mentioned_in(code: CodeType) -> set[str]:
+    """Return every name and string of the code, which may be an attribute of a module."""
+    found: set[str] = set()
+    for one in nested_codes(code):
+        found.update(one.co_names)
+        found.update(constant for constant in one.co_consts if isinstance(constant, str))
+    return found
+
+
+def nested_codes(code: CodeType, *, at_once: bool = False) -> Iterator[CodeType]:
+    """Yield a code object and those in it."""
+    waiting = [code]
+    while waiting:
+        one = waiting.pop()
+        yield one
+        waiting.extend(
+            constant
+            for constant in one.co_consts
+            if isinstance(constant, CodeType) and (not at_once or constant.co_name in _RUNS_AT_ONCE)
+        )
+
+
+def first_line(node: ast.stmt | ast.expr) -> int:
+    """Return the line that a definition begins on, decorators included."""
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+
+
+def _lambda_at(piece: Piece) -> ast.Lambda:
+    body = parse(f"({piece.text}\n)", piece.filename).body
+    node = body[0].value if len(body) == 1 and isinstance(body[0], ast.Expr) else None
+    if not isinstance(node, ast.Lambda):
+        raise SyntaxError("a lambda is wanted")  # noqa: TRY004 - the text is wrong, not an argument
+    for child in ast.walk(node):
+        if isinstance(child, (ast.expr, ast.arg, ast.keyword)):
+            if child.end_lineno == 1:
+                child.end_col_offset = (child.end_col_offset or 0) + piece.column - 1
+            if child.lineno == 1:
+                child.col_offset += piece.column - 1
+    ast.increment_lineno(node, piece.line - 1)
+    return node
+
+
+def _leave_values_out(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
+    """Drop what runs where a function is defined: it was run there, and its results travel."""
+    arguments = node.args
+    arguments.defaults, arguments.kw_defaults = [], [None] * len(arguments.kwonlyargs)
+    every = [
+        *arguments.posonlyargs,
+        *arguments.args,
+        *arguments.kwonlyargs,
+        arguments.vararg,
+        arguments.kwarg,
+    ]
+    for one in every:
+        if one is not None:
+            one.annotation = None
+    if not isinstance(node, ast.Lambda):
+        node.decorator_list, node.returns = [], None
+        if hasattr(node, "type_params"):  # from Python 3.12 on
+            node.type_params = []
+
+
+def _compiled(body: list[ast.stmt], piece: Piece, variables: Sequence[str]) -> CodeType:
+    owner = ast.FunctionDef(name=_OWNER, args=_arguments(variables), body=body, decorator_list=[])
+    top: ast.stmt = owner
+    if piece.class_name is not None:
+        top = ast.ClassDef(name=piece.class_name, bases=[], keywords=[], body=[owner], decorator_list=[])
+    tree = ast.Module(body=[top], type_ignores=[])
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.stmt, ast.expr, ast.arg)) and not hasattr(node, "lineno"):
+            node.lineno = node.end_lineno = piece.line
+            node.col_offset = node.end_col_offset = 0
+    code: CodeType = compile(
+        tree, piece.filename, "exec", flags=piece.flags & FUTURE_FLAGS, dont_inherit=True
+    )
+    return code
+
+
+def _arguments(names: Sequence[str]) -> ast.arguments:
+    arguments = [ast.arg(arg=name) for name in names]
+    return ast.arguments(posonlyargs=[], args=arguments, kwonlyargs=[], kw_defaults=[], defaults=[])
+
+
+def _inner(code: CodeType, name: str) -> CodeType:
+    """Return the code called ``name`` within another, its own functions' ones last."""
+    waiting = [code]
+    while waiting:
+        found = [constant for one in waiting for constant in one.co_consts if isinstance(constant, CodeType)]
+        for one in found:
+            if one.co_name == name:
+                return one
+        waiting = found
+    raise SyntaxError(f"the text does not define {name}")
+
+
+def _renamed(code: CodeType, before: str, after: str) -> CodeType:
+    """Return the code, and those in it, called as if nothing had been put around the text."""
+    constants = tuple(
+        _renamed(constant, before, after)
+        if isinstance(constant, CodeType)
+        else (
+            after + constant[len(before) :]
+            if isinstance(constant, str) and _within(constant, before)
+            else constant
+        )
+        for constant in code.co_consts
+    )
+    name = code.co_qualname
+    return code.replace(
+        co_consts=constants, co_qualname=after + name[len(before) :] if _within(name, before) else name
+    )
+
+
+def _within(name: str, around: str) -> bool:
+    return name == around or name.startswith(f"{around}.")

@@ -1,0 +1,88 @@
+"""Values to bytes and back: the two functions that most callers need.
+
+``encode`` never runs code of the reading side, and ``decode`` runs what its policy allows and nothing else;
+by default it reads data alone. Neither uses pickle, marshal or anything like them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nnsight_engine.wire.block_makers import BLOCK_MAKERS
+from nnsight_engine.wire.code_makers import CODE_MAKERS
+from nnsight_engine.wire.data_makers import DATA_MAKERS
+from nnsight_engine.wire.decoder import Decoder, Resolve
+from nnsight_engine.wire.encoder import Encoder, Reference
+from nnsight_engine.wire.errors import EncodeError
+from nnsight_engine.wire.limits import DATA_ONLY, Limits, Policy
+from nnsight_engine.wire.message import pack, unpack
+from nnsight_engine.wire.object_writers import write
+
+DEFAULT_LIMITS = Limits()
+_MAKERS = {**DATA_MAKERS, **CODE_MAKERS, **BLOCK_MAKERS}
+_HOST = torch.device("cpu")
+
+
+def encode(value: Any, *, reference: Reference | None = None, limits: Limits = DEFAULT_LIMITS) -> bytes:
+    """Return the value as a message.
+
+    Args:
+        value: Data, tensors, modules, functions, objects of one's own classes; what refers to itself
+        included. reference: Asked for every object but numbers and strings; names those that the other side
+        has. limits: What the message may cost.
+
+    Raises:
+        EncodeError: Something in it cannot travel; says where it is and why.
+    """
+    encoder = new_encoder(reference, limits)
+    root = encoder.node(value, -1, "")
+    return finished(encoder, root)
+
+
+def decode(
+    data: bytes | bytearray | memoryview,
+    *,
+    resolve: Resolve | None = None,
+    policy: Policy = DATA_ONLY,
+    limits: Limits = DEFAULT_LIMITS,
+    device: torch.device | str = _HOST,
+) -> Any:
+    """Return the value that ``encode`` made a message of.
+
+    Args:
+        data: The message, from anyone.
+        resolve: Gives the object that ``reference`` named.
+        policy: What the message may import and run.
+        limits: What it may cost.
+        device: Where tensors go; those on the meta device stay there.
+
+    Raises:
+        DecodeError: It is no message, costs too much, or asks for what the policy refuses.
+    """
+    table = unpack(data, limits)
+    decoder = Decoder(
+        table, _MAKERS, resolve=resolve, policy=policy, limits=limits, device=torch.device(device)
+    )
+    return decoder.value(table.root)
+
+
+def new_encoder(reference: Reference | None, limits: Limits) -> Encoder:
+    """Return what writes one message."""
+    return Encoder(write, reference, limits)
+
+
+def finished(encoder: Encoder, root: int) -> bytes:
+    """Write all that was met, and return the message.
+
+    Raises:
+        EncodeError: Something in it cannot travel.
+    """
+    try:
+        encoder.run()
+    except EncodeError:
+        raise
+    except (Exception, RecursionError) as error:
+        raise EncodeError(f"the value cannot be sent: {type(error).__name__}: {error}") from error
+    return pack(encoder.table(root), limits=encoder.limits)
