@@ -52,7 +52,7 @@ class Saves(threading.local):
 
 
 def holds_marked(value: Any, marked: Mapping[int, Any], depth: int = _MAX_DEPTH) -> bool:
-    """Tell whether ``value`` is among the marked ones, by identity, or is a plain container that holds one."""
+    """Tell whether ``value`` is one of the marked, by identity, or is a plain container that holds one."""
     if id(value) in marked:
         return True
     kind = type(value)

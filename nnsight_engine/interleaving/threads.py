@@ -31,6 +31,8 @@ from nnsight_engine.interleaving.stacks import Done
 _GRACE_S = 0.5
 """How long an interrupted block may take to clean up."""
 
+_LONG_ENOUGH = 1000
+
 _numbers = itertools.count()
 
 
@@ -117,16 +119,44 @@ class ThreadStack:
         _raise_in(self._thread, TimeBudgetError)
         came_back = self._there.acquire(timeout=_GRACE_S)
         self.abandoned = True
+        if not came_back:
+            _take_back(self._thread)
         if came_back and type(self._given) is not Done:
             self._handed.release()  # it asks for more; it is told to end
         self._given = None
         return TimeBudgetError(message)
 
 
+_set_async_exc = ctypes.pythonapi.PyThreadState_SetAsyncExc
+
+
 def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
     """Let ``error`` be raised on a thread, before its next instruction in Python."""
     assert thread.ident is not None  # noqa: S101 - it has started
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(error))
+    _set_async_exc(ctypes.c_ulong(thread.ident), ctypes.py_object(error))
+
+
+def _take_back(thread: threading.Thread) -> None:
+    """Withdraw an error that a thread, waiting outside of Python, has not heard of.
+
+    While one is pending, the interpreter keeps a flag up for all threads, and on Python 3.11 a function that
+    is called while a trace function is set never begins: it looks at the flag for ever. Only a thread that
+    an error is raised on takes the flag down, so one is raised on a thread made for it.
+    """
+    assert thread.ident is not None  # noqa: S101 - it has started
+    _set_async_exc(ctypes.c_ulong(thread.ident), None)
+    other = threading.Thread(target=_take_flag_down, daemon=True)
+    other.start()
+    other.join()
+
+
+def _take_flag_down() -> None:
+    try:
+        _raise_in(threading.current_thread(), TimeBudgetError)
+        for _ in range(_LONG_ENOUGH):  # it is raised at a turn of a loop
+            pass
+    except TimeBudgetError:
+        return
 
 
 class Threads:

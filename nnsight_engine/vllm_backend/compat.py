@@ -61,7 +61,7 @@ def engine_options(limits: EngineLimits) -> dict[str, Any]:
 
 
 def own_environment() -> None:
-    """Choose what vLLM reads from the environment only, where nothing was chosen: the runner that we extend."""
+    """Choose, where nothing was chosen, what vLLM reads from the environment: the runner that we extend."""
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 
 

@@ -20,7 +20,7 @@ import torch
 from nnsight_engine.core.model_spec import PATTERN_LEAF, LeafSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
 
@@ -95,6 +95,7 @@ class Family:
         is_batched: Whether values have a leading axis of size 1 (``[1, tokens, width]``).
         is_qkv_interleaved: Whether the fused output is ``[heads, (q, k, v), head_dim]`` rather
             than all of q, then k, then v.
+        is_kernel_bare: Whether attention runs the kernel's ``forward``, past hooks of the module.
     """
 
     name: str
@@ -109,6 +110,18 @@ class Family:
     returns_residual: bool = False
     is_batched: bool = False
     is_qkv_interleaved: bool = False
+    is_kernel_bare: bool = False
+
+    @property
+    def attention(self) -> str:
+        """Path of the attention module, below a block."""
+        return self.kernel.rpartition(".")[0]
+
+    @property
+    def mlp(self) -> str:
+        """Path of the MLP, below a block; empty where it is modules of the block itself."""
+        first, last = self.leaves["mlp.input"].path, self.leaves["mlp.output"].path
+        return first if first == last else ""
 
 
 def _leaves(*, attention: str, qkv: str, out: str, mlp: str, up: str, down: str) -> dict[str, HookSpec]:
@@ -224,6 +237,7 @@ FAMILIES: Final = (
         kernel="attention.attn",
         is_batched=True,
         is_qkv_interleaved=True,
+        is_kernel_bare=True,
     ),
 )
 """The tables, one per layout."""
@@ -404,7 +418,7 @@ def resolve_points(model: nn.Module, config: TextConfig, *, tensor_parallel_size
     Raises:
         UnsupportedModelError: No table fits the model.
     """
-    family = _family_of(model, config)
+    family = family_named(type(model).__name__, config.architectures or [])
     layers = tuple(model.get_submodule(family.layers).children())
     # What vLLM puts in place of another pipeline stage's block has no modules in it.
     held = [index for index, layer in enumerate(layers) if next(layer.children(), None) is not None]
@@ -430,10 +444,16 @@ def resolve_points(model: nn.Module, config: TextConfig, *, tensor_parallel_size
     )
 
 
-def _family_of(model: nn.Module, config: TextConfig) -> Family:
-    """Return the table for a model; raises UnsupportedModelError."""
-    class_name = type(model).__name__
-    architectures = config.architectures or []
+def family_named(class_name: str, architectures: Sequence[str]) -> Family:
+    """Return the table for a model.
+
+    Args:
+        class_name: Its class in vLLM.
+        architectures: Its config's.
+
+    Raises:
+        UnsupportedModelError: There is none.
+    """
     for family in FAMILIES:
         if class_name in family.model_classes and (
             not family.architectures or any(name in family.architectures for name in architectures)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from collections.abc import Mapping, Sequence
 from types import CellType
@@ -15,10 +16,11 @@ from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.tracing.tracer import Info, Tracer
 from nnsight_engine.vllm_backend.prompts import Request
 from nnsight_engine.vllm_backend.traces.entry import SAVED, TRACE_KEY, TraceEntry
+from nnsight_engine.vllm_backend.traces.points import standard_name
 from nnsight_engine.wire import SentBlock, decode, encode_trace, restore_error
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput, SamplingParams
+    from vllm import RequestOutput
 
     from nnsight_engine.vllm_backend.vllm import VLLM
 
@@ -49,13 +51,16 @@ class RequestTracer(InterleavingTracer):
             engine.collective_rpc("drop_trace", args=(trace.key,))
             raise
         data = engine.collective_rpc("collect_trace", args=(trace.key, trace.results(outputs)))[0]
-        trace.bring_home(data, outputs)
+        trace.bring_home(trace.read(data, outputs))
         return outputs[0] if len(outputs) == 1 else outputs
 
     def reference(self, value: Any) -> tuple[str, ...] | None:
         """Name what is not sent but found in the worker."""
         if isinstance(value, Envoy):
             return ("envoy", str(value.path))
+        name = standard_name(value)
+        if name is not None:
+            return ("standard", name)
         if isinstance(value, Tracer):
             return ("tracer",)
         if isinstance(value, Barrier):
@@ -67,6 +72,23 @@ class RequestTracer(InterleavingTracer):
         if not self.invokers:
             return [(self.info, self.info.variables, self.info.variables)]
         return [(invoker.info, invoker.own, invoker.outer) for invoker in self.invokers]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one request's block.
+
+    Attributes:
+        index: The block, in order of definition.
+        choice: Which of the request's ``n``.
+        saves: What was saved, by name.
+        error: What it raised.
+    """
+
+    index: int
+    choice: int
+    saves: dict[str, Any]
+    error: BaseException | None
 
 
 class SentTrace:
@@ -117,11 +139,12 @@ class SentTrace:
             for choice in output.outputs
         }
 
-    def bring_home(self, data: bytes, outputs: Sequence[RequestOutput]) -> None:
-        """Put what the blocks saved where they were written.
+    def read(self, data: bytes, outputs: Sequence[RequestOutput]) -> list[Outcome]:
+        """Return what came of each block, and fill the containers that were saved before they ran.
 
-        Raises:
-            BaseException: What a block raised, the first one's.
+        Args:
+            data: What the worker collected.
+            outputs: What the requests returned, one for each block.
         """
 
         def resolve(reference: tuple[str, ...]) -> Any:
@@ -134,18 +157,27 @@ class SentTrace:
             for value, original in zip(message["before"], self._saved, strict=True):
                 _fill(original, value)
                 own[id(value)] = original
-        for index, (_, cells, _) in enumerate(self._parts):
-            blocks = [block for block in message["blocks"] if block["index"] == index]
-            self._bind(
-                cells,
-                [
-                    {name: own.get(id(value), value) for name, value in block["saves"].items()}
-                    for block in blocks
-                ],
+        return [
+            Outcome(
+                index=block["index"],
+                choice=block["choice"],
+                saves={name: own.get(id(value), value) for name, value in block["saves"].items()},
+                error=None if block["error"] is None else restore_error(block["error"]),
             )
-        for block in message["blocks"]:
-            if block["error"] is not None:
-                raise restore_error(block["error"])
+            for block in message["blocks"]
+        ]
+
+    def bring_home(self, outcomes: Sequence[Outcome]) -> None:
+        """Put what the blocks saved where they were written.
+
+        Raises:
+            BaseException: What a block raised, the first one's.
+        """
+        for index, (_, cells, _) in enumerate(self._parts):
+            self._bind(cells, [outcome.saves for outcome in outcomes if outcome.index == index])
+        for outcome in outcomes:
+            if outcome.error is not None:
+                raise outcome.error
 
     def _bind(self, cells: dict[str, CellType], choices: list[dict[str, Any]]) -> None:
         """Assign a block's saved variables; with several choices, each becomes a list of theirs."""

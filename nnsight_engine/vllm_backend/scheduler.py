@@ -22,6 +22,7 @@ from nnsight_engine.plans.records import Failure, PendingResults, StepResults
 from nnsight_engine.plans.request_plan import PLAN_KEY, RequestPlan
 from nnsight_engine.vllm_backend.compat import detach_results
 from nnsight_engine.vllm_backend.interning import ContentTable
+from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 
 _READ_FAILURES: Final = frozenset({"capture_too_large", "engine_capture_full"})
 """Failures of reads alone: the request's writes happened all the same."""
@@ -36,12 +37,15 @@ class InterventionScheduler(Scheduler):
         self._pending: dict[str, PendingResults] = {}
         self._owners: dict[str, str] = {}
         self._writers: set[str] = set()
+        self._traced: set[str] = set()
         self.contents = ContentTable()
 
     def add_request(self, request: Request) -> None:
         """Queue the request; equal tensors of several requests are kept once."""
         params = request.sampling_params
         entry = (params.extra_args or {}).get(PLAN_KEY) if params is not None else None
+        if _is_traced(request):
+            self._traced.add(request.request_id)
         if params is not None and entry is not None:
             entry["tensors"] = self.contents.acquire(request.request_id, entry["tensors"])
             plan = RequestPlan.decode(entry["plan"])
@@ -50,6 +54,32 @@ class InterventionScheduler(Scheduler):
             if plan.fingerprint:
                 self._writers.add(request.request_id)
         super().add_request(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule a step; a traced prompt that fits into one step is never split over several."""
+        held = self._hold_back() if self._traced else []
+        output: SchedulerOutput = super().schedule(*args, **kwargs)
+        if held:
+            self.waiting.prepend_requests(held[::-1])  # which turns them round
+        return output
+
+    def _hold_back(self) -> list[Request]:
+        """Take out of the queue whoever comes first with a traced prompt too long for what is left of the step.
+
+        Everyone behind it waits as well, or it would never have its turn.
+        """
+        self._traced &= self.requests.keys()
+        limit = self.max_num_scheduled_tokens
+        left = limit - sum(request.num_tokens - request.num_computed_tokens for request in self.running)
+        waiting = list(self.waiting)
+        for place, request in enumerate(waiting):
+            needed = request.num_tokens - request.num_computed_tokens
+            if _is_traced(request) and left < needed <= limit:
+                held = waiting[place:]
+                self.waiting.remove_requests(held)
+                return held
+            left -= min(needed, left)
+        return []
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
@@ -171,3 +201,8 @@ class InterventionScheduler(Scheduler):
             del self._owners[request_id]
             self._writers.discard(request_id)
             self.contents.release(request_id)
+
+
+def _is_traced(request: Request) -> bool:
+    params = request.sampling_params
+    return params is not None and TRACE_KEY in (params.extra_args or {})

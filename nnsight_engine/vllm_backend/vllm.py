@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from vllm import LLM, EngineArgs
 
-from nnsight_engine.envoys.envoy import Envoy
+from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.interleaving.batching import Batcher
 from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.tracing.tracer import Backend
@@ -18,11 +18,12 @@ from nnsight_engine.vllm_backend.outline import outlined
 from nnsight_engine.vllm_backend.prompts import Request, as_prompt
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer
 from nnsight_engine.vllm_backend.traces.model import LOGITS, SAMPLES
+from nnsight_engine.vllm_backend.traces.points import EnginePoints, StandardNames
 
 Mode = Literal["sync", "async"]
 
 
-class VLLM(Envoy):
+class VLLM(StandardNames):
     """A model in vLLM's engine: ``with model.trace("Hello", max_tokens=5) as tracer:``.
 
     A block runs in the engine's workers, on the rows of its own request, while other requests share the
@@ -83,11 +84,25 @@ class VLLM(Envoy):
             self._update(outlined([tuple(entry) for entry in entries]))
             for name in (LOGITS, SAMPLES):
                 self._add_envoy(WrapperModule(), name)
+            spec = ModelSpec.from_plain(self.__dict__["engine"].collective_rpc("describe_interventions")[0])
+            self.__dict__["_points"] = EnginePoints.on_client(self, entries[0][1], spec)
+
+    def shutdown(self) -> None:
+        """End the engine; the next trace starts another."""
+        with self.__dict__["_starting"]:
+            engine, self.__dict__["engine"] = self.__dict__["engine"], None
+            if engine is not None:
+                engine.llm_engine.engine_core.shutdown()
 
     @property
     def dispatched(self) -> bool:
         """Whether the engine has started."""
         return self.__dict__["engine"] is not None
+
+    def _standard_points(self) -> EnginePoints | None:
+        if "engine" in self.__dict__:
+            self.dispatch()
+        return super()._standard_points()
 
     @property
     def tokenizer(self) -> Any:
@@ -121,8 +136,8 @@ class VLLM(Envoy):
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], int]:
         if not inputs:
             raise ValueError(
-                "an invoke on vLLM is a request and needs a prompt: `with tracer.invoke(prompt):`. Requests run "
-                "in batches with others, so there is no invoke for all rows"
+                "an invoke on vLLM is a request and needs a prompt: `with tracer.invoke(prompt):`. Requests "
+                "run in batches with others, so there is no invoke for all rows"
             )
         if len(inputs) > 1:
             raise TypeError(f"an invoke takes one prompt, got {len(inputs)} positional arguments")

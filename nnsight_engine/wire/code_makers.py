@@ -13,6 +13,7 @@ from typing import Any
 
 from nnsight_engine.wire.decoder import MISSING, Decoder, Maker
 from nnsight_engine.wire.errors import DecodeError
+from nnsight_engine.wire.homes import RECEIVED
 from nnsight_engine.wire.kinds import Kind
 from nnsight_engine.wire.pieces import WHOLE_LINES, Piece, compile_class, compile_function
 from nnsight_engine.wire.shelf import SHELF
@@ -114,6 +115,7 @@ def _make_class(decoder: Decoder, _index: int, parts: list[Any]) -> type:
     if not isinstance(made, type):
         raise DecodeError(f"{piece.qualname} is a class there and {type(made).__name__} here")
     decoder.state["globals", id(made)] = vars(module)
+    RECEIVED.add(made)
     return made
 
 

@@ -8,6 +8,7 @@ never reached.
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 from collections.abc import Iterable
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -28,6 +29,7 @@ from nnsight_engine.wire.pieces import (
     compile_function,
     global_names,
     mentioned_in,
+    named_bases,
 )
 
 _OF_A_MODULE = frozenset(
@@ -93,10 +95,10 @@ def write_class(encoder: Encoder, index: int, value: type) -> None:
         return
     try:
         piece, body, globals_ = piece_of_class(value)
-        maker = compile_class(piece, body.co_freevars)
+        cells = _cells_of_class(encoder, index, value, piece, body, globals_)
+        maker = compile_class(piece, list(cells))
     except (NoSourceError, SyntaxError) as error:
         encoder.refuse(index, value, str(error))
-    cells = _cells_of_class(encoder, index, value, body)
     at_once = dict.fromkeys(global_names(maker, at_once=True))
     at_once |= dict.fromkeys(global_names(class_body(maker, piece.name), at_once=True))
     later = [name for name in global_names(maker) if name not in at_once]
@@ -214,24 +216,28 @@ def _owner_of(function: FunctionType) -> type | None:
     return None
 
 
-def _cells_of_class(encoder: Encoder, index: int, kind: type, body: CodeType) -> dict[str, CellType]:
+def _cells_of_class(
+    encoder: Encoder, index: int, kind: type, piece: Piece, body: CodeType, globals_: dict[str, Any]
+) -> dict[str, CellType]:
     """Return the cells of the variables around a class, from its methods and its bases."""
     found: dict[str, CellType] = {}
     for function in functions_of(kind):
         found.update(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    bases = {base.__name__: base for base in kind.__bases__}
-    for name in body.co_freevars:
-        if name not in found and name in bases:
-            found[name] = CellType(bases[name])
-        elif name not in found and name == kind.__name__:
-            found[name] = CellType(kind)
-        elif name not in found:
+    wanted = [name for name in body.co_freevars if name != "__class__"]
+    if "<locals>" in piece.qualname:
+        bases = named_bases(piece)
+        header = global_names(compile_class(piece, wanted), at_once=True)
+        known = (globals_.keys() | vars(builtins).keys()) - found.keys() - bases.keys()
+        wanted += [name for name in header if name not in wanted and name not in known]
+        for name, at in bases.items():
+            found.setdefault(name, CellType(vars(kind).get("__orig_bases__", kind.__bases__)[at]))
+        found.setdefault(kind.__name__, CellType(kind))
+    for name in wanted:
+        if name not in found:
             encoder.refuse(
-                index,
-                kind,
-                f"its body uses `{name}` of the function around it, which is gone; use it in a method",
+                index, kind, f"it uses `{name}` of the function around it, which is gone; use it in a method"
             )
-    return {name: found[name] for name in body.co_freevars if name != "__class__"}
+    return {name: found[name] for name in wanted}
 
 
 def _changeable(kind: type) -> dict[str, Any]:

@@ -7,7 +7,9 @@ for them, hashes before a table is filled; a wrong type ends in an exception, wh
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable
+import datetime
+import enum
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +19,10 @@ from nnsight_engine.wire.errors import DecodeError
 from nnsight_engine.wire.kinds import Kind
 from nnsight_engine.wire.tensors import DTYPES, array_of, tensor_of
 
+_ARGUMENTS = (
+    type(None), bool, int, float, str, bytes, tuple, list, dict, type, datetime.timedelta, datetime.tzinfo,
+)  # fmt: skip
+"""What the classes of results are made from."""
 _CHECKED_FROM = 64
 """Keys from which their hashes are looked at."""
 
@@ -50,17 +56,22 @@ def _nested(make: Callable[[list[Any]], Any]) -> Maker:
 def _note_depth(decoder: Decoder, index: int) -> None:
     """Note how deep something immutable is; hashing it takes that much stack, and freeing all but tuples."""
     depths = decoder.depths
-    depths[index] = depth = 1 + max((depths.get(child, 0) for child in decoder.children(index)), default=0)
+    children = decoder.children(index)
+    depths[index] = depth = 1 + max((depths.get(child, 0) for child in children), default=0)
+    work = 1 + sum(decoder.work.get(child, 1) for child in children)
+    decoder.work[index] = min(work, decoder.limits.max_key_work + 1)  # it doubles with each (t, t)
     if depth > decoder.limits.max_key_depth and decoder.kind(index) not in {Kind.TUPLE, Kind.FROZENSET}:
         raise DecodeError(f"an object is {depth} others deep and may be {decoder.limits.max_key_depth}")
 
 
-def _check_keys(decoder: Decoder, keys: list[Any], nodes: Iterable[int]) -> None:
+def _check_keys(decoder: Decoder, keys: list[Any], nodes: Sequence[int]) -> None:
     """Refuse keys that would take too much stack or time to hash."""
     if decoder.depths:
         depth = max((decoder.depths.get(node, 0) for node in nodes), default=0)
         if depth > decoder.limits.max_key_depth:
             raise DecodeError(f"a key is {depth} tuples deep and may be {decoder.limits.max_key_depth}")
+    if decoder.work and sum(decoder.work.get(node, 0) for node in nodes) > decoder.limits.max_key_work:
+        raise DecodeError(f"to hash the keys takes more than {decoder.limits.max_key_work:,} steps")
     if len(keys) >= _CHECKED_FROM:
         _, most = collections.Counter(map(hash, keys)).most_common(1)[0]
         if most > decoder.limits.max_equal_hashes:
@@ -98,6 +109,12 @@ def _fill_dict(decoder: Decoder, value: dict[Any, Any], parts: list[Any]) -> Non
 def _fill_set(decoder: Decoder, value: set[Any], parts: list[Any]) -> None:
     _check_keys(decoder, parts, decoder.children(decoder.state[id(value)]))
     value.update(parts)
+
+
+def _big_int(decoder: Decoder, index: int, _parts: list[Any]) -> int:
+    data = decoder.payload(index)
+    decoder.work[index] = 1 + len(data) // 8
+    return int.from_bytes(data, "little", signed=True)
 
 
 def _complex(_decoder: Decoder, _index: int, parts: list[Any]) -> complex:
@@ -163,14 +180,27 @@ def _make_module(decoder: Decoder, index: int, _parts: list[Any]) -> Any:
     return decoder.import_name(decoder.payload(index), "")
 
 
-def _callable(decoder: Decoder, value: Any) -> Any:
-    """Return what may be called under the policy: a class that it let in, of those that do not make room
-    at will."""
-    if not callable(value) or not (
-        decoder.policy.allow_source or (isinstance(value, type) and value.__module__ != "builtins")
-    ):
-        raise DecodeError(f"the message asks to call {value!r}, which this side does not do for a message")
-    return value
+def _check_call(decoder: Decoder, value: Any, args: tuple[Any, ...]) -> None:
+    """Refuse to call what would do more, for a message that is data alone, than put its arguments together.
+
+    Raises:
+        DecodeError: It might, or is not to be called at all.
+    """
+    if decoder.policy.allow_source and callable(value):
+        return
+    if not isinstance(value, type) or value.__module__ == "builtins":
+        raise DecodeError(
+            f"the message asks to call a {type(value).__name__}, which this side does not do for one"
+        )
+    if any(base.__name__ == "ModelOutput" for base in value.__mro__):
+        return
+    if value.__module__.startswith("transformers."):
+        raise DecodeError(
+            f"the message asks to call {value.__qualname__}, which this side does not do for one"
+        )
+    # Not a range, nor a tensor of many empty rows, which a collection would walk through.
+    if not all(isinstance(arg, _ARGUMENTS) for arg in args):
+        raise DecodeError(f"the message gives {value.__qualname__} arguments that it is never made from")
 
 
 def _make_new(decoder: Decoder, index: int, parts: list[Any]) -> Any:
@@ -178,22 +208,25 @@ def _make_new(decoder: Decoder, index: int, parts: list[Any]) -> Any:
     kind, args, kwargs = parts
     if not isinstance(kind, type):
         raise DecodeError("the message is broken: an object's class is none")
-    _callable(decoder, kind)
+    if not decoder.policy.allow_source and kind.__module__ == "builtins":
+        raise DecodeError(f"the message asks to call {kind.__name__}, which this side does not do for one")
     return kind.__new__(kind, *_typed(args, tuple), **(kwargs or {}))
 
 
 def _make_call(decoder: Decoder, index: int, parts: list[Any]) -> Any:
     _note_depth(decoder, index)
     function, args, kwargs = parts
-    return _callable(decoder, function)(*_typed(args, tuple), **(kwargs or {}))
+    _check_call(decoder, function, _typed(args, tuple))
+    return function(*args, **(kwargs or {}))
 
 
 def _fill_object(_decoder: Decoder, value: Any, parts: list[Any]) -> None:
     state, slots, items, pairs = parts
     if items is not None:
-        value.extend(items)
-    for name, item in (pairs or {}).items():
-        value[name] = item
+        value.extend(_typed(items, list))
+    if pairs is not None:
+        for name, item in _typed(pairs, dict).items():
+            value[name] = item
     _set_state(value, state, slots)
 
 
@@ -202,13 +235,15 @@ def _set_state(value: Any, state: Any, slots: dict[str, Any] | None) -> None:
     if state is not None and restore is not None:
         restore(state)
     elif state is not None:
-        vars(value).update(state)
-    for name, item in (slots or {}).items():
+        vars(value).update(_typed(state, dict))
+    for name, item in ({} if slots is None else _typed(slots, dict)).items():
         object.__setattr__(value, name, item)
 
 
 def _enum_member(_decoder: Decoder, _index: int, parts: list[Any]) -> Any:
     kind, value = parts
+    if not isinstance(kind, enum.EnumMeta):
+        raise DecodeError("the message is broken: a member's class is no enum")
     return kind(value)
 
 
@@ -225,7 +260,7 @@ DATA_MAKERS: dict[Kind, Maker] = {
     Kind.ELLIPSIS: _constant(...),
     Kind.NOT_IMPLEMENTED: _constant(NotImplemented),
     Kind.INT: _scalar(int),
-    Kind.BIG_INT: _scalar(lambda data: int.from_bytes(data, "little", signed=True)),
+    Kind.BIG_INT: Maker(_big_int, num_first=0),
     Kind.FLOAT: _scalar(float),
     Kind.COMPLEX: Maker(_complex),
     Kind.STR: _scalar(str),

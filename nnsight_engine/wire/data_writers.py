@@ -122,6 +122,7 @@ def write_tensor(encoder: Encoder, index: int, value: torch.Tensor) -> None:
     why = unsendable(value)
     if why is not None:
         encoder.refuse(index, value, why)
+    encoder.make_room(0 if value.is_meta else value.numel() * value.element_size())
     name = encoder.add_tensor(segment_of(value))
     gradient = value.grad if value.is_leaf else None
     role = "parameter" if isinstance(value, torch.nn.Parameter) else "tensor"
@@ -140,6 +141,7 @@ def _array(encoder: Encoder, index: int, value: np.ndarray[Any, Any]) -> None:
 
 
 def _write_array(encoder: Encoder, index: int, value: np.ndarray[Any, Any], kind: Kind) -> None:
+    encoder.make_room(value.nbytes)
     parts = (encoder.add_tensor(array_bytes(value)), value.dtype.str, tuple(value.shape))
     encoder.emit(index, kind, [encoder.node(part, index, "its shape") for part in parts])
 

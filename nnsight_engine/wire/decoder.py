@@ -60,6 +60,8 @@ class Decoder:
 
     Attributes:
         device: Where tensors go.
+        depths: How many objects within each other an immutable node is.
+        work: How many objects hashing it passes through, for nodes where that is more than one.
         state: What makers share within the message, by their own keys.
     """
 
@@ -81,6 +83,7 @@ class Decoder:
         self.tensors = table.tensors
         self.state: dict[Any, Any] = {}
         self.depths: dict[int, int] = {}
+        self.work: dict[int, int] = {}
         self._makers = [makers[kind] for kind in Kind]
         self._kinds = table.kinds
         self._children = table.children

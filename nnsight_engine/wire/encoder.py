@@ -23,6 +23,7 @@ Reference = Callable[[Any], tuple[str, ...] | None]
 Writer = Callable[["Encoder", int, Any], None]
 _MAX_STEPS_SHOWN = 12
 _MAX_KEY_SHOWN = 60
+_SHARED_BY_VALUE = frozenset({str, int, bool, type(None)})
 _INT64 = range(-(2**63), 2**63)
 
 
@@ -49,6 +50,7 @@ class Encoder:
         self._scalars: dict[tuple[type, Any], int] = {}
         self._kept: list[Any] = []
         self._tensors: dict[str, torch.Tensor] = {}
+        self._storages: set[int] = set()
         self._num_tensor_bytes = 0
         self._turns: collections.deque[tuple[int, Any, Writer]] = collections.deque()
 
@@ -65,7 +67,11 @@ class Encoder:
             writer: What writes it, if not what its type says.
         """
         kind = type(value)
-        if writer is None and (kind is str or kind is int):
+        if writer is None and kind is float:  # many, and nobody asks whether two are the same
+            index = self._reserve(parent, step, key)
+            self._write(self, index, value)
+            return index
+        if writer is None and kind in _SHARED_BY_VALUE:
             found = self._scalars.get((kind, value))
             if found is None:
                 found = self._scalars[(kind, value)] = self._reserve(parent, step, key)
@@ -86,18 +92,27 @@ class Encoder:
         if children:
             self._children[index] = children
 
-    def add_tensor(self, segment: torch.Tensor | None) -> str | None:
-        """Put a tensor's values into the message; returns the name that its node gives for them."""
-        if segment is None:
-            return None
-        self._num_tensor_bytes += segment.nbytes
+    def make_room(self, num_bytes: int) -> None:
+        """Count a tensor's bytes, before a contiguous copy of it is made.
+
+        Raises:
+            EncodeError: They are too many.
+        """
+        self._num_tensor_bytes += num_bytes
         if self._num_tensor_bytes > self.limits.max_bytes:
             raise EncodeError(
                 f"the tensors have more than the {self.limits.max_bytes:,} bytes that a message may have; "
                 "send less at a time"
             )
-        name = str(len(self._tensors))
-        self._tensors[name] = segment
+
+    def add_tensor(self, segment: torch.Tensor | None) -> str | None:
+        """Put a tensor's values into the message; returns the name that its node gives for them."""
+        if segment is None:
+            return None
+        name, storage = str(len(self._tensors)), segment.untyped_storage().data_ptr()
+        # A safetensors file takes no two tensors that share memory.
+        self._tensors[name] = segment.clone() if storage in self._storages else segment
+        self._storages.add(storage)
         return name
 
     def run(self) -> None:
@@ -157,8 +172,8 @@ class Encoder:
         index = len(self._kinds)
         if index >= self.limits.max_nodes:
             raise EncodeError(
-                f"the message would have more than {self.limits.max_nodes:,} objects; make tensors of lists of "
-                "numbers"
+                f"the message would have more than {self.limits.max_nodes:,} objects; make tensors of "
+                "lists of numbers"
             )
         self._kinds.append(Kind.NONE)
         self._children.append([])

@@ -166,7 +166,9 @@ def _made(failure: _Failure) -> BaseException:
         error = _instance(kind, failure)
         if error is not None and _text(error) == failure.message:
             return error
-    for base in filter(None, map(_builtin_type, failure.bases)):  # the nearest may want arguments of its own
+    for base in filter(
+        None, map(_builtin_type, [*failure.bases, "RuntimeError"])
+    ):  # the nearest may want arguments of its own
         error = _instance(_named_after(failure, base), failure)
         if error is not None:
             return error

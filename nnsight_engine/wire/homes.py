@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import types
 import typing
+import weakref
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,8 @@ import torch
 
 _OURS = __name__.partition(".")[0]
 _by_value: set[str] = set()
+RECEIVED: weakref.WeakSet[type] = weakref.WeakSet()
+"""Classes that came as source: their instances go back by name, to the side that has the class itself."""
 
 
 def register_by_value(module: ModuleType | str) -> None:
@@ -55,6 +58,8 @@ def name_of(value: Any) -> tuple[str, str] | None:
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
     if not isinstance(name, str) or "<" in name:
         return None
+    if isinstance(value, type) and value in RECEIVED and isinstance(module, str):
+        return module, name
     candidates = [module] if isinstance(module, str) else []
     if not isinstance(value, types.FunctionType):  # of C, whose names do not always say where they are
         candidates += [one.__name__ for one in _PLACES_OF_C]

@@ -42,15 +42,17 @@ class Limits:
         max_nodes: Objects in it.
         max_text_bytes: One string, and one piece of source.
         max_key_depth: Tuples within tuples in a key or a set's item: hashing one is recursion in C.
-        max_equal_hashes: Keys of one dict or set that share a hash, beyond which filling it takes quadratic
-        time. max_lines: Line number that a piece of source may claim.
+        max_key_work: Objects that hashing the keys of one dict or set passes through, repeated ones counted.
+        max_equal_hashes: Keys of one dict or set that share a hash; filling it takes their number squared.
+        max_lines: Line number that a piece of source may claim.
     """
 
     max_bytes: int = 16 * 2**30
     max_nodes: int = 4_000_000
     max_text_bytes: int = 256 * 2**20
     max_key_depth: int = 500
-    max_equal_hashes: int = 1000
+    max_key_work: int = 10_000_000
+    max_equal_hashes: int = 100
     max_lines: int = 1_000_000
 
 

@@ -113,6 +113,15 @@ def compile_class(piece: Piece, variables: Sequence[str]) -> CodeType:
     return _renamed(code, _inner(code, node.name).co_qualname, piece.qualname)
 
 
+def named_bases(piece: Piece) -> dict[str, int]:
+    """Return the bases that a class statement spells as plain names, with their place among the bases."""
+    node = statement_at(piece.text, piece.line, piece.filename)
+    bases = node.bases if isinstance(node, ast.ClassDef) else []
+    if any(isinstance(base, ast.Starred) for base in bases):
+        return {}
+    return {base.id: at for at, base in enumerate(bases) if isinstance(base, ast.Name)}
+
+
 def class_body(maker: CodeType, name: str) -> CodeType:
     """Return the code of the class's body within ``compile_class``'s."""
     return _inner(maker, name)

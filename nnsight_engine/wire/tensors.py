@@ -27,6 +27,7 @@ DTYPES = {
     for value in vars(torch).values()
     if isinstance(value, torch.dtype)
 }
+_MAX_DIMENSIONS = 64
 _ARRAY_DTYPE = re.compile(r"[<>|=]?[biufcSUmM?]\d{0,6}(\[\w{1,8}\])?")
 
 
@@ -50,12 +51,7 @@ def segment_of(tensor: torch.Tensor) -> torch.Tensor | None:
     values = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     if values.dtype not in _AS_THEY_ARE:
         values = values.reshape(-1).view(torch.uint8)
-    # A copy: safetensors refuses tensors that share memory, and a message is of one moment.
-    return (
-        values.clone()
-        if values.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-        else values
-    )
+    return values
 
 
 def tensor_of(
@@ -66,10 +62,9 @@ def tensor_of(
     Raises:
         DecodeError: They do not make a tensor of this shape and type.
     """
-    if any(size < 0 or size >= 2**62 for size in shape):
-        raise DecodeError(f"a tensor has the impossible shape {shape}")
+    _check_shape(shape)
     if segment is None:
-        if device.type != "meta" and math.prod(shape):
+        if device.type != "meta" and 0 not in shape:
             raise DecodeError(f"a tensor of shape {shape} has no values")
         return torch.empty(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * int(dtype.itemsize)
@@ -79,6 +74,11 @@ def tensor_of(
         )
     values = segment if segment.dtype is dtype else segment.reshape(-1).view(torch.uint8).view(dtype)
     return values.reshape(shape).to(device)
+
+
+def _check_shape(shape: tuple[int, ...]) -> None:
+    if len(shape) > _MAX_DIMENSIONS or any(size < 0 or size >= 2**62 for size in shape):
+        raise DecodeError("a tensor has an impossible shape")
 
 
 def array_bytes(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
@@ -95,13 +95,14 @@ def array_of(segment: torch.Tensor | None, dtype: str, shape: tuple[int, ...]) -
     """
     if not _ARRAY_DTYPE.fullmatch(dtype):
         raise DecodeError(f"an array has the type {dtype!r}, which cannot travel")
+    _check_shape(shape)
     parsed = np.dtype(dtype)
     num_bytes = math.prod(shape) * parsed.itemsize
     raw = b"" if segment is None else segment.reshape(-1).view(torch.uint8).numpy().tobytes()
-    if any(size < 0 or size >= 2**62 for size in shape) or num_bytes != len(raw):
+    if num_bytes != len(raw):
         raise DecodeError(f"an array of shape {shape} and {parsed} has {num_bytes} bytes, not {len(raw)}")
     if not raw:
-        if math.prod(shape):  # text of no length, of which numpy would make room for some
+        if 0 not in shape:  # text of no length, of which numpy would make room for some
             raise DecodeError(f"an array of shape {shape} has no values")
         return np.empty(shape, parsed)
     return np.frombuffer(bytearray(raw), parsed).reshape(shape)

@@ -29,9 +29,9 @@ def encode(value: Any, *, reference: Reference | None = None, limits: Limits = D
     """Return the value as a message.
 
     Args:
-        value: Data, tensors, modules, functions, objects of one's own classes; what refers to itself
-        included. reference: Asked for every object but numbers and strings; names those that the other side
-        has. limits: What the message may cost.
+        value: Data, tensors, modules, functions, objects of one's own classes, cycles included.
+        reference: Asked for every object but numbers and strings; names those that the other side has.
+        limits: What the message may cost.
 
     Raises:
         EncodeError: Something in it cannot travel; says where it is and why.

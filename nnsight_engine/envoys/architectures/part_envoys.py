@@ -14,7 +14,8 @@ import torch
 from nnsight_engine.envoys.envoy import Envoy
 
 if TYPE_CHECKING:
-    from nnsight_engine.envoys.architectures.points import PointGroup, Points
+    from nnsight_engine.envoys.architectures.named_points import PointGroup
+    from nnsight_engine.envoys.architectures.points import Points
 
 
 class point:  # noqa: N801 - it is used like property

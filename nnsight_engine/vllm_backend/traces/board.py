@@ -26,6 +26,7 @@ class Board:
     Attributes:
         wanted: For each provider, the requests that have a use for it.
         calls: How often each provider was reached in this step.
+        ever: Every provider that was reached in any step before.
         current: The block that is running; None while the model is.
         listener: The thread whose calls of modules are the model's own; 0 while none are.
         num_rows: Rows of the running step's flat tensors.
@@ -41,6 +42,7 @@ class Board:
         """Start without requests."""
         self.wanted: dict[str, dict[TracedRequest, None]] = {}
         self.calls: dict[str, int] = {}
+        self.ever: set[str] = set()
         self.current: Mediator | None = None
         self.listener = 0
         self.thread = threading.get_ident()
@@ -66,6 +68,10 @@ class Board:
         for provider in [provider for provider, wanting in self.wanted.items() if request in wanting]:
             self.unwant(provider, request)
 
+    def is_known(self, provider: str) -> bool:
+        """Tell whether any step has reached a provider."""
+        return provider in self.ever or provider in self.calls
+
     def has_passed(self, provider: str) -> bool:
         """Tell whether this step has reached a provider."""
         return provider in self.calls
@@ -74,6 +80,7 @@ class Board:
 
     def begin(self, num_rows: int) -> None:
         """Begin a step of so many rows."""
+        self.ever.update(self.calls)
         self.calls.clear()
         self.num_rows = num_rows
         self.thread = self.listener = threading.get_ident()
@@ -95,7 +102,7 @@ class Board:
     def offer(self, provider: str, number: int | None, value: Any) -> Any:  # noqa: ARG002 - each request counts for itself
         """Let the requests that wait for a value have their rows; returns it as they leave it."""
         for request in self._wanting(provider):
-            value = request.replay(provider, value)
+            value = request.arrive(provider, value)
         served = True
         while served:
             served = False
@@ -104,7 +111,7 @@ class Board:
                     value = request.serve(provider, value)
                     served = not request.partial
         for request in self._wanting(provider):
-            value = request.show(provider, value)
+            request.show(provider, value)
         return value
 
     def provide(self, provider: str, value: Any) -> Any:

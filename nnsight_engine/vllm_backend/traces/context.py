@@ -13,6 +13,7 @@ from nnsight_engine.interleaving.sharing import publishers
 from nnsight_engine.interleaving.threads import ThreadMediator, Threads
 from nnsight_engine.tracing.tracer import Info, compiled
 from nnsight_engine.vllm_backend.traces.entry import SAVED, Marks, TraceEntry
+from nnsight_engine.vllm_backend.traces.points_edits import EditMediator
 from nnsight_engine.vllm_backend.traces.tracer import BlockTracer
 from nnsight_engine.wire import TRUSTED, decode_trace
 
@@ -61,7 +62,7 @@ class TraceContext:
         invoke = self._invokes[index]
         function = compiled(invoke.info, invoke.own)
         seed = zlib.crc32(f"{self.key}/{index}".encode())
-        mediator = ThreadMediator(self._saving(function), invoke.info, threads, seed=seed)
+        mediator = EditMediator(self._saving(function), invoke.info, threads, seed=seed)
         mediator.publish = self._publishers[index]
         return mediator
 
@@ -91,6 +92,8 @@ class TraceContext:
         kind, *rest = reference
         if kind == "envoy":
             return self._model.get(rest[0]) if rest[0] != self._model.path else self._model
+        if kind == "standard":
+            return self._model.standard(rest[0])
         if kind == "tracer":
             return self._tracer
         if kind == "barrier":

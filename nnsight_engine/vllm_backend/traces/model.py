@@ -4,40 +4,77 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.tokenizers import cached_tokenizer_from_config
+
+from nnsight_engine.envoys.architectures.part_envoys import AttentionEnvoy, GatedMlpEnvoy, MlpEnvoy, UpEnvoy
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.probes import Probes
 from nnsight_engine.modeling.wrapper import WrapperModule
+from nnsight_engine.vllm_backend.families import ModelPoints, UnsupportedModelError, resolve_points
 from nnsight_engine.vllm_backend.traces.board import Board
+from nnsight_engine.vllm_backend.traces.points import EnginePoints, StandardNames
+from nnsight_engine.vllm_backend.traces.points_kernels import KernelProbes
+from nnsight_engine.vllm_backend.traces.points_unembedding import VocabularyEnvoy
+from nnsight_engine.vllm_backend.traces.points_worker import WorkerPoints
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch
 
 LOGITS: Final = "logits"
 SAMPLES: Final = "samples"
 
 
-class WorkerModel(Envoy):
+class WorkerModel(StandardNames):
     """What ``model`` is in a block: the modules that vLLM runs, and what it makes behind them.
 
     ``model.logits.output`` is ``[1, vocabulary]``, what the next token is about to be sampled from, and
-    ``model.samples.output`` is ``[1, 1]``, the token sampled.
+    ``model.samples.output`` is ``[1, 1]``, the token sampled. Beside the modules are the standard points, see
+    ``points``.
     """
 
     def __init__(
         self, module: torch.nn.Module, board: Board, rename: Mapping[str, Any] | None = None
     ) -> None:
-        """Stand for the loaded model."""
-        super().__init__(module, interleaver=board, rename=rename)  # type: ignore[arg-type] # stands for all of them
+        """Stand for the loaded model, whose config is vLLM's current one."""
+        config = get_current_vllm_config_or_none()
+        points = None if config is None else _points_of(module, config)
+        super().__init__(
+            module,
+            interleaver=board,  # type: ignore[arg-type] # stands for all of them
+            rename=_renamed(rename, points),
+            envoys=_envoys(points),
+        )
         for name in (LOGITS, SAMPLES):
             self._add_envoy(WrapperModule(), name)
-        modules = [(envoy._module, str(envoy.path)) for envoy in self._by_module.values()]
-        self._probe_set = Probes(modules, board)  # type: ignore[arg-type] # as above
+        modules = [(envoy._module, str(envoy.path)) for envoy in self._by_module.values()]  # noqa: SLF001
+        mine = self.__dict__
+        mine["_probe_set"] = Probes(modules, board)  # type: ignore[arg-type] # as above
+        mine["_kernel_probes"] = KernelProbes(_bare_kernels(points), board)
+        mine["_config"] = config
+        mine["_points"] = None if points is None else WorkerPoints(self, points)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, loaded when it is first asked for."""
+        config: VllmConfig | None = self.__dict__["_config"]
+        if config is None:
+            raise ValueError("the model was loaded without vLLM's config, which says where its tokenizer is")
+        return cached_tokenizer_from_config(config.model_config)
+
+    def standard(self, name: str) -> Any:
+        """Return what has a standard name, see ``EnginePoints.standard``."""
+        points: EnginePoints | None = self._standard_points()
+        if points is None:
+            raise LookupError(f"the model has no standard points, so nothing is called {name!r}")
+        return points.standard(name)
 
     def install(self) -> None:
         """Hear of every module's call, and of the operations that blocks look at."""
         self._probe_set.install()
+        self._kernel_probes.install()
         for source in self._sources:
             source.install()
 
@@ -45,4 +82,50 @@ class WorkerModel(Envoy):
         """Leave the modules as they were."""
         for source in self._sources:
             source.remove()
+        self._kernel_probes.remove()
         self._probe_set.remove()
+
+
+def _points_of(module: torch.nn.Module, config: VllmConfig) -> ModelPoints | None:
+    try:
+        return resolve_points(
+            module,
+            config.model_config.hf_text_config,
+            tensor_parallel_size=config.parallel_config.tensor_parallel_size,
+        )
+    except UnsupportedModelError:
+        return None
+
+
+def _renamed(rename: Mapping[str, Any] | None, points: ModelPoints | None) -> Mapping[str, Any] | None:
+    """Return further names: transformers' of the unembedding, where vLLM has none or another."""
+    if points is None or rename is not None:
+        return rename
+    if not hasattr(points.model, "lm_head"):
+        return {".model.embed_tokens": "lm_head"}
+    return {".lm_head": "embed_out"} if points.family.name == "gpt_neox" else None
+
+
+def _bare_kernels(points: ModelPoints | None) -> list[tuple[torch.nn.Module, str]]:
+    """Return the attention kernels that no probe of modules hears of, with their paths."""
+    if points is None or not points.family.is_kernel_bare:
+        return []
+    family = points.family
+    return [
+        (points.attention(layer), f"model.{family.layers}.{layer}.{family.kernel}")
+        for layer in points.local_layers
+    ]
+
+
+def _envoys(points: ModelPoints | None) -> dict[type[torch.nn.Module], type[Envoy]]:
+    """Return the classes that stand for modules of their own kind."""
+    found: dict[type[torch.nn.Module], type[Envoy]] = {VocabParallelEmbedding: VocabularyEnvoy}
+    if points is None:
+        return found
+    layer, family = points.layers[points.local_layers.start], points.family
+    found[type(layer.get_submodule(family.attention))] = AttentionEnvoy
+    if family.mlp:
+        mlp = layer.get_submodule(family.mlp)
+        gated = GatedMlpEnvoy if "mlp.gate" in family.leaves else MlpEnvoy
+        found[type(mlp)] = UpEnvoy if hasattr(mlp, "act") else gated
+    return found

@@ -1,10 +1,10 @@
 """One traced request, over all the steps of the engine that it lives through.
 
-The block's requests are for generation steps: ``.i0`` is the whole prompt, ``.i1`` the first generated token's
-forward pass, and so on. What the engine runs are *spans* of positions, and the two differ: a prompt may come
-in chunks, and after a preemption everything so far is computed again in one go. So a value is addressed by
-absolute positions. Positions that the block has seen are never shown to it again; what it wrote there is
-written again, or the rebuilt keys and values would lack it.
+The block's requests are for generation steps: ``.i0`` is the whole prompt, ``.i1`` the forward pass of the
+first generated token, and so on. What the engine runs are *spans* of positions, and the two differ: a prompt
+may come in chunks, and after a preemption everything so far is computed again in one go. So a value is
+addressed by absolute positions. Positions that the block has seen are never shown to it again; what it wrote
+there is written again, or the rebuilt keys and values would lack it.
 
 Nothing a block does raises into the model: the request notes its failure and is ended after the step.
 """
@@ -207,7 +207,14 @@ class TracedRequest(Interleaver):
 
     # What the model provides.
 
-    def replay(self, provider: str, value: Any) -> Any:
+    def arrive(self, provider: str, value: Any) -> Any:
+        """Put in what the block wrote before, or skips the module with; before it may have the value."""
+        if not self.in_step:
+            return value
+        value = self._replay(provider, value)
+        return self._skipped_value(provider, value) if provider in self._skips else value
+
+    def _replay(self, provider: str, value: Any) -> Any:
         """Write again what the block wrote at positions that are computed anew."""
         if self._replayed is None or provider not in self._written:
             return value
@@ -238,7 +245,7 @@ class TracedRequest(Interleaver):
         try:
             if self.partial:
                 return self._serve_part(provider, value)
-            if self._num_chunks:
+            if self._num_chunks and not self._behind:
                 return self._serve_last(provider, value)
             return self._serve_whole(provider, value)
         except Exception as error:
@@ -272,16 +279,13 @@ class TracedRequest(Interleaver):
         self._skips[exit_] = value
         self.board.want(exit_, self)
 
-    def show(self, provider: str, value: Any) -> Any:
-        """Put in what the block skipped the module with, and show caches the value."""
-        if not (self.in_step and self._num_new):
-            return value
-        if provider in self._skips:
-            value = self._skipped_value(provider, value)
-        for watcher in self._shown.get(provider, ()) if self.muted is None else ():
+    def show(self, provider: str, value: Any) -> None:
+        """Show caches the value as the blocks have left it."""
+        if not (self.in_step and self._num_new) or self.muted is not None:
+            return
+        for watcher in self._shown.get(provider, ()):
             self.batcher.current_value, self.batcher.loans = value, None
             watcher.add(provider, self.number, value)
-        return value
 
     def _skipped_value(self, provider: str, value: Any) -> Any:
         skip = self._skips.pop(provider)
@@ -367,7 +371,8 @@ class TracedRequest(Interleaver):
         if first.ndim != second.ndim or not first.ndim:
             return first
         axis = 1 if first.ndim > 1 and first.shape[0] == 1 and second.shape[0] == 1 else 0
-        return torch.cat([first, second], dim=axis)
+        with torch.inference_mode(mode=False):
+            return torch.cat([first, second], dim=axis)
 
 
 def _equal(first: Any, second: Any) -> bool:
@@ -404,5 +409,8 @@ class _Calls(dict[str, int]):
 
     def get(self, provider: str, default: Any = 0) -> Any:  # noqa: ARG002 - dict's signature
         request = self._request
-        passed = request.in_step and not request.partial and request.board.has_passed(provider)
+        board = request.board
+        if not board.is_known(provider):
+            return 0
+        passed = request.in_step and not request.partial and board.has_passed(provider)
         return request.number + (1 if passed else 0)

@@ -19,7 +19,7 @@ class BlockTracer(InterleavingTracer):
         super().__init__(_runs_nothing, model)
         self._barriers: dict[int, Barrier] = {}
 
-    def invoke(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def invoke(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002 - refused whatever it is
         """Refuse: the requests are running."""
         raise ValueError(
             "Cannot invoke during an active model execution / interleaving. Invokes stand side by "

@@ -21,7 +21,7 @@ from nnsight_engine.vllm_backend.traces.context import TraceContext
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.model import LOGITS, SAMPLES, WorkerModel
 from nnsight_engine.vllm_backend.traces.request import TracedRequest
-from nnsight_engine.wire import encode, encode_error
+from nnsight_engine.wire import EncodeError, encode, encode_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -200,7 +200,10 @@ class WorkerTraces:
             key: The trace.
             results: What each request returned, by ``"<block>/<choice>"``, for blocks that wait for it.
         """
-        members = [self._members.pop(request_id) for request_id in self._by_key.pop(key, ())]
+        request_ids = self._by_key.pop(key, [])
+        members = [self._members.pop(request_id) for request_id in request_ids]
+        for request_id in request_ids:
+            self._live.pop(request_id, None)
         blocks = []
         for member in sorted(members, key=lambda one: (one.entry.index, one.choice)):
             error = member.error
@@ -220,7 +223,7 @@ class WorkerTraces:
         before = contexts[0].saved_before if contexts else None
         for name in [name for name in self._contexts if name[0] == key]:
             del self._contexts[name]
-        return encode({"blocks": blocks, "before": before}, reference=_Result.reference)
+        return _encoded({"blocks": blocks, "before": before})
 
     def drop(self, key: str) -> None:
         """Close a trace that nobody will collect."""
@@ -235,6 +238,24 @@ class WorkerTraces:
                 self.drop(key)
                 if len(self._by_key) <= _MAX_UNCOLLECTED:
                     return
+
+
+def _encoded(message: dict[str, Any]) -> bytes:
+    """Return what a trace left behind as bytes; a block that saved what cannot travel fails alone."""
+    try:
+        return encode(message, reference=_Result.reference)
+    except EncodeError:
+        logger.debug("something saved cannot be sent", exc_info=True)
+    for block in message["blocks"]:
+        try:
+            encode(block["saves"], reference=_Result.reference)
+        except EncodeError as error:
+            block["saves"] = {}
+            block["error"] = block["error"] or encode_error(error)
+    try:
+        return encode(message, reference=_Result.reference)
+    except EncodeError:
+        return encode({**message, "before": None}, reference=_Result.reference)
 
 
 class _Result:

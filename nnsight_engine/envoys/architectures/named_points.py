@@ -1,0 +1,157 @@
+"""Points by name: what ``model.points`` is, whatever model is behind it.
+
+A model of the transformers library and one in vLLM's workers find their points in different ways, and offer
+them alike. Whoever builds on ``NamedPoints`` says which leaves there are, and makes each point when it is
+first asked for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from api_schemas.errors import ApiError
+from api_schemas.points import PointPattern
+from nnsight_engine.envoys.architectures.errors import UnknownPointError
+
+if TYPE_CHECKING:
+    from nnsight_engine.envoys.architectures.places import Point
+
+EMBED: Final = "embed.output"
+NORM: Final = "norm.output"
+LOGITS: Final = "logits"
+
+
+class NamedPoints(ABC):
+    """The points of one model. Calling it lists them, indexing reads and writes."""
+
+    def __init__(self) -> None:
+        """Start without any made."""
+        self._points: dict[str, Point] = {}
+
+    @abstractmethod
+    def _num_layers(self) -> int:
+        """Return how many layers there are."""
+
+    @abstractmethod
+    def _leaves(self) -> list[str]:
+        """Return the leaves of a layer, in the order in which the model comes by them."""
+
+    @abstractmethod
+    def _behind(self) -> list[str]:
+        """Return the points behind the layers."""
+
+    @abstractmethod
+    def _found(self, name: str) -> Point:
+        """Make a point; raises UnknownPointError."""
+
+    def __call__(self) -> dict[str, tuple[int, ...]]:
+        """Return the name of every point with the shape of one position's value; -1 is a size that grows.
+
+        Raises:
+            NoStandardPointsError: The architecture is in no table; it says what is missing.
+        """
+        return {name: self._point(name).shape for name in self._names()}
+
+    def __getitem__(self, name: str) -> Any:
+        """Wait for the value of a point and return the tensor, a view where it is a part of a module's.
+
+        Raises:
+            UnknownPointError: There is no such point.
+            NoStandardPointsError: There are none at all.
+        """
+        return self._point(name).read()
+
+    def __setitem__(self, name: str, value: torch.Tensor) -> None:
+        """Wait for the value of a point to come by, and replace it.
+
+        Raises:
+            UnknownPointError: There is no such point.
+            NoStandardPointsError: There are none at all.
+            PointValueError: The value does not fit.
+        """
+        self._point(name).write(value)
+
+    def __contains__(self, name: object) -> bool:
+        """Tell whether there is a point of that name."""
+        return name in set(self._names())
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names, in the order in which the model comes by them."""
+        return self._names()
+
+    def __repr__(self) -> str:
+        """List the points, those of all layers in one line each."""
+        lines = [f"{name} {shape}" for name, shape in self().items() if not name.startswith("layers.")]
+        leaves = [f"layers.*.{leaf} {self._point(f'layers.0.{leaf}').shape}" for leaf in self._leaves()]
+        return "\n".join([f"points of {self._num_layers()} layers:", lines[0], *leaves, *lines[1:]])
+
+    def group(self, prefix: str) -> PointGroup:
+        """Return the points that begin with ``prefix``, as attributes."""
+        return PointGroup(self, prefix)
+
+    def _names(self) -> Iterator[str]:
+        num_layers, leaves = self._num_layers(), self._leaves()
+        yield EMBED
+        for layer in range(num_layers):
+            yield from (f"layers.{layer}.{leaf}" for leaf in leaves)
+        yield from self._behind()
+
+    def _point(self, name: str) -> Point:
+        point = self._points.get(name)
+        if point is None:
+            point = self._points[name] = self._found(name)
+        return point
+
+    def _parsed(self, name: str) -> tuple[int, str]:
+        """Return the layer, counted from 0, and the leaf of a layer's point."""
+        try:
+            found = PointPattern.parse(name).resolve(self._num_layers())
+        except ApiError as error:
+            raise self._unknown(name) from error
+        if len(found) != 1 or found[0].layer < 0:
+            raise self._unknown(name)
+        return found[0].layer, found[0].leaf
+
+    def _unknown(self, name: str) -> UnknownPointError:
+        whole = ", ".join([EMBED, *self._behind()])
+        return UnknownPointError(
+            f"a point of this model is one of {whole}, or, such as layers.0.output, of a layer "
+            f"from 0 to {self._num_layers() - 1} one of {', '.join(self._leaves())}; got {name!r}"
+        )
+
+
+class PointGroup:
+    """Points that begin alike, as attributes: ``layers[3].mlp.act``, ``embed.output``."""
+
+    def __init__(self, points: NamedPoints, prefix: str) -> None:
+        """Offer the points that begin with ``prefix``."""
+        mine = self.__dict__
+        mine["_points"] = points
+        mine["_prefix"] = prefix
+
+    def __getattr__(self, name: str) -> Any:
+        """Wait for the value of a point and return it."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        points: NamedPoints = self.__dict__["_points"]
+        try:
+            return points[f"{self.__dict__['_prefix']}.{name}"]
+        except UnknownPointError as error:
+            raise AttributeError(str(error), name=name, obj=self) from error
+
+    def __setattr__(self, name: str, value: torch.Tensor) -> None:
+        """Wait for the value of a point to come by, and replace it."""
+        self.__dict__["_points"][f"{self.__dict__['_prefix']}.{name}"] = value
+
+    def __dir__(self) -> list[str]:
+        """List the points."""
+        prefix = f"{self.__dict__['_prefix']}."
+        return [name.removeprefix(prefix) for name in self.__dict__["_points"] if name.startswith(prefix)]
+
+    def __repr__(self) -> str:
+        """Say which points these are."""
+        return f"points {self.__dict__['_prefix']}.*"

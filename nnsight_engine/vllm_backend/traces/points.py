@@ -1,0 +1,307 @@
+"""The standard names of a model in vLLM: ``model.layers[3].attn.heads`` and ``model.points``.
+
+vLLM's own modules keep their own values: a block of Llama returns ``(hidden, residual)``, queries, keys and
+values come out of one projection. Beside them are these names, the same on every architecture and the same as
+on ``LanguageModel``, whose values are single tensors ``[tokens, ...]`` of the block's own request.
+
+Both sides have them. In the worker a point reads and writes (``points_worker``). The client's lead nowhere:
+they are for code around a block, and travel by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NoReturn, overload
+
+import torch
+
+from nnsight_engine.envoys.architectures import table
+from nnsight_engine.envoys.architectures.errors import UnknownPointError
+from nnsight_engine.envoys.architectures.named_points import EMBED, LOGITS, NORM, NamedPoints, PointGroup
+from nnsight_engine.envoys.envoy import Envoy
+from nnsight_engine.vllm_backend.families import SHARDED_LEAVES, family_named
+
+if TYPE_CHECKING:
+    from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
+    from nnsight_engine.envoys.architectures.places import Point
+    from nnsight_engine.vllm_backend.families import Family
+
+_STANDARD: Final = ("points", "layers", "norm", "embed")
+_LAYERS: Final = "layers"
+_POINTS: Final = "points"
+_GROUPS: Final = ("attn", "mlp")
+ATTENTION_INPUT: Final = "attn.input"
+NORM_INPUT: Final = "norm.input"
+
+
+class NamedPlace:
+    """A point on the client: a name and a shape."""
+
+    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
+        """Be the point of this name."""
+        self.name = name
+        self.shape = shape
+
+    def read(self) -> NoReturn:
+        """Refuse: the model runs elsewhere."""
+        raise ValueError(
+            f"Cannot return {self.name}: the model did not execute here. Read it inside `with "
+            "model.trace(prompt):`, or inside `with tracer.invoke(prompt):` if the trace itself has no input."
+        )
+
+    def write(self, value: torch.Tensor) -> NoReturn:
+        """Refuse: the model runs elsewhere."""
+        del value
+        raise ValueError(f"Cannot set {self.name} that is not interleaving: assign it inside a trace.")
+
+
+class EnginePoints(NamedPoints):
+    """The standard points of a model that vLLM runs.
+
+    Args:
+        root: The envoy of the model.
+        family: Where its points lie.
+        num_layers: How many layers it has.
+        leaves: The points it has, with their shapes.
+    """
+
+    def __init__(self, root: Envoy, family: Family, num_layers: int, leaves: Sequence[LeafSpec]) -> None:
+        """Offer what ``leaves`` names."""
+        super().__init__()
+        self.root = root
+        self.family = family
+        self._count = num_layers
+        self._shapes = {leaf.name: leaf.shape for leaf in leaves}
+        # Not among the points, but a part's own: what attention projects, what the final norm is given.
+        self._shapes |= dict.fromkeys((ATTENTION_INPUT, NORM_INPUT), self._shapes["input"])
+
+    @staticmethod
+    def on_client(root: Envoy, class_name: str, spec: ModelSpec) -> EnginePoints:
+        """Return the names of an engine's model, whose class has this name there."""
+        family = family_named(class_name, [spec.architecture])
+        return EnginePoints(root, family, spec.num_layers, spec.leaves)
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return self._count
+
+    def has(self, name: str) -> bool:
+        """Tell whether there is a point of this name, of a layer that there is."""
+        return _leaf_of(name) in self._shapes
+
+    def _num_layers(self) -> int:
+        return self._count
+
+    def _leaves(self) -> list[str]:
+        return [leaf for leaf in table.ORDER if leaf in self._shapes]
+
+    def _behind(self) -> list[str]:
+        return [name for name in (NORM, LOGITS) if name in self._shapes]
+
+    def _found(self, name: str) -> Point:
+        return NamedPlace(name, self._shapes[self._resolved(name)[1]])
+
+    def _resolved(self, name: str) -> tuple[int, str]:
+        """Return the layer, -1 for a point of the whole model, and the leaf; raises UnknownPointError."""
+        if name in {EMBED, NORM_INPUT, *self._behind()}:
+            return -1, name
+        layer, leaf = self._parsed(name)
+        if leaf not in self._shapes:
+            raise self._unknown(name)
+        return layer, leaf
+
+    def _unknown(self, name: str) -> UnknownPointError:
+        error = super()._unknown(name)
+        if _leaf_of(name) not in SHARDED_LEAVES | {table.PATTERN}:
+            return error
+        return UnknownPointError(f"{error}. With several tensor-parallel ranks, each has only a part of it")
+
+    def layer_of(self, envoy: Envoy) -> int:
+        """Return the number of the layer that ``envoy`` is or is in."""
+        layers = f"{self.root.path}.{self.family.layers}."
+        return int(str(envoy.path).removeprefix(layers).partition(".")[0])
+
+    def raw(self, path: str) -> Envoy:
+        """Return the envoy of vLLM's module at a path below the model."""
+        envoy: Envoy = self.root.get(f"{self.root.path}.{path}")
+        return envoy
+
+    def skipping(self, prefix: str, value: Any) -> Any:  # noqa: ARG002 - the worker's knows the form
+        """Return what takes the place of the output of a layer or its part."""
+        return value
+
+    # Names.
+
+    def standard(self, name: str) -> Any:
+        """Return what stands at a name: the points themselves, the layers, one of them, or a part.
+
+        Raises:
+            LookupError: Nothing does.
+        """
+        if name == _POINTS:
+            return self
+        if name == _LAYERS:
+            return Layers(self)
+        if name == "embed":
+            return PointGroup(self, name)
+        if name == "norm":
+            if NORM not in self._shapes:
+                raise self._unknown(NORM)
+            return Part(self, name, self.raw(self.family.final_norm))
+        _, _, rest = name.partition(".")
+        layer, _, group = rest.partition(".")
+        return self.layer(int(layer)) if not group else self.part(int(layer), group)
+
+    def layer(self, index: int) -> Part:
+        """Return a layer, counted from 0."""
+        return Part(self, f"{_LAYERS}.{index}", self.raw(f"{self.family.layers}.{index}"))
+
+    def part(self, layer: int, group: str) -> PointGroup:
+        """Return a layer's ``attn`` or ``mlp``."""
+        prefix = f"{_LAYERS}.{layer}.{group}"
+        path = self.family.attention if group == "attn" else self.family.mlp
+        if not path:
+            return PointGroup(self, prefix)
+        return Part(self, prefix, self.raw(f"{self.family.layers}.{layer}.{path}"))
+
+
+class Part(PointGroup):
+    """A layer, or its attention or MLP, by its standard name; all else is looked up on vLLM's module."""
+
+    def __init__(self, points: EnginePoints, prefix: str, raw: Envoy) -> None:
+        """Stand for ``raw``."""
+        super().__init__(points, prefix)
+        self.__dict__["_raw"] = raw
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a part, the value of a point, or what vLLM's module's envoy has."""
+        mine = self.__dict__
+        points: EnginePoints = mine["_points"]
+        layer = _layer(mine["_prefix"])
+        if layer is not None and name in _GROUPS:
+            return points.part(layer, name)
+        raw: Envoy = mine["_raw"]
+        if self._has(name):
+            return super().__getattr__(name)
+        return getattr(raw, name)
+
+    def _has(self, name: str) -> bool:
+        """Tell whether a name is a point; a module of that name hides it."""
+        mine = self.__dict__
+        children: list[str] = mine["_raw"]._names  # noqa: SLF001 - an envoy of ours
+        return name not in children and bool(mine["_points"].has(f"{mine['_prefix']}.{name}"))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Write a point, or what vLLM's module's envoy has."""
+        if self._has(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.__dict__["_raw"], name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Apply the module to values of the block's own."""
+        return self.__dict__["_raw"](*args, **kwargs)
+
+    def skip(self, value: Any) -> None:
+        """Have ``value`` as the output, one tensor; the module runs for others only."""
+        mine = self.__dict__
+        mine["_raw"].skip(mine["_points"].skipping(mine["_prefix"], value))
+
+    def __dir__(self) -> list[str]:
+        """List points and what vLLM's module has."""
+        return sorted({*super().__dir__(), *dir(self.__dict__["_raw"])})
+
+    def __repr__(self) -> str:
+        """Show the module."""
+        return repr(self.__dict__["_raw"])
+
+
+class Layers:
+    """The layers of a model, in order: ``model.layers[3]``, ``for layer in model.layers``."""
+
+    def __init__(self, points: EnginePoints) -> None:
+        """Stand for the layers of these points."""
+        self.points = points
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return self.points.num_layers
+
+    def __iter__(self) -> Iterator[Part]:
+        """Iterate over them."""
+        return (self.points.layer(index) for index in range(len(self)))
+
+    @overload
+    def __getitem__(self, key: int) -> Part: ...
+
+    @overload
+    def __getitem__(self, key: slice) -> list[Part]: ...
+
+    def __getitem__(self, key: int | slice) -> Part | list[Part]:
+        """Return one, negatives counted from the end, or several."""
+        numbers = range(len(self))
+        if isinstance(key, slice):
+            return [self.points.layer(index) for index in numbers[key]]
+        return self.points.layer(numbers[key])
+
+    def __repr__(self) -> str:
+        """Show the modules."""
+        return repr(self.points.raw(self.points.family.layers))
+
+
+class StandardNames(Envoy):
+    """An envoy of a model in vLLM, on either side, with the standard names beside the model's own."""
+
+    def _standard_points(self) -> EnginePoints | None:
+        """Return the points; None if the model has none, or not yet."""
+        return self.__dict__.get("_points")
+
+    def __getattr__(self, name: str) -> Any:
+        """Look a name up as ``Envoy`` does, then among the standard ones, which never hide another."""
+        if name not in _STANDARD:
+            return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            points = self._standard_points()
+            if points is None:
+                raise
+            try:
+                return points.standard(name)
+            except LookupError as error:
+                raise AttributeError(str(error), name=name, obj=self) from error
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Write the logits, or do as ``Envoy`` does."""
+        points = self.__dict__.get("_points")
+        if name == LOGITS and points is not None and not isinstance(value, torch.nn.Module):
+            points[LOGITS] = value
+        else:
+            super().__setattr__(name, value)
+
+
+def standard_name(value: object) -> str | None:
+    """Return the name by which the other side finds the same; None for what has no standard name."""
+    if isinstance(value, EnginePoints):
+        return _POINTS
+    if isinstance(value, Layers):
+        return _LAYERS
+    if isinstance(value, PointGroup):
+        prefix: str = value.__dict__["_prefix"]
+        return prefix
+    return None
+
+
+def _layer(prefix: str) -> int | None:
+    """Return the number of the layer that a prefix is, or None if it is something else's."""
+    first, _, rest = prefix.partition(".")
+    return int(rest) if first == _LAYERS and rest.isdecimal() else None
+
+
+def _leaf_of(name: str) -> str:
+    """Return a point's name without its layer."""
+    return name.split(".", 2)[-1] if name.startswith(f"{_LAYERS}.") else name
+
+
+__all__ = ["EnginePoints", "Layers", "Part", "StandardNames", "standard_name"]

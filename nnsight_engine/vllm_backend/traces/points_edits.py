@@ -1,0 +1,108 @@
+"""Edits in place of what was made for a block alone, and is put back only if they were made.
+
+A transformed value replaces the model's as soon as the block hands over (see ``mediator``). For a tensor that
+a block may only have read, that would be too much: nothing may change then, and nothing needs to be kept for
+positions that are computed again. So here the question is asked first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nnsight_engine.interleaving.mediator import Mediator
+from nnsight_engine.interleaving.threads import ThreadMediator, Threads
+from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
+
+
+class Edit:
+    """What to put in the place of the model's value, if a tensor has been edited by then.
+
+    Args:
+        name: The point.
+        mediator: Runs the block, which has just been given the value.
+        given: What the block was given of it.
+        replacement: Makes the new value.
+    """
+
+    def __init__(
+        self, name: str, mediator: Mediator, given: torch.Tensor, replacement: Callable[[], Any]
+    ) -> None:
+        """Remember how often the tensor was edited so far."""
+        assert mediator.interleaver is not None  # noqa: S101 - it runs
+        self._name = name
+        self._mediator = mediator
+        self._batcher = mediator.interleaver.batcher
+        self._loans = self._batcher.loans
+        self._given = given
+        self._version = given._version  # noqa: SLF001 - has no public name
+        self._replacement = replacement
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the model has gone on with the value."""
+        return self._batcher.loans is not self._loans
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the block has edited what it was given, since this was last put in."""
+        return self._given._version != self._version  # noqa: SLF001
+
+    @property
+    def error(self) -> ChunkedPromptError | None:
+        """Why it cannot be put in: the rows of earlier chunks are among those edited."""
+        group = self._mediator.batch_group
+        if group is None or len(self._given) == group[1]:
+            return None
+        return ChunkedPromptError.writing(self._name, -(-len(self._given) // group[1]))
+
+    def __call__(self) -> Any:
+        """Return the new value."""
+        self._version = self._given._version  # noqa: SLF001
+        return self._replacement()
+
+
+class EditMediator(ThreadMediator):
+    """A block's mediator that puts edits in when they have been made.
+
+    That may be later than when the block next hands over: it may wait for another block at a barrier first.
+    """
+
+    __slots__ = ("_edit",)
+
+    def __init__(self, intervention: Callable[[], Any], info: Any, threads: Threads, *, seed: int) -> None:
+        """Prepare a block; nothing runs before ``start``."""
+        super().__init__(intervention, info, threads, seed=seed)
+        self._edit: Edit | None = None
+
+    def _go_on(self, how: Callable[[Any, Any], Any], payload: Any) -> Any:
+        def then_look(worker: Any, given: Any) -> Any:
+            event = how(worker, given)
+            self._take_back()
+            return event
+
+        return super()._go_on(then_look, payload)
+
+    def _take_back(self) -> None:
+        """See what the block has done with what it was given."""
+        request = self.interleaver
+        assert request is not None  # noqa: S101 - the block has run
+        if isinstance(self.transform, Edit):
+            self._edit, self.transform = self.transform, None
+        edit = self._edit
+        if edit is not None and edit.is_over:
+            self._edit = None
+        elif edit is not None and edit.is_made:
+            error = edit.error
+            if error is None:
+                self.transform = edit
+            else:
+                request.failed(error)
+        if request.batcher.loans is None:
+            return
+        try:
+            request.batcher.took_back()
+        except ValueError as error:
+            request.failed(error)

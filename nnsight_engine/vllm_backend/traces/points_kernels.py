@@ -1,0 +1,49 @@
+"""Attention kernels that a model runs past every probe, by their ``forward``.
+
+vLLM's Transformers backend does so. For attention patterns the queries and keys must be met all the same, so
+``forward`` itself is replaced on the instance while the model runs in a traced step, and put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from nnsight_engine.vllm_backend.traces.board import Board
+
+
+class KernelProbes:
+    """Offers what kernels are called with as ``<path>.input``.
+
+    Args:
+        kernels: The modules, with their paths.
+        board: Whose requests may want it.
+    """
+
+    def __init__(self, kernels: Iterable[tuple[torch.nn.Module, str]], board: Board) -> None:
+        """Prepare; nothing is replaced before ``install``."""
+        self._kernels = list(kernels)
+        self._board = board
+
+    def install(self) -> None:
+        """Replace every ``forward``."""
+        for module, path in self._kernels:
+            vars(module)["forward"] = self._probe(f"{path}.input", module.forward)
+
+    def remove(self) -> None:
+        """Put every ``forward`` back: the class's."""
+        for module, _ in self._kernels:
+            del vars(module)["forward"]
+
+    def _probe(self, provider: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        board = self._board
+
+        def attend(*args: Any, **kwargs: Any) -> Any:
+            if get_ident() == board.listener:
+                args, kwargs = board.provide(provider, (args, kwargs))
+            return forward(*args, **kwargs)
+
+        return attend

@@ -1,0 +1,103 @@
+"""Attention probabilities for blocks: vLLM never forms them, so they are computed beside its attention.
+
+Queries and keys are met on their way into the kernel, after rotary embedding and per-head norms, and the
+probabilities of the request's own rows are computed in float32, as a capture's are (see ``plans/patterns``).
+A generated token attends to all before it, whose keys are in the engine's cache by then. A block that reads a
+layer's pattern from the prompt on has its keys kept, step by step, until it ends.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from nnsight_engine.core.errors import InterventionError
+from nnsight_engine.envoys.architectures.errors import PatternError
+from nnsight_engine.interleaving.mediator import Mediator
+from nnsight_engine.plans.key_store import KeyStore
+from nnsight_engine.plans.patterns import ComputePattern
+from nnsight_engine.vllm_backend.attention_hooks import attention_form
+
+if TYPE_CHECKING:
+    from nnsight_engine.envoys.envoy import Envoy
+
+
+class PatternPoint:
+    """The probabilities of one layer's attention, ``[heads, tokens, keys]``; read only.
+
+    Args:
+        name: The point's name.
+        kernel: The envoy of vLLM's ``Attention``.
+        shape: Shape of one position's value.
+    """
+
+    def __init__(self, name: str, kernel: Envoy, shape: tuple[int, ...]) -> None:
+        """Stand for a layer's probabilities."""
+        self.name = name
+        self.shape = shape
+        self._kernel = kernel
+        self._kept: weakref.WeakKeyDictionary[Mediator, KeyStore] = weakref.WeakKeyDictionary()
+
+    def read(self) -> torch.Tensor:
+        """Wait for the queries and the keys, and return the probabilities.
+
+        Raises:
+            PatternError: The attention cannot be computed apart, or keys of earlier steps are unknown.
+        """
+        module: Any = self._kernel._module  # noqa: SLF001 - an envoy of ours
+        args, kwargs = self._kernel.inputs
+        query, key = (*args, kwargs.get("query"), kwargs.get("key"))[:2]
+        try:
+            form = attention_form(module)
+        except InterventionError as error:
+            raise PatternError(f"{self.name}: {error.message}") from error
+        if key is None:
+            raise PatternError(f"{self.name}: the layer shares another layer's keys")
+        queries = query.reshape(-1, module.num_heads, module.head_size)
+        keys = key.reshape(-1, module.num_kv_heads, module.head_size)
+        mediator = self._kernel.interleaver.current
+        assert mediator is not None  # noqa: S101 - it has just been answered
+        start = self._start(mediator, len(queries))
+        store = self._store(mediator, start, keys)
+        rows = torch.arange(len(queries), device=query.device)
+        stop = start + len(queries)
+        out = torch.zeros(len(queries), module.num_heads, stop, dtype=torch.float32, device=query.device)
+        positions = list(range(start, stop))
+        ComputePattern(store, form, rows, rows + start, positions, out).run(queries, None)
+        return out.transpose(0, 1)
+
+    def write(self, value: torch.Tensor) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            PatternError: Always.
+        """
+        del value
+        raise PatternError(
+            f"{self.name} cannot be written: vLLM's attention never forms the probabilities, they are "
+            "computed beside it. Write attn.q, attn.k or attn.v before it, or attn.heads behind it"
+        )
+
+    def _start(self, mediator: Mediator, num_rows: int) -> int:
+        """Return the position of the first row: of a prompt in chunks, all are given with the last."""
+        request: Any = mediator.interleaver
+        stop: int = request.done + request.batcher.group[1]
+        return stop - num_rows
+
+    def _store(self, mediator: Mediator, start: int, keys: torch.Tensor) -> KeyStore:
+        """Keep the keys with those of the steps before; returns all of them."""
+        stop = start + len(keys)
+        store = self._kept.get(mediator)
+        if start and (store is None or store.num_keys < start):
+            raise PatternError(
+                f"{self.name}: a generated token attends to all positions before it, and the keys of those "
+                "were not kept. Read the pattern in every step, from the prompt on"
+            )
+        if store is None:
+            store = self._kept[mediator] = KeyStore(keys.new_empty(2 * stop, *keys.shape[1:]))
+        elif store.capacity < stop:
+            store.move_to(keys.new_empty(2 * stop, *keys.shape[1:]))
+        store.put(start, keys)
+        return store

@@ -1,0 +1,34 @@
+"""``model.lm_head(hidden)`` in a block: logits of a value of the block's own.
+
+vLLM's unembedding is no module to be called: its weights may be spread over ranks, its rows are padded, and
+``forward`` raises. Called with hidden states, its envoy gives what a plain linear layer would. With tied
+weights the same module embeds tokens, which it does when it is called with those.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
+
+from nnsight_engine.envoys.envoy import Envoy
+
+
+class VocabularyEnvoy(Envoy):
+    """Stands for vLLM's embedding or unembedding."""
+
+    def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
+        """Unembed ``[..., hidden]`` into ``[..., vocabulary]``, or embed tokens.
+
+        Scales and soft caps of the model's logits are not applied. With several ranks all of them must make
+        the call, which blocks do: the same one runs on each.
+        """
+        first = args[0] if len(args) == 1 and not kwargs else None
+        if not (isinstance(first, torch.Tensor) and first.is_floating_point()):
+            return super().__call__(*args, hook=hook, **kwargs)
+        module: Any = self._module
+        logits = module.quant_method.apply(module, first, bias=getattr(module, "bias", None))
+        if get_tensor_model_parallel_world_size() > 1:
+            logits = tensor_model_parallel_all_gather(logits)
+        return logits[..., : module.org_vocab_size]

@@ -1,0 +1,178 @@
+"""Where a block's standard points lie among vLLM's modules, in the worker.
+
+A block gets copies of its request's rows (see ``rows``), and points are views into those: what is edited in a
+view is edited in the copy, and put back with it. The residual stream of most families is no view, but the
+sum of two tensors. It is handed out as a tensor of its own, and only if the block has edited that does it
+take the place of the pair, as ``(stream, zeros)``: what was only read leaves the model's numbers as they are,
+bit by bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nnsight_engine.core.model_spec import RESIDUAL_LEAVES
+from nnsight_engine.envoys.architectures import table
+from nnsight_engine.envoys.architectures.errors import PointValueError
+from nnsight_engine.envoys.architectures.named_points import EMBED, LOGITS, NORM
+from nnsight_engine.envoys.architectures.places import ModulePoint, Point
+from nnsight_engine.envoys.architectures.views import WHOLE, View
+from nnsight_engine.vllm_backend.families import HookSpec
+from nnsight_engine.vllm_backend.traces.points import ATTENTION_INPUT, NORM_INPUT, EnginePoints
+from nnsight_engine.vllm_backend.traces.points_edits import Edit
+from nnsight_engine.vllm_backend.traces.points_pattern import PatternPoint
+
+if TYPE_CHECKING:
+    from nnsight_engine.envoys.architectures.table import Side
+    from nnsight_engine.envoys.envoy import Envoy
+    from nnsight_engine.vllm_backend.families import ModelPoints
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamPoint:
+    """The residual stream where vLLM carries it as two tensors, one after the other.
+
+    Attributes:
+        name: The point's name.
+        envoy: The module.
+        side: Its arguments or what it returns.
+        index: Which of them the first tensor is. The second is None where the model has just one so far.
+        shape: See ``Point``.
+    """
+
+    name: str
+    envoy: Envoy
+    side: Side
+    index: int
+    shape: tuple[int, ...]
+
+    def read(self) -> torch.Tensor:
+        """Wait for the tensors and return their sum; edits of it reach the model."""
+        value = self._value()
+        hidden, residual = self._pair(value)
+        if residual is None:
+            return hidden
+        with torch.inference_mode(mode=False):  # others count no edits
+            stream = hidden + residual
+        mediator = self.envoy.interleaver.current
+        if mediator is not None:
+            mediator.transform = Edit(self.name, mediator, stream, lambda: self._with(value, stream))
+        return stream
+
+    def write(self, value: torch.Tensor) -> None:
+        """Wait for the tensors to come by, and replace both."""
+        if not isinstance(value, torch.Tensor):
+            raise PointValueError(
+                f"{self.name} takes a tensor [tokens, {self.shape[-1]}], got {type(value).__name__}; to "
+                "change some of it, edit in place: output[:] = ..."
+            )
+        if self.side == "output":
+            # Without a look at what is there: a prompt may come in chunks.
+            self.envoy.output = (value, torch.zeros_like(value))
+        else:
+            self.envoy.inputs = self._with(self.envoy.inputs, value)
+
+    def _value(self) -> Any:
+        return self.envoy.inputs if self.side == "input" else self.envoy.output
+
+    def _pair(self, value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        tensors = value[0] if self.side == "input" else value
+        hidden, residual = (*tensors, None)[self.index : self.index + 2]
+        return hidden, residual
+
+    def _with(self, value: Any, stream: torch.Tensor) -> Any:
+        """Return a value like this one with another stream in it."""
+        tensors = value[0] if self.side == "input" else value
+        _, residual = self._pair(value)
+        pair = (stream,) if residual is None else (stream, torch.zeros_like(residual))
+        replaced = (*tensors[: self.index], *pair, *tensors[self.index + len(pair) :])
+        return (replaced, value[1]) if self.side == "input" else replaced
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OutputPoint:
+    """A residual stream that is one tensor: what a block returns.
+
+    Attributes:
+        point: The same, for reading.
+        is_batched: Whether it has an axis of size 1 before the tokens'.
+    """
+
+    point: ModulePoint
+    is_batched: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one position's value."""
+        return self.point.shape
+
+    def read(self) -> torch.Tensor:
+        """Wait for the value and return it, a view."""
+        return self.point.read()
+
+    def write(self, value: torch.Tensor) -> None:
+        """Wait for the value to come by, and replace it; without a look at it, see ``StreamPoint``."""
+        if not isinstance(value, torch.Tensor):
+            raise PointValueError(f"{self.point.name} takes a tensor, got {type(value).__name__}")
+        self.point.envoy.output = value[None] if self.is_batched else value
+
+
+class WorkerPoints(EnginePoints):
+    """The points of the worker's model."""
+
+    def __init__(self, root: Envoy, points: ModelPoints) -> None:
+        """Offer what this rank can."""
+        super().__init__(root, points.family, len(points.layers), points.leaf_specs())
+        self._model = points
+
+    def _found(self, name: str) -> Point:
+        layer, leaf = self._resolved(name)
+        shape = self._shapes[leaf]
+        if leaf == LOGITS:
+            return ModulePoint(name, self.root.get(f"{self.root.path}.{LOGITS}"), "output", WHOLE, shape)
+        if leaf in {NORM, NORM_INPUT}:
+            return self._norm(name, "output" if leaf == NORM else "input", shape)
+        if leaf == EMBED:
+            return self._residual(name, 0, "input", shape)
+        if leaf in RESIDUAL_LEAVES:
+            return self._residual(name, layer, "input" if leaf == "input" else "output", shape)
+        if leaf == table.PATTERN:
+            kernel = self.raw(f"{self.family.layers}.{layer}.{self.family.kernel}")
+            return PatternPoint(name, kernel, shape)
+        if leaf == ATTENTION_INPUT:
+            spec = HookSpec(self.family.leaves[table.QUERIES].path, "input")
+        else:
+            spec = self.family.leaves[leaf]
+        envoy = self.raw(f"{self.family.layers}.{layer}.{spec.path}")
+        return ModulePoint(name, envoy, spec.side, self._view(spec), shape)
+
+    def _view(self, spec: HookSpec) -> View:
+        return View(lambda whole: self._model.view(spec, whole), is_all=not spec.part)
+
+    def _rows(self) -> View:
+        return View(lambda whole: whole[0]) if self.family.is_batched else WHOLE
+
+    def _norm(self, name: str, side: Side, shape: tuple[int, ...]) -> Point:
+        envoy = self.raw(self.family.final_norm)
+        if side == "input" and self.family.returns_residual:
+            return StreamPoint(name, envoy, side, 0, shape)
+        return ModulePoint(name, envoy, side, self._rows(), shape)
+
+    def _residual(self, name: str, layer: int, side: Side, shape: tuple[int, ...]) -> Point:
+        envoy = self.raw(f"{self.family.layers}.{layer}")
+        if self.family.returns_residual:
+            return StreamPoint(name, envoy, side, self.family.hidden_index if side == "input" else 0, shape)
+        point = ModulePoint(name, envoy, side, self._rows(), shape)
+        return OutputPoint(point, self.family.is_batched) if side == "output" else point
+
+    def skipping(self, prefix: str, value: Any) -> Any:
+        """Return what takes the place of the output of a layer or its part, one tensor or as vLLM has it."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        is_layer = prefix.rpartition(".")[2].isdecimal()
+        if is_layer and self.family.returns_residual:
+            return (value, torch.zeros_like(value))
+        return value[None] if self.family.is_batched and value.ndim == len(("tokens", "width")) else value

@@ -1,0 +1,359 @@
+"""Standard points in blocks on vLLM: the same names, and the same numbers, as on ``LanguageModel``.
+
+The matrix of blocks and families runs in processes of its own, see ``trace_points_check``. The other tests
+share one engine, whose steps are so short that longer prompts come in chunks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+
+from nnsight_engine import LanguageModel, save
+from nnsight_engine.envoys.architectures.errors import PatternError, PointValueError, UnknownPointError
+from nnsight_engine.interleaving.events import OutOfOrderError
+from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
+from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.trace_points_check import BLOCKS, OTHER, PROMPT, REPORT
+from tests.families.checkpoints import FAMILIES, HIDDEN_SIZE, NUM_LAYERS, VARIANTS, write_checkpoint
+
+pytestmark = pytest.mark.e2e
+
+PROJECT: Final = Path(__file__).resolve().parents[2]
+LONG: Final = [*PROMPT, *OTHER, 7, 8, 9]
+GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "ignore_eos": True}
+_MAX_STEP: Final = 8
+_TIMEOUT_S: Final = 240
+_OUTPUT_SHOWN: Final = 6000
+_GROUPS: Final = [
+    ("llama", "gpt2", "gpt_neox"),
+    ("mistral", "gemma2", "opt"),
+    ("qwen2", "gemma3", "opt_post_norm"),
+    ("qwen3", "phi3", "gpt_neox_sequential"),
+]
+"""Families that share a process."""
+
+Report = dict[str, dict[str, str | None]]
+
+
+@pytest.fixture(scope="module")
+def reports(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Report]]]:
+    """Start the processes of the families that are to be tested, two at a time."""
+    wanted = {
+        item.callspec.params.get("family")
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    }
+    started: dict[str, Future[Report]] = {}
+    with ThreadPoolExecutor(2) as pool:
+        for group in _GROUPS:
+            families = [family for family in group if family in wanted]
+            if families:
+                future = pool.submit(_checked, families, tmp_path_factory.mktemp(families[0]))
+                started |= dict.fromkeys(families, future)
+        yield started
+        pool.shutdown(cancel_futures=True)
+
+
+def _checked(families: list[str], folder: Path) -> Report:
+    environment = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Two processes share the cores; left alone, both would bind to the same ones.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.trace_points_check", str(folder), *families],
+        cwd=PROJECT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    output = done.stdout.decode("utf-8", "replace")[-_OUTPUT_SHOWN:]
+    assert done.returncode == 0, f"{families} exited with {done.returncode}:\n{output}"
+    report: Report = json.loads((folder / REPORT).read_text())
+    return report
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("family", FAMILIES + VARIANTS)
+def test_a_block_gives_the_same_on_both_engines(
+    family: str, block: str, reports: dict[str, Future[Report]]
+) -> None:
+    failure = reports[family].result()[family][block]
+    assert failure is None, failure
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def local(checkpoint: Path) -> LanguageModel:
+    return LanguageModel(str(checkpoint), dtype=torch.float32, dispatch=True)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path, local: LanguageModel) -> Iterator[VLLM]:
+    """Start an engine in this process, after ``LanguageModel`` has been loaded."""
+    model = VLLM(
+        str(checkpoint),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=64,
+        max_num_seqs=4,
+        max_num_batched_tokens=_MAX_STEP,
+        num_gpu_blocks_override=32,
+    )
+    yield model
+    model.shutdown()
+
+
+# Names on the client.
+
+
+def test_the_client_knows_the_same_names(model: VLLM, local: LanguageModel) -> None:
+    assert model.points() == local.points()
+    assert len(model.layers) == NUM_LAYERS
+    assert "layers.*.attn.heads (4, 32)" in repr(model.points)
+    assert "LlamaDecoderLayer" in repr(model.layers[-1])
+    assert [one.attn.path for one in model.layers[2:]] == [
+        "model.model.layers.2.self_attn",
+        "model.model.layers.3.self_attn",
+    ]
+    assert {"heads", "q", "qkv_proj"} <= set(dir(model.layers[0].attn))
+
+
+def test_what_is_no_name_is_said(model: VLLM) -> None:
+    with pytest.raises(IndexError):
+        _ = model.layers[NUM_LAYERS]
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = model.layers[0].attn.no_such
+    with pytest.raises(UnknownPointError, match="layers\\.0\\.output"):
+        _ = model.points["layers.9.output"]
+    with pytest.raises(UnknownPointError):
+        _ = model.points["layers.0.attn.input.nothing"]
+
+
+def test_outside_a_trace_there_are_names_only(model: VLLM) -> None:
+    with pytest.raises(ValueError, match="did not execute"):
+        _ = model.layers[1].output
+    with pytest.raises(ValueError, match=r"layers\.1\.attn\.q"):
+        model.layers[1].attn.q = torch.zeros(1)
+
+
+def test_names_taken_before_a_trace_are_places_within(model: VLLM) -> None:
+    layer, attention, layers, points = model.layers[1], model.layers[2].attn, model.layers, model.points
+    norm, embed, projection = model.norm, model.embed, model.model.layers[1].self_attn.qkv_proj
+    with model.trace(PROMPT, **GREEDY):
+        first = save(embed.output)
+        fused = projection.output[0]
+        outputs = save([layer.output, attention.heads])
+        outputs += [layers[-1].output, norm.output]
+        logits = save(points["logits"])
+        width = save(fused.shape[-1])
+    assert first.shape == (len(PROMPT), HIDDEN_SIZE)
+    assert outputs[1].shape == (len(PROMPT), 4, 32)
+    assert width == 256
+    assert logits.shape == (1, 319)
+
+
+# Values.
+
+
+def test_vllms_own_modules_keep_their_values(model: VLLM) -> None:
+    with model.trace(PROMPT, **GREEDY):
+        stream = model.layers[1].output.clone().save()
+        hidden, residual = model.model.layers[1].output
+        pair = save([hidden, residual])
+        fused = model.model.layers[2].self_attn.qkv_proj.output[0].shape.save()
+        heads = model.model.layers[2].self_attn.heads.shape.save()
+    torch.testing.assert_close(pair[0] + pair[1], stream)
+    assert pair[1].abs().max() > 0
+    assert fused == (len(PROMPT), 256)
+    assert heads == (len(PROMPT), 4, 32)
+
+
+def test_reading_changes_no_bit(model: VLLM) -> None:
+    with model.trace(PROMPT, max_tokens=3, **GREEDY) as tracer:
+        plain = save([])
+        for _ in tracer.iter[:]:
+            plain.append(model.logits.output.clone())
+    names = [name for name in model.points() if name != "logits"]
+    with model.trace(PROMPT, max_tokens=3, **GREEDY) as tracer:
+        read = save([])
+        for _ in tracer.iter[:]:
+            for name in names:
+                value = model.points[name]
+                value.sum()
+            read.append(model.logits.output.clone())
+    assert len(plain) == 3
+    assert all(torch.equal(one, other) for one, other in zip(plain, read, strict=True))
+
+
+def test_an_edited_stream_takes_the_place_of_the_pair(model: VLLM) -> None:
+    with model.trace(PROMPT, **GREEDY):
+        stream = model.layers[1].output
+        stream[0] = 7.0
+        stream[1:] *= 2
+        expected = stream.clone().save()
+        hidden, residual = model.model.layers[1].output
+        after = save([hidden, residual])
+    assert torch.equal(after[0], expected)
+    assert not after[1].any()
+
+
+def test_neighbours_keep_every_bit(model: VLLM) -> None:
+    short = PROMPT[:4]
+    found = []
+    for change in (1.0, 3.0):
+        with model.trace(**GREEDY) as tracer:
+            with tracer.invoke(short):
+                model.layers[1].output *= change
+                model.layers[2].attn.k[..., 0, :] *= change
+                model.layers[2].mlp.act *= change
+            with tracer.invoke(short[::-1]):
+                logits = model.logits.output.save()
+        found.append(logits)
+    assert torch.equal(*found)
+
+
+def test_parts_are_skipped(model: VLLM) -> None:
+    zeros = torch.zeros(len(PROMPT), HIDDEN_SIZE)
+    with model.trace(PROMPT, **GREEDY):
+        model.layers[1].mlp.skip(zeros)
+        skipped = model.logits.output.save()
+    with model.trace(PROMPT, **GREEDY):
+        model.layers[1].mlp.output = zeros
+        written = model.logits.output.save()
+    with model.trace(PROMPT, **GREEDY):
+        hidden = model.layers[2].input
+        model.layers[2].skip((hidden, zeros))
+        after = model.layers[2].output.clone().save()
+        before = save(hidden)
+    torch.testing.assert_close(skipped, written)
+    assert torch.equal(before, after)
+
+
+def test_logits_are_written(model: VLLM) -> None:
+    wanted = torch.zeros(1, 319)
+    wanted[0, 77] = 50.0
+    with model.trace(PROMPT, **GREEDY) as tracer:
+        model.points["logits"] = wanted
+        token = model.samples.output.item().save()
+        result = tracer.result.save()
+    with model.trace(PROMPT, **GREEDY):
+        model.logits = wanted
+        again = model.samples.output.item().save()
+    assert token == again == 77
+    assert list(result.outputs[0].token_ids) == [77]
+
+
+def test_modules_apply_to_values_of_the_block(model: VLLM) -> None:
+    with model.trace(PROMPT, **GREEDY):
+        own = model.model.embed_tokens(torch.tensor(PROMPT)).save()
+        embedded = model.embed.output.clone().save()
+        last = model.layers[-1].output
+        lens = model.lm_head(model.norm(last)).save()
+        logits = model.logits.output.save()
+        text = model.tokenizer.decode(logits.argmax(-1)).save()
+    assert torch.equal(own, embedded)
+    assert lens.shape == (len(PROMPT), 319)
+    torch.testing.assert_close(lens[-1:], logits, rtol=1e-4, atol=1e-4)
+    assert text == model.tokenizer.decode(logits.argmax(-1))
+
+
+# What goes wrong.
+
+
+def test_values_that_do_not_fit_are_refused(model: VLLM) -> None:
+    with (
+        pytest.raises(PointValueError, match=r"layers\.1\.attn\.q .* \(8, 4, 32\)"),
+        model.trace(PROMPT, **GREEDY),
+    ):
+        model.layers[1].attn.q = torch.zeros(8, 2, 32)
+    with (
+        pytest.raises(ValueError, match=r"of shape \(8, 128\), got \(1, 8, 128\)"),
+        model.trace(PROMPT, **GREEDY),
+    ):
+        model.layers[1].output = torch.zeros(1, 8, 128)
+    with pytest.raises(PointValueError, match="got float"), model.trace(PROMPT, **GREEDY):
+        model.layers[1].output = 0.0
+    with pytest.raises(ValueError, match="shape"), model.trace(PROMPT, **GREEDY):
+        model.layers[1].skip(torch.zeros(3, HIDDEN_SIZE))
+
+
+def test_other_dtypes_are_converted(model: VLLM) -> None:
+    with model.trace(PROMPT, **GREEDY):
+        model.layers[1].output = torch.ones(8, HIDDEN_SIZE, dtype=torch.float64)
+        model.layers[2].attn.v = torch.ones(8, 2, 32, dtype=torch.bfloat16)
+        hidden = model.layers[2].attn.v.clone().save()
+    assert hidden.dtype == torch.float32
+    assert bool((hidden == 1).all())
+
+
+def test_a_place_that_has_passed_is_an_error(model: VLLM) -> None:
+    with pytest.raises(OutOfOrderError), model.trace(PROMPT, **GREEDY):
+        [model.layers[2].output, model.layers[1].attn.heads]
+
+
+def test_unknown_points_are_errors_at_the_line(model: VLLM) -> None:
+    with pytest.raises(UnknownPointError, match=r"layers\.7\.output"), model.trace(PROMPT, **GREEDY):
+        model.points["layers.7.output"].sum()
+
+
+def test_patterns_are_read_only(model: VLLM) -> None:
+    with pytest.raises(PatternError, match="cannot be written"), model.trace(PROMPT, **GREEDY):
+        model.layers[1].attn.pattern = torch.zeros(4, 8, 8)
+
+
+def test_a_pattern_of_a_later_step_needs_all_before(model: VLLM) -> None:
+    trace = model.trace(PROMPT, max_tokens=3, **GREEDY)
+    with pytest.raises(PatternError, match="from the prompt on"), trace as tracer:
+        [model.layers[1].attn.pattern for _ in tracer.iter[1]]
+
+
+# Prompts that come in chunks.
+
+
+def test_a_prompt_in_chunks_is_read_whole(model: VLLM, local: LanguageModel) -> None:
+    with local.trace(torch.tensor([LONG])):
+        expected = local.layers[1].output[0].save()
+        pattern = local.layers[2].attn.pattern[0].save()
+    with model.trace(LONG, **GREEDY):
+        stream = model.layers[1].output.save()
+    with model.trace(LONG, **GREEDY):
+        got = model.layers[2].attn.pattern.save()
+    torch.testing.assert_close(stream, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got, pattern, rtol=1e-4, atol=1e-5)
+
+
+def test_a_prompt_in_chunks_is_written_with_what_the_block_has(model: VLLM, local: LanguageModel) -> None:
+    value = torch.randn(len(LONG), HIDDEN_SIZE, generator=torch.Generator().manual_seed(3))
+    with local.trace(torch.tensor([LONG])):
+        local.layers[1].output = value[None]
+        expected = local.logits[0, -1].argmax().item().save()
+    with model.trace(LONG, **GREEDY) as tracer:
+        model.layers[1].output = value
+        result = tracer.result.save()
+    assert list(result.outputs[0].token_ids) == [expected]
+
+
+def test_a_prompt_in_chunks_is_not_edited_in_place(model: VLLM) -> None:
+    with pytest.raises(ChunkedPromptError, match=r"layers\.1\.output"), model.trace(LONG, **GREEDY):
+        model.layers[1].output[-1] = 0

@@ -1,0 +1,305 @@
+"""Blocks inside the serving engine: what they read, write and save, on the bundled model in float32."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from nnsight_engine import save
+from nnsight_engine.interleaving.events import MissedProviderError, OutOfOrderError
+from nnsight_engine.interleaving.threads import TimeBudgetError
+from nnsight_engine.vllm_backend.compat import EngineLimits
+from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.traces import HeldTracer, Plain, run_together
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = "The Eiffel Tower is in the city of"
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def model(bundled: Path) -> Iterator[VLLM]:
+    """Start an engine in this process."""
+    model = VLLM(
+        str(bundled),
+        dispatch=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=32,
+        limits=EngineLimits(trace_step_s=1.0),
+    )
+    yield model
+    assert model.engine.collective_rpc("count_interventions")[0] == {
+        "requests": 0,
+        "vectors": 0,
+        "captured_bytes": 0,
+        "traced": 0,
+        "traces": 0,
+    }
+    model.shutdown()
+
+
+@pytest.fixture(scope="module")
+def hidden(reference: Any, model: VLLM) -> tuple[torch.Tensor, ...]:
+    """Return transformers' own values of the prompt."""
+    ids = torch.tensor([model.tokenizer.encode(PROMPT)])
+    with torch.no_grad():
+        states = reference.model(ids, output_hidden_states=True)
+    return (*states.hidden_states, states.logits)
+
+
+def plain_tokens(model: VLLM, prompt: str, max_tokens: int) -> list[int]:
+    """Return what the engine generates by itself."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    (output,) = model.engine.generate([prompt], params, use_tqdm=False)
+    return list(output.outputs[0].token_ids)
+
+
+def test_values_are_the_models(model: VLLM, hidden: tuple[torch.Tensor, ...]) -> None:
+    with model.trace(PROMPT, **GREEDY):
+        embedded = model.model.embed_tokens.output.save()
+        pair = model.model.layers[9].output.save()
+        logits = model.logits.output.save()
+        token = model.samples.output.save()
+    torch.testing.assert_close(embedded, hidden[0][0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(pair[0] + pair[1], hidden[10][0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(logits[0], hidden[-1][0, -1], rtol=1e-3, atol=1e-3)
+    assert token.tolist() == [[int(logits.argmax())]]
+    assert model.tokenizer.decode(token[0]) == " Paris"
+
+
+def test_every_step_of_a_generation(model: VLLM) -> None:
+    with model.trace(PROMPT, max_tokens=6, **GREEDY) as tracer:
+        shapes = save([])
+        tokens = save([])
+        for step in tracer.iter[:]:
+            shapes.append((step, tuple(model.model.norm.output[0].shape)))
+            tokens.append(model.samples.output.item())
+        result = tracer.result.save()
+    num_tokens = len(model.tokenizer.encode(PROMPT))
+    assert shapes == [(0, (num_tokens, 576)), *((step, (1, 576)) for step in range(1, 6))]
+    assert tokens == plain_tokens(model, PROMPT, 6) == list(result.outputs[0].token_ids)
+
+
+def test_writes_reach_the_model_and_nothing_else(model: VLLM) -> None:
+    with model.trace(PROMPT, max_tokens=4, **GREEDY) as tracer:
+        kept = save([])
+        for _ in tracer.iter[:]:
+            model.model.layers[3].mlp.output[:] = 0
+            kept.append(model.model.layers[3].output[0].abs().max().item())
+            model.logits.output = torch.nn.functional.one_hot(torch.tensor([42]), 49152).float() * 100
+        tokens = tracer.result.save()
+    assert kept == [0.0] * 4
+    assert list(tokens.outputs[0].token_ids) == [42] * 4
+    with model.trace(PROMPT, **GREEDY):
+        model.samples.output = torch.tensor([[7]])
+    assert plain_tokens(model, PROMPT, 4) == plain_tokens(model, PROMPT, 4)
+
+
+def test_a_sampled_token_can_be_replaced(model: VLLM) -> None:
+    with model.trace(PROMPT, max_tokens=3, **GREEDY) as tracer:
+        for _ in tracer.iter[:]:
+            model.samples.output = torch.tensor([[7]])
+        result = tracer.result.save()
+    assert list(result.outputs[0].token_ids) == [7, 7, 7]
+
+
+def test_invokes_share_variables_and_wait_for_each_other(model: VLLM) -> None:
+    with model.trace(**GREEDY) as tracer:
+        order = save([])
+        barrier = tracer.barrier(2)
+        with tracer.invoke(PROMPT):
+            clean = model.model.layers[4].mlp.output
+            order.append("read")
+            barrier()
+        with tracer.invoke("Rome is in the country of the"):
+            barrier()
+            model.model.layers[4].mlp.output[-1] = clean[-1]
+            patched = model.model.layers[4].mlp.output[-1].save()
+            order.append("patched")
+        with tracer.invoke(PROMPT, max_tokens=2):
+            again = model.model.layers[4].mlp.output[-1].save()
+    assert order == ["read", "patched"]
+    assert torch.equal(patched, again)
+
+
+def test_a_skipped_module_gives_the_given_value(model: VLLM) -> None:
+    with model.trace(PROMPT, **GREEDY):
+        value = model.model.layers[7].mlp.input.clone()
+        model.model.layers[8].mlp.skip(value)
+        out = model.model.layers[8].mlp.output.save()
+        value = save(value)
+    assert torch.equal(out, value)
+
+
+def test_stop_ends_the_request(model: VLLM) -> None:
+    with model.trace(PROMPT, max_tokens=50, **GREEDY) as tracer:
+        seen = save([])
+        for step in tracer.iter[:]:
+            seen.append(model.samples.output.item())
+            if step == 2:
+                tracer.stop()
+    assert seen == plain_tokens(model, PROMPT, 3)
+
+
+def test_operations_inside_a_forward(model: VLLM) -> None:
+    with model.trace(PROMPT, **GREEDY):
+        gate_up = model.model.layers[2].mlp.source.self_gate_up_proj_0.output.save()
+        down = model.model.layers[2].mlp.source.self_down_proj_0.input.save()
+    gate, up = gate_up[0].chunk(2, dim=-1)
+    torch.testing.assert_close(down, torch.nn.functional.silu(gate) * up)
+
+
+def test_several_choices_give_several_values(model: VLLM) -> None:
+    with model.trace(PROMPT, n=3, temperature=1.0, seed=5, max_tokens=4) as tracer:
+        tokens = save([])
+        for _ in tracer.iter[:]:
+            tokens.append(model.samples.output.item())
+        result = tracer.result.save()
+    assert [list(choice.token_ids) for choice in result[0].outputs] == tokens
+    assert len({tuple(one) for one in tokens}) > 1
+
+
+def test_modules_and_functions_of_ones_own_travel(model: VLLM) -> None:
+    torch.manual_seed(0)
+    decode = torch.nn.Sequential(torch.nn.Linear(576, 64), torch.nn.ReLU())
+
+    def largest(value: torch.Tensor) -> torch.Tensor:
+        return value.argmax(-1)
+
+    with model.trace(PROMPT, **GREEDY):
+        value = model.model.layers[6].mlp.output.save()
+        found = save(largest(decode(value)))
+    assert torch.equal(found, largest(decode(value)))
+
+
+def test_an_error_is_the_users_own(model: VLLM) -> None:
+    with pytest.raises(RuntimeError, match="size mismatch") as caught, model.trace(PROMPT):
+        value = model.model.layers[3].mlp.output
+        value @ torch.ones(3)  # the line
+    lines = [frame.line for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert any(line is not None and "# the line" in line for line in lines)
+    assert all(
+        "nnsight_engine" not in (frame.filename or "")
+        for frame in traceback.extract_tb(caught.value.__traceback__)
+    )
+
+
+def test_what_does_not_come_is_named(model: VLLM) -> None:
+    with pytest.raises(MissedProviderError, match="apply_rotary_emb"), model.trace(PROMPT):
+        model.model.layers[0].self_attn.rotary_emb.apply_rotary_emb.output.save()
+    with pytest.raises(OutOfOrderError, match=r"layers\.2"), model.trace(PROMPT):
+        model.model.layers[5].output.save()
+        model.model.layers[2].output.save()
+
+
+def failing(model: VLLM) -> list[HeldTracer]:
+    """Return traces that end badly, each in its own way."""
+    held = []
+    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+        model.model.layers[1].output
+        raise KeyError("mine")
+    held.append(tracer)
+    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+        model.model.layers[1].output
+        while True:
+            pass
+    held.append(tracer)
+    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+        model.model.layers[1].output
+        time.sleep(3600)
+    held.append(tracer)
+    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+        model.model.layers[1].output
+        raise SystemExit
+    held.append(tracer)
+    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+        model.model.layers[1].output
+        while True:
+            try:  # noqa: SIM105 - as stubborn code does
+                model.model.layers[0].output
+            except Exception:  # noqa: BLE001 - the same
+                pass
+    held.append(tracer)
+    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as tracer:
+        handle = save(open("/dev/null"))  # noqa: F841, SIM115 - saved, and does not travel
+    held.append(tracer)
+    return held
+
+
+def test_whoever_fails_fails_alone(model: VLLM) -> None:
+    prompts = [f"Neighbour {number} says that" for number in range(7)]
+    greedy = SamplingParams(max_tokens=8, temperature=0.0, logprobs=5)
+    quiet = run_together(model, [], [Plain(prompt, greedy) for prompt in prompts])
+    held = failing(model)
+    with model.trace(PROMPT, max_tokens=8, tracer_cls=HeldTracer, **GREEDY) as well:
+        tokens = save([])
+        for _ in well.iter[:]:
+            tokens.append(model.samples.output.item())
+    sent = [tracer.sent for tracer in [*held, well]]
+    ran = run_together(model, sent, [Plain(prompt, greedy) for prompt in prompts], late=2)
+    for number in range(7):
+        assert ran.tokens(f"plain-{number}") == quiet.tokens(f"plain-{number}")
+    errors = [type(ran.outcomes[number].error) for number in range(len(held))]
+    assert errors[:2] == [KeyError, TimeBudgetError]
+    assert errors[2] is TimeBudgetError
+    assert errors[3].__name__ == "SystemExit"
+    assert errors[4] is OutOfOrderError
+    assert "handle" in str(ran.outcomes[5].error)
+    assert ran.outcomes[6].saves["tokens"] == plain_tokens(model, PROMPT, 8)
+
+
+def test_neighbours_notice_nothing(model: VLLM) -> None:
+    prompts = [f"Neighbour {number} says that" for number in range(7)]
+    greedy = SamplingParams(max_tokens=12, temperature=0.0)
+    drawn = SamplingParams(max_tokens=12, temperature=1.0, seed=3)
+    neighbours = [Plain(prompt, drawn if at % 2 else greedy) for at, prompt in enumerate(prompts)]
+    with model.trace(PROMPT, max_tokens=10, tracer_cls=HeldTracer, **GREEDY) as held:
+        for _ in held.iter[:]:
+            for layer in model.model.layers:
+                layer.mlp.output[:] += torch.randn(576)
+    with model.trace(PROMPT, max_tokens=10, tracer_cls=HeldTracer, **GREEDY) as idle:
+        pass
+    calm = run_together(model, [idle.sent], neighbours, late=1)
+    wild = run_together(model, [held.sent], neighbours, late=1)
+    for number in range(7):
+        assert wild.tokens(f"plain-{number}") == calm.tokens(f"plain-{number}")
+    assert wild.tokens("trace-0") != calm.tokens("trace-0")
+
+
+def test_what_is_drawn_at_random_is_the_traces_own(model: VLLM) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with model.trace(PROMPT, **GREEDY):
+        drawn = save(torch.randn(3))
+    assert drawn.shape == (3,)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_aborted_request_leaves_nothing(model: VLLM) -> None:
+    with model.trace(PROMPT, max_tokens=100, tracer_cls=HeldTracer, **GREEDY) as held:
+        for _ in held.iter[:]:
+            model.model.layers[3].output
+    ran = run_together(model, [held.sent], abort={"trace-0": 4})
+    assert ran.num_steps < 20
+
+
+def test_what_is_wrong_is_said_before_anything_runs(model: VLLM) -> None:
+    with pytest.raises(ValueError, match="one prompt, got 2"), model.trace(["a", "b"]):
+        pass
+    with pytest.raises(ValueError, match="needs a prompt"), model.trace() as tracer, tracer.invoke():
+        pass
+    with pytest.raises(TypeError, match="top_q"), model.trace("a", top_q=3):
+        pass
+    lock = open("/dev/null")  # noqa: SIM115 - closed below
+    with pytest.raises(ValueError, match="lock"), lock, model.trace("a"):
+        save(lock)

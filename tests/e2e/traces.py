@@ -1,0 +1,92 @@
+"""Traces whose requests a test submits itself, among others, step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from vllm import RequestOutput, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from nnsight_engine.vllm_backend.request_tracer import Outcome, RequestTracer, SentTrace
+from nnsight_engine.vllm_backend.vllm import VLLM
+
+
+class HeldTracer(RequestTracer):
+    """A trace that is encoded and not run: ``with model.trace(prompt, tracer_cls=HeldTracer) as held:``."""
+
+    sent: SentTrace
+
+    def _run_model(self) -> None:
+        self.sent = SentTrace(self)
+
+
+@dataclasses.dataclass
+class Plain:
+    """A request without a block."""
+
+    prompt: str
+    params: SamplingParams
+
+
+@dataclasses.dataclass
+class Ran:
+    """What came of a run."""
+
+    outcomes: dict[int, Outcome]
+    outputs: dict[str, RequestOutput]
+    num_steps: int
+
+    def tokens(self, name: str) -> list[int]:
+        """Return a request's tokens."""
+        return list(self.outputs[name].outputs[0].token_ids)
+
+
+def run_together(
+    model: VLLM,
+    traces: Sequence[SentTrace],
+    plain: Sequence[Plain] = (),
+    *,
+    late: int = 0,
+    abort: dict[str, int] | None = None,
+) -> Ran:
+    """Run traces of one request each, and plain requests, in one engine at the same time.
+
+    Args:
+        model: The engine.
+        traces: Named ``trace-0`` and so on; the outcome of each is found by its number.
+        plain: Named ``plain-0`` and so on.
+        late: How many steps after the plain requests the traces come.
+        abort: Requests to abort, with the step after which.
+    """
+    engine: Any = model.engine.llm_engine
+    outputs: dict[str, RequestOutput] = {}
+    for number, one in enumerate(plain):
+        params = one.params.clone()
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        engine.add_request(f"plain-{number}", one.prompt, params)
+    num_steps = 0
+    waiting = list(enumerate(traces))
+    while waiting or engine.has_unfinished_requests():
+        if num_steps >= late:
+            for number, trace in waiting:
+                (params,) = trace.params
+                params.output_kind = RequestOutputKind.FINAL_ONLY
+                engine.add_request(f"trace-{number}", trace.prompts[0], params)
+            waiting = []
+        for output in engine.step():
+            outputs[output.request_id] = output
+        num_steps += 1
+        assert num_steps < 2000, "the engine does not come to an end"
+        gone = [name for name, step in (abort or {}).items() if step == num_steps]
+        if gone:
+            engine.abort_request(gone)
+    outcomes = {}
+    for number, trace in enumerate(traces):
+        own = [outputs[f"trace-{number}"]] if f"trace-{number}" in outputs else []
+        data = model.engine.collective_rpc("collect_trace", args=(trace.key, trace.results(own)))[0]
+        found = trace.read(data, own)
+        if found:
+            outcomes[number] = found[0]
+    return Ran(outcomes, outputs, num_steps)

@@ -1,0 +1,107 @@
+"""The client's standard names of an engine's model: no engine, and nothing behind them but names."""
+
+from __future__ import annotations
+
+import pytest
+
+from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
+from nnsight_engine.envoys.architectures.errors import UnknownPointError
+from nnsight_engine.envoys.envoy import Envoy
+from nnsight_engine.vllm_backend.families import UnsupportedModelError
+from nnsight_engine.vllm_backend.outline import outlined
+from nnsight_engine.vllm_backend.traces.points import EnginePoints, standard_name
+
+MODULES = {
+    "LlamaForCausalLM": (
+        "model.layers",
+        "model.norm",
+        ("self_attn", "self_attn.qkv_proj", "self_attn.attn", "mlp", "mlp.gate_up_proj"),
+    ),
+    "GPT2LMHeadModel": ("transformer.h", "transformer.ln_f", ("attn", "attn.attn", "mlp", "mlp.act")),
+    "OPTForCausalLM": ("model.decoder.layers", "", ("self_attn", "fc1", "fc2")),
+}
+
+
+def points_of(architecture: str, *leaves: str) -> EnginePoints:
+    """Return the points of a model of two layers."""
+    layers, norm, parts = MODULES[architecture]
+    paths = dict.fromkeys((*_parents(layers), layers, *filter(None, [norm])))
+    for layer in range(2):
+        paths |= {f"{layers}.{layer}": None, **{f"{layers}.{layer}.{part}": None for part in parts}}
+    root = Envoy(outlined([("", architecture, "", ""), *((path, "Module", "", "") for path in paths)]))
+    names = ("embed.output", "input", "output", *leaves, *(["norm.output"] if norm else []), "logits")
+    spec = ModelSpec(
+        name="tiny",
+        architecture=architecture,
+        num_layers=2,
+        hidden_size=8,
+        vocab_size=16,
+        dtype="float32",
+        max_model_len=8,
+        max_num_batched_tokens=8,
+        leaves=tuple(LeafSpec(name, (8,), "tap", ()) for name in names),
+        max_capture_bytes=1,
+    )
+    return EnginePoints.on_client(root, architecture, spec)
+
+
+def _parents(path: str) -> list[str]:
+    parts = path.split(".")[:-1]
+    return [".".join(parts[: end + 1]) for end in range(len(parts))]
+
+
+@pytest.mark.parametrize(
+    "name", ["points", "layers", "norm", "embed", "layers.1", "layers.1.attn", "layers.0.mlp"]
+)
+def test_every_name_is_found_again(name: str) -> None:
+    points = points_of("LlamaForCausalLM", "attn.q", "mlp.output")
+    assert standard_name(points.standard(name)) == name
+
+
+def test_other_things_have_no_standard_name() -> None:
+    assert standard_name(points_of("LlamaForCausalLM").root) is None
+    assert standard_name("layers") is None
+
+
+def test_points_are_listed_in_the_models_order() -> None:
+    points = points_of("LlamaForCausalLM", "mlp.output", "attn.q")
+    layer = ["input", "attn.q", "mlp.output", "output"]
+    listed = [f"layers.{number}.{leaf}" for number in range(2) for leaf in layer]
+    assert list(points()) == ["embed.output", *listed, "norm.output", "logits"]
+    assert "layers.1.attn.q" in points
+    assert "layers.1.attn.input" not in points
+
+
+def test_a_module_hides_the_point_of_its_name() -> None:
+    layers = points_of("GPT2LMHeadModel", "mlp.act", "attn.heads").standard("layers")
+    assert isinstance(layers[0].mlp.act, Envoy)
+    with pytest.raises(ValueError, match=r"layers\.0\.attn\.heads"):
+        _ = layers[0].attn.heads
+
+
+def test_parts_that_are_no_modules_have_points_alone() -> None:
+    points = points_of("OPTForCausalLM", "mlp.up")
+    mlp = points.standard("layers")[1].mlp
+    assert standard_name(mlp) == "layers.1.mlp"
+    assert dir(mlp) == ["up"]
+    with pytest.raises(UnknownPointError, match=r"norm\.output"):
+        points.standard("norm")
+
+
+def test_ranks_say_why_a_point_is_missing() -> None:
+    with pytest.raises(UnknownPointError, match="each has only a part"):
+        _ = points_of("LlamaForCausalLM")["layers.0.attn.q"]
+
+
+def test_hostile_names_are_unknown_points() -> None:
+    points = points_of("LlamaForCausalLM")
+    for name in ("", "layers", "layers.", "layers.0", "layers.-9.output", "layers.*.output", "x" * 10_000):
+        with pytest.raises(UnknownPointError):
+            _ = points[name]
+
+
+def test_a_model_of_no_table_is_refused() -> None:
+    points = points_of("LlamaForCausalLM")
+    spec = ModelSpec("m", "MambaForCausalLM", 1, 1, 1, "float32", 1, 1, (), 1)
+    with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
+        EnginePoints.on_client(points.root, "MambaForCausalLM", spec)

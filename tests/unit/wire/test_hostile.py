@@ -1,0 +1,227 @@
+"""Bytes from anyone: a value, or ``DecodeError``; never another error, never room or time without end."""
+
+from __future__ import annotations
+
+import random
+import struct
+import sys
+import tracemalloc
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight_engine.wire import DATA_ONLY, TRUSTED, DecodeError, Limits, Policy, decode, encode
+from nnsight_engine.wire.kinds import Kind
+from nnsight_engine.wire.message import MAGIC, VERSION, Table, pack
+
+HEAD = struct.Struct("<4sBBBxIIIIIIQQ")
+
+
+def message(*nodes: tuple[Kind, list[int], Any], tensors: dict[str, torch.Tensor] | None = None) -> bytes:
+    """Return a message of nodes that no sender would write; the first is the root."""
+    kinds, children, payloads = [list(column) for column in zip(*nodes, strict=True)]
+    return pack(Table([*map(int, kinds)], children, payloads, tensors or {}), Limits())
+
+
+def refused(data: bytes, match: str = "", **options: Any) -> None:
+    with pytest.raises(DecodeError, match=match):
+        decode(data, **options)
+
+
+class Thing:
+    def __init__(self) -> None:
+        self.data = [1, "two", {3: (4.0, b"5")}]
+
+
+def function(value: int) -> int:
+    return value + 1
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_broken_messages_are_decode_errors(trusted: bool) -> None:
+    values: list[Any] = [
+        [1, 2.5, "text", {"a": (None, {1, 2})}, torch.ones(2), torch.Size([1])],
+        {"x": [range(3), slice(1)]},
+    ]
+    if trusted:  # source that was changed may do anything, so names are all that this policy allows
+        values += [Thing, [Thing(), function]]
+    policy = Policy(lambda module, _name: False, allow_source=True) if trusted else DATA_ONLY
+    generator = random.Random(7)
+    for data in map(encode, values):
+        for _ in range(400):
+            broken = bytearray(data)
+            for _ in range(generator.randrange(1, 4)):
+                broken[generator.randrange(len(broken))] = generator.randrange(256)
+            cut = broken[: generator.randrange(len(broken))] if generator.random() < 0.2 else broken
+            try:
+                decode(cut, policy=policy)
+            except DecodeError:
+                continue
+
+
+def test_random_tables_are_values_or_decode_errors() -> None:
+    generator = random.Random(11)
+    data_kinds = [kind for kind in Kind if kind < Kind.NAME]
+    scalars = {
+        Kind.INT: 3, Kind.FLOAT: 0.5, Kind.STR: "float32", Kind.DTYPE: "float32", Kind.DEVICE: "cpu",
+    }  # fmt: skip
+    for _ in range(3000):
+        size = generator.randrange(1, 12)
+        nodes = []
+        for _ in range(size):
+            kind = generator.choice(data_kinds)
+            arity = generator.choice([0, 0, 1, 2, 3, 7])
+            children = [generator.randrange(size) for _ in range(arity)]
+            nodes.append((kind, children, scalars.get(kind, b"ab")))
+        try:
+            decode(message(*nodes))
+        except DecodeError:
+            continue
+
+
+def test_what_is_no_message_and_what_is_of_another_version() -> None:
+    refused(b"", "no message")
+    refused(b"\x80\x04}.", "no message")
+    data = bytearray(encode(1))
+    data[4] = VERSION + 1
+    refused(bytes(data), "this side is older")
+    data[4] = VERSION - 1
+    refused(bytes(data), "the sender is older")
+    data[4:6] = bytes([VERSION, 1])
+    refused(bytes(data), "flags 0x1")
+
+
+def test_sizes_are_believed_only_if_they_fit() -> None:
+    refused(HEAD.pack(MAGIC, VERSION, 0, 0, 2**32 - 1, 0, 0, 0, 0, 0, 0, 0), "other sizes")
+    refused(encode([1] * 100), "may have", limits=Limits(max_bytes=10))
+    refused(encode(list(range(100))), "101 objects", limits=Limits(max_nodes=10))
+    refused(encode("x" * 100), "a string", limits=Limits(max_text_bytes=10))
+
+
+def test_a_tensor_of_any_claimed_size_takes_no_room() -> None:
+    def tensor(*shape: int, name: bool = True) -> bytes:
+        sizes: list[tuple[Kind, list[int], Any]] = [(Kind.INT, [], size) for size in shape]
+        return message(
+            (Kind.TENSOR, [1 if name else 5, 2, 3, 4, 6, 7, 5], None),
+            (Kind.STR, [], "0"),
+            (Kind.DTYPE, [], "float32"),
+            (Kind.TUPLE, list(range(8, 8 + len(sizes))), None),
+            (Kind.DEVICE, [], "cpu"),
+            (Kind.NONE, [], None),
+            (Kind.FALSE, [], None),
+            (Kind.STR, [], "tensor"),
+            *sizes,
+            tensors={"0": torch.ones(2)},
+        )
+
+    assert decode(tensor(2)).tolist() == [1, 1]
+    tracemalloc.start()
+    refused(tensor(2**40), "bytes, not 8")
+    refused(tensor(2**61, 2**61), "bytes, not 8")
+    refused(tensor(-1, -2), "impossible")
+    refused(tensor(2**40, name=False), "no values")
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+
+
+def test_cycles_that_nothing_can_be_made_from() -> None:
+    refused(message((Kind.TUPLE, [0], None)), "need each other")
+    refused(message((Kind.TUPLE, [1], None), (Kind.FROZENSET, [0], None)), "need each other")
+    refused(message((Kind.LIST, [1], None), (Kind.TUPLE, [1, 0], None)), "need each other")
+
+
+def test_keys_that_would_hash_forever() -> None:
+    deep: Any = 1
+    for _ in range(100_000):
+        deep = (deep,)
+    node = decode(encode([deep]))  # as a value it is fine
+    assert node
+    nodes: list[tuple[Kind, list[int], Any]] = [(Kind.SET, [1], None)]
+    nodes += [(Kind.TUPLE, [at + 2], None) for at in range(100_000)]
+    refused(message(*nodes, (Kind.INT, [], 1)), "tuples deep")
+    doubling: list[tuple[Kind, list[int], Any]] = [(Kind.TUPLE, [at + 2] * 2, None) for at in range(100)]
+    refused(message((Kind.SET, [1], None), *doubling, (Kind.INT, [], 1)), "steps")
+    huge: tuple[Kind, list[int], Any] = (Kind.BIG_INT, [], b"\1" * 10_000_000)
+    refused(message((Kind.FROZENSET, [1] * 1000, None), huge), "steps")
+    colliding = [at * sys.hash_info.modulus for at in range(5000)]
+    refused(encode(dict.fromkeys(colliding[:1500])), "same hash")
+    refused(encode(set(colliding[:1500])), "same hash")
+    refused(message((Kind.SET, [1], None), (Kind.LIST, [], None)), "unhashable")
+
+
+def test_long_chains_that_would_be_freed_by_recursion() -> None:
+    size = 100_000
+    slices: list[tuple[Kind, list[int], Any]] = [(Kind.SLICE, [at + 1] * 3, None) for at in range(size)]
+    refused(message(*slices, (Kind.NONE, [], None)), "others deep")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os:system",
+        "builtins:eval",
+        "builtins:exec",
+        "subprocess:Popen",
+        "torch:load",
+        "tempfile:NamedTemporaryFile",
+    ],
+)
+def test_results_import_nothing_but_data(name: str) -> None:
+    refused(message((Kind.NAME, [], name)), "does not take")
+
+
+def test_results_call_no_function_and_no_class_that_makes_room() -> None:
+    call = (Kind.CALL, [1, 2, 4, 4, 4, 4, 4], None)
+    rest: list[tuple[Kind, list[int], Any]] = [
+        (Kind.TUPLE, [3], None),
+        (Kind.INT, [], 2**40),
+        (Kind.NONE, [], None),
+    ]
+    refused(message(call, (Kind.NAME, [], "builtins:bytes"), *rest), "asks to call")
+    refused(message(call, (Kind.NAME, [], "torch:zeros"), *rest), "does not take")
+    refused(message((Kind.ENUM_MEMBER, [1, 3], None), (Kind.NAME, [], "builtins:bytes"), *rest), "no enum")
+    walk: list[tuple[Kind, list[int], Any]] = [
+        (Kind.TUPLE, [3], None),
+        (Kind.RANGE, [5, 6, 5], None),
+        rest[2],
+    ]
+    walk += [(Kind.INT, [], 1), (Kind.INT, [], 2**40)]
+    refused(message(call, (Kind.NAME, [], "collections:Counter"), *walk), "never made from")
+    new = (Kind.NEW, call[1], None)
+    refused(message(new, (Kind.NAME, [], "builtins:bytes"), *rest), "asks to call")
+    refused(message(new, (Kind.NAME, [], "collections:OrderedDict.fromkeys"), *rest), "does not take")
+
+
+def test_results_hold_no_code() -> None:
+    refused(encode(function), "holds code")
+    refused(encode(Thing()), "holds code")
+    refused(encode(len), "does not take")
+    refused(encode(torch), "does not take")
+    refused(encode(torch.nn.Linear(1, 1)), "does not take")
+
+
+def test_a_client_may_allow_its_own_classes() -> None:
+    arrived = decode(encode(Thing()), policy=TRUSTED)  # there, where the class came as source
+    back = encode(arrived)
+    refused(back, "does not take")
+
+
+def test_a_policy_is_asked_before_anything_is_imported() -> None:
+    asked: list[tuple[str, str]] = []
+
+    def may_import(module: str, name: str) -> bool:
+        asked.append((module, name))
+        return False
+
+    refused(
+        message((Kind.NAME, [], "antigravity:x")), "antigravity", policy=Policy(may_import, allow_source=True)
+    )
+    refused(message((Kind.MODULE, [], "this")), "this", policy=Policy(may_import, allow_source=True))
+    assert asked == [("antigravity", "x"), ("this", "")]
+    assert "antigravity" not in sys.modules
+
+
+def test_what_is_not_installed_here_says_what_to_do() -> None:
+    refused(message((Kind.NAME, [], "no_such_package:thing")), "register_by_value", policy=TRUSTED)
+    refused(message((Kind.NAME, [], "math:nothing")), "math.nothing", policy=TRUSTED)
