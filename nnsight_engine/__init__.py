@@ -30,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BUNDLED_MODEL_NAME",
     "CONFIG",
+    "VLLM",
     "BundledModelError",
     "DiffusionModel",
     "Envoy",
@@ -50,6 +51,7 @@ _HOMES = {
     "Envoy": "nnsight_engine.envoys.envoy",
     "LanguageModel": "nnsight_engine.modeling.language",
     "NNsight": "nnsight_engine.modeling.base",
+    "VLLM": "nnsight_engine.vllm_backend.vllm",
     "VisionLanguageModel": "nnsight_engine.modeling.vision_language",
     "bundled_model_path": "nnsight_engine.modeling.bundled",
     "eproperty": "nnsight_engine.envoys.eproperty",

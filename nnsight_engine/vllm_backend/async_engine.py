@@ -33,6 +33,7 @@ from nnsight_engine.vllm_backend.call import (
 from nnsight_engine.vllm_backend.compat import check_supported
 from nnsight_engine.vllm_backend.interning import ContentTable
 from nnsight_engine.vllm_backend.router import ResultRouter
+from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 
 
 class InterventionAsyncLLM(AsyncLLM):
@@ -95,10 +96,12 @@ class InterventionAsyncLLM(AsyncLLM):
         extra = sampling_params.extra_args or {}
         ticket = extra.get(TICKET_KEY)
         call = self._calls.get(ticket) if isinstance(ticket, str) else None
-        if PLAN_KEY in extra or (ticket is not None and call is None):
+        forged = PLAN_KEY in extra or TRACE_KEY in extra
+        if forged or (ticket is not None and call is None):
             raise ApiError(
                 ErrorCode.BAD_REQUEST,
-                f"vllm_xargs may not name {PLAN_KEY!r} or {TICKET_KEY!r}; send `interventions` instead",
+                f"vllm_xargs may not name {PLAN_KEY!r}, {TRACE_KEY!r} or {TICKET_KEY!r}; "
+                "send `interventions` instead",
                 "vllm_xargs",
             )
         if call is None:

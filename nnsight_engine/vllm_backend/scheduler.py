@@ -64,7 +64,7 @@ class InterventionScheduler(Scheduler):
         return output
 
     def _hold_back(self) -> list[Request]:
-        """Take out of the queue whoever comes first with a traced prompt too long for what is left of the step.
+        """Take out of the queue the first traced prompt that is too long for what is left of the step.
 
         Everyone behind it waits as well, or it would never have its turn.
         """

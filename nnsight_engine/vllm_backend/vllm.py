@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, NoReturn
 
 import torch
 from vllm import LLM, EngineArgs
 
+from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.interleaving.batching import Batcher
 from nnsight_engine.modeling.wrapper import WrapperModule
@@ -20,8 +21,6 @@ from nnsight_engine.vllm_backend.request_tracer import RequestTracer
 from nnsight_engine.vllm_backend.traces.model import LOGITS, SAMPLES
 from nnsight_engine.vllm_backend.traces.points import EnginePoints, StandardNames
 
-Mode = Literal["sync", "async"]
-
 
 class VLLM(StandardNames):
     """A model in vLLM's engine: ``with model.trace("Hello", max_tokens=5) as tracer:``.
@@ -29,11 +28,12 @@ class VLLM(StandardNames):
     A block runs in the engine's workers, on the rows of its own request, while other requests share the
     steps. What it saves comes back into the user's variables. Modules are vLLM's: their values are flat,
     ``[tokens, width]``, and ``print(model)`` shows which there are. Behind them, ``model.logits.output`` is
-    ``[1, vocabulary]`` and ``model.samples.output`` ``[1, 1]``, once per generated token.
+    ``[1, vocabulary]`` and ``model.samples.output`` ``[1, 1]``, once per generated token. Beside the modules
+    are the standard points of ``LanguageModel``, as ``[tokens, ...]``: ``model.layers[3].attn.heads``,
+    ``model.points``.
 
     Args:
         model: A model's name or folder, as vLLM takes it.
-        mode: Whether traces run when their block ends, or stream: ``async for output in tracer.backend()``.
         dispatch: Start the engine now; otherwise with the first trace.
         rename: Further names for modules.
         limits: What blocks may use.
@@ -47,22 +47,18 @@ class VLLM(StandardNames):
         self,
         model: str,
         *,
-        mode: Mode = "sync",
         dispatch: bool = False,
         rename: Mapping[str, Any] | None = None,
         limits: EngineLimits | None = None,
         **engine_args: Any,
     ) -> None:
         """Prepare; the engine starts with ``dispatch``."""
-        if mode not in ("sync", "async"):
-            raise ValueError(f"mode is 'sync' or 'async', got {mode!r}")
         super().__init__(torch.nn.Module(), rename=rename)
         mine = self.__dict__
         mine["_engine_args"] = {"model": str(model), **engine_args}
         mine["_limits"] = limits or EngineLimits()
         mine["_starting"] = threading.RLock()
         mine["engine"] = None
-        mine["mode"] = mode
         if dispatch:
             self.dispatch()
 
@@ -78,7 +74,13 @@ class VLLM(StandardNames):
                 **arguments.pop("additional_config", {}),
                 **ours["additional_config"],
             }
-            check_supported(EngineArgs(**arguments, **ours).create_engine_config())
+            config = EngineArgs(**arguments, **ours).create_engine_config()
+            check_supported(config)
+            if config.parallel_config.tensor_parallel_size > 1:
+                raise UnsupportedOptionError(
+                    "tensor_parallel_size > 1 is not supported for traces yet: a block would see the columns "
+                    "of one rank only; use 1"
+                )
             self.__dict__["engine"] = LLM(**arguments, **ours)
             entries = self.__dict__["engine"].collective_rpc("outline_model")[0]
             self._update(outlined([tuple(entry) for entry in entries]))
@@ -100,6 +102,7 @@ class VLLM(StandardNames):
         return self.__dict__["engine"] is not None
 
     def _standard_points(self) -> EnginePoints | None:
+        """Return the points; the engine knows them, so it starts if need be."""
         if "engine" in self.__dict__:
             self.dispatch()
         return super()._standard_points()
@@ -127,9 +130,23 @@ class VLLM(StandardNames):
             tracer_cls: The kind of trace.
             **kwargs: Sampling parameters, for all invokes that have none of their own.
         """
+        if kwargs.pop("validate", False) or kwargs.pop("scan", False):
+            raise NotImplementedError("validate=True is not supported on vLLM yet: leave it out")
         kwargs.setdefault("max_tokens", kwargs.pop("max_new_tokens", 1))
         self.dispatch()
         return super().trace(*args, backend=backend, tracer_cls=tracer_cls, **kwargs)  # type: ignore[return-value]
+
+    def scan(self, *args: Any, fn: Any = None, **kwargs: Any) -> NoReturn:
+        """Refuse: the engine runs on real values only."""
+        raise NotImplementedError(
+            "scan() is not supported on vLLM yet: run the block once on one token instead"
+        )
+
+    def edit(self, *, inplace: bool = False, backend: Backend | None = None) -> NoReturn:
+        """Refuse: a block cannot stay in the engine yet."""
+        raise NotImplementedError(
+            "edit() is not supported on vLLM yet: write the edit into each trace's block"
+        )
 
     # How invokes become requests.
 

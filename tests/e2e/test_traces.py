@@ -12,7 +12,8 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from nnsight_engine import save
+from nnsight_engine import bundled_model_path, save
+from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.interleaving.events import MissedProviderError, OutOfOrderError
 from nnsight_engine.interleaving.threads import TimeBudgetError
 from nnsight_engine.vllm_backend.compat import EngineLimits
@@ -303,3 +304,17 @@ def test_what_is_wrong_is_said_before_anything_runs(model: VLLM) -> None:
     lock = open("/dev/null")  # noqa: SIM115 - closed below
     with pytest.raises(ValueError, match="lock"), lock, model.trace("a"):
         save(lock)
+
+
+def test_what_is_not_there_yet_is_refused_by_name(model: VLLM) -> None:
+    with pytest.raises(NotImplementedError, match="scan"):
+        model.scan("a")
+    with pytest.raises(NotImplementedError, match="edit"):
+        model.edit()
+    with pytest.raises(NotImplementedError, match="validate"):
+        model.trace("a", validate=True)
+    with pytest.raises(UnsupportedOptionError, match="tensor_parallel_size"):
+        VLLM(str(bundled_model_path()), tensor_parallel_size=3, dispatch=True)
+    with pytest.raises(ValueError, match=r"cache\(\) is not supported on vLLM yet"):
+        with model.trace("a") as tracer:
+            tracer.cache()

@@ -11,6 +11,7 @@ import torch
 from vllm import SamplingParams
 
 from nnsight_engine import save
+from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.traces import HeldTracer, Plain, run_together
@@ -93,7 +94,7 @@ def test_short_prompts_are_not_split_however_busy_the_step(model: VLLM) -> None:
         )
 
 
-def generating(model: VLLM, number: int) -> HeldTracer:
+def generating(model: VLLM, number: int) -> SentTrace:
     """Return a trace that reads, and every second one that writes, at each of 90 tokens."""
     prompt = f"Story number {number}. " + SHORT
     writes = number % 2 == 0
@@ -105,12 +106,13 @@ def generating(model: VLLM, number: int) -> HeldTracer:
                 model.model.layers[5].mlp.output[:] += direction * 0.3
             rows.append(model.model.layers[20].mlp.output)
             tokens.append(model.samples.output.item())
-    return tracer
+    sent: SentTrace = tracer.sent
+    return sent
 
 
 def test_preempted_requests_read_once_and_write_again(model: VLLM) -> None:
-    together = run_together(model, [generating(model, number).sent for number in range(8)])
-    alone = [run_together(model, [generating(model, number).sent]) for number in range(8)]
+    together = run_together(model, [generating(model, number) for number in range(8)])
+    alone = [run_together(model, [generating(model, number)]) for number in range(8)]
     steps_without = 90 + 8 * 2
     assert together.num_steps > steps_without, "nothing was preempted, so nothing was shown"
     for number in range(8):

@@ -11,6 +11,7 @@ Nothing a block does raises into the model: the request notes its failure and is
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -283,9 +284,9 @@ class TracedRequest(Interleaver):
         """Show caches the value as the blocks have left it."""
         if not (self.in_step and self._num_new) or self.muted is not None:
             return
+        self.batcher.current_value, self.batcher.loans = value, None
         for watcher in self._shown.get(provider, ()):
-            self.batcher.current_value, self.batcher.loans = value, None
-            watcher.add(provider, self.number, value)
+            self._guarded(functools.partial(watcher.add, provider, self.number, value))
 
     def _skipped_value(self, provider: str, value: Any) -> Any:
         skip = self._skips.pop(provider)

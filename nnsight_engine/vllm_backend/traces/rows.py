@@ -57,12 +57,12 @@ class FlatBatcher(Batcher):
         """A request never owns the flat tensors, even alone in the batch: it gets copies."""
         return False
 
-    def narrow(self, group: BatchGroup | None) -> Any:
-        """Return a copy of the current value with only these rows."""
-        assert group is not None  # noqa: S101 - a request has rows
-        narrowed = map_tensors(self.current_value, lambda tensor: self._rows(tensor, group))
+    def narrow(self, group: BatchGroup | None) -> Any:  # noqa: ARG002 - a batcher has one request
+        """Return a copy of the current value with only the request's rows, wherever they were before."""
+        own = self.group
+        narrowed = map_tensors(self.current_value, lambda tensor: self._rows(tensor, own))
         if not isinstance(narrowed, torch.Tensor):
-            self._lending().trees.append((narrowed, list(tensors(narrowed)), group))
+            self._lending().trees.append((narrowed, list(tensors(narrowed)), own))
         return narrowed
 
     def _lending(self) -> _Copies:

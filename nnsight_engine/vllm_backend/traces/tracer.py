@@ -26,6 +26,12 @@ class BlockTracer(InterleavingTracer):
             "side in a trace without an input of its own: `with model.trace() as tracer:`."
         )
 
+    def cache(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002 - refused whatever it is
+        """Refuse: a cache cannot travel back yet."""
+        raise ValueError(
+            "tracer.cache() is not supported on vLLM yet; save the values of the modules one by one"
+        )
+
     def known_barrier(self, number: int, participants: int) -> Barrier:
         """Return a barrier that was made before the invokes; all of them share it."""
         barrier = self._barriers.get(number)

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import torch
 
 from nnsight_engine.interleaving.threads import Threads
@@ -103,18 +104,24 @@ class WorkerTraces:
             del self._live[request_id]
         for request_id, plain in arrived:
             if request_id not in self._members:
-                self._arrive(request_id, TraceEntry.from_plain(plain))
+                self._arrive(request_id, plain)
         self._drop_uncollected()
 
-    def _arrive(self, request_id: str, entry: TraceEntry) -> None:
-        choice = (
-            int(request_id.partition("_")[0]) if entry.num_choices > 1 else 0
-        )  # vLLM's: <choice>_<parent>
-        member = _Member(None, None, entry, choice)
+    def _arrive(self, request_id: str, plain: Any) -> None:
+        try:
+            entry = TraceEntry.from_plain(plain)
+        except msgspec.ValidationError:
+            logger.exception("a request brought something that is no trace")
+            self._ended.append(request_id)
+            return
+        choice, _, _ = (
+            request_id.partition("_") if entry.num_choices > 1 else ("0", "", "")
+        )  # <choice>_<parent>
+        member = _Member(None, None, entry, int(choice))
         self._members[request_id] = member
         self._by_key.setdefault(entry.key, []).append(request_id)
         try:
-            member.context = self._context(entry, choice)
+            member.context = self._context(entry, int(choice))
             mediator = member.context.mediator(entry.index, self._threads)
             self._num_arrived += 1
             member.request = TracedRequest(self.board, mediator, self._num_arrived)
@@ -129,7 +136,13 @@ class WorkerTraces:
     def _context(self, entry: TraceEntry, choice: int) -> TraceContext:
         context = self._contexts.get((entry.key, choice))
         if context is None:
-            context = self._contexts[(entry.key, choice)] = TraceContext(entry, self.model)
+            # On a thread, because reading a trace runs code of its sender's, and outside of inference mode.
+            stack = self._threads.take()
+            context, error = stack.start(lambda: TraceContext(entry, self.model)).empty()
+            if error is not None:
+                raise error
+            assert context is not None  # noqa: S101 - one or the other
+            self._contexts[(entry.key, choice)] = context
         return context
 
     def takes_part(self, request_id: str) -> bool:
