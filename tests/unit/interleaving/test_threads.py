@@ -1,0 +1,115 @@
+"""Blocks on threads: the baton, the time limit, and what is left behind."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight_engine.interleaving.interleaver import Interleaver
+from nnsight_engine.interleaving.stacks import Done
+from nnsight_engine.interleaving.threads import ThreadMediator, Threads, ThreadStack, TimeBudgetError
+
+
+def run_one(block: Callable[[ThreadMediator], Any], budget_s: float = 5.0, **values: Any) -> Interleaver:
+    """Run a block beside a model that provides ``values``."""
+    mediator: ThreadMediator = ThreadMediator(lambda: block(mediator), None, Threads(budget_s), seed=1)
+    interleaver = Interleaver([mediator])
+
+    def model() -> None:
+        for name, value in values.items():
+            interleaver.handle(name, value, iterate=True)
+
+    interleaver.run(model)
+    return interleaver
+
+
+def test_the_baton_goes_back_and_forth() -> None:
+    stack = ThreadStack(5.0)
+
+    def job() -> str:
+        return f"{stack.hand_over('first')} {stack.hand_over('second')}"
+
+    assert stack.start(job) == "first"
+    assert stack.resume("one") == "second"
+    done = stack.resume("two")
+    assert type(done) is Done
+    assert done.empty() == ("one two", None)
+
+
+def test_a_block_reads_and_writes_from_its_thread() -> None:
+    seen: list[Any] = []
+
+    def block(mediator: ThreadMediator) -> None:
+        seen.append((mediator.request("a.i0"), threading.current_thread() is threading.main_thread()))
+        mediator.swap("b.i0", 3)
+        seen.append(mediator.request("b.i0"))
+
+    run_one(block, a=1, b=2)
+    assert seen == [(1, False), 3]
+
+
+def test_errors_come_out_where_the_model_runs() -> None:
+    def block(mediator: ThreadMediator) -> None:
+        mediator.request("a.i0")
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        run_one(block, a=1)
+
+
+def test_a_block_that_computes_for_ever_is_stopped() -> None:
+    ended = threading.Event()
+
+    def block(mediator: ThreadMediator) -> None:
+        mediator.request("a.i0")
+        try:
+            while True:
+                pass
+        finally:
+            ended.set()
+
+    with pytest.raises(TimeBudgetError, match=r"0\.2 s"):
+        run_one(block, 0.2, a=1)
+    assert ended.wait(5)
+
+
+def test_a_block_that_sleeps_is_left_behind_and_harms_nobody() -> None:
+    def block(mediator: ThreadMediator) -> None:
+        mediator.request("a.i0")
+        time.sleep(3600)
+
+    with pytest.raises(TimeBudgetError):
+        run_one(block, 0.1, a=1)
+    called: list[str] = []
+    before = sys.gettrace()
+    sys.settrace(lambda *_: None)  # functions would never begin, were the error still pending
+    try:
+        called.extend(str(number) for number in range(3))
+    finally:
+        sys.settrace(before)
+    assert called == ["0", "1", "2"]
+
+
+def test_random_numbers_are_the_blocks_own() -> None:
+    drawn: list[torch.Tensor] = []
+
+    def block(mediator: ThreadMediator) -> None:
+        drawn.append(torch.randn(2))
+        mediator.request("a.i0")
+        drawn.append(torch.randn(2))
+
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    run_one(block, a=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    first = list(drawn)
+    drawn.clear()
+    torch.manual_seed(7)
+    run_one(block, a=1)
+    assert all(torch.equal(one, other) for one, other in zip(first, drawn, strict=True))
