@@ -36,7 +36,7 @@ def model(bundled: Path) -> Iterator[VLLM]:
         enforce_eager=True,
         max_model_len=512,
         max_num_seqs=32,
-        limits=EngineLimits(trace_step_s=1.0),
+        limits=EngineLimits(trace_step_s=2.0),
     )
     yield model
     assert model.engine.collective_rpc("count_interventions")[0] == {
