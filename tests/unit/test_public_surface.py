@@ -18,6 +18,7 @@ NAMES = [
     "Envoy",
     "LanguageModel",
     "NNsight",
+    "VLLM",
     "VisionLanguageModel",
     "__version__",
     "bundled_model_path",
