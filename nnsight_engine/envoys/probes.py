@@ -29,13 +29,25 @@ class Probes:
     one's probes call what they found. A trace of another thread on any of the modules waits for its turn.
     """
 
-    def __init__(self, modules: Iterable[tuple[torch.nn.Module, str]], interleaver: Interleaver) -> None:
-        """Prepare a probe for each module, which is known by its path."""
+    def __init__(
+        self,
+        modules: Iterable[tuple[torch.nn.Module, str]],
+        interleaver: Interleaver,
+        *,
+        calls_forward: Callable[[torch.nn.Module], bool] = lambda _: False,
+    ) -> None:
+        """Prepare a probe for each module, which is known by its path.
+
+        Args:
+            modules: The modules and their paths.
+            interleaver: What values go through.
+            calls_forward: Whether a module's class calls ``forward`` by itself, past torch's slot.
+        """
         self._interleaver = interleaver
         self._probes = [
             (module.__dict__, slot, _probe(path, interleaver, call), path)
             for module, path in modules
-            for slot, call in [_slot_of(module)]
+            for slot, call in [_forward_of(module) if calls_forward(module) else (_SLOT, module._call_impl)]
         ]
         self._modules = {id(attributes) for attributes, _, _, _ in self._probes}
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []
@@ -75,13 +87,7 @@ _installed: list[tuple[int, Probes]] = []
 """The probes in place, with their threads: a module has one slot, so this is the process's."""
 
 
-def _slot_of(module: torch.nn.Module) -> tuple[str, Callable[..., Any]]:
-    """Return where a module's probe goes, and what it stands before.
-
-    A class with a ``__call__`` of its own never looks into torch's slot, but it ends up in ``forward``.
-    """
-    if type(module).__call__ is torch.nn.Module.__call__:
-        return _SLOT, module._call_impl
+def _forward_of(module: torch.nn.Module) -> tuple[str, Callable[..., Any]]:
     return _FORWARD, module.forward
 
 

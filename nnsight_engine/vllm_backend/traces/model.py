@@ -51,7 +51,7 @@ class WorkerModel(StandardNames):
             self._add_envoy(WrapperModule(), name)
         modules = [(envoy._module, str(envoy.path)) for envoy in self._by_module.values()]  # noqa: SLF001
         mine = self.__dict__
-        mine["_probe_set"] = Probes(modules, board)  # type: ignore[arg-type] # as above
+        mine["_probe_set"] = Probes(modules, board, calls_forward=_calls_forward)  # type: ignore[arg-type] # as above
         mine["_kernel_probes"] = KernelProbes(_bare_kernels(points), board)
         mine["_config"] = config
         mine["_points"] = None if points is None else WorkerPoints(self, points)
@@ -129,3 +129,8 @@ def _envoys(points: ModelPoints | None) -> dict[type[torch.nn.Module], type[Envo
         gated = GatedMlpEnvoy if "mlp.gate" in family.leaves else MlpEnvoy
         found[type(mlp)] = UpEnvoy if hasattr(mlp, "act") else gated
     return found
+
+
+def _calls_forward(module: torch.nn.Module) -> bool:
+    """Tell whether a class has a ``__call__`` of its own, as those have that vLLM may compile."""
+    return type(module).__call__ is not torch.nn.Module.__call__
