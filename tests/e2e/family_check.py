@@ -4,7 +4,7 @@ Engines would pile up in one process, and vLLM's Transformers backend (GPT-NeoX)
 transformers' classes for the whole process: what transformers computes is computed here before
 the first engine starts. ``test_families`` runs this module and reads the report it writes.
 
-``python -m tests.e2e.family_check FAMILY FOLDER`` writes a checkpoint and ``report.json``, by
+``python -m tests.e2e.family_check FOLDER FAMILY`` writes a checkpoint and ``report.json``, by
 check the traceback of what went wrong or null, into the folder.
 """
 
@@ -22,6 +22,7 @@ import torch
 
 from api_schemas.points import MODEL_POINTS
 from nnsight_engine.plans.collected import CaptureResult, LensResult, LensToken
+from tests.e2e.check_process import REPORT
 from tests.e2e.harness import Ask, Engine, Reply
 from tests.families.checkpoints import NUM_LAYERS, write_checkpoint
 from tests.families.edits import Continuation, add, continued, place, zero
@@ -31,7 +32,6 @@ PROMPT_IDS: Final = [45, 257, 80, 301, 77, 78, 260, 90, 91, 120, 33, 44]
 NUM_TOKENS: Final = 6
 UNITS: Final = list(range(0, 192, 3))
 LENS_TARGETS: Final = [7, 45, 301]
-REPORT: Final = "report.json"
 COMPILED_FAMILIES: Final = ("llama", "gpt2")
 _COMPILED: Final[dict[str, Any]] = {"enforce_eager": False, "compilation_config": {"backend": "eager"}}
 
@@ -296,7 +296,7 @@ def _outcome(check: Check, engine: Engine, expected: Expected) -> str | None:
 
 def main() -> None:
     """Write the report of the family named on the command line."""
-    family, folder = sys.argv[1], Path(sys.argv[2])
+    folder, family = Path(sys.argv[1]), sys.argv[2]
     (folder / REPORT).write_text(json.dumps(run(family, folder)))
 
 

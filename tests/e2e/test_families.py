@@ -6,26 +6,20 @@ here read its report, so that a test's name says which check of which family fai
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Final
 
 import pytest
 
-from tests.e2e.family_check import CHECKS, COMPILED_CHECKS, COMPILED_FAMILIES, REPORT
+from tests.e2e.check_process import report_of
+from tests.e2e.family_check import CHECKS, COMPILED_CHECKS, COMPILED_FAMILIES
 from tests.families.checkpoints import FAMILIES, VARIANTS
 
 pytestmark = pytest.mark.e2e
 
-PROJECT: Final = Path(__file__).resolve().parents[2]
+_CHECKS: Final = "tests.e2e.family_check"
 _NUM_PROCESSES: Final = 2
-_TIMEOUT_S: Final = 240
-_OUTPUT_SHOWN: Final = 6000
 
 Report = dict[str, str | None]
 
@@ -43,7 +37,8 @@ def reports(
     families = list(dict.fromkeys(str(call.params["family"]) for call in calls))
     with ThreadPoolExecutor(_NUM_PROCESSES) as pool:
         yield {
-            family: pool.submit(check_family, family, tmp_path_factory.mktemp(family)) for family in families
+            family: pool.submit(report_of, _CHECKS, tmp_path_factory.mktemp(family), [family])
+            for family in families
         }
         pool.shutdown(cancel_futures=True)
 
@@ -52,32 +47,6 @@ def reports(
 def family(request: pytest.FixtureRequest) -> str:
     """Every family and variant."""
     return str(request.param)
-
-
-def check_family(family: str, folder: Path) -> Report:
-    """Run a family's checks; raises AssertionError with the output when they came to no report."""
-    environment = {
-        **os.environ,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # A graph compiled by an earlier version of the taps must not be found.
-        "VLLM_CACHE_ROOT": str(folder / "cache"),
-        # Two processes share the cores; left alone, both would bind to the same ones.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.family_check", family, str(folder)],
-        cwd=PROJECT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    output = done.stdout.decode("utf-8", "replace")[-_OUTPUT_SHOWN:]
-    assert done.returncode == 0, f"{family} exited with {done.returncode}:\n{output}"
-    report: Report = json.loads((folder / REPORT).read_text())
-    return report
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -6,10 +6,6 @@ share one engine, whose steps are so short that longer prompts come in chunks.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,17 +19,16 @@ from nnsight_engine.envoys.architectures.errors import PatternError, PointValueE
 from nnsight_engine.interleaving.events import OutOfOrderError
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.trace_points_check import BLOCKS, OTHER, PROMPT, REPORT
+from tests.e2e.check_process import report_of
+from tests.e2e.trace_points_check import BLOCKS, OTHER, PROMPT
 from tests.families.checkpoints import FAMILIES, HIDDEN_SIZE, NUM_LAYERS, VARIANTS, write_checkpoint
 
 pytestmark = pytest.mark.e2e
 
-PROJECT: Final = Path(__file__).resolve().parents[2]
+_CHECKS: Final = "tests.e2e.trace_points_check"
 LONG: Final = [*PROMPT, *OTHER, 7, 8, 9]
 GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "ignore_eos": True}
 _MAX_STEP: Final = 8
-_TIMEOUT_S: Final = 240
-_OUTPUT_SHOWN: Final = 6000
 _GROUPS: Final = [
     ("llama", "gpt2", "gpt_neox"),
     ("mistral", "gemma2", "opt"),
@@ -60,33 +55,10 @@ def reports(
         for group in _GROUPS:
             families = [family for family in group if family in wanted]
             if families:
-                future = pool.submit(_checked, families, tmp_path_factory.mktemp(families[0]))
+                future = pool.submit(report_of, _CHECKS, tmp_path_factory.mktemp(families[0]), families)
                 started |= dict.fromkeys(families, future)
         yield started
         pool.shutdown(cancel_futures=True)
-
-
-def _checked(families: list[str], folder: Path) -> Report:
-    environment = {
-        **os.environ,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # Two processes share the cores; left alone, both would bind to the same ones.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.trace_points_check", str(folder), *families],
-        cwd=PROJECT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    output = done.stdout.decode("utf-8", "replace")[-_OUTPUT_SHOWN:]
-    assert done.returncode == 0, f"{families} exited with {done.returncode}:\n{output}"
-    report: Report = json.loads((folder / REPORT).read_text())
-    return report
 
 
 @pytest.mark.parametrize("block", BLOCKS)

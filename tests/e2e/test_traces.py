@@ -18,7 +18,7 @@ from nnsight_engine.interleaving.events import MissedProviderError, OutOfOrderEr
 from nnsight_engine.interleaving.threads import TimeBudgetError
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.traces import HeldTracer, Plain, run_together
+from tests.e2e.traces import HeldTracer, Plain, run_together, traced_engine
 
 pytestmark = pytest.mark.e2e
 
@@ -29,24 +29,8 @@ GREEDY: dict[str, Any] = {"temperature": 0.0}
 @pytest.fixture(scope="module")
 def model(bundled: Path) -> Iterator[VLLM]:
     """Start an engine in this process."""
-    model = VLLM(
-        str(bundled),
-        dispatch=True,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=512,
-        max_num_seqs=32,
-        limits=EngineLimits(trace_step_s=2.0),
-    )
-    yield model
-    assert model.engine.collective_rpc("count_interventions")[0] == {
-        "requests": 0,
-        "vectors": 0,
-        "captured_bytes": 0,
-        "traced": 0,
-        "traces": 0,
-    }
-    model.shutdown()
+    with traced_engine(bundled, max_num_seqs=32, limits=EngineLimits(trace_step_s=2.0)) as model:
+        yield model
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from nnsight_engine import save
 from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.traces import HeldTracer, Plain, run_together
+from tests.e2e.traces import HeldTracer, Plain, run_together, traced_engine
 
 pytestmark = pytest.mark.e2e
 
@@ -26,19 +26,14 @@ SHORT = "It was a dark and stormy night. " * 4
 @pytest.fixture(scope="module")
 def model(bundled: Path) -> Iterator[VLLM]:
     """Start an engine with steps of 64 tokens and memory for 24 blocks of 32."""
-    model = VLLM(
-        str(bundled),
-        dispatch=True,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=512,
-        max_num_batched_tokens=64,
-        max_num_seqs=16,
-        block_size=32,
-        num_gpu_blocks_override=24,
-    )
-    yield model
-    model.shutdown()
+    options = {
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 16,
+        "block_size": 32,
+        "num_gpu_blocks_override": 24,
+    }
+    with traced_engine(bundled, **options) as model:
+        yield model
 
 
 def test_a_read_gathers_the_chunks_of_a_prompt(model: VLLM, reference: Any) -> None:

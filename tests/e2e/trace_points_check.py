@@ -19,9 +19,9 @@ import torch
 
 from nnsight_engine import LanguageModel, save
 from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.check_process import REPORT
 from tests.families.checkpoints import write_checkpoint
 
-REPORT: Final = "report.json"
 PROMPT: Final = [45, 257, 80, 301, 77, 78, 260, 90]
 OTHER: Final = [91, 120, 33, 44, 260, 18, 77, 45]
 NUM_TOKENS: Final = 4

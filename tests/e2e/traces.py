@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from vllm import RequestOutput, SamplingParams
@@ -11,6 +13,17 @@ from vllm.sampling_params import RequestOutputKind
 
 from nnsight_engine.vllm_backend.request_tracer import Outcome, RequestTracer, SentTrace
 from nnsight_engine.vllm_backend.vllm import VLLM
+
+
+@contextlib.contextmanager
+def traced_engine(model: Path, **options: Any) -> Iterator[VLLM]:
+    """Start an engine in this process, eager and in float32; in the end it holds nothing of any trace."""
+    engine = VLLM(
+        str(model), dispatch=True, dtype="float32", enforce_eager=True, max_model_len=512, **options
+    )
+    yield engine
+    assert not any(engine.engine.collective_rpc("count_interventions")[0].values())
+    engine.shutdown()
 
 
 class HeldTracer(RequestTracer):
