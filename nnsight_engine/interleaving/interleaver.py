@@ -44,9 +44,8 @@ class Interleaver:
         wanted: For each provider that is waited for, the blocks that wait, in the order they are answered.
         calls: How often each provider was reached.
         step: The highest call number that any module has begun.
-        thread: The thread of the run; the model may run in others at the same time, untraced.
-        listener: The thread whose calls of modules are the model's own; 0 while a block runs, which may call
-            modules for itself, and without a run.
+        listener: The thread whose calls of modules are the model's own, which may run in others at the same
+            time, untraced; 0 while a block runs, which may call modules for itself, and without a run.
         clock: The provider whose calls are the run's steps; None if any module's are.
         ending: Whether the run is over and blocks are being cleaned up.
     """
@@ -62,7 +61,6 @@ class Interleaver:
         self.calls: dict[str, int] = {}
         self.watchers: dict[str, list[Watcher]] = {}
         self.exclusive = threading.RLock()
-        self.thread = 0
         self.initialize(list(mediators), tracer, batcher)
 
     def initialize(
@@ -127,7 +125,7 @@ class Interleaver:
     def __enter__(self) -> Interleaver:
         """Start every block: each runs until it first waits."""
         self.interleaving = True
-        self.thread = self.listener = threading.get_ident()
+        self.listener = threading.get_ident()
         try:
             for mediator in self.mediators:
                 mediator.start(self)

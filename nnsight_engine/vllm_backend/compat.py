@@ -93,6 +93,11 @@ def platform_worker_class() -> Any:
     return resolve_obj_by_qualname(name)
 
 
+def brings(params: Any, key: str) -> bool:
+    """Tell whether a request's sampling parameters, None for a pooling one, carry an entry of ours."""
+    return params is not None and key in (params.extra_args or {})
+
+
 def attach_results(output: Any, results: StepResults) -> Any:
     """Let results ride on a runner's output, which travels pickled between vLLM's own processes."""
     if output is EMPTY_MODEL_RUNNER_OUTPUT:

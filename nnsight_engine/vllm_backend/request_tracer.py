@@ -44,7 +44,7 @@ class RequestTracer(InterleavingTracer):
     def _run_model(self) -> Any:
         """Send the requests, wait for all of them, and bring home what their blocks saved."""
         trace = SentTrace(self)
-        engine = self.model.__dict__["engine"]
+        engine = self.model.engine
         try:
             outputs = engine.generate(trace.prompts, trace.params, use_tqdm=False)
         except BaseException:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,13 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.records import StepResults
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.plans.step_plan import StepPlan
-from nnsight_engine.vllm_backend.compat import EngineLimits, attach_results, describe_model
+from nnsight_engine.vllm_backend.compat import EngineLimits, attach_results, brings, describe_model
 from nnsight_engine.vllm_backend.families import resolve_points
 from nnsight_engine.vllm_backend.hooks import hooked
 from nnsight_engine.vllm_backend.taps import CONTEXT_KEY, install_taps
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
-from nnsight_engine.vllm_backend.traces.worker_traces import TraceSpan, WorkerTraces
+from nnsight_engine.vllm_backend.traces.request import TraceSpan
+from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 from nnsight_engine.vllm_backend.worker_state import WorkerState
 
 
@@ -58,7 +60,7 @@ class InterventionRunnerMixin:
         )
         spec = describe_model(points, config, limits)
         install_taps(points.layers, points.family.hidden_index)
-        self.traces = WorkerTraces(model, budget_s=limits.trace_step_s)
+        self.traces = WorkerTraces(points, config, budget_s=limits.trace_step_s)
         self.interventions = WorkerState(
             points,
             spec,
@@ -74,27 +76,14 @@ class InterventionRunnerMixin:
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Register and forget requests, then run the step."""
-        arrived = [
-            (request.req_id, request.sampling_params.extra_args[PLAN_KEY])
-            for request in scheduler_output.scheduled_new_reqs
-            if request.sampling_params is not None
-            and request.sampling_params.extra_args
-            and PLAN_KEY in request.sampling_params.extra_args
-        ]
-        self.interventions.begin(arrived, scheduler_output.finished_req_ids)
+        finished = scheduler_output.finished_req_ids
+        self.interventions.begin(_arrived(scheduler_output, PLAN_KEY), finished)
         self._step = None
         self._scheduled = scheduler_output.num_scheduled_tokens
-        self._begin_traces(scheduler_output)
+        traced = _arrived(scheduler_output, TRACE_KEY)
+        if traced or not self.traces.idle:
+            self.traces.begin(traced, finished)
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
-
-    def _begin_traces(self, scheduler_output: Any) -> None:
-        arrived = [
-            (request.req_id, request.sampling_params.extra_args[TRACE_KEY])
-            for request in scheduler_output.scheduled_new_reqs
-            if request.sampling_params is not None and TRACE_KEY in (request.sampling_params.extra_args or {})
-        ]
-        if arrived or not self.traces.idle:
-            self.traces.begin(arrived, scheduler_output.finished_req_ids)
 
     def _model_forward(self, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
         plan = None if self.interventions.idle else self._plan_step()
@@ -120,33 +109,33 @@ class InterventionRunnerMixin:
         return hidden
 
     def _begin_traced_step(self, input_ids: Any, kwargs: dict[str, Any]) -> bool:
-        batch = self.input_batch  # type: ignore[attr-defined]
         spans = []
-        row = 0
-        for index, request_id in enumerate(batch.req_ids):
-            num_rows = self._scheduled[request_id]
+        for index, request_id, row, num_rows, start in self._rows():
             if self.traces.takes_part(request_id):
-                start = int(batch.num_computed_tokens_cpu[index])
                 known = self.requests[request_id].num_tokens  # type: ignore[attr-defined]
                 spans.append(
                     TraceSpan(request_id, index, row, num_rows, start, complete=start + num_rows >= known)
                 )
-            row += num_rows
         tokens = input_ids if input_ids is not None else kwargs["inputs_embeds"]
         return self.traces.step(spans, int(tokens.shape[0]))
 
     def _plan_step(self) -> StepPlan | None:
-        batch = self.input_batch  # type: ignore[attr-defined]
+        tokens = self.input_batch.token_ids_cpu  # type: ignore[attr-defined]
         spans = []
+        for index, request_id, row, num_rows, start in self._rows():
+            span = self.interventions.span(request_id, row, num_rows, start, tokens[index])
+            if span is not None:
+                spans.append(span)
+        return self.interventions.plan(spans)
+
+    def _rows(self) -> Iterator[tuple[int, str, int, int, int]]:
+        """Yield each request's place, id, first row, number of rows, and the first one's position."""
+        batch = self.input_batch  # type: ignore[attr-defined]
         row = 0
         for index, request_id in enumerate(batch.req_ids):
             num_rows = self._scheduled[request_id]
-            start = int(batch.num_computed_tokens_cpu[index])
-            span = self.interventions.span(request_id, row, num_rows, start, batch.token_ids_cpu[index])
-            if span is not None:
-                spans.append(span)
+            yield index, request_id, row, num_rows, int(batch.num_computed_tokens_cpu[index])
             row += num_rows
-        return self.interventions.plan(spans)
 
     def _sample_rows(self) -> Any:
         batch = self.input_batch  # type: ignore[attr-defined]
@@ -186,3 +175,12 @@ class InterventionRunnerMixin:
         if self.traces.in_step:
             output.sampled_token_ids = self.traces.on_samples(output.sampled_token_ids)
         return output
+
+
+def _arrived(scheduler_output: Any, key: str) -> list[tuple[str, Any]]:
+    """Return the new requests that bring an entry of ours, with the entry."""
+    return [
+        (request.req_id, request.sampling_params.extra_args[key])
+        for request in scheduler_output.scheduled_new_reqs
+        if brings(request.sampling_params, key)
+    ]

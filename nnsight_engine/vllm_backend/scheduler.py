@@ -20,7 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from nnsight_engine.plans.records import Failure, PendingResults, StepResults
 from nnsight_engine.plans.request_plan import PLAN_KEY, RequestPlan
-from nnsight_engine.vllm_backend.compat import detach_results
+from nnsight_engine.vllm_backend.compat import brings, detach_results
 from nnsight_engine.vllm_backend.interning import ContentTable
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 
@@ -44,7 +44,7 @@ class InterventionScheduler(Scheduler):
         """Queue the request; equal tensors of several requests are kept once."""
         params = request.sampling_params
         entry = (params.extra_args or {}).get(PLAN_KEY) if params is not None else None
-        if _is_traced(request):
+        if brings(params, TRACE_KEY):
             self._traced.add(request.request_id)
         if params is not None and entry is not None:
             entry["tensors"] = self.contents.acquire(request.request_id, entry["tensors"])
@@ -74,7 +74,7 @@ class InterventionScheduler(Scheduler):
         waiting = list(self.waiting)
         for place, request in enumerate(waiting):
             needed = request.num_tokens - request.num_computed_tokens
-            if _is_traced(request) and left < needed <= limit:
+            if request.request_id in self._traced and left < needed <= limit:
                 held = waiting[place:]
                 self.waiting.remove_requests(held)
                 return held
@@ -201,8 +201,3 @@ class InterventionScheduler(Scheduler):
             del self._owners[request_id]
             self._writers.discard(request_id)
             self.contents.release(request_id)
-
-
-def _is_traced(request: Request) -> bool:
-    params = request.sampling_params
-    return params is not None and TRACE_KEY in (params.extra_args or {})

@@ -11,7 +11,6 @@ from vllm import LLM, EngineArgs
 
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.interleaving.batching import Batcher
 from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.tracing.tracer import Backend
 from nnsight_engine.vllm_backend.compat import EngineLimits, check_supported, engine_options, own_environment
@@ -42,6 +41,8 @@ class VLLM(StandardNames):
     Raises:
         UnsupportedOptionError: An option under which blocks could be silently wrong.
     """
+
+    engine: Any
 
     def __init__(
         self,
@@ -82,24 +83,24 @@ class VLLM(StandardNames):
                     "of one rank only; use 1"
                 )
             self.__dict__["engine"] = LLM(**arguments, **ours)
-            entries = self.__dict__["engine"].collective_rpc("outline_model")[0]
+            entries = self.engine.collective_rpc("outline_model")[0]
             self._update(outlined([tuple(entry) for entry in entries]))
             for name in (LOGITS, SAMPLES):
                 self._add_envoy(WrapperModule(), name)
-            spec = ModelSpec.from_plain(self.__dict__["engine"].collective_rpc("describe_interventions")[0])
+            spec = ModelSpec.from_plain(self.engine.collective_rpc("describe_interventions")[0])
             self.__dict__["_points"] = EnginePoints.on_client(self, entries[0][1], spec)
 
     def shutdown(self) -> None:
         """End the engine; the next trace starts another."""
         with self.__dict__["_starting"]:
-            engine, self.__dict__["engine"] = self.__dict__["engine"], None
+            engine, self.__dict__["engine"] = self.engine, None
             if engine is not None:
                 engine.llm_engine.engine_core.shutdown()
 
     @property
     def dispatched(self) -> bool:
         """Whether the engine has started."""
-        return self.__dict__["engine"] is not None
+        return self.engine is not None
 
     def _standard_points(self) -> EnginePoints | None:
         """Return the points; the engine knows them, so it starts if need be."""
@@ -111,7 +112,7 @@ class VLLM(StandardNames):
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         self.dispatch()
-        return self.__dict__["engine"].get_tokenizer()
+        return self.engine.get_tokenizer()
 
     def trace(  # type: ignore[override] # a trace is a request, which has other options
         self,
@@ -166,9 +167,6 @@ class VLLM(StandardNames):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         requests, shared = batched_input
         return (*requests, *inputs), {**shared, **kwargs}
-
-    def _new_batcher(self) -> Batcher:
-        return Batcher()
 
 
 __all__ = ["VLLM"]

@@ -29,7 +29,6 @@ class Board:
         ever: Every provider that was reached in any step before.
         current: The block that is running; None while the model is.
         listener: The thread whose calls of modules are the model's own; 0 while none are.
-        num_rows: Rows of the running step's flat tensors.
         skipped: Always empty: a module runs for whoever does not skip it.
     """
 
@@ -45,8 +44,6 @@ class Board:
         self.ever: set[str] = set()
         self.current: Mediator | None = None
         self.listener = 0
-        self.thread = threading.get_ident()
-        self.num_rows = 0
         self.interleaving = False
 
     # What requests have a use for.
@@ -78,25 +75,22 @@ class Board:
 
     # What the model provides.
 
-    def begin(self, num_rows: int) -> None:
-        """Begin a step of so many rows."""
+    def begin(self) -> None:
+        """Begin a step."""
         self.ever.update(self.calls)
         self.calls.clear()
-        self.num_rows = num_rows
-        self.thread = self.listener = threading.get_ident()
         self.interleaving = True
 
-    def pause(self) -> None:
-        """Hear nothing until ``listen``: the model has run, or works for itself."""
-        self.listener = 0
-
     def listen(self) -> None:
-        """Hear this thread's calls again."""
-        self.thread = self.listener = threading.get_ident()
+        """Hear this thread's calls: the model runs."""
+        self.listener = threading.get_ident()
+
+    def pause(self) -> None:
+        """Hear nothing any more: the model has run."""
+        self.listener = 0
 
     def end(self) -> None:
         """End the step."""
-        self.listener = 0
         self.interleaving = False
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:  # noqa: ARG002 - each request counts for itself
@@ -110,8 +104,6 @@ class Board:
                 if request.is_due(provider):
                     value = request.serve(provider, value)
                     served = not request.partial
-        for request in self._wanting(provider):
-            request.show(provider, value)
         return value
 
     def provide(self, provider: str, value: Any) -> Any:
@@ -123,9 +115,6 @@ class Board:
 
     def _wanting(self, provider: str) -> list[TracedRequest]:
         return sorted(self.wanted.get(provider, ()), key=_by_order)
-
-    def advance(self, provider: str, number: int) -> None:
-        """Do nothing; the engine begins steps."""
 
     def handle(self, provider: str | None = None, value: Any = None, iterate: bool = False) -> Any:  # noqa: ARG002, FBT001, FBT002 - the documented signature
         """Provide a value, as an envoy's own code may."""

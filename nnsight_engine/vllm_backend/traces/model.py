@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.tokenizers import cached_tokenizer_from_config
 
@@ -13,9 +13,9 @@ from nnsight_engine.envoys.architectures.part_envoys import AttentionEnvoy, Gate
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.probes import Probes
 from nnsight_engine.modeling.wrapper import WrapperModule
-from nnsight_engine.vllm_backend.families import ModelPoints, UnsupportedModelError, resolve_points
+from nnsight_engine.vllm_backend.families import ModelPoints
 from nnsight_engine.vllm_backend.traces.board import Board
-from nnsight_engine.vllm_backend.traces.points import EnginePoints, StandardNames
+from nnsight_engine.vllm_backend.traces.points import StandardNames
 from nnsight_engine.vllm_backend.traces.points_kernels import KernelProbes
 from nnsight_engine.vllm_backend.traces.points_unembedding import VocabularyEnvoy
 from nnsight_engine.vllm_backend.traces.points_worker import WorkerPoints
@@ -35,16 +35,12 @@ class WorkerModel(StandardNames):
     ``points``.
     """
 
-    def __init__(
-        self, module: torch.nn.Module, board: Board, rename: Mapping[str, Any] | None = None
-    ) -> None:
-        """Stand for the loaded model, whose config is vLLM's current one."""
-        config = get_current_vllm_config_or_none()
-        points = None if config is None else _points_of(module, config)
+    def __init__(self, points: ModelPoints, config: VllmConfig, board: Board) -> None:
+        """Stand for the loaded model, whose points these are."""
         super().__init__(
-            module,
+            points.model,
             interleaver=board,  # type: ignore[arg-type] # stands for all of them
-            rename=_renamed(rename, points),
+            rename=_renamed(points),
             envoys=_envoys(points),
         )
         for name in (LOGITS, SAMPLES):
@@ -54,21 +50,17 @@ class WorkerModel(StandardNames):
         mine["_probe_set"] = Probes(modules, board, calls_forward=_calls_forward)  # type: ignore[arg-type] # as above
         mine["_kernel_probes"] = KernelProbes(_bare_kernels(points), board)
         mine["_config"] = config
-        mine["_points"] = None if points is None else WorkerPoints(self, points)
+        mine["_points"] = WorkerPoints(self, points)
 
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer, loaded when it is first asked for."""
-        config: VllmConfig | None = self.__dict__["_config"]
-        if config is None:
-            raise ValueError("the model was loaded without vLLM's config, which says where its tokenizer is")
+        config: VllmConfig = self.__dict__["_config"]
         return cached_tokenizer_from_config(config.model_config)
 
     def standard(self, name: str) -> Any:
         """Return what has a standard name, see ``EnginePoints.standard``."""
-        points: EnginePoints | None = self._standard_points()
-        if points is None:
-            raise LookupError(f"the model has no standard points, so nothing is called {name!r}")
+        points: WorkerPoints = self.__dict__["_points"]
         return points.standard(name)
 
     def install(self) -> None:
@@ -86,29 +78,16 @@ class WorkerModel(StandardNames):
         self._probe_set.remove()
 
 
-def _points_of(module: torch.nn.Module, config: VllmConfig) -> ModelPoints | None:
-    try:
-        return resolve_points(
-            module,
-            config.model_config.hf_text_config,
-            tensor_parallel_size=config.parallel_config.tensor_parallel_size,
-        )
-    except UnsupportedModelError:
-        return None
-
-
-def _renamed(rename: Mapping[str, Any] | None, points: ModelPoints | None) -> Mapping[str, Any] | None:
+def _renamed(points: ModelPoints) -> Mapping[str, str] | None:
     """Return further names: transformers' of the unembedding, where vLLM has none or another."""
-    if points is None or rename is not None:
-        return rename
     if not hasattr(points.model, "lm_head"):
         return {".model.embed_tokens": "lm_head"}
     return {".lm_head": "embed_out"} if points.family.name == "gpt_neox" else None
 
 
-def _bare_kernels(points: ModelPoints | None) -> list[tuple[torch.nn.Module, str]]:
+def _bare_kernels(points: ModelPoints) -> list[tuple[torch.nn.Module, str]]:
     """Return the attention kernels that no probe of modules hears of, with their paths."""
-    if points is None or not points.family.is_kernel_bare:
+    if not points.family.is_kernel_bare:
         return []
     family = points.family
     return [
@@ -117,11 +96,9 @@ def _bare_kernels(points: ModelPoints | None) -> list[tuple[torch.nn.Module, str
     ]
 
 
-def _envoys(points: ModelPoints | None) -> dict[type[torch.nn.Module], type[Envoy]]:
+def _envoys(points: ModelPoints) -> dict[type[torch.nn.Module], type[Envoy]]:
     """Return the classes that stand for modules of their own kind."""
     found: dict[type[torch.nn.Module], type[Envoy]] = {VocabParallelEmbedding: VocabularyEnvoy}
-    if points is None:
-        return found
     layer, family = points.layers[points.local_layers.start], points.family
     found[type(layer.get_submodule(family.attention))] = AttentionEnvoy
     if family.mlp:

@@ -11,16 +11,16 @@ Nothing a block does raises into the model: the request notes its failure and is
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nnsight_engine.core.trees import map_pairs, map_tensors, tensors
 from nnsight_engine.interleaving.events import Events
-from nnsight_engine.interleaving.interleaver import Interleaver, Watcher
+from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.mediator import Mediator
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
 from nnsight_engine.vllm_backend.traces.rows import FlatBatcher
@@ -30,6 +30,27 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.board import Board
 
 logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TraceSpan:
+    """A traced request's rows in one step.
+
+    Attributes:
+        request_id: vLLM's id.
+        index: Place of the request among the step's.
+        row: First row.
+        num_rows: How many.
+        start: Absolute position of the first.
+        complete: Whether a token is sampled after the step.
+    """
+
+    request_id: str
+    index: int
+    row: int
+    num_rows: int
+    start: int
+    complete: bool
 
 
 class TracedRequest(Interleaver):
@@ -60,9 +81,8 @@ class TracedRequest(Interleaver):
         self._skips: dict[str, Any] = {}
         self._written: dict[str, list[tuple[int, Any]]] = {}
         self._replayed: tuple[int, int, int] | None = None
-        self._start = self._num_new = 0
+        self._start = self._num_new = self._index = 0
         self._behind = False
-        self._shown: dict[str, list[Watcher]] = {}
         super().__init__()
         self.wanted = _Wanted(self)
         self.calls = _Calls(self)
@@ -93,28 +113,24 @@ class TracedRequest(Interleaver):
     def open(self) -> None:
         """Run the block until it first waits."""
         self.interleaving = True
-        self.thread = self.board.thread
         self.mediator.refill()
         self._guarded(lambda: self.mediator.start(self))
 
-    def begin(self, row: int, num_rows: int, start: int, total_rows: int, *, complete: bool) -> None:
+    def begin(self, span: TraceSpan, total_rows: int) -> None:
         """Take part in a step.
 
         Args:
-            row: First of the request's rows in the step.
-            num_rows: How many they are.
-            start: Absolute position of the first.
+            span: The request's rows in it.
             total_rows: Rows of the step, all requests' together.
-            complete: Whether a token is sampled after the step.
         """
-        self.in_step, self._behind = True, False
+        self.in_step, self._behind, self._index = True, False, span.index
         self.mediator.refill()
-        replayed = min(max(self.done - start, 0), num_rows)
-        self._replayed = (row, start, replayed) if replayed else None
-        self._start, self._num_new = start + replayed, num_rows - replayed
-        self.partial = not complete
+        replayed = min(max(self.done - span.start, 0), span.num_rows)
+        self._replayed = (span.row, span.start, replayed) if replayed else None
+        self._start, self._num_new = span.start + replayed, span.num_rows - replayed
+        self.partial = not span.complete
         self.batcher.place(total_rows)
-        self._own(row + replayed, self._num_new)
+        self._own(span.row + replayed, self._num_new)
         for provider in self._written if replayed else ():
             self.board.want(provider, self)
         if self._num_new:
@@ -131,10 +147,10 @@ class TracedRequest(Interleaver):
     def _own(self, row: int, num_rows: int) -> None:
         self.batcher.group = self.mediator.batch_group = (row, num_rows)
 
-    def after_model(self, index: int, num_requests: int) -> None:
-        """From here on, values have one row per request: this one's is ``index``."""
+    def after_model(self, num_requests: int) -> None:
+        """From here on, values have one row per request."""
         self.batcher.place(num_requests)
-        self._own(index, 1)
+        self._own(self._index, 1)
         self._behind = True
 
     def end(self) -> None:
@@ -189,15 +205,9 @@ class TracedRequest(Interleaver):
 
     # What blocks wait for.
 
-    def watch(self, watcher: Watcher, providers: Iterable[str]) -> None:
-        """Let ``watcher`` see the values of these providers from now on, after the blocks have."""
-        for provider in providers:
-            self._shown.setdefault(provider, []).append(watcher)
-            self.board.want(provider, self)
-
-    def has_use(self, provider: str) -> bool:
-        """Tell whether anything of this request looks at ``provider``, its block aside."""
-        return provider in self._shown or provider in self._skips
+    def skips(self, provider: str) -> bool:
+        """Tell whether a value that the block gave is to take the place of this one."""
+        return provider in self._skips
 
     def is_due(self, provider: str) -> bool:
         """Tell whether the block waits for this very call."""
@@ -213,7 +223,7 @@ class TracedRequest(Interleaver):
         if not self.in_step:
             return value
         value = self._replay(provider, value)
-        return self._skipped_value(provider, value) if provider in self._skips else value
+        return self._skipped_value(provider, value) if self.skips(provider) else value
 
     def _replay(self, provider: str, value: Any) -> Any:
         """Write again what the block wrote at positions that are computed anew."""
@@ -258,8 +268,7 @@ class TracedRequest(Interleaver):
     def _serve_whole(self, provider: str, value: Any) -> Any:
         self.batcher.changed = False
         value = self.offer(provider, self._number_of(provider), value)
-        for mediator, skip in self.skipped:  # the module runs all the same, for the others
-            del mediator
+        for _, skip in self.skipped:  # the module runs all the same, for the others
             self._skip(provider, skip)
         self.skipped.clear()
         if self.batcher.changed:
@@ -280,18 +289,10 @@ class TracedRequest(Interleaver):
         self._skips[exit_] = value
         self.board.want(exit_, self)
 
-    def show(self, provider: str, value: Any) -> None:
-        """Show caches the value as the blocks have left it."""
-        if not (self.in_step and self._num_new) or self.muted is not None:
-            return
-        self.batcher.current_value, self.batcher.loans = value, None
-        for watcher in self._shown.get(provider, ()):
-            self._guarded(functools.partial(watcher.add, provider, self.number, value))
-
     def _skipped_value(self, provider: str, value: Any) -> Any:
         skip = self._skips.pop(provider)
         self.muted = None
-        if provider not in self.wanted and not self.has_use(provider):
+        if provider not in self.wanted:
             self.board.unwant(provider, self)
         self.batcher.current_value, self.batcher.loans, self.batcher.changed = value, None, False
         try:
@@ -393,7 +394,7 @@ class _Wanted(dict[str, list[Mediator]]):
 
     def __delitem__(self, provider: str) -> None:
         super().__delitem__(provider)
-        if not self._request.has_use(provider):
+        if not self._request.skips(provider):
             self._request.board.unwant(provider, self._request)
 
     def clear(self) -> None:

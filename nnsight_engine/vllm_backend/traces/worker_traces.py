@@ -21,37 +21,20 @@ from nnsight_engine.vllm_backend.traces.board import Board
 from nnsight_engine.vllm_backend.traces.context import TraceContext
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.model import LOGITS, SAMPLES, WorkerModel
-from nnsight_engine.vllm_backend.traces.request import TracedRequest
+from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
 from nnsight_engine.wire import EncodeError, encode, encode_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from vllm.config import VllmConfig
+
+    from nnsight_engine.vllm_backend.families import ModelPoints
+
 logger = logging.getLogger(__name__)
 
 _MAX_UNCOLLECTED: Final = 1024
 """Traces that have ended and wait to be collected; the oldest beyond are dropped."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TraceSpan:
-    """A traced request's rows in one step.
-
-    Attributes:
-        request_id: vLLM's id.
-        index: Place of the request among the step's.
-        row: First row.
-        num_rows: How many.
-        start: Absolute position of the first.
-        complete: Whether a token is sampled after the step.
-    """
-
-    request_id: str
-    index: int
-    row: int
-    num_rows: int
-    start: int
-    complete: bool
 
 
 @dataclasses.dataclass(slots=True)
@@ -69,21 +52,21 @@ class WorkerTraces:
     """The traced requests of one worker.
 
     Args:
-        module: The loaded model.
+        points: The loaded model's points.
+        config: vLLM's.
         budget_s: Seconds that one block may compute within one step.
     """
 
-    def __init__(self, module: torch.nn.Module, *, budget_s: float) -> None:
+    def __init__(self, points: ModelPoints, config: VllmConfig, *, budget_s: float) -> None:
         """Start without requests."""
         self.board = Board()
-        self.model = WorkerModel(module, self.board)
+        self.model = WorkerModel(points, config, self.board)
         self._threads = Threads(budget_s)
         self._members: dict[str, _Member] = {}
         self._contexts: dict[tuple[str, int], TraceContext] = {}
         self._by_key: dict[str, list[str]] = {}
         self._active: list[TracedRequest] = []
         self._num_arrived = 0
-        self._indices: list[int] = []
         self._live: dict[str, TracedRequest] = {}
         self._ended: list[str] = []
 
@@ -114,14 +97,13 @@ class WorkerTraces:
             logger.exception("a request brought something that is no trace")
             self._ended.append(request_id)
             return
-        choice, _, _ = (
-            request_id.partition("_") if entry.num_choices > 1 else ("0", "", "")
-        )  # <choice>_<parent>
-        member = _Member(None, None, entry, int(choice))
+        # vLLM names the requests of several choices <choice>_<parent>.
+        choice = int(request_id.partition("_")[0]) if entry.num_choices > 1 else 0
+        member = _Member(None, None, entry, choice)
         self._members[request_id] = member
         self._by_key.setdefault(entry.key, []).append(request_id)
         try:
-            member.context = self._context(entry, int(choice))
+            member.context = self._context(entry, choice)
             mediator = member.context.mediator(entry.index, self._threads)
             self._num_arrived += 1
             member.request = TracedRequest(self.board, mediator, self._num_arrived)
@@ -153,14 +135,10 @@ class WorkerTraces:
         """Begin a step for these requests; False if no block takes part in it."""
         if not spans:
             return False
-        self.board.begin(num_rows)
-        self._active = []
-        self._indices = []
-        for span in spans:
-            request = self._live[span.request_id]
-            request.begin(span.row, span.num_rows, span.start, num_rows, complete=span.complete)
-            self._active.append(request)
-            self._indices.append(span.index)
+        self.board.begin()
+        self._active = [self._live[span.request_id] for span in spans]
+        for request, span in zip(self._active, spans, strict=True):
+            request.begin(span, num_rows)
         return True
 
     @contextlib.contextmanager
@@ -181,8 +159,8 @@ class WorkerTraces:
 
     def on_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Offer the logits, ``[requests, vocabulary]``; returns them as the blocks leave them."""
-        for request, index in zip(self._active, self._indices, strict=True):
-            request.after_model(index, logits.shape[0])
+        for request in self._active:
+            request.after_model(logits.shape[0])
         value: torch.Tensor = self.board.provide(f"{self.model.path}.{LOGITS}.output", logits)
         return value
 
