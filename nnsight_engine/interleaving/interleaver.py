@@ -316,8 +316,6 @@ class Interleaver:
             batcher, group = self.batcher, mediator.batch_group
             whole = group is None and batcher.loans is None
             mediator.respond(batcher.current_value if whole else batcher.narrow(group))
-            if batcher.loans is not None:
-                self._take_back()
             return
         if kind is _SKIP:
             self.skipped.append((mediator, more))
@@ -349,7 +347,8 @@ class Interleaver:
             )
         return self.batcher.join([rows[group] for group in self.batcher.groups])
 
-    def _take_back(self) -> None:
+    def take_back(self) -> None:
+        """See what a block has done with what it was given, once it has handed over."""
         try:
             self.batcher.took_back()
         except ValueError as error:

@@ -211,6 +211,8 @@ class Mediator:
             interleaver.current, interleaver.listener = before, listener
         if self.publish is not None:
             self.publish()
+        if interleaver.batcher.loans is not None:
+            interleaver.take_back()
         if self.transform is not None:
             transform, self.transform = self.transform, None
             interleaver.batcher.swap(self.batch_group, transform())

@@ -80,13 +80,13 @@ class EditMediator(ThreadMediator):
     def _go_on(self, how: Callable[[Any, Any], Any], payload: Any) -> Any:
         def then_look(worker: Any, given: Any) -> Any:
             event = how(worker, given)
-            self._take_back()
+            self._see_edit()
             return event
 
         return super()._go_on(then_look, payload)
 
-    def _take_back(self) -> None:
-        """See what the block has done with what it was given."""
+    def _see_edit(self) -> None:
+        """See whether the block has edited what was made for it."""
         request = self.interleaver
         assert request is not None  # noqa: S101 - the block has run
         if isinstance(self.transform, Edit):
@@ -100,9 +100,3 @@ class EditMediator(ThreadMediator):
                 self.transform = edit
             else:
                 request.failed(error)
-        if request.batcher.loans is None:
-            return
-        try:
-            request.batcher.took_back()
-        except ValueError as error:
-            request.failed(error)
