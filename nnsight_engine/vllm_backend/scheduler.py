@@ -59,8 +59,8 @@ class InterventionScheduler(Scheduler):
         """Schedule a step; a traced prompt that fits into one step is never split over several."""
         held = self._hold_back() if self._traced else []
         output: SchedulerOutput = super().schedule(*args, **kwargs)
-        if held:
-            self.waiting.prepend_requests(held[::-1])  # which turns them round
+        for request in held:
+            self.waiting.add_request(request)  # behind all who were before them, and still wait
         return output
 
     def _hold_back(self) -> list[Request]:

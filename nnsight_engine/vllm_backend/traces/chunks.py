@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nnsight_engine.core.trees import map_pairs, map_tensors, tensors
+from nnsight_engine.core.trees import map_pairs, tensors
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
 
@@ -33,12 +33,14 @@ class PromptChunks:
         self.num_passed = 0
         self._request = request
         self._gathered: dict[str, list[Any]] = {}
-        self._given: tuple[Any, Any] | None = None
+        self._given: list[tuple[Any, list[tuple[int, int]]]] = []
+        self._whole: set[str] = set()
 
     def clear(self) -> None:
         """The prompt has been computed."""
         self.num_passed = 0
         self._gathered.clear()
+        self._whole.clear()
 
     def serve_part(self, provider: str) -> None:
         """Gather rows for a read, or write this chunk's share of a write; the block goes on waiting."""
@@ -57,24 +59,26 @@ class PromptChunks:
         request, batcher = self._request, self._request.batcher
         (mediator,) = request.wanted[provider]
         kind, _, _, more = mediator.waiting or (None, None, None, None)
-        gathered = self._gathered.pop(provider, ())
+        gathered = self._gathered.get(provider, ())
         if len(gathered) != self.num_passed:
             mediator.fail(ChunkedPromptError.reading(provider, self.num_passed + 1))
-        elif kind is Events.SWAP:
+        elif kind is Events.SWAP and provider not in self._whole:
+            del self._gathered[provider]
             self._swap_last(mediator, more)
         elif kind is Events.VALUE:
             whole = batcher.narrow(batcher.group)
             for part in reversed(gathered):
                 whole = map_pairs(part, whole, _after)
-            self._given = (map_tensors(whole, torch.clone), whole)
+            self._whole.add(provider)
+            self._given.append((whole, _versions(whole)))
             mediator.respond(whole)
         else:
             mediator.fail(ChunkedPromptError.writing(provider, self.num_passed + 1))
 
     def leave(self, provider: str) -> ChunkedPromptError | None:
         """The model goes on; returns what is wrong if the block has edited what was gathered."""
-        given, self._given = self._given, None
-        if given is None or _equal(*given):
+        given, self._given = self._given, []
+        if all(_versions(whole) == before for whole, before in given):
             return None
         return ChunkedPromptError.writing(provider, self.num_passed + 1)
 
@@ -118,5 +122,6 @@ def _after(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         return torch.cat([first, second], dim=axis)
 
 
-def _equal(first: Any, second: Any) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(tensors(first), tensors(second), strict=True))
+def _versions(value: Any) -> list[tuple[int, int]]:
+    """Return which tensors a value holds, and how often each has been edited in place."""
+    return [(id(tensor), tensor._version) for tensor in tensors(value)]  # noqa: SLF001 - has no public name

@@ -115,7 +115,11 @@ class TracedRequest(Interleaver):
         """Run the block until it first waits."""
         self.interleaving = True
         self.mediator.refill()
-        self._guarded(lambda: self.mediator.start(self))
+        self._guarded(self._open)
+
+    def _open(self) -> None:
+        self.mediator.start(self)
+        self._settle()  # it may have been the last to come to a barrier
 
     def begin(self, span: TraceSpan, total_rows: int) -> None:
         """Take part in a step.

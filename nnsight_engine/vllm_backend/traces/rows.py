@@ -179,8 +179,8 @@ class FlatBatcher(Batcher):
         expected = (*whole.shape[:axis], num_rows, *whole.shape[axis + 1 :])
         if tuple(part.shape) != expected:
             raise ValueError(
-                f"this request owns {num_rows} of the step's {self.total_batch_size} rows, so the value must "
-                f"be of shape {expected}, got {tuple(part.shape)}"
+                f"this request has {num_rows} row{'s' if num_rows != 1 else ''} here, so the value must be "
+                f"of shape {expected}, got {tuple(part.shape)}"
             )
         self.changed = True
         after = self.total_batch_size - first - num_rows
