@@ -60,7 +60,9 @@ class InterventionRunnerMixin:
         )
         spec = describe_model(points, config, limits)
         install_taps(points.layers, points.family.hidden_index)
-        self.traces = WorkerTraces(points, config, budget_s=limits.trace_step_s)
+        self.traces = WorkerTraces(
+            points, config, budget_s=limits.trace_step_s, max_bytes=limits.max_trace_bytes
+        )
         self.interventions = WorkerState(
             points,
             spec,

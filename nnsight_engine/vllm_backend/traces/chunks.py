@@ -15,6 +15,7 @@ import torch
 from nnsight_engine.core.trees import map_pairs, tensors
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
+from nnsight_engine.vllm_backend.traces.holdings import num_bytes
 
 if TYPE_CHECKING:
     from nnsight_engine.interleaving.mediator import Mediator
@@ -39,6 +40,7 @@ class PromptChunks:
     def clear(self) -> None:
         """The prompt has been computed."""
         self.num_passed = 0
+        self._request.holdings.keep("chunks", -num_bytes(self._gathered.values()))
         self._gathered.clear()
         self._whole.clear()
 
@@ -51,6 +53,7 @@ class PromptChunks:
         if len(gathered) != self.num_passed:
             return  # an earlier chunk has passed this place; the last one tells the block
         gathered.append(batcher.narrow(batcher.group))
+        request.holdings.keep("chunks", num_bytes(gathered[-1:]))
         if kind is Events.SWAP:
             batcher.swap(batcher.group, self._share_of(more))
 
@@ -63,7 +66,7 @@ class PromptChunks:
         if len(gathered) != self.num_passed:
             mediator.fail(ChunkedPromptError.reading(provider, self.num_passed + 1))
         elif kind is Events.SWAP and provider not in self._whole:
-            del self._gathered[provider]
+            request.holdings.keep("chunks", -num_bytes(self._gathered.pop(provider)))
             self._swap_last(mediator, more)
         elif kind is Events.VALUE:
             whole = batcher.narrow(batcher.group)
@@ -75,12 +78,17 @@ class PromptChunks:
         else:
             mediator.fail(ChunkedPromptError.writing(provider, self.num_passed + 1))
 
-    def leave(self, provider: str) -> ChunkedPromptError | None:
-        """The model goes on; returns what is wrong if the block has edited what was gathered."""
+    def leave(self, provider: str) -> None:
+        """The model goes on.
+
+        Raises:
+            ChunkedPromptError: The block has edited what was gathered.
+        """
         given, self._given = self._given, []
-        if all(_versions(whole) == before for whole, before in given):
-            return None
-        return ChunkedPromptError.writing(provider, self.num_passed + 1)
+        for whole, before in given:
+            self._request.holdings.give(num_bytes([whole]))
+            if _versions(whole) != before:
+                raise ChunkedPromptError.writing(provider, self.num_passed + 1)
 
     def _swap_last(self, mediator: Mediator, value: Any) -> None:
         batcher = self._request.batcher

@@ -55,11 +55,12 @@ class Marks:
         self.before = list(saved)
         self._kept: list[dict[int, Any]] = []
 
-    def enter(self) -> None:
-        """Collect what the calling thread saves from here on; the thread ends with its block."""
+    def enter(self) -> dict[int, Any]:
+        """Collect what the calling thread saves from here on, by identity; the thread ends with its block."""
         SAVES.enter()
         SAVES.marked.update({id(value): value for value in self.before})
         self._kept.append(SAVES.marked)
+        return SAVES.marked
 
     def all(self) -> dict[int, Any]:
         """Return everything saved so far, by identity."""

@@ -23,3 +23,17 @@ class ChunkedPromptError(RuntimeError):
             "block computes from all of it: the first chunks have passed. Assign a value that the block has "
             "from the start, or start the engine with max_num_batched_tokens as long as the longest prompt."
         )
+
+
+class TraceBytesError(RuntimeError):
+    """A block holds more of the worker's memory than one request may."""
+
+    @classmethod
+    def holding(cls, saved_bytes: int, kept_bytes: int, max_bytes: int) -> TraceBytesError:
+        """Say how much of what."""
+        return cls(
+            f"The block has saved {saved_bytes} bytes, and {kept_bytes} are kept for what it writes and "
+            f"gathers; one request may hold {max_bytes}. Save fewer places or positions (a view such as "
+            "output[-1] keeps the whole of output: clone it), or start the engine with a higher "
+            "EngineLimits(max_trace_bytes=...)."
+        )

@@ -23,6 +23,7 @@ from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.mediator import Mediator
 from nnsight_engine.vllm_backend.traces.chunks import PromptChunks
+from nnsight_engine.vllm_backend.traces.holdings import Holdings, num_bytes
 from nnsight_engine.vllm_backend.traces.rows import FlatBatcher
 
 if TYPE_CHECKING:
@@ -64,11 +65,12 @@ class TracedRequest(Interleaver):
         num_new: How many of these there are.
         partial: Whether the step computes a part of the prompt only, and not its end.
         muted: The module whose call the block skips, while it runs for others.
+        holdings: The bytes that it holds.
     """
 
     batcher: FlatBatcher
 
-    def __init__(self, board: Board, mediator: ThreadMediator, order: int) -> None:
+    def __init__(self, board: Board, mediator: ThreadMediator, order: int, holdings: Holdings) -> None:
         """Stand beside ``board``'s other requests; nothing runs before ``open``."""
         self.board = board
         self.order = order
@@ -78,6 +80,7 @@ class TracedRequest(Interleaver):
         self.partial = False
         self.muted: str | None = None
         self.mediator = mediator
+        self.holdings = holdings
         self._chunks = PromptChunks(self)
         self._skips: dict[str, Any] = {}
         self._written: dict[str, list[tuple[int, Any]]] = {}
@@ -178,6 +181,8 @@ class TracedRequest(Interleaver):
         """The request is over: give the block what the request returned, and end it."""
         self.mediator.refill()
         self._guarded(lambda: self._finish(result))
+        if self.error is None:
+            self._guarded(lambda: self.holdings.check(is_last=True))
         self._guarded(self._end)
         self.board.forget(self)
 
@@ -186,6 +191,11 @@ class TracedRequest(Interleaver):
             self.end_steps()
             self.handle("result", result)
             self.check_dangling_mediators()
+
+    def retire(self) -> None:
+        """No further step comes: nothing is computed anew any more."""
+        self._written.clear()
+        self._chunks.clear()
 
     @property
     def is_over(self) -> bool:
@@ -276,11 +286,10 @@ class TracedRequest(Interleaver):
         """The model goes on: what the block does from now on with what it was given is its own affair."""
         if self.batcher.changed:
             self._note_written(provider)
+        self.holdings.give(self.batcher.lent_bytes)
         self.batcher.loans, self.batcher.changed = None, False
-        error = self._chunks.leave(provider)
-        if error is not None:
-            self.failed(error)
-            self.wanted.clear()
+        self._guarded(lambda: self._chunks.leave(provider))
+        self._guarded(self.holdings.check)
 
     def _serve_whole(self, provider: str) -> None:
         outer, self.providing = self.providing, (provider, self._number_of(provider))
@@ -332,8 +341,10 @@ class TracedRequest(Interleaver):
 
         entries = self._written.setdefault(provider, [])
         if entries and entries[-1][0] == self.start:
-            entries.pop()
-        entries.append((self.start, map_tensors(self.batcher.current_value, kept)))
+            self.holdings.keep("writes", -num_bytes([entries.pop()[1]]))
+        written = map_tensors(self.batcher.current_value, kept)
+        entries.append((self.start, written))
+        self.holdings.keep("writes", num_bytes([written]))
 
 
 class _Wanted(dict[str, list[Mediator]]):

@@ -134,6 +134,11 @@ class FlatBatcher(Batcher):
             return 1
         return None
 
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes of what the block was given of the current value."""
+        return sum(copy.rows.nbytes for copy in self._lending().copies) if self.loans is not None else 0
+
     def took_back(self) -> None:
         """Put back what the block edited of what it was given, once it has handed over.
 

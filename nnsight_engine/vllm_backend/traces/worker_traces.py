@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -20,6 +21,8 @@ from nnsight_engine.interleaving.threads import Threads
 from nnsight_engine.vllm_backend.traces.board import Board
 from nnsight_engine.vllm_backend.traces.context import TraceContext
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from nnsight_engine.vllm_backend.traces.errors import TraceBytesError
+from nnsight_engine.vllm_backend.traces.holdings import Holdings
 from nnsight_engine.vllm_backend.traces.model import LOGITS, SAMPLES, WorkerModel
 from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
 from nnsight_engine.wire import EncodeError, encode, encode_error
@@ -55,13 +58,15 @@ class WorkerTraces:
         points: The loaded model's points.
         config: vLLM's.
         budget_s: Seconds that one block may compute within one step.
+        max_bytes: Most that one request may hold.
     """
 
-    def __init__(self, points: ModelPoints, config: VllmConfig, *, budget_s: float) -> None:
+    def __init__(self, points: ModelPoints, config: VllmConfig, *, budget_s: float, max_bytes: int) -> None:
         """Start without requests."""
         self.board = Board()
         self.model = WorkerModel(points, config, self.board)
         self._threads = Threads(budget_s)
+        self._max_bytes = max_bytes
         self._members: dict[str, _Member] = {}
         self._contexts: dict[tuple[str, int], TraceContext] = {}
         self._by_key: dict[str, list[str]] = {}
@@ -84,7 +89,7 @@ class WorkerTraces:
     def begin(self, arrived: Sequence[tuple[str, Any]], finished: set[str]) -> None:
         """Open the blocks of requests that arrived, and let go of those that finished."""
         for request_id in finished & self._live.keys():
-            del self._live[request_id]
+            self._live.pop(request_id).retire()
         for request_id, plain in arrived:
             if request_id not in self._members:
                 self._arrive(request_id, plain)
@@ -106,7 +111,8 @@ class WorkerTraces:
             member.context = self._context(entry, choice)
             mediator = member.context.mediator(entry.index, self._threads)
             self._num_arrived += 1
-            member.request = TracedRequest(self.board, mediator, self._num_arrived)
+            holdings = Holdings(self._max_bytes, partial(member.context.marked, entry.index))
+            member.request = TracedRequest(self.board, mediator, self._num_arrived, holdings)
             mediator.idx = entry.index
             member.request.open()
             self._live[request_id] = member.request
@@ -178,7 +184,7 @@ class WorkerTraces:
         self._active = []
         over = [request_id for request_id, request in self._live.items() if request.is_over]
         for request_id in over:
-            del self._live[request_id]
+            self._live.pop(request_id).retire()
         ended, self._ended = [*self._ended, *over], []
         return ended
 
@@ -201,7 +207,9 @@ class WorkerTraces:
             if member.request is not None:
                 member.request.close(_Result(results.get(f"{member.entry.index}/{member.choice}")))
                 error = member.request.error
-            saves = member.context.saves(member.entry.index) if member.context is not None else {}
+            saves = {}
+            if member.context is not None and not isinstance(error, TraceBytesError):
+                saves = member.context.saves(member.entry.index)
             blocks.append(
                 {
                     "index": member.entry.index,
