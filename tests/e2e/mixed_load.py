@@ -68,7 +68,7 @@ class Flight:
     abort_after: int | None
     steps: int = 0
     aborted: bool = False
-    outputs: dict[str, RequestOutput] = dataclasses.field(default_factory=dict)
+    outputs: dict[str, RequestOutput | None] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -157,7 +157,7 @@ class Load:
             flight.steps += 1
             if flight.aborted:
                 for name in flight.names:
-                    flight.outputs.setdefault(name, None)  # type: ignore[arg-type] # nothing comes of it
+                    flight.outputs.setdefault(name, None)  # nothing comes of it
         for key, request in self.scheduler.requests.items():
             kind = self._kind_of(request)
             self.happened.preempted[kind] += request.num_preemptions - preempted.get(key, 0)
@@ -172,7 +172,7 @@ class Load:
         return TRACED if any("trace" in key for key in extra) else DECLARATIVE
 
     def _answer(self, flight: Flight) -> Answer:
-        outputs = [output for output in flight.outputs.values() if output is not None]
+        outputs = [output for name in flight.names if (output := flight.outputs[name]) is not None]
         if flight.trace is not None:
             return self._traced_answer(flight, flight.trace, outputs)
         assert flight.pending is not None
@@ -181,10 +181,10 @@ class Load:
             return Answer(None, None, 0.0)
         (reply,) = self.engine.replies(flight.pending, outputs[0])
         assert reply.failure is None, reply.failure
-        results = {} if reply.collected is None else {one.name: one for one in reply.collected.results}
+        results: list[Any] = [] if reply.collected is None else list(reply.collected.results)
         values = [
             reply.token_ids,
-            *(reply.tensor(name, point) for name, one in results.items() for point in one.points),
+            *(reply.tensor(one.name, point) for one in results for point in one.points),
         ]
         return Answer(values, None, _gap(outputs))
 

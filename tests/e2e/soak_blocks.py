@@ -41,7 +41,8 @@ class Maker:
 
     def sent(self, model: VLLM, prompt: list[int], number: int) -> SentTrace:
         """Return the trace as requests."""
-        return self.make(model, prompt, number).sent
+        sent: SentTrace = self.make(model, prompt, number).sent
+        return sent
 
 
 def opened(model: VLLM, *prompt: list[int], tokens: int = NUM_TOKENS, **sampling: Any) -> HeldTracer:
@@ -53,13 +54,13 @@ def drawn(number: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(number))
 
 
-def one_layer(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
+def one_layer(model: VLLM, prompt: list[int], number: int) -> Any:
     with opened(model, prompt, tokens=1) as tracer:
         hidden = model.layers[number % 4].output.save()  # noqa: F841 - fetched by name, as all that follow
     return tracer
 
 
-def every_step(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
+def every_step(model: VLLM, prompt: list[int], number: int) -> Any:
     with opened(model, prompt) as tracer:
         rows, tokens = save([]), save([])
         for _ in tracer.iter[:]:
@@ -68,7 +69,7 @@ def every_step(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
     return tracer
 
 
-def several_layers(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
+def several_layers(model: VLLM, prompt: list[int], number: int) -> Any:
     with opened(model, prompt, tokens=2 + number % 4) as tracer:
         rows: dict[str, Any] = save({})
         for step in tracer.iter[:]:
@@ -77,7 +78,7 @@ def several_layers(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
     return tracer
 
 
-def scaled(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
+def scaled(model: VLLM, prompt: list[int], number: int) -> Any:
     with opened(model, prompt) as tracer:
         tokens = save([])
         for _ in tracer.iter[:]:
@@ -87,7 +88,7 @@ def scaled(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
     return tracer
 
 
-def added(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
+def added(model: VLLM, prompt: list[int], number: int) -> Any:
     direction = drawn(number, WIDTH)
     with opened(model, prompt) as tracer:
         rows = save([])
@@ -97,7 +98,7 @@ def added(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
     return tracer
 
 
-def noisy(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
+def noisy(model: VLLM, prompt: list[int], number: int) -> Any:
     with opened(model, prompt) as tracer:
         source = torch.Generator().manual_seed(number)
         rows = save([])
@@ -108,7 +109,7 @@ def noisy(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
     return tracer
 
 
-def assigned(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
+def assigned(model: VLLM, prompt: list[int], number: int) -> Any:
     value = drawn(number, len(prompt), WIDTH)
     with opened(model, prompt) as tracer:
         logits = save([])
@@ -118,7 +119,7 @@ def assigned(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
     return tracer
 
 
-def stream_assigned(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
+def stream_assigned(model: VLLM, prompt: list[int], number: int) -> Any:
     value = drawn(number, len(prompt), WIDTH)
     with opened(model, prompt) as tracer:
         model.layers[number % 3].output = value
@@ -127,7 +128,7 @@ def stream_assigned(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
     return tracer
 
 
-def later_steps(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
+def later_steps(model: VLLM, prompt: list[int], number: int) -> Any:
     with opened(model, prompt) as tracer:
         rows = save([])
         for step in tracer.iter[1 : 3 + number % 3]:
@@ -135,7 +136,7 @@ def later_steps(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
     return tracer
 
 
-def logits_edited(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
+def logits_edited(model: VLLM, prompt: list[int], number: int) -> Any:
     with opened(model, prompt) as tracer:
         tokens = save([])
         for _ in tracer.iter[:]:
@@ -144,7 +145,7 @@ def logits_edited(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
     return tracer
 
 
-def samples_replaced(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
+def samples_replaced(model: VLLM, prompt: list[int], number: int) -> Any:
     with opened(model, prompt) as tracer:
         for step in tracer.iter[:]:
             if step % 2:
@@ -153,7 +154,7 @@ def samples_replaced(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
     return tracer
 
 
-def projections(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
+def projections(model: VLLM, prompt: list[int], number: int) -> Any:
     with opened(model, prompt) as tracer:
         rows = save([])
         for _ in tracer.iter[:]:
@@ -162,7 +163,7 @@ def projections(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
     return tracer
 
 
-def heads_ablated(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
+def heads_ablated(model: VLLM, prompt: list[int], number: int) -> Any:
     with opened(model, prompt) as tracer:
         after = save([])
         for _ in tracer.iter[:]:
@@ -172,7 +173,7 @@ def heads_ablated(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
     return tracer
 
 
-def patterns(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
+def patterns(model: VLLM, prompt: list[int], number: int) -> Any:
     with opened(model, prompt) as tracer:
         seen = save([])
         for _ in tracer.iter[:]:
@@ -180,7 +181,7 @@ def patterns(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
     return tracer
 
 
-def skipped(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
+def skipped(model: VLLM, prompt: list[int], number: int) -> Any:
     with opened(model, prompt) as tracer:
         rows = save([])
         for _ in tracer.iter[:]:
@@ -190,7 +191,7 @@ def skipped(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
     return tracer
 
 
-def stopped(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
+def stopped(model: VLLM, prompt: list[int], number: int) -> Any:
     with opened(model, prompt, tokens=30) as tracer:
         seen = save([])
         for step in tracer.iter[:]:
@@ -200,7 +201,7 @@ def stopped(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
     return tracer
 
 
-def raising(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
+def raising(model: VLLM, prompt: list[int], number: int) -> Any:
     with opened(model, prompt, tokens=30) as tracer:
         seen = save([])
         for step in tracer.iter[:]:
@@ -210,14 +211,14 @@ def raising(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
     return tracer
 
 
-def wrong_shape(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
+def wrong_shape(model: VLLM, prompt: list[int], number: int) -> Any:
     with opened(model, prompt) as tracer:
         for _ in tracer.iter[1 + number % 2 :]:
             model.model.layers[1].mlp.output = torch.zeros(3, 5)
     return tracer
 
 
-def patched(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
+def patched(model: VLLM, prompt: list[int], number: int) -> Any:
     # The second prompt is another one. Its request never runs before the first's, which it waits for.
     with opened(model) as tracer:
         barrier = tracer.barrier(2)
@@ -231,7 +232,7 @@ def patched(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
     return tracer
 
 
-def several_choices(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
+def several_choices(model: VLLM, prompt: list[int], number: int) -> Any:
     with opened(model, prompt, n=2, temperature=1.0, top_k=1) as tracer:
         rows, tokens = save([]), save([])
         for _ in tracer.iter[:]:
@@ -240,7 +241,7 @@ def several_choices(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
     return tracer
 
 
-def inside_a_forward(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
+def inside_a_forward(model: VLLM, prompt: list[int], number: int) -> Any:
     with opened(model, prompt) as tracer:
         down = save([])
         for _ in tracer.iter[:]:
@@ -248,7 +249,7 @@ def inside_a_forward(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
     return tracer
 
 
-def lens(model: VLLM, prompt: list[int], number: int) -> HeldTracer:
+def lens(model: VLLM, prompt: list[int], number: int) -> Any:
     with opened(model, prompt, tokens=3) as tracer:
         seen = save([])
         for _ in tracer.iter[:]:

@@ -18,14 +18,17 @@ from typing import Any, Final
 
 import pytest
 import torch
+from vllm import SamplingParams
 
-from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
+from nnsight_engine import save
+from nnsight_engine.vllm_backend.compat import EngineLimits
+from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError, TraceBytesError
 from nnsight_engine.vllm_backend.traces.request import TracedRequest
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.harness import Ask, random_vector
 from tests.e2e.mixed_load import DECLARATIVE, KINDS, PLAIN, TRACED, Answer, Definition, Load, difference
 from tests.e2e.soak_blocks import MAKERS, WIDTH
-from tests.e2e.traces import traced_engine
+from tests.e2e.traces import HeldTracer, Plain, run_together, traced_engine
 from tests.families.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.e2e
@@ -39,16 +42,20 @@ _VARIANTS: Final = 3
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLM]:
-    """Start an engine with steps of 64 tokens and memory for 20 blocks of 32."""
+    """Start an engine with steps of 64 tokens, memory for 20 blocks of 32, and a MiB for each block."""
     options = {
+        "limits": EngineLimits(max_trace_bytes=1024 * 1024),
         "max_num_batched_tokens": _STEP,
         "max_num_seqs": 16,
         "block_size": 32,
         "num_gpu_blocks_override": 20,
     }
     checkpoint = write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+    num_threads = torch.get_num_threads()
     with traced_engine(checkpoint, max_model_len=192, **options) as model:
+        torch.set_num_threads(1)  # the model is too small for two, and other tests may have the other core
         yield model
+    torch.set_num_threads(num_threads)
 
 
 def prompt(choices: random.Random, *, longest: int) -> list[int]:
@@ -136,3 +143,88 @@ def test_everybody_gets_what_they_get_alone_and_nothing_is_left(model: VLLM) -> 
     assert not load.scheduler.requests
     pool = load.scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is the null block
+
+
+ONE: Final = list(range(10, 40))
+OTHER: Final = list(range(100, 120))
+LONG: Final = list(range(100, 200))
+GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "ignore_eos": True}
+
+
+def zeroed(model: VLLM, at: str) -> Any:
+    with model.trace(ONE, **GREEDY):
+        model.points[at][:] = 0
+        logits = model.logits.output.save()
+    return logits
+
+
+@pytest.mark.parametrize("at", ["layers.1.output", "layers.1.mlp.output"])
+def test_an_edit_after_a_barrier_reaches_the_model_though_others_were_served_in_between(
+    model: VLLM, at: str
+) -> None:
+    alone = zeroed(model, at)
+    with model.trace(OTHER, **GREEDY):
+        model.points[at][:] *= 3
+        tripled = model.logits.output.save()
+    with model.trace(**GREEDY) as tracer:
+        barrier = tracer.barrier(2)
+        with tracer.invoke(ONE):
+            value = model.points[at]
+            barrier()
+            value[:] = 0
+            first = model.logits.output.save()
+        with tracer.invoke(OTHER):
+            own = model.points[at]
+            own[:] *= 3
+            barrier()
+            second = model.logits.output.save()
+    torch.testing.assert_close(first, alone, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(second, tripled, rtol=1e-4, atol=1e-4)
+
+
+def test_a_place_of_a_prompt_in_chunks_may_be_read_twice_and_not_edited_later(model: VLLM) -> None:
+    with model.trace(LONG, **GREEDY):
+        first = model.layers[1].attn.q.save()
+        second = model.layers[1].attn.v.save()
+    assert len(first) == len(second) == len(LONG)
+    with pytest.raises(ChunkedPromptError, match=r"layers\.1\.mlp"):
+        with model.trace(LONG, **GREEDY):
+            output = model.layers[1].mlp.output
+            model.layers[1].mlp.output = output * 2
+    with pytest.raises(ValueError, match="100 positions"):
+        with model.trace(LONG, **GREEDY):
+            model.model.layers[1].mlp.output = torch.zeros(110, WIDTH)
+
+
+def test_who_holds_too_much_is_told_so_and_nobody_else(model: VLLM) -> None:
+    greedy = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    neighbour = Plain("I think dogs are good and", greedy)
+    calm = run_together(model, [], [neighbour])
+    names = [name for name in model.points() if not name.endswith("pattern")]
+    with model.trace(LONG[:60], tracer_cls=HeldTracer, **GREEDY) as saving:
+        everything = save({})
+        for name in names:
+            everything[name] = model.points[name]
+    with model.trace(LONG[:60], tracer_cls=HeldTracer, **GREEDY) as writing:
+        for layer in model.layers:
+            layer.attn.q[:] *= 1.01
+            layer.attn.heads[:] *= 1.01
+            layer.mlp.up[:] *= 1.01
+            layer.mlp.act[:] *= 1.01
+            layer.output[:] *= 1.01
+    with model.trace(ONE, tracer_cls=HeldTracer, **GREEDY) as growing:
+        much = save([])
+        much.append(model.layers[0].output.repeat(100, 1))
+    with model.trace(LONG[:60], tracer_cls=HeldTracer, **GREEDY) as little:
+        last = save([layer.output[-1].clone() for layer in model.layers])  # noqa: F841 - fetched by name
+    sent = [tracer.sent for tracer in (saving, writing, growing, little)]
+    ran = run_together(model, sent, [neighbour])
+    for number in range(3):
+        error = ran.outcomes[number].error
+        assert isinstance(error, TraceBytesError), (number, error)
+        assert "1048576" in str(error)
+        assert "max_trace_bytes" in str(error)
+        assert not ran.outcomes[number].saves
+    assert ran.outcomes[3].error is None
+    assert len(ran.outcomes[3].saves["last"]) == len(model.layers)
+    assert ran.tokens("plain-0") == calm.tokens("plain-0")
