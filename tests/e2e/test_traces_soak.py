@@ -22,9 +22,11 @@ from vllm import SamplingParams
 
 from nnsight_engine import save
 from nnsight_engine.vllm_backend.compat import EngineLimits
-from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError, TraceBytesError
+from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
+from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError, LostTraceError, TraceBytesError
 from nnsight_engine.vllm_backend.traces.request import TracedRequest
 from nnsight_engine.vllm_backend.vllm import VLLM
+from nnsight_engine.wire import DecodeError
 from tests.e2e.harness import Ask, random_vector
 from tests.e2e.mixed_load import DECLARATIVE, KINDS, PLAIN, TRACED, Answer, Definition, Load, difference
 from tests.e2e.soak_blocks import MAKERS, WIDTH
@@ -228,3 +230,33 @@ def test_who_holds_too_much_is_told_so_and_nobody_else(model: VLLM) -> None:
     assert ran.outcomes[3].error is None
     assert len(ran.outcomes[3].saves["last"]) == len(model.layers)
     assert ran.tokens("plain-0") == calm.tokens("plain-0")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data": b"no message"},
+        {"data": b""},
+        {"index": 7},
+        {"index": -1},
+        {"index": "one"},
+        {"num_choices": 3},
+        {"groups": []},
+        {"key": None},
+        None,
+    ],
+)
+def test_what_is_no_trace_ends_its_own_request(model: VLLM, change: dict[str, Any] | None) -> None:
+    greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    with model.trace(ONE, max_tokens=4, tracer_cls=HeldTracer, **GREEDY) as tracer:
+        model.layers[1].output.save()
+    sent = tracer.sent
+    (params,) = sent.params
+    assert params.extra_args is not None
+    entry = params.extra_args[TRACE_KEY]
+    params.extra_args[TRACE_KEY] = "nothing" if change is None else {**entry, **change}
+    ran = run_together(model, [sent], [Plain("I think dogs are", greedy)])
+    assert len(ran.tokens("plain-0")) == 4
+    assert ran.outputs["trace-0"].finished
+    with pytest.raises((LostTraceError, DecodeError, IndexError, ValueError)):
+        sent.bring_home(list(ran.outcomes.values()))

@@ -7,7 +7,7 @@ the worker reads it once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -31,8 +31,8 @@ class TraceEntry(msgspec.Struct, frozen=True):
     """
 
     key: str
-    index: int
-    num_choices: int
+    index: Annotated[int, msgspec.Meta(ge=0)]
+    num_choices: Annotated[int, msgspec.Meta(ge=1)]
     data: bytes
     groups: list[dict[str, int]]
 

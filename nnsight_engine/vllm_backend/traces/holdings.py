@@ -27,6 +27,9 @@ class Holdings:
     Args:
         max_bytes: Most that it may hold.
         saved: Gives what the block has saved.
+
+    Attributes:
+        saved_bytes: What that was when it was last walked through.
     """
 
     def __init__(self, max_bytes: int, saved: Callable[[], Iterable[Any]]) -> None:
@@ -34,7 +37,7 @@ class Holdings:
         self._max_bytes = max_bytes
         self._saved = saved
         self._kept_bytes: dict[str, int] = {}
-        self._saved_bytes = 0
+        self.saved_bytes = 0
         self._given_bytes = 0
 
     def keep(self, what: str, num_bytes: int) -> None:
@@ -52,11 +55,11 @@ class Holdings:
             TraceBytesError: It does.
         """
         kept = sum(self._kept_bytes.values())
-        if is_last or kept + self._saved_bytes + _MADE_OF_GIVEN * self._given_bytes > self._max_bytes:
-            self._saved_bytes = num_bytes(self._saved())
+        if is_last or kept + self.saved_bytes + _MADE_OF_GIVEN * self._given_bytes > self._max_bytes:
+            self.saved_bytes = num_bytes(self._saved())
             self._given_bytes = 0
-        if kept + self._saved_bytes > self._max_bytes:
-            raise TraceBytesError.holding(self._saved_bytes, kept, self._max_bytes)
+        if kept + self.saved_bytes > self._max_bytes:
+            raise TraceBytesError.holding(self.saved_bytes, kept, self._max_bytes)
 
 
 def num_bytes(values: Iterable[Any]) -> int:
@@ -67,23 +70,37 @@ def num_bytes(values: Iterable[Any]) -> int:
     total, seen, waiting = 0, set[int](), list(values)
     while waiting:
         value = waiting.pop()
-        if isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
-            key, size = storage.data_ptr(), storage.nbytes()
-        elif isinstance(value, np.ndarray):
-            key, size = id(value), value.nbytes
-        elif isinstance(value, bytes | str):
-            key, size = id(value), len(value)
-        elif isinstance(value, list | tuple | set | frozenset | dict):
-            key, size = id(value), 0
+        kind = type(value)  # no code of the user's may run here, so nothing is asked of the object itself
+        if issubclass(kind, torch.Tensor):
+            key, size = _storage_of(value)
+        elif kind in _SIZED:
+            key, size = id(value), value.nbytes if kind is np.ndarray else len(value)
         else:
-            continue
+            key, size = id(value), 0
         if key in seen:
             continue
         seen.add(key)
         total += size
-        if isinstance(value, dict):
-            waiting.extend(value.values())
-        elif isinstance(value, list | tuple | set | frozenset):
-            waiting.extend(value)
+        for container, items in _ITEMS.items():
+            if issubclass(kind, container):
+                waiting.extend(items(value))
     return total
+
+
+_SIZED: Final = frozenset({np.ndarray, bytes, bytearray, str})
+_ITEMS: Final[dict[type, Callable[[Any], Iterable[Any]]]] = {
+    list: list.__iter__,
+    tuple: tuple.__iter__,
+    set: set.__iter__,
+    frozenset: frozenset.__iter__,
+    dict: dict.values,
+}
+
+
+def _storage_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return which memory a tensor is in, and its bytes."""
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - has no public name
+        if tensor.layout is not torch.strided:
+            return id(tensor), 0  # does not travel
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()

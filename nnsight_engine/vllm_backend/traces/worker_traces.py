@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 _MAX_UNCOLLECTED: Final = 1024
 """Traces that have ended and wait to be collected; the oldest beyond are dropped."""
 
+_BYTES_WRITTEN_A_SECOND: Final = 100e6
+"""How fast results are written at the least, beside the time that a block has."""
+
 
 @dataclasses.dataclass(slots=True)
 class _Member:
@@ -102,13 +105,16 @@ class WorkerTraces:
             logger.exception("a request brought something that is no trace")
             self._ended.append(request_id)
             return
-        # vLLM names the requests of several choices <choice>_<parent>.
-        choice = int(request_id.partition("_")[0]) if entry.num_choices > 1 else 0
-        member = _Member(None, None, entry, choice)
+        member = _Member(None, None, entry, 0)
         self._members[request_id] = member
         self._by_key.setdefault(entry.key, []).append(request_id)
         try:
-            member.context = self._context(entry, choice)
+            if entry.num_choices > 1:  # vLLM names their requests <choice>_<parent>
+                member.choice = int(request_id.partition("_")[0])
+            member.context, member.error = self._context(entry, member.choice)
+            if member.context is None:
+                self._ended.append(request_id)
+                return
             mediator = member.context.mediator(entry.index, self._threads)
             self._num_arrived += 1
             holdings = Holdings(self._max_bytes, partial(member.context.marked, entry.index))
@@ -121,17 +127,16 @@ class WorkerTraces:
             member.error = error
             self._ended.append(request_id)
 
-    def _context(self, entry: TraceEntry, choice: int) -> TraceContext:
+    def _context(self, entry: TraceEntry, choice: int) -> tuple[TraceContext | None, BaseException | None]:
+        """Return the blocks of a request's trace, or why they cannot be read."""
         context = self._contexts.get((entry.key, choice))
-        if context is None:
-            # On a thread, because reading a trace runs code of its sender's, and outside of inference mode.
-            stack = self._threads.take()
-            context, error = stack.start(lambda: TraceContext(entry, self.model)).empty()
-            if error is not None:
-                raise error
-            assert context is not None  # noqa: S101 - one or the other
+        if context is not None:
+            return context, None
+        # On a thread, because reading a trace runs code of its sender's, and outside of inference mode.
+        context, error = self._threads.take().start(lambda: TraceContext(entry, self.model)).empty()
+        if context is not None:
             self._contexts[(entry.key, choice)] = context
-        return context
+        return context, error
 
     def takes_part(self, request_id: str) -> bool:
         """Tell whether a request is traced, and its block still of use."""
@@ -208,7 +213,7 @@ class WorkerTraces:
                 member.request.close(_Result(results.get(f"{member.entry.index}/{member.choice}")))
                 error = member.request.error
             saves = {}
-            if member.context is not None and not isinstance(error, TraceBytesError):
+            if member.context is not None and member.request is not None and not _is_too_much(error):
                 saves = member.context.saves(member.entry.index)
             blocks.append(
                 {
@@ -222,7 +227,21 @@ class WorkerTraces:
         before = contexts[0].saved_before if contexts else None
         for name in [name for name in self._contexts if name[0] == key]:
             del self._contexts[name]
-        return _encoded({"blocks": blocks, "before": before})
+        num_bytes = sum(one.request.holdings.saved_bytes for one in members if one.request is not None)
+        return self._encoded({"blocks": blocks, "before": before}, num_bytes)
+
+    def _encoded(self, message: dict[str, Any], num_bytes: int) -> bytes:
+        """Return a trace's results as bytes; writing them runs code of the objects saved, so on a thread."""
+        stack = self._threads.take()
+        stack.left_s += num_bytes / _BYTES_WRITTEN_A_SECOND
+        data: bytes | None
+        data, error = stack.start(lambda: _encoded(message)).empty()
+        if data is not None:
+            return data
+        for block in message["blocks"]:
+            block["saves"] = {}
+            block["error"] = block["error"] or encode_error(error)
+        return encode({**message, "before": None})
 
     def drop(self, key: str) -> None:
         """Close a trace that nobody will collect."""
@@ -237,6 +256,10 @@ class WorkerTraces:
                 self.drop(key)
                 if len(self._by_key) <= _MAX_UNCOLLECTED:
                     return
+
+
+def _is_too_much(error: BaseException | None) -> bool:
+    return isinstance(error, TraceBytesError)
 
 
 def _encoded(message: dict[str, Any]) -> bytes:
