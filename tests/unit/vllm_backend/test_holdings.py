@@ -22,7 +22,7 @@ class Hostile(list[Any]):
         raise SystemExit
 
     @property
-    def __class__(self) -> Any:
+    def __class__(self) -> Any:  # type: ignore[misc] # code that no type checker passed
         raise SystemExit
 
 
