@@ -21,8 +21,8 @@ class Hostile(list[Any]):
     def __len__(self) -> int:
         raise SystemExit
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc] # code that no type checker passed
+    @property  # type: ignore[misc] # code that no type checker passed
+    def __class__(self) -> Any:
         raise SystemExit
 
 
