@@ -27,6 +27,11 @@ _HEAD = struct.Struct("<4sBBBxIIIIIIQQ")
 tensors."""
 _INTS, _FLOATS = (Kind.INT,), (Kind.FLOAT,)
 _TEXTS = tuple(kind for kind in PAYLOADS if kind not in {Kind.INT, Kind.FLOAT})
+_GROUPS = (_INTS, _FLOATS, _TEXTS)
+_GROUP_OF = np.array(
+    [next((number for number, group in enumerate(_GROUPS) if kind in group), len(_GROUPS)) for kind in Kind]
+)
+"""For each kind, the group of its scalars; one more for kinds without."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -157,7 +162,8 @@ def _read_payloads(
     cursor: _Cursor, kinds: np.ndarray[Any, Any], counts: list[int], num_text_bytes: int, limits: Limits
 ) -> list[Any]:
     payloads: list[Any] = [None] * len(kinds)
-    places = [np.flatnonzero(np.isin(kinds, group)).tolist() for group in (_INTS, _FLOATS, _TEXTS)]
+    groups = _GROUP_OF[kinds]
+    places = [np.flatnonzero(groups == group).tolist() for group in range(len(_GROUPS))]
     if [len(group) for group in places] != counts:
         raise DecodeError(
             "the message is broken: it has another number of scalars than of nodes that want one"
