@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from nnsight_engine.vllm_backend.vllm import VLLM
 
+    Outputs = Sequence[RequestOutput] | Mapping[int, RequestOutput]
+
 
 class RequestTracer(InterleavingTracer):
     """``with model.trace(prompt) as tracer:`` on ``VLLM``; each invoke is a request of its own."""
@@ -45,13 +47,13 @@ class RequestTracer(InterleavingTracer):
     def _run_model(self) -> Any:
         """Send the requests, wait for all of them, and bring home what their blocks saved."""
         trace = SentTrace(self)
-        engine = self.model.engine
+        host = self.model.host
         try:
-            outputs = engine.generate(trace.prompts, trace.params, use_tqdm=False)
+            outputs = host.inner.generate(trace.prompts, trace.params, use_tqdm=False)
         except BaseException:
-            engine.collective_rpc("drop_trace", args=(trace.key,))
+            host.call("drop_trace", trace.key)
             raise
-        data = engine.collective_rpc("collect_trace", args=(trace.key, trace.results(outputs)))[0]
+        data = host.call("collect_trace", trace.key, trace.results(outputs))[0]
         trace.bring_home(trace.read(data, outputs))
         return outputs[0] if len(outputs) == 1 else outputs
 
@@ -95,8 +97,12 @@ class Outcome:
 class SentTrace:
     """One trace as requests."""
 
-    def __init__(self, tracer: RequestTracer) -> None:
+    def __init__(self, tracer: RequestTracer, *, streams: bool = False) -> None:
         """Encode the blocks.
+
+        Args:
+            tracer: The trace.
+            streams: Whether to be told after each step what the blocks have saved.
 
         Raises:
             EncodeError: A block uses something that cannot travel.
@@ -117,7 +123,7 @@ class SentTrace:
         self.params = [request.sampling_params(shared) for request in requests]
         groups = _groups([outer for _, _, outer in self._parts])
         for index, params in enumerate(self.params):
-            entry = TraceEntry(self.key, index, params.n, data, groups)
+            entry = TraceEntry(self.key, index, params.n, data, groups, streams)
             params.extra_args = {**(params.extra_args or {}), TRACE_KEY: entry.to_plain()}
             # A block may read any position, and write any: it shares no keys and values with anybody.
             params.skip_reading_prefix_cache = True
@@ -125,8 +131,9 @@ class SentTrace:
             {**request.prompt, "cache_salt": f"{self.key}{index:x}"} for index, request in enumerate(requests)
         ]
 
-    def results(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    def results(self, outputs: Outputs) -> dict[str, Any]:
         """Return the requests' outputs as plain values, for blocks that wait for them."""
+        known = outputs if isinstance(outputs, Mapping) else dict(enumerate(outputs))
         return {
             f"{index}/{choice.index}": {
                 "request": f"{index}",
@@ -136,16 +143,16 @@ class SentTrace:
                 "token_ids": list(choice.token_ids),
                 "finish_reason": choice.finish_reason,
             }
-            for index, output in enumerate(outputs)
+            for index, output in known.items()
             for choice in output.outputs
         }
 
-    def read(self, data: bytes, outputs: Sequence[RequestOutput]) -> list[Outcome]:
+    def read(self, data: bytes, outputs: Outputs) -> list[Outcome]:
         """Return what came of each block, and fill the containers that were saved before they ran.
 
         Args:
             data: What the worker collected.
-            outputs: What the requests returned, one for each block.
+            outputs: What the requests returned, by block.
         """
 
         def resolve(reference: tuple[str, ...]) -> Any:
@@ -186,12 +193,18 @@ class SentTrace:
             raise LostTraceError.of(missing)
 
     def _bind(self, cells: dict[str, CellType], choices: list[dict[str, Any]]) -> None:
-        """Assign a block's saved variables; with several choices, each becomes a list of theirs."""
-        for name in choices[0] if choices else ():
-            several = len(choices) > 1
-            value = [choice.get(name) for choice in choices] if several else choices[0][name]
+        """Assign a block's saved variables."""
+        for name, value in by_name(choices).items():
             cells[name].cell_contents = value
             SAVES.mark(value)
+
+
+def by_name(choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what a block saved, by name; with several choices, each name has a list of theirs."""
+    if len(choices) == 1:
+        return dict(choices[0])
+    names = {name: None for choice in choices for name in choice}
+    return {name: [choice.get(name) for choice in choices] for name in names}
 
 
 def _saved_containers(blocks: Sequence[Mapping[str, CellType]]) -> list[Any]:

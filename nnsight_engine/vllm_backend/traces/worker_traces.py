@@ -24,6 +24,7 @@ from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.errors import TraceBytesError
 from nnsight_engine.vllm_backend.traces.holdings import Holdings
 from nnsight_engine.vllm_backend.traces.model import LOGITS, SAMPLES, WorkerModel
+from nnsight_engine.vllm_backend.traces.news import News
 from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
 from nnsight_engine.wire import EncodeError, encode, encode_error
 
@@ -77,6 +78,7 @@ class WorkerTraces:
         self._num_arrived = 0
         self._live: dict[str, TracedRequest] = {}
         self._ended: list[str] = []
+        self._news: dict[str, News] = {}
 
     @property
     def idle(self) -> bool:
@@ -122,6 +124,8 @@ class WorkerTraces:
             mediator.idx = entry.index
             member.request.open()
             self._live[request_id] = member.request
+            if entry.streams:
+                self._news[request_id] = News()
         except Exception as error:
             logger.debug("a trace could not be read", exc_info=True)
             member.error = error
@@ -193,19 +197,35 @@ class WorkerTraces:
         ended, self._ended = [*self._ended, *over], []
         return ended
 
+    def news(self) -> dict[str, tuple[str, int, bytes]]:
+        """Return what watched blocks have saved since the last step: trace, block and what is new."""
+        told = {}
+        for request_id in self._news.keys() & self._live.keys():
+            member = self._members[request_id]
+            assert member.context is not None  # noqa: S101 - it is live
+            data = self._news[request_id].of(member.context.saves(member.entry.index))
+            if data is not None:
+                told[request_id] = (member.entry.key, member.entry.index, data)
+        return told
+
     # What is left.
 
-    def collect(self, key: str, results: Mapping[str, Any]) -> bytes:
-        """Close a trace whose requests have ended, and return what it saved.
+    def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> bytes:
+        """Close blocks whose requests have ended, and return what they saved.
 
         Args:
             key: The trace.
             results: What each request returned, by ``"<block>/<choice>"``, for blocks that wait for it.
+            index: The one block to close; the trace goes on until it is dropped. None ends the trace.
         """
-        request_ids = self._by_key.pop(key, [])
+        every = self._by_key.pop(key, [])
+        request_ids = [one for one in every if index in {None, self._members[one].entry.index}]
+        if index is not None:
+            self._by_key[key] = [one for one in every if one not in request_ids]
         members = [self._members.pop(request_id) for request_id in request_ids]
         for request_id in request_ids:
             self._live.pop(request_id, None)
+            self._news.pop(request_id, None)
         blocks = []
         for member in sorted(members, key=lambda one: (one.entry.index, one.choice)):
             error = member.error
@@ -224,9 +244,12 @@ class WorkerTraces:
                 }
             )
         contexts = [context for name, context in self._contexts.items() if name[0] == key]
-        before = contexts[0].saved_before if contexts else None
-        for name in [name for name in self._contexts if name[0] == key]:
-            del self._contexts[name]
+        # Containers of all blocks, which whoever has saved too much has filled.
+        is_too_much = any(one.request is not None and _is_too_much(one.request.error) for one in members)
+        before = contexts[0].saved_before if contexts and not is_too_much else None
+        if index is None:
+            for name in [name for name in self._contexts if name[0] == key]:
+                del self._contexts[name]
         num_bytes = sum(one.request.holdings.saved_bytes for one in members if one.request is not None)
         return self._encoded({"blocks": blocks, "before": before}, num_bytes)
 
@@ -244,7 +267,7 @@ class WorkerTraces:
         return encode({**message, "before": None})
 
     def drop(self, key: str) -> None:
-        """Close a trace that nobody will collect."""
+        """Close what is left of a trace, which nobody will collect."""
         if key in self._by_key:
             self.collect(key, {})
 
