@@ -37,7 +37,7 @@ class News:
         for name, value in saves.items():
             before, mark = self._told.get(name, (None, None))
             now = _mark(value)
-            if value is before and mark == now:
+            if mark == now and (value is before or (_is_scalar(value) and value == before)):
                 continue
             is_grown = value is before and type(value) is list and mark[0] < now[0]
             new = value[mark[0] :] if is_grown else value
@@ -61,7 +61,11 @@ def _is_plain(value: Any, depth: int = _MAX_DEPTH) -> bool:
         return depth > 0 and all(_is_plain(item, depth - 1) for item in items)
     if kind is torch.Tensor:
         return value.layout is torch.strided and not value.requires_grad
-    return kind in _SCALARS
+    return _is_scalar(value)
+
+
+def _is_scalar(value: Any) -> bool:
+    return type(value) in _SCALARS
 
 
 def _mark(value: Any) -> Any:
@@ -70,7 +74,7 @@ def _mark(value: Any) -> Any:
         return value._version  # noqa: SLF001 - has no public name
     if isinstance(value, list | set):
         return (len(value),)
-    return tuple(map(id, value.values())) if isinstance(value, dict) else None
+    return tuple(map(id, value.values())) if isinstance(value, dict) else type(value)
 
 
 def apply_news(saves: dict[str, Any], data: bytes) -> None:
