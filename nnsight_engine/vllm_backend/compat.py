@@ -11,6 +11,7 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any, Final
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -65,11 +66,23 @@ def own_environment() -> None:
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 
 
-def check_supported(config: VllmConfig) -> None:
-    """Raise UnsupportedOptionError for options under which interventions could be silently wrong."""
+def check_supported(config: VllmConfig, *, traces_only: bool = False) -> None:
+    """Raise UnsupportedOptionError for options under which interventions could be silently wrong.
+
+    Args:
+        config: The engine's.
+        traces_only: Whether blocks are the only interventions; they know of pipeline stages.
+    """
     parallel = config.parallel_config
+    has_stages = parallel.pipeline_parallel_size > 1
     refused = {
-        "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
+        "--pipeline-parallel-size": has_stages and not traces_only,
+        # That executor starts a stage once the one before it has ended, and both would wait for each other.
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0": (
+            has_stages
+            and parallel.distributed_executor_backend == "ray"
+            and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
+        ),
         "--data-parallel-size": parallel.data_parallel_size > 1,
         "--speculative-config": config.speculative_config is not None,
         "--async-scheduling": bool(config.scheduler_config.async_scheduling),

@@ -50,7 +50,7 @@ class RequestTracer(InterleavingTracer):
         except BaseException:
             engine.collective_rpc("drop_trace", args=(trace.key,))
             raise
-        data = engine.collective_rpc("collect_trace", args=(trace.key, trace.results(outputs)))[0]
+        data = self.model.ask_workers("collect_trace", trace.key, trace.results(outputs))
         trace.bring_home(trace.read(data, outputs))
         return outputs[0] if len(outputs) == 1 else outputs
 

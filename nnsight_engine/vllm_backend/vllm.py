@@ -76,19 +76,24 @@ class VLLM(StandardNames):
                 **ours["additional_config"],
             }
             config = EngineArgs(**arguments, **ours).create_engine_config()
-            check_supported(config)
+            check_supported(config, traces_only=True)
             if config.parallel_config.tensor_parallel_size > 1:
                 raise UnsupportedOptionError(
                     "tensor_parallel_size > 1 is not supported for traces yet: a block would see the columns "
                     "of one rank only; use 1"
                 )
             self.__dict__["engine"] = LLM(**arguments, **ours)
-            entries = self.engine.collective_rpc("outline_model")[0]
+            entries = self.ask_workers("outline_model")
             self._update(outlined([tuple(entry) for entry in entries]))
             for name in (LOGITS, SAMPLES):
                 self._add_envoy(WrapperModule(), name)
-            spec = ModelSpec.from_plain(self.engine.collective_rpc("describe_interventions")[0])
+            spec = ModelSpec.from_plain(self.ask_workers("describe_interventions"))
             self.__dict__["_points"] = EnginePoints.on_client(self, entries[0][1], spec)
+
+    def ask_workers(self, method: str, *args: Any) -> Any:
+        """Call a method of every worker, and return the answer of the first that has one."""
+        answers = self.engine.collective_rpc(method, args=args)
+        return next((answer for answer in answers if answer), answers[0])
 
     def shutdown(self) -> None:
         """End the engine; the next trace starts another."""

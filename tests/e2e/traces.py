@@ -22,7 +22,8 @@ def traced_engine(model: Path, **options: Any) -> Iterator[VLLM]:
         str(model), dispatch=True, dtype="float32", enforce_eager=True, max_model_len=512, **options
     )
     yield engine
-    assert not any(engine.engine.collective_rpc("count_interventions")[0].values())
+    for counts in engine.engine.collective_rpc("count_interventions"):
+        assert not any(counts.values())
     engine.shutdown()
 
 
@@ -98,7 +99,7 @@ def run_together(
     outcomes = {}
     for number, trace in enumerate(traces):
         own = [outputs[f"trace-{number}"]] if f"trace-{number}" in outputs else []
-        data = model.engine.collective_rpc("collect_trace", args=(trace.key, trace.results(own)))[0]
+        data = model.ask_workers("collect_trace", trace.key, trace.results(own))
         found = trace.read(data, own)
         if found:
             outcomes[number] = found[0]

@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from nnsight_engine.interleaving.threads import Threads
+from nnsight_engine.vllm_backend.outline import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.traces.board import Board
 from nnsight_engine.vllm_backend.traces.context import TraceContext
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
@@ -60,7 +61,7 @@ class WorkerTraces:
     def __init__(self, points: ModelPoints, config: VllmConfig, *, budget_s: float) -> None:
         """Start without requests."""
         self.board = Board()
-        self.model = WorkerModel(points, config, self.board)
+        self.model = self._new_model(points, config)
         self._threads = Threads(budget_s)
         self._members: dict[str, _Member] = {}
         self._contexts: dict[tuple[str, int], TraceContext] = {}
@@ -70,10 +71,18 @@ class WorkerTraces:
         self._live: dict[str, TracedRequest] = {}
         self._ended: list[str] = []
 
+    def _new_model(self, points: ModelPoints, config: VllmConfig) -> WorkerModel:
+        """Return what ``model`` is in the blocks."""
+        return WorkerModel(points, config, self.board)
+
     @property
     def idle(self) -> bool:
         """Whether no traced request is running, or has failed before it could."""
         return not (self._live or self._ended)
+
+    def outline(self) -> list[OutlineEntry]:
+        """List the model's modules."""
+        return outline_of(self.model._module)  # noqa: SLF001 - an envoy of ours
 
     def num_live(self) -> dict[str, int]:
         """Return how much is held, for tests and metrics."""
