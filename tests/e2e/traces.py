@@ -18,9 +18,8 @@ from nnsight_engine.vllm_backend.vllm import VLLM
 @contextlib.contextmanager
 def traced_engine(model: Path, **options: Any) -> Iterator[VLLM]:
     """Start an engine in this process, eager and in float32; in the end it holds nothing of any trace."""
-    engine = VLLM(
-        str(model), dispatch=True, dtype="float32", enforce_eager=True, max_model_len=512, **options
-    )
+    options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, **options}
+    engine = VLLM(str(model), dispatch=True, **options)
     yield engine
     for counts in engine.engine.collective_rpc("count_interventions"):
         assert not any(counts.values())
@@ -40,7 +39,7 @@ class HeldTracer(RequestTracer):
 class Plain:
     """A request without a block."""
 
-    prompt: str
+    prompt: Any
     params: SamplingParams
 
 

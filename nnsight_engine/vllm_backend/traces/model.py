@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from nnsight_engine.envoys.architectures.part_envoys import AttentionEnvoy, GatedMlpEnvoy, MlpEnvoy, UpEnvoy
@@ -72,7 +73,8 @@ class WorkerModel(StandardNames):
         modules = [
             (envoy._module, str(envoy.path))  # noqa: SLF001 - envoys of ours
             for envoy in self._by_module.values()
-            if not isinstance(envoy._module, ModuleElsewhere)  # noqa: SLF001
+            # Transformers' models do call the placeholders, which hand on what they are given.
+            if not isinstance(envoy._module, ModuleElsewhere | PPMissingLayer)  # noqa: SLF001
         ]
         mine = self.__dict__
         mine["_probe_set"] = Probes(modules, board, calls_forward=_calls_forward)  # type: ignore[arg-type] # as above

@@ -148,18 +148,21 @@ def stand_ins(
         caller: Calls modules there.
     """
     found: dict[str, torch.nn.Module] = {}
+    known: list[dict[str, torch.nn.Module]] = [{} for _ in stages]
     missing = [path for path, module in model.named_modules() if isinstance(module, PPMissingLayer)]
     for place in missing:
         for stage, entries in enumerate(stages):
             below = [entry for entry in entries if entry[0] == place or entry[0].startswith(f"{place}.")]
             if below:
-                found[place] = _tree(below, stage, caller)
+                found[place] = _tree(below, stage, caller, known[stage])
                 break
     return found
 
 
-def _tree(entries: Sequence[Description], stage: int, caller: Caller) -> torch.nn.Module:
-    modules: dict[str, torch.nn.Module] = {}
+def _tree(
+    entries: Sequence[Description], stage: int, caller: Caller, modules: dict[str, torch.nn.Module]
+) -> torch.nn.Module:
+    """Return a stand-in with all below it; ``modules`` are those of the same stage, by path."""
     top = entries[0][0]
     for entry in entries:
         path, same_as = entry[0], entry[4]
