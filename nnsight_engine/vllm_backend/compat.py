@@ -11,10 +11,10 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.executor import Executor
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from nnsight_engine.core.errors import UnsupportedOptionError
@@ -28,6 +28,7 @@ CONFIG_KEY: Final = "nnsight_engine"
 """Key of our entry in vLLM's ``additional_config``, which is part of the compile cache's key."""
 
 WORKER_CLASS: Final = "nnsight_engine.vllm_backend.worker.InterventionWorker"
+RAY_EXECUTOR: Final = "nnsight_engine.vllm_backend.ray_executor.ClusterExecutor"
 SCHEDULER_CLASS: Final = "nnsight_engine.vllm_backend.scheduler.InterventionScheduler"
 _RESULTS_ATTRIBUTE: Final = "nnsight_engine_results"
 
@@ -79,9 +80,7 @@ def check_supported(config: VllmConfig, *, traces_only: bool = False) -> None:
         "--pipeline-parallel-size": has_stages and not traces_only,
         # That executor starts a stage once the one before it has ended, and both would wait for each other.
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0": (
-            has_stages
-            and parallel.distributed_executor_backend == "ray"
-            and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
+            has_stages and Executor.get_class(config).__name__ == "RayDistributedExecutor"
         ),
         "--data-parallel-size": parallel.data_parallel_size > 1,
         "--speculative-config": config.speculative_config is not None,

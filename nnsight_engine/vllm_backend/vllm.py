@@ -13,7 +13,13 @@ from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.tracing.tracer import Backend
-from nnsight_engine.vllm_backend.compat import EngineLimits, check_supported, engine_options, own_environment
+from nnsight_engine.vllm_backend.compat import (
+    RAY_EXECUTOR,
+    EngineLimits,
+    check_supported,
+    engine_options,
+    own_environment,
+)
 from nnsight_engine.vllm_backend.outline import outlined
 from nnsight_engine.vllm_backend.prompts import Request, as_prompt
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer
@@ -75,6 +81,8 @@ class VLLM(StandardNames):
                 **arguments.pop("additional_config", {}),
                 **ours["additional_config"],
             }
+            if arguments.get("distributed_executor_backend") == "ray":
+                arguments["distributed_executor_backend"] = RAY_EXECUTOR
             config = EngineArgs(**arguments, **ours).create_engine_config()
             check_supported(config, traces_only=True)
             if config.parallel_config.tensor_parallel_size > 1:
