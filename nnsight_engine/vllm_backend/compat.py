@@ -28,7 +28,7 @@ CONFIG_KEY: Final = "nnsight_engine"
 """Key of our entry in vLLM's ``additional_config``, which is part of the compile cache's key."""
 
 WORKER_CLASS: Final = "nnsight_engine.vllm_backend.worker.InterventionWorker"
-RAY_EXECUTOR: Final = "nnsight_engine.vllm_backend.ray_executor.ClusterExecutor"
+_RAY_EXECUTOR: Final = "nnsight_engine.vllm_backend.ray_executor.ClusterExecutor"
 SCHEDULER_CLASS: Final = "nnsight_engine.vllm_backend.scheduler.InterventionScheduler"
 _RESULTS_ATTRIBUTE: Final = "nnsight_engine_results"
 
@@ -92,6 +92,14 @@ def check_supported(config: VllmConfig, *, traces_only: bool = False) -> None:
         if given:
             message = f"{option} is not supported together with interventions yet; start without it"
             raise UnsupportedOptionError(message)
+
+
+def ray_executor() -> Any:
+    """Return the class of our Ray executor: a class, since vLLM lets no other name run pipeline stages.
+
+    It is looked up by name because Ray, which is slow to import, comes with it.
+    """
+    return resolve_obj_by_qualname(_RAY_EXECUTOR)
 
 
 def platform_worker_class() -> Any:

@@ -3,7 +3,7 @@
 vLLM leaves the cluster to its user, and one that Ray starts by itself on a machine without GPUs has no room
 for any worker. So the executor joins the cluster at ``RAY_ADDRESS``, or one that runs on this machine, or
 starts one that only this machine reaches, with a device for each worker, and ends it with the engine. It is
-named to vLLM by ``RAY_EXECUTOR``, in whichever process the engine's core is.
+used in whichever process the engine's core is.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class ClusterExecutor(RayExecutorV2):
                 raise
             ray.init(
                 address="local",
-                num_cpus=self.world_size,
-                num_gpus=self.world_size if current_platform.is_cpu() else None,
+                num_cpus=self.parallel_config.world_size,
+                num_gpus=self.parallel_config.world_size if current_platform.is_cpu() else None,
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
                 _node_ip_address=_LOOPBACK,

@@ -14,11 +14,11 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.tracing.tracer import Backend
 from nnsight_engine.vllm_backend.compat import (
-    RAY_EXECUTOR,
     EngineLimits,
     check_supported,
     engine_options,
     own_environment,
+    ray_executor,
 )
 from nnsight_engine.vllm_backend.outline import outlined
 from nnsight_engine.vllm_backend.prompts import Request, as_prompt
@@ -82,7 +82,7 @@ class VLLM(StandardNames):
                 **ours["additional_config"],
             }
             if arguments.get("distributed_executor_backend") == "ray":
-                arguments["distributed_executor_backend"] = RAY_EXECUTOR
+                arguments["distributed_executor_backend"] = ray_executor()
             config = EngineArgs(**arguments, **ours).create_engine_config()
             check_supported(config, traces_only=True)
             if config.parallel_config.tensor_parallel_size > 1:
