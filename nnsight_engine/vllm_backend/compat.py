@@ -78,6 +78,9 @@ def check_supported(config: VllmConfig, *, traces_only: bool = False) -> None:
     has_stages = parallel.pipeline_parallel_size > 1
     refused = {
         "--pipeline-parallel-size": has_stages and not traces_only,
+        "--tensor-parallel-size with --pipeline-parallel-size": (
+            has_stages and parallel.tensor_parallel_size > 1
+        ),
         # That executor starts a stage once the one before it has ended, and both would wait for each other.
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0": (
             has_stages and Executor.get_class(config).__name__ == "RayDistributedExecutor"

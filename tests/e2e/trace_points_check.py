@@ -222,8 +222,8 @@ def expected(checkpoint: Path) -> dict[str, Values | str]:
     return {name: _tried(block, model) for name, block in BLOCKS.items()}
 
 
-def compared(checkpoint: Path, wanted: dict[str, Values | str], **options: Any) -> dict[str, str | None]:
-    """Run the blocks on vLLM, started with ``options``; returns what went wrong with each."""
+def compared(checkpoint: Path, wanted: dict[str, Values | str]) -> dict[str, str | None]:
+    """Run the blocks on vLLM; returns what went wrong with each."""
     model = VLLM(
         str(checkpoint),
         dispatch=True,
@@ -232,7 +232,6 @@ def compared(checkpoint: Path, wanted: dict[str, Values | str], **options: Any) 
         max_model_len=64,
         max_num_seqs=4,
         num_gpu_blocks_override=32,
-        **options,
     )
     report = {name: _difference(wanted[name], _tried(block, model)) for name, block in BLOCKS.items()}
     model.shutdown()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +15,11 @@ import torch
 
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.vllm_backend.outline import OutlineEntry
+from nnsight_engine.vllm_backend.traces.board import Board
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.stages.elsewhere import described, spanning_paths
 from nnsight_engine.vllm_backend.traces.stages.parcels import Keeper, Kept, Parcels
-from nnsight_engine.wire import EncodeError, encode_error
+from nnsight_engine.wire import encode_error
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,39 +31,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class OfferingBoard:
-    """What stands for all blocks towards this stage's model.
+class OfferingBoard(Board):
+    """Where this stage's model meets the blocks of the last one: what they want is offered to them."""
 
-    Attributes:
-        wanted: The providers that some block waits for, here or elsewhere.
-        calls: How often each provider was reached in this step.
-        listener: The thread whose calls of modules are the model's own; 0 while none are.
-        interleaving: Whether a step with traced requests is running.
-        current: Always None: no block runs here.
-    """
-
-    step = float("inf")
-    skipped: tuple[()] = ()
-    current = None
+    model: WorkerModel
 
     def __init__(self, link: Channel, shared: Sequence[str]) -> None:
         """Offer through ``link`` all but what modules return that later stages go on with."""
-        self.wanted: dict[str, None] = {}
-        self.calls: dict[str, int] = {}
-        self.listener = 0
-        self.interleaving = False
+        super().__init__()
         self._link = link
         self._shared = {f"{path}.output" for path in shared}
         self._keeper = Keeper()
         self._num_told = 0
         self._parcels: Parcels | None = None
-        self.model: WorkerModel | None = None
 
-    def begin(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
+    def open(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
         """Begin a step; returns whether a block takes part in it."""
-        self.calls.clear()
+        self.begin()
         self._num_told = 0
-        self.interleaving = True
         told = [
             (span.request_id, span.index, span.row, span.num_rows, span.start, span.complete)
             for span in spans
@@ -74,9 +59,9 @@ class OfferingBoard:
         self.interleaving = bool(live)
         return self.interleaving
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End this stage's part of the step."""
-        self.interleaving = False
+        self.end()
         self.wanted.clear()
         self._keeper.clear()
         self._link.send("done", self._passed())
@@ -91,19 +76,13 @@ class OfferingBoard:
         passed = self._passed()
         try:
             self._link.send("offer", passed, provider, *parcels.pack(kept), reference=Kept.reference)
-        except EncodeError as error:
+        except Exception as error:
+            logger.exception("a value cannot be sent to the blocks that wait for it")
             self._link.send("broken", passed, provider, f"`{provider}` cannot be sent: {error}")
         changes = self._answer()
         if not changes:
             return value
         return self._keeper.give_back(parcels.changed(kept, [tuple(change) for change in changes]))
-
-    def provide(self, provider: str, value: Any) -> Any:
-        """Offer a value that no module's call makes."""
-        if provider in self.wanted:
-            value = self.offer(provider, None, value)
-        self.calls[provider] = 1
-        return value
 
     def _passed(self) -> list[str]:
         """Return the providers reached that the other side has not been told of."""
@@ -119,15 +98,15 @@ class OfferingBoard:
                 self._call(*rest[0])
                 continue
             what, wanted, sources = rest
+            # Probes hold on to this very dictionary.
             self.wanted.clear()
-            self.wanted.update(dict.fromkeys(wanted))
+            self.wanted.update({provider: {} for provider in wanted})
             for path in sources:
                 self._look_into(path)
             return what
 
     def _look_into(self, path: str) -> None:
         """Hear of the operations inside a module's forward, as blocks ask for them."""
-        assert self.model is not None  # noqa: S101 - set when it was made
         try:
             self.model.get(path).source  # noqa: B018 - asking is what installs it
         except Exception:
@@ -135,12 +114,11 @@ class OfferingBoard:
 
     def _call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Call a module for a block."""
-        assert self.model is not None  # noqa: S101 - set when it was made
-        model, (listener, self.listener) = self.model, (self.listener, 0)
+        listener, self.listener = self.listener, 0
         try:
-            device = model.device or torch.device("cpu")
+            device = self.model.device or torch.device("cpu")
             here = map_tensors((args, kwargs), lambda tensor: tensor.to(device))
-            value = self._keeper.keep(model.get(path)(*here[0], **here[1]))
+            value = self._keeper.keep(self.model.get(path)(*here[0], **here[1]))
             self._link.send("called", value, None, reference=Kept.reference)
         except Exception as error:  # noqa: BLE001 - raised in the block
             self._link.send("called", None, encode_error(error))
@@ -164,7 +142,7 @@ class StageTraces:
         """Tell the last stage what modules there are."""
         paths = [f".{path}" if path else "" for path in spanning_paths(points.family.layers)]
         self.board = OfferingBoard(link, [f"model{path}" for path in paths])
-        self.model = self.board.model = WorkerModel(points, config, self.board)  # type: ignore[arg-type]
+        self.model = self.board.model = WorkerModel(points, config, self.board)
         self._registered: set[str] = set()
         link.send(described(points.model))
 
@@ -184,19 +162,19 @@ class StageTraces:
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
         """Begin a step for these requests; False if no block takes part in it."""
-        return bool(spans) and self.board.begin(spans, num_rows)
+        return bool(spans) and self.board.open(spans, num_rows)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Hear of the modules' calls while the model runs."""
         self.model.install()
-        self.board.listener = threading.get_ident()
+        self.board.listen()
         try:
             yield
         finally:
-            self.board.listener = 0
+            self.board.pause()
             self.model.remove()
-            self.board.end()
+            self.board.close()
 
     def end(self) -> list[str]:
         """End the step; the last stage says which requests are over."""

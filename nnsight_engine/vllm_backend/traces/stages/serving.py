@@ -10,6 +10,7 @@ listens. Steps may follow each other closely in the pipeline: a stage that is ah
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Collection, Sequence
@@ -29,7 +30,7 @@ from nnsight_engine.vllm_backend.traces.stages.elsewhere import (
 )
 from nnsight_engine.vllm_backend.traces.stages.parcels import Form, Parcels, ValueElsewhere
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
-from nnsight_engine.wire import restore_error
+from nnsight_engine.wire import EncodeError, restore_error
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,6 +39,14 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.stages.links import Channel
 
 logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Listening:
+    """A stage that has spoken and waits for an answer: a new one each time."""
+
+    stage: int
+    link: Channel
 
 
 class PipelineModel(SpanningEnvoy, WorkerModel):
@@ -59,7 +68,7 @@ class ServingTraces(WorkerTraces):
     ) -> None:
         """Learn what modules the others have."""
         self._links = links
-        self._serving: tuple[int, Channel] | None = None
+        self._listening: _Listening | None = None
         self._exchange = threading.Lock()
         self._registered: set[str] = set()
         self._begun: list[TraceSpan] = []
@@ -90,44 +99,55 @@ class ServingTraces(WorkerTraces):
         """
         self._registered -= finished
         self._registered.update(request_id for request_id, _ in arrived)
-        if arrived or not self.idle:
-            self.begin(arrived, finished)
         if self._registered.isdisjoint(scheduled):
             return
         for stage, link in enumerate(self._links):
-            self._serving = (stage, link)
-            try:
-                self._serve(stage, link)
-            finally:
-                self._serving = None
+            _, told, num_rows = self._hear(stage, link)
+            if stage == 0:
+                self.begin(arrived, finished)  # now that modules of this stage can be called
+                self._begun = [span for span in map(_span, told) if self.takes_part(span.request_id)]
+                super().step(self._begun, num_rows)
+            live = [span for span in map(_span, told) if self.takes_part(span.request_id)]
+            self._say([span.request_id for span in live])
+            if live:
+                self._serve(stage, link, Parcels(live, num_rows))
 
-    def _serve(self, stage: int, link: Channel) -> None:
-        _, told, num_rows = link.receive()
-        spans = [TraceSpan(*span) for span in told]
-        live = [span for span in spans if self.takes_part(span.request_id)]
-        if stage == 0:
-            self._begun = live
-            super().step(live, num_rows)
-        parcels = Parcels(live, num_rows)
-        self._say(link, stage, "go", [span.request_id for span in live])
-        while live:
-            kind, passed, *rest = link.receive(resolve=lambda name: ValueElsewhere(name, stage))
+    def _serve(self, stage: int, link: Channel, parcels: Parcels) -> None:
+        """Let blocks have what they want of a stage, until it has done its part of the step."""
+        while True:
+            kind, passed, *rest = self._hear(stage, link)
             self.board.calls.update(dict.fromkeys(passed, 1))
             if kind == "done":
                 return
+            changes: list[Any] = []
             if kind == "offer":
-                self._say(link, stage, "take", self._offered(parcels, *rest))
+                changes = self._offered(parcels, *rest)
             else:
-                provider, message = rest
-                self._fail(provider, StageError(message))
-                self._say(link, stage, "take", [])
+                self._fail(rest[0], StageError(rest[1]))
+            try:
+                self._say(changes)
+            except EncodeError as error:
+                self._fail(rest[0], error)
+                self._say([])
 
-    def _say(self, link: Channel, stage: int, kind: str, what: Any) -> None:
-        """Answer a stage, with all that is wanted now and the modules whose operations are looked at."""
-        looked_into = [one for one in self.model._sources if _is_of(stage, one.module)]  # noqa: SLF001 - ours
-        sources = [str(one.source.path) for one in looked_into]
+    def _hear(self, stage: int, link: Channel) -> tuple[Any, ...]:
+        """Wait for what a stage says; until it is answered, it can be asked to call modules."""
+        message = link.receive(resolve=lambda name: ValueElsewhere(name, stage))
+        self._listening = None if message[0] == "done" else _Listening(stage, link)
+        return message
+
+    def _say(self, what: Any) -> None:
+        """Answer the stage that listens, with all that is wanted now and the modules that are looked into."""
         with self._exchange:
-            link.send(kind, what, list(self.board.wanted), sources)
+            listening = self._listening
+            assert listening is not None  # noqa: S101 - it has just spoken
+            looked_into = [
+                str(one.source.path)
+                for one in self.model._sources  # noqa: SLF001 - an envoy of ours
+                if isinstance(one.module, ModuleElsewhere) and one.module.stage == listening.stage
+            ]
+            listening.link.send("go", what, list(self.board.wanted), looked_into)
+            self._listening = None
 
     def _offered(self, parcels: Parcels, provider: str, packed: Any, forms: Sequence[Form]) -> list[Any]:
         """Let blocks have a value of another stage; returns what they replaced in it."""
@@ -162,28 +182,41 @@ class ServingTraces(WorkerTraces):
         """Return what a module of another stage gives, which must be the one that is being served.
 
         Raises:
-            StageError: It is not.
+            StageError: It is not, or the code that calls is not the running block's own.
+            EncodeError: It is called with something that cannot travel.
             BaseException: What the module raised.
         """
-        if self._serving is None or self._serving[0] != stage:
+        listening, mediator = self._listening, self.board.current
+        worker = None if mediator is None else mediator.worker
+        if listening is None or listening.stage != stage or worker is None or not worker.is_current():
             raise StageError.call(path, stage)
-        _, link = self._serving
         answers: list[tuple[Any, ...]] = []
+        refusals: list[EncodeError] = []
 
         def exchange() -> None:
             with self._exchange:
-                link.send("call", (path, args, kwargs), reference=ValueElsewhere.reference)
-                answers.append(link.receive(resolve=lambda name: ValueElsewhere(name, stage)))
+                if self._listening is not listening:
+                    return  # the block was given up meanwhile, and the stage has been answered
+                try:
+                    listening.link.send("call", (path, args, kwargs), reference=ValueElsewhere.reference)
+                except EncodeError as error:
+                    refusals.append(error)
+                else:
+                    answers.append(listening.link.receive(resolve=lambda name: ValueElsewhere(name, stage)))
 
         # On a thread of its own: the block's may be interrupted, and half a message would confuse both sides.
         thread = threading.Thread(target=exchange, daemon=True)
         thread.start()
         thread.join()
+        if refusals:
+            raise refusals[0]
+        if not answers:
+            raise StageError.call(path, stage)
         _, value, error = answers[0]
         if error is not None:
             raise restore_error(error)
         return map_tensors(value, lambda tensor: tensor.to(self._device))
 
 
-def _is_of(stage: int, module: torch.nn.Module) -> bool:
-    return isinstance(module, ModuleElsewhere) and module.stage == stage
+def _span(told: Sequence[Any]) -> TraceSpan:
+    return TraceSpan(*told)
