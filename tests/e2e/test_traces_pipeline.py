@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -155,6 +156,7 @@ def stopped_on_the_first_stage(model: VLLM) -> dict[str, Any]:
 
 def modules_called(model: VLLM) -> dict[str, Any]:
     with model.trace(PROMPT, **GREEDY):
+        first = model.model.embed_tokens(torch.tensor([9])).save()
         early = model.layers[0].output
         again = model.model.layers[1].mlp(early).save()
         token = model.model.embed_tokens(torch.tensor([7])).save()
@@ -162,7 +164,7 @@ def modules_called(model: VLLM) -> dict[str, Any]:
         late = model.layers[3].output
         lens = model.lm_head(model.norm(early)).save()
         mlp = model.model.layers[3].mlp(late).save()
-    return {"again": again, "token": token, "lens": lens, "mlp": mlp, "width": width}
+    return {"first": first, "again": again, "token": token, "lens": lens, "mlp": mlp, "width": width}
 
 
 def operations(model: VLLM) -> dict[str, Any]:
@@ -360,6 +362,19 @@ def test_what_cannot_come_is_named(model: VLLM) -> None:
         list(model.model.layers[0].mlp.parameters())
     with pytest.raises(StageError, match=r"layers\.0\.mlp.*stage 0"), model.trace(PROMPT):
         model.model.layers[0].mlp(model.layers[3].output)
+    with model.trace(PROMPT):
+        early, errors = model.layers[0].output, save([])
+
+        def other() -> None:
+            try:
+                model.model.layers[0].mlp(early)
+            except StageError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert len(errors) == 1
     with pytest.raises(StageError, match="several pipeline stages"), model.trace(PROMPT):
         print(model.model.source)  # noqa: T201 - asking is enough
     with pytest.raises(RuntimeError, match="invalid for input of size"), model.trace(PROMPT):
