@@ -14,6 +14,7 @@ from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.tracing.tracer import Info, Tracer
+from nnsight_engine.vllm_backend.engines import answer
 from nnsight_engine.vllm_backend.prompts import Request
 from nnsight_engine.vllm_backend.traces.entry import SAVED, TRACE_KEY, TraceEntry
 from nnsight_engine.vllm_backend.traces.points import standard_name
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from vllm import RequestOutput
 
     from nnsight_engine.vllm_backend.vllm import VLLM
+
+    Outputs = Sequence[RequestOutput] | Mapping[int, RequestOutput]
 
 
 class RequestTracer(InterleavingTracer):
@@ -44,13 +47,13 @@ class RequestTracer(InterleavingTracer):
     def _run_model(self) -> Any:
         """Send the requests, wait for all of them, and bring home what their blocks saved."""
         trace = SentTrace(self)
-        engine = self.model.engine
+        host = self.model.host
         try:
-            outputs = engine.generate(trace.prompts, trace.params, use_tqdm=False)
+            outputs = host.inner.generate(trace.prompts, trace.params, use_tqdm=False)
         except BaseException:
-            engine.collective_rpc("drop_trace", args=(trace.key,))
+            host.call("drop_trace", trace.key)
             raise
-        data = self.model.ask_workers("collect_trace", trace.key, trace.results(outputs))
+        data = answer(host.call("collect_trace", trace.key, trace.results(outputs)))
         trace.bring_home(trace.read(data, outputs))
         return outputs[0] if len(outputs) == 1 else outputs
 
@@ -94,8 +97,12 @@ class Outcome:
 class SentTrace:
     """One trace as requests."""
 
-    def __init__(self, tracer: RequestTracer) -> None:
+    def __init__(self, tracer: RequestTracer, *, streams: bool = False) -> None:
         """Encode the blocks.
+
+        Args:
+            tracer: The trace.
+            streams: Whether to be told after each step what the blocks have saved.
 
         Raises:
             EncodeError: A block uses something that cannot travel.
@@ -116,7 +123,7 @@ class SentTrace:
         self.params = [request.sampling_params(shared) for request in requests]
         groups = _groups([outer for _, _, outer in self._parts])
         for index, params in enumerate(self.params):
-            entry = TraceEntry(self.key, index, params.n, data, groups)
+            entry = TraceEntry(self.key, index, params.n, data, groups, streams)
             params.extra_args = {**(params.extra_args or {}), TRACE_KEY: entry.to_plain()}
             # A block may read any position, and write any: it shares no keys and values with anybody.
             params.skip_reading_prefix_cache = True
@@ -124,8 +131,9 @@ class SentTrace:
             {**request.prompt, "cache_salt": f"{self.key}{index:x}"} for index, request in enumerate(requests)
         ]
 
-    def results(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    def results(self, outputs: Outputs) -> dict[str, Any]:
         """Return the requests' outputs as plain values, for blocks that wait for them."""
+        known = outputs if isinstance(outputs, Mapping) else dict(enumerate(outputs))
         return {
             f"{index}/{choice.index}": {
                 "request": f"{index}",
@@ -135,16 +143,16 @@ class SentTrace:
                 "token_ids": list(choice.token_ids),
                 "finish_reason": choice.finish_reason,
             }
-            for index, output in enumerate(outputs)
+            for index, output in known.items()
             for choice in output.outputs
         }
 
-    def read(self, data: bytes, outputs: Sequence[RequestOutput]) -> list[Outcome]:
+    def read(self, data: bytes, outputs: Outputs) -> list[Outcome]:
         """Return what came of each block, and fill the containers that were saved before they ran.
 
         Args:
             data: What the worker collected.
-            outputs: What the requests returned, one for each block.
+            outputs: What the requests returned, by block.
         """
 
         def resolve(reference: tuple[str, ...]) -> Any:
@@ -180,12 +188,18 @@ class SentTrace:
                 raise outcome.error
 
     def _bind(self, cells: dict[str, CellType], choices: list[dict[str, Any]]) -> None:
-        """Assign a block's saved variables; with several choices, each becomes a list of theirs."""
-        for name in choices[0] if choices else ():
-            several = len(choices) > 1
-            value = [choice.get(name) for choice in choices] if several else choices[0][name]
+        """Assign a block's saved variables."""
+        for name, value in by_name(choices).items():
             cells[name].cell_contents = value
             SAVES.mark(value)
+
+
+def by_name(choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what a block saved, by name; with several choices, each name has a list of theirs."""
+    if len(choices) == 1:
+        return dict(choices[0])
+    names = {name: None for choice in choices for name in choice}
+    return {name: [choice.get(name) for choice in choices] for name in names}
 
 
 def _saved_containers(blocks: Sequence[Mapping[str, CellType]]) -> list[Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 import torch
-from vllm import LLM, EngineArgs
+from vllm import EngineArgs
 
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.model_spec import ModelSpec
@@ -20,11 +20,15 @@ from nnsight_engine.vllm_backend.compat import (
     own_environment,
     ray_executor,
 )
+from nnsight_engine.vllm_backend.engines import AsyncEngine, SyncEngine, answer
 from nnsight_engine.vllm_backend.outline import outlined
 from nnsight_engine.vllm_backend.prompts import Request, as_prompt
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer
+from nnsight_engine.vllm_backend.stream_tracer import StreamBackend, StreamTracer
 from nnsight_engine.vllm_backend.traces.model import LOGITS, SAMPLES
 from nnsight_engine.vllm_backend.traces.points import EnginePoints, StandardNames
+
+_HOSTS: Final[Mapping[str, type[SyncEngine | AsyncEngine]]] = {"sync": SyncEngine, "async": AsyncEngine}
 
 
 class VLLM(StandardNames):
@@ -39,29 +43,40 @@ class VLLM(StandardNames):
 
     Args:
         model: A model's name or folder, as vLLM takes it.
+        mode: ``"sync"``: a trace's requests have ended when its ``with`` statement has. ``"async"``: they run
+            while somebody iterates, ``async for output in tracer.backend(): output.saves``.
         dispatch: Start the engine now; otherwise with the first trace.
         rename: Further names for modules.
         limits: What blocks may use.
         **engine_args: vLLM's engine arguments: ``tensor_parallel_size``, ``max_model_len`` and so on.
+
+    Attributes:
+        engine: vLLM's own, ``vllm.LLM`` or ``AsyncLLM``; None before it starts.
+        host: What this process asks of it.
 
     Raises:
         UnsupportedOptionError: An option under which blocks could be silently wrong.
     """
 
     engine: Any
+    host: SyncEngine | AsyncEngine
 
     def __init__(
         self,
         model: str,
         *,
+        mode: Literal["sync", "async"] = "sync",
         dispatch: bool = False,
         rename: Mapping[str, Any] | None = None,
         limits: EngineLimits | None = None,
         **engine_args: Any,
     ) -> None:
         """Prepare; the engine starts with ``dispatch``."""
+        if mode not in _HOSTS:
+            raise ValueError(f'mode is "sync" or "async", got {mode!r}')
         super().__init__(torch.nn.Module(), rename=rename)
         mine = self.__dict__
+        mine["mode"] = mode
         mine["_engine_args"] = {"model": str(model), **engine_args}
         mine["_limits"] = limits or EngineLimits()
         mine["_starting"] = threading.RLock()
@@ -90,25 +105,21 @@ class VLLM(StandardNames):
                     "tensor_parallel_size > 1 is not supported for traces yet: a block would see the columns "
                     "of one rank only; use 1"
                 )
-            self.__dict__["engine"] = LLM(**arguments, **ours)
-            entries = self.ask_workers("outline_model")
+            host = _HOSTS[self.__dict__["mode"]]({**arguments, **ours})
+            self.__dict__["host"], self.__dict__["engine"] = host, host.inner
+            entries = answer(host.call("outline_model"))
             self._update(outlined([tuple(entry) for entry in entries]))
             for name in (LOGITS, SAMPLES):
                 self._add_envoy(WrapperModule(), name)
-            spec = ModelSpec.from_plain(self.ask_workers("describe_interventions"))
+            spec = ModelSpec.from_plain(answer(host.call("describe_interventions")))
             self.__dict__["_points"] = EnginePoints.on_client(self, entries[0][1], spec)
-
-    def ask_workers(self, method: str, *args: Any) -> Any:
-        """Call a method of every worker, and return the answer of the first that has one."""
-        answers = self.engine.collective_rpc(method, args=args)
-        return next((answer for answer in answers if answer), answers[0])
 
     def shutdown(self) -> None:
         """End the engine; the next trace starts another."""
         with self.__dict__["_starting"]:
-            engine, self.__dict__["engine"] = self.engine, None
-            if engine is not None:
-                engine.llm_engine.engine_core.shutdown()
+            host, self.__dict__["engine"] = self.__dict__.pop("host", None), None
+            if host is not None:
+                host.close()
 
     @property
     def dispatched(self) -> bool:
@@ -125,13 +136,13 @@ class VLLM(StandardNames):
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         self.dispatch()
-        return self.engine.get_tokenizer()
+        return self.host.tokenizer
 
     def trace(  # type: ignore[override] # a trace is a request, which has other options
         self,
         *args: Any,
         backend: Backend | None = None,
-        tracer_cls: type[RequestTracer] = RequestTracer,
+        tracer_cls: type[RequestTracer] | None = None,
         **kwargs: Any,
     ) -> RequestTracer:
         """Open a trace: ``with model.trace(prompt, temperature=0) as tracer:``.
@@ -148,6 +159,9 @@ class VLLM(StandardNames):
             raise NotImplementedError("validate=True is not supported on vLLM yet: leave it out")
         kwargs.setdefault("max_tokens", kwargs.pop("max_new_tokens", 1))
         self.dispatch()
+        if isinstance(self.host, AsyncEngine):
+            backend, tracer_cls = backend or StreamBackend(), tracer_cls or StreamTracer
+        tracer_cls = tracer_cls or RequestTracer
         return super().trace(*args, backend=backend, tracer_cls=tracer_cls, **kwargs)  # type: ignore[return-value]
 
     def scan(self, *args: Any, fn: Any = None, **kwargs: Any) -> NoReturn:

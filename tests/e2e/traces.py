@@ -11,6 +11,7 @@ from typing import Any
 from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from nnsight_engine.vllm_backend.engines import answer
 from nnsight_engine.vllm_backend.request_tracer import Outcome, RequestTracer, SentTrace
 from nnsight_engine.vllm_backend.vllm import VLLM
 
@@ -98,7 +99,7 @@ def run_together(
     outcomes = {}
     for number, trace in enumerate(traces):
         own = [outputs[f"trace-{number}"]] if f"trace-{number}" in outputs else []
-        data = model.ask_workers("collect_trace", trace.key, trace.results(own))
+        data = answer(model.host.call("collect_trace", trace.key, trace.results(own)))
         found = trace.read(data, own)
         if found:
             outcomes[number] = found[0]

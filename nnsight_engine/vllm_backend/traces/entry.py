@@ -28,6 +28,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
         data: All of them, see ``wire``.
         groups: For each block, its variables' names and the numbers of the surrounding variables they stand
             for: equal numbers are one variable.
+        streams: Whether what the block saves is told after each step.
     """
 
     key: str
@@ -35,6 +36,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
     num_choices: int
     data: bytes
     groups: list[dict[str, int]]
+    streams: bool = False
 
     def to_plain(self) -> dict[str, Any]:
         """Return what vLLM carries."""

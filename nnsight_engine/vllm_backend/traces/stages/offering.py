@@ -182,6 +182,10 @@ class StageTraces:
 
     # Blocks are where the last stage is: nothing is left here.
 
+    def news(self) -> dict[str, tuple[str, int, bytes]]:
+        """Return nothing."""
+        return {}
+
     def outline(self) -> list[OutlineEntry]:
         """Return nothing: the last stage knows the modules of all."""
         return []
@@ -190,9 +194,9 @@ class StageTraces:
         """Return nothing: the last stage counts."""
         return {}
 
-    def collect(self, key: str, results: Mapping[str, Any]) -> bytes:
+    def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> bytes:
         """Return nothing."""
-        del key, results
+        del key, results, index
         return b""
 
     def drop(self, key: str) -> None:
