@@ -101,8 +101,18 @@ def ray_executor() -> Any:
     """Return the class of our Ray executor: a class, since vLLM lets no other name run pipeline stages.
 
     It is looked up by name because Ray, which is slow to import, comes with it.
+
+    Raises:
+        UnsupportedOptionError: Ray is not installed.
     """
-    return resolve_obj_by_qualname(_RAY_EXECUTOR)
+    try:
+        return resolve_obj_by_qualname(_RAY_EXECUTOR)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "ray":
+            raise
+        raise UnsupportedOptionError(
+            'distributed_executor_backend="ray" needs Ray: pip install "nnsight-engine[ray]"'
+        ) from error
 
 
 def platform_worker_class() -> Any:

@@ -8,18 +8,33 @@ used in whichever process the engine's core is.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any, Final
 
+from ray._private import ray_constants, services
 from vllm.platforms import current_platform
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 from vllm.v1.executor.ray_utils import assert_ray_available, ray
 
 from nnsight_engine.vllm_backend.ray_plugin import ASKED_FOR, DEVICE
 
-_LOOPBACK: Final = "127.0.0.1"
 _OBJECT_STORE_BYTES: Final = 128 * 1024 * 1024
 """Room for what workers are started with; what they compute takes other ways."""
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let Ray take the loopback address for this machine's, as it does where clusters have one node only.
+
+    It takes the machine's own otherwise, whatever address it is given, and listens to all the world.
+    """
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 class ClusterExecutor(RayExecutorV2):
@@ -43,18 +58,18 @@ class ClusterExecutor(RayExecutorV2):
             raise
 
     def _connect(self) -> None:
-        try:
-            ray.init(address=os.environ.get("RAY_ADDRESS", "auto"))
-        except ConnectionError:
-            if "RAY_ADDRESS" in os.environ:
-                raise
+        address = os.environ.get("RAY_ADDRESS")
+        # The file in which Ray keeps an address may be that of a cluster which has gone: look for processes.
+        if address or services.find_gcs_addresses():
+            ray.init(address=address or "auto")
+            return
+        with _on_loopback():
             ray.init(
                 address="local",
                 num_cpus=self.parallel_config.world_size,
                 num_gpus=self.parallel_config.world_size if current_platform.is_cpu() else None,
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
-                _node_ip_address=_LOOPBACK,
             )
 
     def _build_runtime_env(self) -> dict[str, Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from importlib.metadata import entry_points
@@ -25,6 +27,7 @@ from tests.e2e.traces import traced_engine
 from tests.families.checkpoints import write_checkpoint
 
 ray = pytest.importorskip("ray")
+services = pytest.importorskip("ray._private.services")
 
 pytestmark = pytest.mark.e2e
 
@@ -83,19 +86,19 @@ def test_a_cluster_is_started_and_ended_with_the_engine(checkpoint: Path, expect
     except UnsupportedOptionError as error:
         pytest.skip(str(error))
     assert not ray.is_initialized()
-    with pytest.raises(ConnectionError):
-        ray.init(address="auto")
+    assert not services.find_gcs_addresses()
 
 
 @contextlib.contextmanager
 def cluster() -> Iterator[str]:
     """Run a cluster as its user would, with room for two workers; yields its address."""
+    folder = tempfile.mkdtemp(prefix="ray-")  # a short name, for sockets; not where others look for a cluster
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = (
         f"start --head --block --node-ip-address=127.0.0.1 --port={port} --num-cpus=2 --num-gpus=2 "
-        "--include-dashboard=false --disable-usage-stats --object-store-memory=100000000"
+        f"--include-dashboard=false --disable-usage-stats --object-store-memory=100000000 --temp-dir={folder}"
     )
     with subprocess.Popen(
         [sys.executable, "-m", "ray.scripts.scripts", *options.split()],
@@ -109,6 +112,7 @@ def cluster() -> Iterator[str]:
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(_PATIENCE_S)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _wait_for(port: int) -> None:
