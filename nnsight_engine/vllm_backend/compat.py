@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.executor import Executor
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from nnsight_engine.core.errors import UnsupportedOptionError
@@ -27,6 +28,7 @@ CONFIG_KEY: Final = "nnsight_engine"
 """Key of our entry in vLLM's ``additional_config``, which is part of the compile cache's key."""
 
 WORKER_CLASS: Final = "nnsight_engine.vllm_backend.worker.InterventionWorker"
+_RAY_EXECUTOR: Final = "nnsight_engine.vllm_backend.ray_executor.ClusterExecutor"
 SCHEDULER_CLASS: Final = "nnsight_engine.vllm_backend.scheduler.InterventionScheduler"
 _RESULTS_ATTRIBUTE: Final = "nnsight_engine_results"
 
@@ -73,11 +75,24 @@ def own_environment() -> None:
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 
 
-def check_supported(config: VllmConfig) -> None:
-    """Raise UnsupportedOptionError for options under which interventions could be silently wrong."""
+def check_supported(config: VllmConfig, *, traces_only: bool = False) -> None:
+    """Raise UnsupportedOptionError for options under which interventions could be silently wrong.
+
+    Args:
+        config: The engine's.
+        traces_only: Whether blocks are the only interventions; they know of pipeline stages.
+    """
     parallel = config.parallel_config
+    has_stages = parallel.pipeline_parallel_size > 1
     refused = {
-        "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
+        "--pipeline-parallel-size": has_stages and not traces_only,
+        "--tensor-parallel-size with --pipeline-parallel-size": (
+            has_stages and parallel.tensor_parallel_size > 1
+        ),
+        # That executor starts a stage once the one before it has ended, and both would wait for each other.
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0": (
+            has_stages and Executor.get_class(config).__name__ == "RayDistributedExecutor"
+        ),
         "--data-parallel-size": parallel.data_parallel_size > 1,
         "--speculative-config": config.speculative_config is not None,
         "--async-scheduling": bool(config.scheduler_config.async_scheduling),
@@ -88,6 +103,24 @@ def check_supported(config: VllmConfig) -> None:
         if given:
             message = f"{option} is not supported together with interventions yet; start without it"
             raise UnsupportedOptionError(message)
+
+
+def ray_executor() -> Any:
+    """Return the class of our Ray executor: a class, since vLLM lets no other name run pipeline stages.
+
+    It is looked up by name because Ray, which is slow to import, comes with it.
+
+    Raises:
+        UnsupportedOptionError: Ray is not installed.
+    """
+    try:
+        return resolve_obj_by_qualname(_RAY_EXECUTOR)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "ray":
+            raise
+        raise UnsupportedOptionError(
+            'distributed_executor_backend="ray" needs Ray: pip install "nnsight-engine[ray]"'
+        ) from error
 
 
 def platform_worker_class() -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from vllm import LLM, AsyncEngineArgs
@@ -119,6 +119,11 @@ class AsyncEngine:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def answer(answers: Sequence[T]) -> T:
+    """Return what workers said to a call: all the same, or only one of them has anything to say."""
+    return next((one for one in answers if one), answers[0])
 
 
 async def _next(generator: AsyncGenerator[T, None], turn: asyncio.Lock) -> tuple[bool, Any]:

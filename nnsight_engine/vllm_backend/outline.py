@@ -6,7 +6,9 @@ classes and descriptions are all that a client needs of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 import torch
 
@@ -29,17 +31,38 @@ class OutlinedModule(torch.nn.Module):
     class_name = "Module"
 
 
-def outline_of(model: torch.nn.Module) -> list[OutlineEntry]:
-    """List a model's modules, parents before children."""
+_NONE: Final[Mapping[str, torch.nn.Module]] = types.MappingProxyType({})
+
+
+def outline_of(
+    model: torch.nn.Module, elsewhere: Mapping[str, torch.nn.Module] = _NONE
+) -> list[OutlineEntry]:
+    """List a model's modules, parents before children.
+
+    Args:
+        model: The model.
+        elsewhere: What stands in the places of modules that the model has no part of, by path.
+    """
     first: dict[int, str] = {}
     entries = []
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in _walk("", model, elsewhere):
         known = first.setdefault(id(module), path)
-        entries.append((path, type(module).__name__, _description(module), known if known != path else ""))
+        entries.append((path, type(module).__name__, description_of(module), known if known != path else ""))
     return entries
 
 
-def _description(module: torch.nn.Module) -> str:
+def _walk(
+    path: str, module: torch.nn.Module, elsewhere: Mapping[str, torch.nn.Module]
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    module = elsewhere.get(path, module)
+    yield path, module
+    for name, child in module._modules.items():  # noqa: SLF001 - named_children() gives each only once
+        if child is not None:
+            yield from _walk(f"{path}.{name}" if path else name, child, elsewhere)
+
+
+def description_of(module: torch.nn.Module) -> str:
+    """Return what a module says of itself, nothing if it cannot."""
     try:
         return str(module.extra_repr())
     except Exception:  # noqa: BLE001 - some describe what they only have when loaded otherwise

@@ -14,6 +14,7 @@ from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.tracing.tracer import Info, Tracer
+from nnsight_engine.vllm_backend.engines import answer
 from nnsight_engine.vllm_backend.prompts import Request
 from nnsight_engine.vllm_backend.traces.entry import SAVED, TRACE_KEY, TraceEntry
 from nnsight_engine.vllm_backend.traces.errors import LostTraceError
@@ -53,7 +54,7 @@ class RequestTracer(InterleavingTracer):
         except BaseException:
             host.call("drop_trace", trace.key)
             raise
-        data = host.call("collect_trace", trace.key, trace.results(outputs))[0]
+        data = answer(host.call("collect_trace", trace.key, trace.results(outputs)))
         trace.bring_home(trace.read(data, outputs))
         return outputs[0] if len(outputs) == 1 else outputs
 

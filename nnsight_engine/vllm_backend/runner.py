@@ -25,6 +25,10 @@ from nnsight_engine.vllm_backend.hooks import hooked
 from nnsight_engine.vllm_backend.taps import CONTEXT_KEY, install_taps
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
+from nnsight_engine.vllm_backend.traces.stages.links import own_stage
+from nnsight_engine.vllm_backend.traces.stages.offering import StageTraces
+from nnsight_engine.vllm_backend.traces.stages.placement import traces_of_stage
+from nnsight_engine.vllm_backend.traces.stages.serving import ServingTraces
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 from nnsight_engine.vllm_backend.worker_state import WorkerState
 
@@ -42,10 +46,11 @@ class InterventionRunnerMixin:
     """Put in front of vLLM's runner class; see ``worker.py``."""
 
     interventions: WorkerState
-    traces: WorkerTraces
+    traces: WorkerTraces | StageTraces
     _step: Step | None = None
     _scheduled: dict[str, int]
     execute_model_state: Any
+    intermediate_tensors: Any
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then place taps in it, before anything is compiled."""
@@ -59,10 +64,10 @@ class InterventionRunnerMixin:
             tensor_parallel_size=config.parallel_config.tensor_parallel_size,
         )
         spec = describe_model(points, config, limits)
-        install_taps(points.layers, points.family.hidden_index)
-        self.traces = WorkerTraces(
-            points, config, budget_s=limits.trace_step_s, max_bytes=limits.max_trace_bytes
-        )
+        if config.parallel_config.pipeline_parallel_size == 1:  # the rest is traces only
+            install_taps(points.layers, points.family.hidden_index)
+        self._make_room_for_stages(config)
+        self.traces = traces_of_stage(points, config, limits)
         self.interventions = WorkerState(
             points,
             spec,
@@ -70,6 +75,29 @@ class InterventionRunnerMixin:
             max_request_bytes=limits.max_capture_bytes_per_request,
             max_engine_bytes=limits.max_capture_bytes_engine,
         )
+
+    def _make_room_for_stages(self, config: Any) -> None:
+        """Make the buffers for what earlier stages send, as vLLM does while it profiles: never on a CPU."""
+        if own_stage() > 0 and self.intermediate_tensors is None:
+            self.intermediate_tensors = self.get_model().make_empty_intermediate_tensors(  # type: ignore[attr-defined]
+                batch_size=self.max_num_tokens,  # type: ignore[attr-defined]
+                dtype=config.model_config.dtype,
+                device=self.device,  # type: ignore[attr-defined]
+            )
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this is the last stage of the pipeline, or the only one."""
+        return isinstance(self.traces, WorkerTraces)
+
+    def serve_stages(self, scheduler_output: Any) -> None:
+        """Let blocks have what they want of the stages before this one, if it is the last of several."""
+        if isinstance(self.traces, ServingTraces):
+            self.traces.before(
+                scheduler_output.num_scheduled_tokens,
+                _arrived(scheduler_output, TRACE_KEY),
+                scheduler_output.finished_req_ids,
+            )
 
     @property
     def model_spec(self) -> ModelSpec:
@@ -149,7 +177,7 @@ class InterventionRunnerMixin:
         step, self._step = self._step, None
         state = self.execute_model_state
         # Ranks without logits leave them to the one that has them, whose results are the ones that leave.
-        if step is not None and state is not None and state.logits is not None:
+        if step is not None and _has_logits(state):
             self.interventions.on_logits(
                 step.plan,
                 step.hidden,
@@ -157,7 +185,7 @@ class InterventionRunnerMixin:
                 step.sample_rows,
                 self.get_model().compute_logits,  # type: ignore[attr-defined]
             )
-        if self.traces.in_step and state is not None and state.logits is not None:
+        if isinstance(self.traces, WorkerTraces) and self.traces.in_step and _has_logits(state):
             self.execute_model_state = state._replace(logits=self.traces.on_logits(state.logits))
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         results: StepResults | None = self.interventions.finish(
@@ -175,9 +203,14 @@ class InterventionRunnerMixin:
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         output = super()._sample(*args, **kwargs)  # type: ignore[misc]
-        if self.traces.in_step:
+        if isinstance(self.traces, WorkerTraces) and self.traces.in_step:
             output.sampled_token_ids = self.traces.on_samples(output.sampled_token_ids)
         return output
+
+
+def _has_logits(state: Any) -> bool:
+    """Tell whether what vLLM keeps between a step's phases holds logits."""
+    return state is not None and state.logits is not None
 
 
 def _arrived(scheduler_output: Any, key: str) -> list[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.sampling_params import RequestOutputKind
 
 from nnsight_engine.tracing.tracer import ExecutionBackend, Tracer
-from nnsight_engine.vllm_backend.engines import AsyncEngine
+from nnsight_engine.vllm_backend.engines import AsyncEngine, answer
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace, by_name
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class TraceStream:
     async def _closed(self, index: int, output: RequestOutput) -> dict[str, Any]:
         """End a block whose request has ended, and return what it saved; raises what it raised."""
         sent, known = self._sent, {index: output}
-        data = (await self._host.call_soon("collect_trace", sent.key, sent.results(known), index))[0]
+        data = answer(await self._host.call_soon("collect_trace", sent.key, sent.results(known), index))
         outcomes = sent.read(data, known)
         for outcome in outcomes:
             if outcome.error is not None:

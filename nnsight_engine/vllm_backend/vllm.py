@@ -13,8 +13,14 @@ from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.tracing.tracer import Backend
-from nnsight_engine.vllm_backend.compat import EngineLimits, check_supported, engine_options, own_environment
-from nnsight_engine.vllm_backend.engines import AsyncEngine, SyncEngine
+from nnsight_engine.vllm_backend.compat import (
+    EngineLimits,
+    check_supported,
+    engine_options,
+    own_environment,
+    ray_executor,
+)
+from nnsight_engine.vllm_backend.engines import AsyncEngine, SyncEngine, answer
 from nnsight_engine.vllm_backend.outline import outlined
 from nnsight_engine.vllm_backend.prompts import Request, as_prompt
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer
@@ -90,8 +96,10 @@ class VLLM(StandardNames):
                 **arguments.pop("additional_config", {}),
                 **ours["additional_config"],
             }
+            if arguments.get("distributed_executor_backend") == "ray":
+                arguments["distributed_executor_backend"] = ray_executor()
             config = EngineArgs(**arguments, **ours).create_engine_config()
-            check_supported(config)
+            check_supported(config, traces_only=True)
             if config.parallel_config.tensor_parallel_size > 1:
                 raise UnsupportedOptionError(
                     "tensor_parallel_size > 1 is not supported for traces yet: a block would see the columns "
@@ -99,11 +107,11 @@ class VLLM(StandardNames):
                 )
             host = _HOSTS[self.__dict__["mode"]]({**arguments, **ours})
             self.__dict__["host"], self.__dict__["engine"] = host, host.inner
-            entries = host.call("outline_model")[0]
+            entries = answer(host.call("outline_model"))
             self._update(outlined([tuple(entry) for entry in entries]))
             for name in (LOGITS, SAMPLES):
                 self._add_envoy(WrapperModule(), name)
-            spec = ModelSpec.from_plain(host.call("describe_interventions")[0])
+            spec = ModelSpec.from_plain(answer(host.call("describe_interventions")))
             self.__dict__["_points"] = EnginePoints.on_client(self, entries[0][1], spec)
 
     def shutdown(self) -> None:

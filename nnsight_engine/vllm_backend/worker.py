@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from nnsight_engine.vllm_backend.compat import platform_worker_class
-from nnsight_engine.vllm_backend.outline import OutlineEntry, outline_of
+from nnsight_engine.vllm_backend.outline import OutlineEntry
 from nnsight_engine.vllm_backend.runner import InterventionRunnerMixin
 from nnsight_engine.vllm_backend.seeded_chunks import SeededChunksMixin
 
@@ -28,10 +28,17 @@ class InterventionWorker(_PlatformWorker):
             f"Intervention{cls.__name__}", (InterventionRunnerMixin, SeededChunksMixin, cls), {}
         )
 
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Run the step; the last stage of a pipeline serves the others first, who would wait for it."""
+        self.model_runner.serve_stages(scheduler_output)
+        return super().execute_model(scheduler_output)
+
+    # Called over vLLM's RPC, on all ranks. Of a pipeline's stages, only the last has anything to tell.
+
     def describe_interventions(self) -> dict[str, Any]:
         """Return the model's description as plain values; called over vLLM's RPC."""
         plain: dict[str, Any] = self.model_runner.model_spec.to_plain()
-        return plain
+        return plain if self.model_runner.is_last_stage else {}
 
     def count_interventions(self) -> dict[str, int]:
         """Return how much live requests hold; called over vLLM's RPC."""
@@ -49,4 +56,5 @@ class InterventionWorker(_PlatformWorker):
 
     def outline_model(self) -> list[OutlineEntry]:
         """List the model's modules; called over vLLM's RPC."""
-        return outline_of(self.model_runner.get_model())
+        entries: list[OutlineEntry] = self.model_runner.traces.outline()
+        return entries

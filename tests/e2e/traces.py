@@ -11,6 +11,7 @@ from typing import Any
 from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from nnsight_engine.vllm_backend.engines import answer
 from nnsight_engine.vllm_backend.request_tracer import Outcome, RequestTracer, SentTrace
 from nnsight_engine.vllm_backend.vllm import VLLM
 
@@ -21,7 +22,8 @@ def traced_engine(model: Path, **options: Any) -> Iterator[VLLM]:
     defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512}
     engine = VLLM(str(model), dispatch=True, **{**defaults, **options})
     yield engine
-    assert not any(engine.engine.collective_rpc("count_interventions")[0].values())
+    for counts in engine.engine.collective_rpc("count_interventions"):
+        assert not any(counts.values())
     engine.shutdown()
 
 
@@ -38,7 +40,7 @@ class HeldTracer(RequestTracer):
 class Plain:
     """A request without a block."""
 
-    prompt: str
+    prompt: Any
     params: SamplingParams
 
 
@@ -97,7 +99,7 @@ def run_together(
     outcomes = {}
     for number, trace in enumerate(traces):
         own = [outputs[f"trace-{number}"]] if f"trace-{number}" in outputs else []
-        data = model.engine.collective_rpc("collect_trace", args=(trace.key, trace.results(own)))[0]
+        data = answer(model.host.call("collect_trace", trace.key, trace.results(own)))
         found = trace.read(data, own)
         if found:
             outcomes[number] = found[0]

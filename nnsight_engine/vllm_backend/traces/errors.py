@@ -52,3 +52,48 @@ class TraceBytesError(RuntimeError):
             "output[-1] keeps the whole of output: clone it), or start the engine with a higher "
             "EngineLimits(max_trace_bytes=...)."
         )
+
+
+class StageError(RuntimeError):
+    """A block asked one pipeline stage for something that only another one has."""
+
+    @classmethod
+    def attribute(cls, path: str, name: str, stage: int) -> StageError:
+        """Something of a module that does not travel: a weight, for one."""
+        return cls(
+            f"`{path}.{name}` is on pipeline stage {stage}, and blocks run on the last one: only values and "
+            "calls travel between stages. Read what the module takes and returns, or call the module."
+        )
+
+    @classmethod
+    def call(cls, path: str, stage: int) -> StageError:
+        """A call of a module while its stage does not listen."""
+        return cls(
+            f"`{path}` cannot be called here: it is on pipeline stage {stage}, which only answers while it "
+            "computes its part of a step. Call it after asking for a value of that stage, and before asking "
+            "for one of a later stage."
+        )
+
+    @classmethod
+    def spanning(cls, path: str, what: str) -> StageError:
+        """Something that every stage does a part of."""
+        return cls(
+            f"{what} of `{path}` cannot be had with several pipeline stages: each runs a part of it. Ask the "
+            "modules inside it."
+        )
+
+    @classmethod
+    def value(cls, kind: str, stage: int) -> StageError:
+        """An object that does not travel."""
+        return cls(
+            f"this value, of type {kind}, is on pipeline stage {stage} and does not travel to the last one, "
+            "where blocks run: tensors, numbers, strings and containers of them do"
+        )
+
+    @classmethod
+    def unlike(cls) -> StageError:
+        """Stages that do not agree on what a step is."""
+        return cls(
+            "the stages of the pipeline do not agree on whose rows are whose in this step, so the block was "
+            "ended; please report this"
+        )

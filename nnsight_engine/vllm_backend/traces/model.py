@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+import types
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from nnsight_engine.envoys.architectures.part_envoys import AttentionEnvoy, GatedMlpEnvoy, MlpEnvoy, UpEnvoy
@@ -19,12 +22,16 @@ from nnsight_engine.vllm_backend.traces.points import StandardNames
 from nnsight_engine.vllm_backend.traces.points_kernels import KernelProbes
 from nnsight_engine.vllm_backend.traces.points_unembedding import VocabularyEnvoy
 from nnsight_engine.vllm_backend.traces.points_worker import WorkerPoints
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from nnsight_engine.vllm_backend.traces.stages.elsewhere import (
+    ModuleElsewhere,
+    SpanningEnvoy,
+    envoy_classes,
+    spanning_paths,
+)
 
 LOGITS: Final = "logits"
 SAMPLES: Final = "samples"
+_NONE: Final[Mapping[str, torch.nn.Module]] = types.MappingProxyType({})
 
 
 class WorkerModel(StandardNames):
@@ -35,17 +42,40 @@ class WorkerModel(StandardNames):
     ``points``.
     """
 
-    def __init__(self, points: ModelPoints, config: VllmConfig, board: Board) -> None:
-        """Stand for the loaded model, whose points these are."""
+    def __init__(
+        self,
+        points: ModelPoints,
+        config: VllmConfig,
+        board: Board,
+        elsewhere: Mapping[str, torch.nn.Module] = _NONE,
+    ) -> None:
+        """Stand for the loaded model.
+
+        Args:
+            points: The model's points.
+            config: vLLM's.
+            board: What values go through.
+            elsewhere: What stands for modules of other pipeline stages, by their paths below the model.
+        """
+        envoys = _envoys(points)
         super().__init__(
             points.model,
             interleaver=board,  # type: ignore[arg-type] # stands for all of them
             rename=_renamed(points),
-            envoys=_envoys(points),
+            envoys=envoys | envoy_classes(envoys, elsewhere) | _spanning(points, elsewhere),
         )
+        for path, module in elsewhere.items():
+            parent, _, name = path.rpartition(".")
+            above = self.get(f"{self.path}.{parent}") if parent else self
+            above._add_envoy(module, name)  # noqa: SLF001 - an envoy of ours
         for name in (LOGITS, SAMPLES):
             self._add_envoy(WrapperModule(), name)
-        modules = [(envoy._module, str(envoy.path)) for envoy in self._by_module.values()]  # noqa: SLF001
+        modules = [
+            (envoy._module, str(envoy.path))  # noqa: SLF001 - envoys of ours
+            for envoy in self._by_module.values()
+            # Transformers' models do call the placeholders, which hand on what they are given.
+            if not isinstance(envoy._module, ModuleElsewhere | PPMissingLayer)  # noqa: SLF001
+        ]
         mine = self.__dict__
         mine["_probe_set"] = Probes(modules, board, calls_forward=_calls_forward)  # type: ignore[arg-type] # as above
         mine["_kernel_probes"] = KernelProbes(_bare_kernels(points), board)
@@ -106,6 +136,16 @@ def _envoys(points: ModelPoints) -> dict[type[torch.nn.Module], type[Envoy]]:
         gated = GatedMlpEnvoy if "mlp.gate" in family.leaves else MlpEnvoy
         found[type(mlp)] = UpEnvoy if hasattr(mlp, "act") else gated
     return found
+
+
+def _spanning(
+    points: ModelPoints, elsewhere: Mapping[str, torch.nn.Module]
+) -> dict[type[torch.nn.Module], type[Envoy]]:
+    """Return what stands for modules that every pipeline stage runs a part of; the model's is its own."""
+    if not elsewhere:
+        return {}
+    paths = spanning_paths(points.family.layers)[1:]
+    return {type(points.model.get_submodule(path)): SpanningEnvoy for path in paths}
 
 
 def _calls_forward(module: torch.nn.Module) -> bool:

@@ -46,6 +46,18 @@ class Place:
         return value
 
 
+def row_axis(tensor: torch.Tensor, num_rows: int) -> int | None:
+    """Return the axis of a tensor's rows in a step of so many; None if it has none of single requests.
+
+    Models of vLLM's Transformers backend have a leading axis of size 1.
+    """
+    if tensor.ndim and tensor.shape[0] == num_rows:
+        return 0
+    if tensor.ndim > 1 and tensor.shape[0] == 1 and tensor.shape[1] == num_rows:
+        return 1
+    return None
+
+
 class _Copy:
     """A copy of rows: of which tensor, and how often it had been edited when it was given."""
 
@@ -124,15 +136,8 @@ class FlatBatcher(Batcher):
         return rows
 
     def axis(self, tensor: torch.Tensor) -> int | None:
-        """Return the axis of a tensor's rows; None if it has none of single requests.
-
-        Models of vLLM's Transformers backend have a leading axis of size 1.
-        """
-        if tensor.ndim and tensor.shape[0] == self.total_batch_size:
-            return 0
-        if tensor.ndim > 1 and tensor.shape[0] == 1 and tensor.shape[1] == self.total_batch_size:
-            return 1
-        return None
+        """Return the axis of a tensor's rows; None if it has none of single requests."""
+        return row_axis(tensor, self.total_batch_size)
 
     @property
     def lent_bytes(self) -> int:

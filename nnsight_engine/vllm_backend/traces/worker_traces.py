@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from nnsight_engine.interleaving.threads import Threads
+from nnsight_engine.vllm_backend.outline import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.traces.board import Board
 from nnsight_engine.vllm_backend.traces.context import TraceContext
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
 
+    from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.families import ModelPoints
 
 logger = logging.getLogger(__name__)
@@ -61,16 +63,15 @@ class WorkerTraces:
     Args:
         points: The loaded model's points.
         config: vLLM's.
-        budget_s: Seconds that one block may compute within one step.
-        max_bytes: Most that one request may hold.
+        limits: What blocks may use.
     """
 
-    def __init__(self, points: ModelPoints, config: VllmConfig, *, budget_s: float, max_bytes: int) -> None:
+    def __init__(self, points: ModelPoints, config: VllmConfig, limits: EngineLimits) -> None:
         """Start without requests."""
         self.board = Board()
-        self.model = WorkerModel(points, config, self.board)
-        self._threads = Threads(budget_s)
-        self._max_bytes = max_bytes
+        self.model = self._new_model(points, config)
+        self._threads = Threads(limits.trace_step_s)
+        self._max_bytes = limits.max_trace_bytes
         self._members: dict[str, _Member] = {}
         self._contexts: dict[tuple[str, int], TraceContext] = {}
         self._by_key: dict[str, list[str]] = {}
@@ -80,10 +81,18 @@ class WorkerTraces:
         self._ended: list[str] = []
         self._news: dict[str, News] = {}
 
+    def _new_model(self, points: ModelPoints, config: VllmConfig) -> WorkerModel:
+        """Return what ``model`` is in the blocks."""
+        return WorkerModel(points, config, self.board)
+
     @property
     def idle(self) -> bool:
         """Whether no traced request is running, or has failed before it could."""
         return not (self._live or self._ended)
+
+    def outline(self) -> list[OutlineEntry]:
+        """List the model's modules."""
+        return outline_of(self.model._module)  # noqa: SLF001 - an envoy of ours
 
     def num_live(self) -> dict[str, int]:
         """Return how much is held, for tests and metrics."""

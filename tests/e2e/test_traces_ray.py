@@ -1,0 +1,143 @@
+"""Blocks in engines whose workers Ray runs: in a cluster started for the engine, and in one that is there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+
+from nnsight_engine import save
+from nnsight_engine.core.errors import UnsupportedOptionError
+from nnsight_engine.vllm_backend import ray_plugin
+from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.traces import traced_engine
+from tests.families.checkpoints import write_checkpoint
+
+ray = pytest.importorskip("ray")
+services = pytest.importorskip("ray._private.services")
+
+pytestmark = pytest.mark.e2e
+
+PROMPT: Final = [45, 257, 80, 301, 77, 78, 260, 90]
+_PATIENCE_S: Final = 60
+_PROJECT: Final = Path(__file__).resolve().parents[2]
+
+Values = list[Any]
+
+
+def traced(model: VLLM) -> Values:
+    """Read and write on all layers while three tokens are generated."""
+    with model.trace(PROMPT, max_tokens=3, temperature=0.0, ignore_eos=True) as tracer:
+        values = save([])
+        for _ in tracer.iter[:]:
+            values.append(model.layers[0].output.clone())
+            model.layers[1].output[:] *= 1.5
+            values.append(model.layers[3].output.clone())
+            values.append(model.logits.output.clone())
+            values.append(model.samples.output.item())
+    return values
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[None]:
+    """Let two workers share the cores; no cluster is meant."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        patch.setitem(os.environ, "OMP_NUM_THREADS", "1")
+        patch.delitem(os.environ, "RAY_ADDRESS", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> Values:
+    """Return what one worker in this process gives."""
+    with traced_engine(checkpoint, max_model_len=64) as model:
+        return traced(model)
+
+
+def check(checkpoint: Path, expected: Values, option: str) -> None:
+    """Compare two workers of Ray's with one of our own; ``option`` says what two are for."""
+    options = {"max_model_len": 64, "distributed_executor_backend": "ray", option: 2}
+    with traced_engine(checkpoint, **options) as model:
+        torch.testing.assert_close(traced(model), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_cluster_is_started_and_ended_with_the_engine(checkpoint: Path, expected: Values) -> None:
+    try:
+        check(checkpoint, expected, "tensor_parallel_size")
+    except UnsupportedOptionError as error:
+        pytest.skip(str(error))
+    assert not ray.is_initialized()
+    assert not services.find_gcs_addresses()
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[str]:
+    """Run a cluster as its user would, with room for two workers; yields its address."""
+    folder = tempfile.mkdtemp(prefix="ray-")  # a short name, for sockets; not where others look for a cluster
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = (
+        f"start --head --block --node-ip-address=127.0.0.1 --port={port} --num-cpus=2 --num-gpus=2 "
+        f"--include-dashboard=false --disable-usage-stats --object-store-memory=100000000 --temp-dir={folder}"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-m", "ray.scripts.scripts", *options.split()],
+        env={**os.environ, "PYTHONPATH": str(_PROJECT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        try:
+            _wait_for(port)
+            yield f"127.0.0.1:{port}"
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(_PATIENCE_S)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait_for(port: int) -> None:
+    end = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.2)
+    raise TimeoutError("the cluster did not start")
+
+
+def test_a_cluster_that_is_there_is_joined_and_left(
+    checkpoint: Path, expected: Values, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster() as address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        check(checkpoint, expected, "pipeline_parallel_size")
+        ray.init(address=address)
+        assert ray.available_resources()["GPU"] == 2
+        ray.shutdown()
+
+
+def test_nobody_else_has_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = entry_points(group="vllm.platform_plugins", name="nnsight_engine_ray_on_cpu")
+    assert {one.value for one in found} == {"nnsight_engine.vllm_backend.ray_plugin:plugin"}, "install anew"
+    assert ray_plugin.plugin() is None
+    monkeypatch.setenv(ray_plugin.ASKED_FOR, "1")
+    assert ray_plugin.plugin() == "nnsight_engine.vllm_backend.ray_platform.RayCpuPlatform"
