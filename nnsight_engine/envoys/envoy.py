@@ -179,7 +179,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         if interleaver.current is None:
             return self._with_edits(lambda: self._module(*args, **kwargs))
         if not hook:
-            return self._module.forward(*args, **kwargs)
+            return interleaver.applied(str(self.path), self._apply_apart, args, kwargs)
         interleaver.listener = get_ident()
         try:
             return self._module(*args, **kwargs)
@@ -239,6 +239,10 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         """Group traces, with values flowing from one to the next: ``with model.session():``."""
         _refuse_statement(sys._getframe(1), "session")
         return Session(backend=backend)
+
+    def _apply_apart(self, *args: Any, **kwargs: Any) -> Any:
+        """Apply the module to values of a block's own; a hook for modules that need another way."""
+        return self._module.forward(*args, **kwargs)
 
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, as a trace does that is not told what to run."""
@@ -377,6 +381,8 @@ class Envoy(CallValues, EnvoyTree, Batchable):
             return self._add_envoy(value, name)
         if isinstance(value, _METHODS):
             return self._traceable(name, value)
+        if isinstance(value, torch.Tensor):
+            return self._interleaver.held(str(self.path), name, value)
         return value
 
     def _traceable(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:

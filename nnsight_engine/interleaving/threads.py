@@ -40,6 +40,22 @@ class TimeBudgetError(Exception):
     """A block computed longer than a step may wait for it."""
 
 
+class _Errand:
+    """Something that the model's thread is to do for a block, which waits for it and nothing else."""
+
+    __slots__ = ("act",)
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        self.act = act
+
+    def answer(self) -> Any:
+        """Do it; returns the block's answer."""
+        try:
+            return self.act()
+        except Exception as error:  # noqa: BLE001 - raised in the block, at the line that asks
+            return Raise(error)
+
+
 class ThreadStack:
     """A thread for one job, and the baton between it and whoever resumes it.
 
@@ -176,14 +192,21 @@ class Threads:
 
     def start(self, stack: ThreadStack, job: Callable[[], Any]) -> Any:
         """Give it a job; returns what it first hands over."""
-        return stack.start(job)
+        return _after_errands(stack, stack.start(job))
 
     def resume(self, stack: ThreadStack, payload: Any) -> Any:
         """Hand it what it waits for; returns what it hands over next."""
-        return stack.resume(payload)
+        return _after_errands(stack, stack.resume(payload))
 
     def give_back(self, stack: ThreadStack) -> None:
         """Let the thread end, which its job's end does."""
+
+
+def _after_errands(stack: ThreadStack, event: Any) -> Any:
+    """Run a job's errands, on the calling thread; returns what it hands over then."""
+    while type(event) is _Errand:
+        event = stack.resume(event.answer())
+    return event
 
 
 class _OwnModes:
@@ -233,11 +256,26 @@ class ThreadMediator(Mediator):
 
     def ask(self, kind: Events, provider: str, iteration: int | None = None, more: Any = None) -> Any:
         """Hand an event over and return the answer, see ``Mediator``."""
+        return self._handed_over((kind, provider, iteration, more), named(provider, iteration))
+
+    def on_models_thread(self, act: Callable[[], Any], what: str) -> Any:
+        """Have the model's thread do something now, and return its result.
+
+        Args:
+            act: What to do.
+            what: What it is called in messages.
+
+        Raises:
+            ValueError: The code that asks is not this block's.
+        """
+        return self._handed_over(_Errand(act), what)
+
+    def _handed_over(self, event: Any, what: str) -> Any:
         worker: ThreadStack | None = self.worker
         if worker is None or not worker.is_current():
             assert self.interleaver is not None  # noqa: S101 - a started block has one
-            raise self.interleaver.foreign(named(provider, iteration))
-        answer = worker.hand_over((kind, provider, iteration, more))
+            raise self.interleaver.foreign(what)
+        answer = worker.hand_over(event)
         if type(answer) is Raise:
             raise answer.error
         return answer

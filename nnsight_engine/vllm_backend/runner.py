@@ -20,10 +20,13 @@ from nnsight_engine.plans.records import StepResults
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.plans.step_plan import StepPlan
 from nnsight_engine.vllm_backend.compat import EngineLimits, attach_results, brings, describe_model
-from nnsight_engine.vllm_backend.families import resolve_points
+from nnsight_engine.vllm_backend.families import ModelPoints, resolve_points
 from nnsight_engine.vllm_backend.hooks import hooked
 from nnsight_engine.vllm_backend.taps import CONTEXT_KEY, install_taps
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
+from nnsight_engine.vllm_backend.traces.following import FollowingTraces
+from nnsight_engine.vllm_backend.traces.leading import LeadingTraces
+from nnsight_engine.vllm_backend.traces.ranks import Ranks
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 from nnsight_engine.vllm_backend.worker_state import WorkerState
@@ -60,7 +63,7 @@ class InterventionRunnerMixin:
         )
         spec = describe_model(points, config, limits)
         install_taps(points.layers, points.family.hidden_index)
-        self.traces = WorkerTraces(points, config, budget_s=limits.trace_step_s)
+        self.traces = _traces(points, config, limits)
         self.interventions = WorkerState(
             points,
             spec,
@@ -73,6 +76,12 @@ class InterventionRunnerMixin:
     def model_spec(self) -> ModelSpec:
         """The loaded model's description."""
         return self.interventions.spec
+
+    @property
+    def trace_spec(self) -> ModelSpec:
+        """The same for blocks, which see the whole of what is spread over ranks."""
+        leaves = self.interventions.points.leaf_specs(wholes=True)
+        return dataclasses.replace(self.model_spec, leaves=leaves)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Register and forget requests, then run the step."""
@@ -175,6 +184,15 @@ class InterventionRunnerMixin:
         if self.traces.in_step:
             output.sampled_token_ids = self.traces.on_samples(output.sampled_token_ids)
         return output
+
+
+def _traces(points: ModelPoints, config: Any, limits: EngineLimits) -> WorkerTraces:
+    """Return what runs blocks here; of several tensor-parallel ranks, one does."""
+    if points.tensor_parallel_size == 1:
+        return WorkerTraces(points, config, budget_s=limits.trace_step_s)
+    ranks = Ranks.of_this_worker()
+    cls = LeadingTraces if ranks.leads else FollowingTraces
+    return cls(points, config, ranks, budget_s=limits.trace_step_s)
 
 
 def _arrived(scheduler_output: Any, key: str) -> list[tuple[str, Any]]:

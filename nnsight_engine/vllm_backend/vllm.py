@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 import torch
 from vllm import LLM, EngineArgs
 
-from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.tracing.tracer import Backend
@@ -77,17 +76,12 @@ class VLLM(StandardNames):
             }
             config = EngineArgs(**arguments, **ours).create_engine_config()
             check_supported(config)
-            if config.parallel_config.tensor_parallel_size > 1:
-                raise UnsupportedOptionError(
-                    "tensor_parallel_size > 1 is not supported for traces yet: a block would see the columns "
-                    "of one rank only; use 1"
-                )
             self.__dict__["engine"] = LLM(**arguments, **ours)
             entries = self.engine.collective_rpc("outline_model")[0]
             self._update(outlined([tuple(entry) for entry in entries]))
             for name in (LOGITS, SAMPLES):
                 self._add_envoy(WrapperModule(), name)
-            spec = ModelSpec.from_plain(self.engine.collective_rpc("describe_interventions")[0])
+            spec = ModelSpec.from_plain(self.engine.collective_rpc("describe_traces")[0])
             self.__dict__["_points"] = EnginePoints.on_client(self, entries[0][1], spec)
 
     def shutdown(self) -> None:

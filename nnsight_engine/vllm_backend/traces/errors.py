@@ -23,3 +23,48 @@ class ChunkedPromptError(RuntimeError):
             "block computes from all of it: the first chunks have passed. Assign a value that the block has "
             "from the start, or start the engine with max_num_batched_tokens as long as the longest prompt."
         )
+
+
+class SpreadModuleError(RuntimeError):
+    """A block asks for something of a module that is spread over tensor-parallel ranks, and cannot be had."""
+
+    @classmethod
+    def place(cls, provider: str) -> SpreadModuleError:
+        """Nobody knows how the ranks' parts of a value make a whole."""
+        return cls(
+            f"With several tensor-parallel ranks `{provider}` cannot be read or written: each rank has a "
+            "part of it, and it is not known how the parts make a whole. Take the input or the output of a "
+            "module around it, or one rank."
+        )
+
+    @classmethod
+    def argument(cls, what: str) -> SpreadModuleError:
+        """A module is called with what cannot be sent to the other ranks."""
+        return cls(
+            "a module that is spread over tensor-parallel ranks is called on all of them, with tensors, "
+            f"numbers and strings, in tuples, lists and dicts; got {what}"
+        )
+
+    @classmethod
+    def counted_call(cls, provider: str) -> SpreadModuleError:
+        """A block calls a module as if the model did."""
+        return cls(
+            f"`{provider}` was reached by a call with hook=True, which is not supported with several "
+            "tensor-parallel ranks: call the module without it"
+        )
+
+    @classmethod
+    def held(cls, path: str, name: str) -> SpreadModuleError:
+        """A tensor of a module's own is a part, and nobody knows of what."""
+        return cls(
+            f"With several tensor-parallel ranks `{path}.{name}` is one rank's part, and it is not known how "
+            "the parts make a whole. Call the module instead, or use one rank."
+        )
+
+    @classmethod
+    def outside(cls, what: str) -> SpreadModuleError:
+        """Something that all ranks must do together is asked for where they do not listen."""
+        return cls(
+            f"`{what}` is spread over tensor-parallel ranks, which take part in what a block does while it "
+            "runs; ask for it in the block itself"
+        )

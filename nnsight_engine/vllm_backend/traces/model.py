@@ -45,9 +45,8 @@ class WorkerModel(StandardNames):
         )
         for name in (LOGITS, SAMPLES):
             self._add_envoy(WrapperModule(), name)
-        modules = [(envoy._module, str(envoy.path)) for envoy in self._by_module.values()]  # noqa: SLF001
         mine = self.__dict__
-        mine["_probe_set"] = Probes(modules, board, calls_forward=_calls_forward)  # type: ignore[arg-type] # as above
+        mine["_probe_set"] = Probes(self.own_modules(), board, calls_forward=_calls_forward)  # type: ignore[arg-type] # as above
         mine["_kernel_probes"] = KernelProbes(_bare_kernels(points), board)
         mine["_config"] = config
         mine["_points"] = WorkerPoints(self, points)
@@ -62,6 +61,10 @@ class WorkerModel(StandardNames):
         """Return what has a standard name, see ``EnginePoints.standard``."""
         points: WorkerPoints = self.__dict__["_points"]
         return points.standard(name)
+
+    def own_modules(self) -> list[tuple[torch.nn.Module, str]]:
+        """Return the modules with their paths."""
+        return [(envoy._module, str(envoy.path)) for envoy in self._by_module.values()]  # noqa: SLF001
 
     def install(self) -> None:
         """Hear of every module's call, and of the operations that blocks look at."""

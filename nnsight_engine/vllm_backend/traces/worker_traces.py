@@ -55,11 +55,14 @@ class WorkerTraces:
         points: The loaded model's points.
         config: vLLM's.
         budget_s: Seconds that one block may compute within one step.
+        board: Where the model's calls and the requests meet.
     """
 
-    def __init__(self, points: ModelPoints, config: VllmConfig, *, budget_s: float) -> None:
+    def __init__(
+        self, points: ModelPoints, config: VllmConfig, *, budget_s: float, board: Board | None = None
+    ) -> None:
         """Start without requests."""
-        self.board = Board()
+        self.board = board if board is not None else Board()
         self.model = WorkerModel(points, config, self.board)
         self._threads = Threads(budget_s)
         self._members: dict[str, _Member] = {}
