@@ -177,6 +177,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         """
         interleaver = self._interleaver
         if interleaver.current is None:
+            interleaver.called_outside(str(self.path))
             return self._with_edits(lambda: self._module(*args, **kwargs))
         if not hook:
             return interleaver.applied(str(self.path), self._apply_apart, args, kwargs)

@@ -27,6 +27,7 @@ import torch
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.mediator import Mediator, Modes, Raise, named
 from nnsight_engine.interleaving.stacks import Done
+from nnsight_engine.interleaving.streams import RandomStreams
 
 _GRACE_S = 0.5
 """How long an interrupted block may take to clean up."""
@@ -203,9 +204,12 @@ class Threads:
 
 
 def _after_errands(stack: ThreadStack, event: Any) -> Any:
-    """Run a job's errands, on the calling thread; returns what it hands over then."""
+    """Run a job's errands, on the calling thread and the job's time; returns what it hands over then."""
     while type(event) is _Errand:
-        event = stack.resume(event.answer())
+        begin = time.monotonic()
+        answer = event.answer()
+        stack.left_s -= time.monotonic() - begin
+        event = stack.resume(answer)
     return event
 
 
@@ -224,8 +228,7 @@ class _OwnModes:
 class ThreadMediator(Mediator):
     """A block on a thread of its own.
 
-    What it draws at random comes from a stream of its own: it neither sees nor disturbs the model's, and
-    with the same seed it is the same on every rank.
+    What it draws at random comes from streams of its own: it neither sees nor disturbs the model's.
     """
 
     __slots__ = ("_random", "runs_on")
@@ -234,7 +237,7 @@ class ThreadMediator(Mediator):
         """Prepare a block; nothing runs before ``start``."""
         super().__init__(intervention, info)
         self.runs_on = threads  # type: ignore[misc] # one engine's, where a class has one for all
-        self._random = torch.Generator().manual_seed(seed).get_state()
+        self._random = RandomStreams(seed)
 
     def refill(self) -> None:
         """Let the block compute for as long as one step allows."""
@@ -246,13 +249,11 @@ class ThreadMediator(Mediator):
         return _OwnModes()
 
     def _go_on(self, how: Callable[[Any, Any], Any], payload: Any) -> Any:
-        outside = torch.default_generator.get_state()
-        torch.default_generator.set_state(self._random)
+        self._random.exchange()
         try:
             return super()._go_on(how, payload)
         finally:
-            self._random = torch.default_generator.get_state()
-            torch.default_generator.set_state(outside)
+            self._random.exchange()
 
     def ask(self, kind: Events, provider: str, iteration: int | None = None, more: Any = None) -> Any:
         """Hand an event over and return the answer, see ``Mediator``."""

@@ -22,7 +22,8 @@ def traced_engine(model: Path, **options: Any) -> Iterator[VLLM]:
         str(model), dispatch=True, dtype="float32", enforce_eager=True, max_model_len=512, **options
     )
     yield engine
-    assert not any(engine.engine.collective_rpc("count_interventions")[0].values())
+    for counts in engine.engine.collective_rpc("count_interventions"):
+        assert not any(counts.values())
     engine.shutdown()
 
 
@@ -39,7 +40,7 @@ class HeldTracer(RequestTracer):
 class Plain:
     """A request without a block."""
 
-    prompt: str
+    prompt: Any
     params: SamplingParams
 
 

@@ -93,6 +93,9 @@ class Board:
         """Apply the module at ``path`` to values of the running block's own."""
         return apply(*args, **kwargs)
 
+    def called_outside(self, path: str) -> None:
+        """Take note that code of no running block's calls the module at ``path``; a hook, to refuse it."""
+
     def held(self, path: str, name: str, value: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - a hook
         """Return a tensor that the module at ``path`` has under this name."""
         return value

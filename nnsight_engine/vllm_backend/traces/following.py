@@ -56,15 +56,23 @@ class FollowingBoard(Board):
 
     def _obey(self, order: Order, provider: str, value: Any) -> None:
         if isinstance(order, Call):
-            arguments = self.spread.ranks.unpacked(order.arguments)
-            try:
-                self.spread.call(order.path, *arguments)
-            except Exception:
-                logger.debug("a module could not be called for a block", exc_info=True)
+            self._call(order)
         elif isinstance(order, Fetch):
             self.spread.fetch(order.path, order.name)
         else:
             self.spread.whole(provider, value)
+
+    def _call(self, order: Call) -> None:
+        args, kwargs = self.spread.ranks.unpacked(order.arguments)
+        # What runs inside is none of the model's own calls.
+        listener, self.listener = self.listener, 0
+        try:
+            self.spread.call(order.path, args, kwargs)
+        except Exception:
+            # It is raised on the leading rank as well, and there in the block.
+            logger.debug("a module could not be called for a block", exc_info=True)
+        finally:
+            self.listener = listener
 
 
 class FollowingTraces(Presence, WorkerTraces):

@@ -127,6 +127,15 @@ class LeadingBoard(Board):
         self.spread.ranks.tell(Call(path, arguments), sent)
         return self.spread.call(path, args, kwargs)
 
+    def called_outside(self, path: str) -> None:
+        """Refuse a call that only this rank would make, while the others are elsewhere.
+
+        Raises:
+            SpreadModuleError: The module is spread.
+        """
+        if self.spread.shards.needs_all(path):
+            raise SpreadModuleError.outside(path)
+
     def held(self, path: str, name: str, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor that the module at ``path`` has, the whole if it has a part."""
         if not self.spread.shards.has_parts(path):

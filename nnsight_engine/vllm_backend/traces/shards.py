@@ -22,8 +22,12 @@ from vllm.model_executor.layers.linear import (
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
+    UnquantizedLinearMethod,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.vllm_backend.traces.errors import SpreadModuleError
@@ -41,6 +45,7 @@ _ACTIVATIONS: Final = (
     "torch.nn.modules.activation",
 )
 _ROTARY: Final = "vllm.model_executor.layers.rotary_embedding"
+_PLAIN_WEIGHTS: Final = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 _HEAD_NORMS: Final = ("q_norm", "k_norm")
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
@@ -212,8 +217,8 @@ class Shards:
 
     def is_understood(self, provider: str) -> bool:
         """Tell whether it is known how a provider's value is spread."""
-        path = provider.rpartition(".")[0]
-        return path in self._modules and provider not in self._unknown
+        path, dot, _ = provider.rpartition(".")
+        return not dot or (path in self._modules and provider not in self._unknown)
 
     def needs_all(self, path: str) -> bool:
         """Tell whether a call of the module at ``path`` is one of all ranks together."""
@@ -229,22 +234,22 @@ class Shards:
         Raises:
             SpreadModuleError: Nobody knows.
         """
-        module = self._modules[path]
-        if isinstance(module, RowParallelLinear) and name == "bias":
-            return EVERYWHERE  # added once, behind the sum
-        layout, axis = None, None
+        module: Any = self._modules[path]
+        if not isinstance(getattr(module, "quant_method", None), _PLAIN_WEIGHTS):
+            raise SpreadModuleError.held(path, name)
+        # A matrix is [out, in], a bias [out].
+        axis = -1 if part.ndim == 1 else -2
         if isinstance(module, ColumnParallelLinear):
-            layout, axis = _columns(module), getattr(part, "output_dim", None)
-        elif isinstance(module, RowParallelLinear):
-            layout = Layout((Piece(module.input_size_per_partition),))
-            axis = getattr(part, "input_dim", None)
+            layout = _columns(module)
         elif isinstance(module, VocabParallelEmbedding):
             layout = Layout((Piece(module.num_embeddings_per_partition),))
-            axis = getattr(part, "output_dim", None)
-        if layout is not None and axis is not None:
-            layout = dataclasses.replace(layout, axis=axis - part.ndim)
-            if layout.fits(part):
-                return Place((layout,))
+        elif part.ndim == 1:
+            return EVERYWHERE  # a row-parallel layer's bias is added once, behind the sum
+        else:
+            layout, axis = Layout((Piece(module.input_size_per_partition),)), -1
+        layout = dataclasses.replace(layout, axis=axis)
+        if layout.fits(part):
+            return Place((layout,))
         raise SpreadModuleError.held(path, name)
 
     def _put(self, path: str, entrance: Place | None, exit_: Place | None) -> None:
