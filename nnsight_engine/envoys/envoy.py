@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import warnings
@@ -177,10 +178,11 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         """
         interleaver = self._interleaver
         if interleaver.current is None:
-            interleaver.called_outside(str(self.path))
+            interleaver.called_directly(str(self.path))
             return self._with_edits(lambda: self._module(*args, **kwargs))
         if not hook:
             return interleaver.applied(str(self.path), self._apply_apart, args, kwargs)
+        interleaver.called_directly(str(self.path))
         interleaver.listener = get_ident()
         try:
             return self._module(*args, **kwargs)
@@ -394,10 +396,18 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         def call(*args: Any, **kwargs: Any) -> Any:
             if SITES.feeds_with(sys._getframe(1)):
                 return self.trace(*args, fn=traced, **kwargs)
+            interleaver = self._interleaver
+            if interleaver.current is not None:
+                own = functools.partial(self._call_own, name, method)
+                return interleaver.applied(str(self.path), own, args, kwargs, name)
+            interleaver.called_directly(str(self.path))
             return self._with_edits(lambda: self._call_method(name, method, args, kwargs))
 
         call.__name__, call.__doc__ = name, method.__doc__
         return call
+
+    def _call_own(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._call_method(name, method, args, kwargs)
 
     def _call_method(
         self,

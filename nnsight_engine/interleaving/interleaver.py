@@ -271,12 +271,13 @@ class Interleaver:
         apply: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        method: str = "",  # noqa: ARG002 - a hook
     ) -> Any:
-        """Apply the module at ``path`` to values of the running block's own."""
+        """Apply the module at ``path``, or a method of it, to values of the running block's own."""
         return apply(*args, **kwargs)
 
-    def called_outside(self, path: str) -> None:
-        """Take note that code of no running block's calls the module at ``path``; a hook, to refuse it."""
+    def called_directly(self, path: str) -> None:
+        """Take note of a call of the module at ``path`` that is not ``applied``; a hook, to refuse it."""
 
     def held(self, path: str, name: str, value: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - a hook
         """Return a tensor that the module at ``path`` has under this name."""

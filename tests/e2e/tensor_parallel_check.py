@@ -61,8 +61,9 @@ def tried(act: Callable[[], Values]) -> Values:
 
 
 def numbered(prefix: str, value: Any) -> Values:
-    """Return a value's tensors by name."""
-    return {f"{prefix} {number}": tensor for number, tensor in enumerate(tensors(value))}
+    """Return a value's tensors by name; of a weight that vLLM has packed away, nothing is left."""
+    found = {f"{prefix} {number}": tensor for number, tensor in enumerate(tensors(value))}
+    return {name: tensor for name, tensor in found.items() if tensor.numel()}
 
 
 def every_module(model: VLLM, act: Callable[[str], Values]) -> Values:
@@ -167,9 +168,10 @@ def apply_modules_all_along(model: VLLM) -> Values:
         lens = save(head(flat(before)))
         hidden = final(model.layers[LAYER].output)
         within = save(head(flat(hidden)))
+        scored = save(model.compute_logits(flat(hidden)))
         tracer.result.request  # noqa: B018 - waits for the request's end
         behind = save(head(flat(before)) * 2)
-    return {"before": flat(before), "lens": lens, "within": within, "behind": behind}
+    return {"before": flat(before), "lens": lens, "within": within, "scored": scored, "behind": behind}
 
 
 def flat(value: Any) -> torch.Tensor:
@@ -240,32 +242,22 @@ def read_in_chunks(model: VLLM) -> Values:
 
 
 def write_in_chunks(model: VLLM) -> Values:
-    found: Values = {}
-    for leaf in ("attn.output", "output"):
-        path = f"layers.{LAYER}.{leaf}"
-        value = ramp_like(torch.empty(len(LONG), *model.points()[path]))
-        with both.opened(model, LONG):
-            model.points[path] = value
-            logits = model.logits.output.clone().save()
-        found[leaf] = logits
-    fused = model.layers.points.raw(f"{model.layers.points.family.layers}.{LAYER}.{fused_path(model)}")
+    points = model.layers.points
+    stream = f"layers.{LAYER}.output"
+    value = ramp_like(torch.empty(len(LONG), *model.points()[stream]))
+    with both.opened(model, LONG):
+        model.points[stream] = value
+        written = save(model.logits.output.clone())
+    fused = points.raw(f"{points.family.layers}.{LAYER}.{points.family.leaves['attn.q'].path}")
     with both.opened(model, PROMPT):
         shown = save(map_tensors(fused.output, torch.clone))
-    is_batched = flat(shown).ndim > len(("tokens", "width"))
-    rows = ramp_like(torch.empty(len(LONG), flat(shown).shape[-1]))
-    put = map_tensors(shown, lambda _: rows[None] if is_batched else rows)
-    if not is_batched:
-        with both.opened(model, LONG):
-            fused.output = put
-            logits = model.logits.output.clone().save()
-        found["fused"] = logits
-    return found
-
-
-def fused_path(model: VLLM) -> str:
-    """Return the path of the fused projection, below a layer."""
-    path: str = model.layers.points.family.leaves["attn.q"].path
-    return path
+    put = map_tensors(
+        shown, lambda part: ramp_like(part.new_empty(*part.shape[:-2], len(LONG), part.shape[-1]))
+    )
+    with both.opened(model, LONG):
+        fused.output = put
+        spread = save(model.logits.output.clone())
+    return {"stream": written, "spread": spread}
 
 
 BLOCKS: Final[dict[str, Callable[[Any], Values]]] = both.BLOCKS | {

@@ -64,7 +64,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "VLLM_CPU_OMP_THREADS_BIND", "nobind")
         patch.setitem(os.environ, "OMP_NUM_THREADS", "1")
-        options = {"block_size": 32, "num_gpu_blocks_override": 7, "max_num_seqs": 8}
+        options = {
+            "max_model_len": 128,
+            "block_size": 32,
+            "num_gpu_blocks_override": 7,
+            "max_num_seqs": 8,
+        }
         limits = EngineLimits(trace_step_s=_BUDGET_S)
         with traced_engine(checkpoint, tensor_parallel_size=2, limits=limits, **options) as model:
             yield model
@@ -246,6 +251,13 @@ def failing(model: VLLM) -> list[SentTrace]:
         model.model.layers[1].mlp(torch.ones(4, 128), hook=True)
     held.append(tracer)
     with opened() as tracer:
+        model.layers[1].attn.q
+        model.model.layers[1].mlp(torch.ones(4, 128), hook=True)
+    held.append(tracer)
+    with opened() as tracer:
+        model.model.layers[1].mlp.down_proj.weight_loader(1, 2)
+    held.append(tracer)
+    with opened() as tracer:
         model.model.layers[1].mlp.source.self_down_proj_0.output.sum()
     held.append(tracer)
     with opened() as tracer:
@@ -272,8 +284,8 @@ def test_whoever_fails_fails_alone(model: VLLM) -> None:
     assert names[:4] == ["KeyError", *[TimeBudgetError.__name__] * 3]
     assert names[4:6] == ["RuntimeError", "ValueError"]
     assert "128 columns" in str(found[5])
-    assert names[6:10] == [SpreadModuleError.__name__] * 4
-    assert names[10] == "PointValueError"
+    assert names[6:12] == [SpreadModuleError.__name__] * 6
+    assert names[12] == "PointValueError"
     assert still_works(model)
 
 

@@ -46,11 +46,19 @@ class SpreadModuleError(RuntimeError):
         )
 
     @classmethod
-    def counted_call(cls, provider: str) -> SpreadModuleError:
-        """A block calls a module as if the model did."""
+    def direct_call(cls, path: str) -> SpreadModuleError:
+        """A module is called in a way that the other ranks do not hear of."""
         return cls(
-            f"`{provider}` was reached by a call with hook=True, which is not supported with several "
-            "tensor-parallel ranks: call the module without it"
+            f"With several tensor-parallel ranks `{path}` is called by a block itself, not by a thread that "
+            "it started, and without hook=True: all ranks make the call together"
+        )
+
+    @classmethod
+    def method(cls, path: str, name: str) -> SpreadModuleError:
+        """A method of a module is called that works on a part."""
+        return cls(
+            f"With several tensor-parallel ranks `{path}.{name}()` works on one rank's part. Call the module "
+            "instead, or a module around it, or use one rank."
         )
 
     @classmethod

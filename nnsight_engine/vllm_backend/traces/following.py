@@ -67,7 +67,7 @@ class FollowingBoard(Board):
         # What runs inside is none of the model's own calls.
         listener, self.listener = self.listener, 0
         try:
-            self.spread.call(order.path, args, kwargs)
+            self.spread.call(order.path, order.method, args, kwargs)
         except Exception:
             # It is raised on the leading rank as well, and there in the block.
             logger.debug("a module could not be called for a block", exc_info=True)

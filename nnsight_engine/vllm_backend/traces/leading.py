@@ -80,7 +80,7 @@ class LeadingBoard(Board):
     def offer(self, provider: str, number: int | None, value: Any) -> Any:
         """Let the requests that wait for a value have their rows of the whole; returns this rank's part."""
         if self.current is not None:
-            raise SpreadModuleError.counted_call(provider)
+            raise SpreadModuleError.direct_call(provider)
         if provider not in self._announced:
             return value  # of requests that take no part in this step
         with self.leading() as turn:
@@ -110,31 +110,33 @@ class LeadingBoard(Board):
     # What blocks do with modules.
 
     def applied(
-        self, path: str, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        path: str,
+        apply: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        method: str = "",
     ) -> Any:
-        """Apply the module at ``path``, on all ranks if it is spread over them."""
+        """Apply the module at ``path``, or a method of it, on all ranks if it is spread over them."""
         if not self.spread.shards.needs_all(path):
             return apply(*args, **kwargs)
-        for provider in (f"{path}.input", f"{path}.output"):
-            refusal = self.spread.refusal(provider)
-            if refusal is not None:
-                raise refusal
-        return self._on_models_thread(lambda: self._call(path, args, kwargs), path)
+        self.spread.check_call(path, method)
+        return self._on_models_thread(lambda: self._call(path, method, args, kwargs), path)
 
-    def _call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         sent: list[torch.Tensor] = []
         arguments = self.spread.ranks.packed((args, kwargs), sent)
-        self.spread.ranks.tell(Call(path, arguments), sent)
-        return self.spread.call(path, args, kwargs)
+        self.spread.ranks.tell(Call(path, method, arguments), sent)
+        return self.spread.call(path, method, args, kwargs)
 
-    def called_outside(self, path: str) -> None:
+    def called_directly(self, path: str) -> None:
         """Refuse a call that only this rank would make, while the others are elsewhere.
 
         Raises:
             SpreadModuleError: The module is spread.
         """
         if self.spread.shards.needs_all(path):
-            raise SpreadModuleError.outside(path)
+            raise SpreadModuleError.direct_call(path)
 
     def held(self, path: str, name: str, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor that the module at ``path`` has, the whole if it has a part."""

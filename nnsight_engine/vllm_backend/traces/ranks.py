@@ -50,10 +50,12 @@ class Call:
 
     Attributes:
         path: The module.
+        method: Which of its methods; empty for the module itself.
         arguments: ``(args, kwargs)`` with slots for tensors.
     """
 
     path: str
+    method: str
     arguments: Any
 
 

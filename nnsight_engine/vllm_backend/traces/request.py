@@ -354,9 +354,16 @@ class TracedRequest(Interleaver):
 
     def _share_of(self, value: Any) -> Any:
         """Return the rows of a whole prompt's value that this chunk computes."""
-        return map_tensors(
-            value, lambda tensor: tensor[self._start : self._start + self._num_new] if tensor.ndim else tensor
-        )
+
+        own = slice(self._start, self._start + self._num_new)
+
+        def share(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.ndim:
+                return tensor
+            # A prompt in chunks has several rows, so an axis of size 1 stands before theirs.
+            return tensor[:, own] if tensor.ndim > 1 and tensor.shape[0] == 1 else tensor[own]
+
+        return map_tensors(value, share)
 
     def _serve_last(self, provider: str, value: Any) -> Any:
         """Serve a block at the end of a prompt that came in chunks."""

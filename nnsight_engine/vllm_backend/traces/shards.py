@@ -235,6 +235,8 @@ class Shards:
             SpreadModuleError: Nobody knows.
         """
         module: Any = self._modules[path]
+        if not part.numel():
+            return EVERYWHERE  # vLLM has packed a weight away
         if not isinstance(getattr(module, "quant_method", None), _PLAIN_WEIGHTS):
             raise SpreadModuleError.held(path, name)
         # A matrix is [out, in], a bias [out].
@@ -243,7 +245,7 @@ class Shards:
             layout = _columns(module)
         elif isinstance(module, VocabParallelEmbedding):
             layout = Layout((Piece(module.num_embeddings_per_partition),))
-        elif part.ndim == 1:
+        elif name == "bias":
             return EVERYWHERE  # a row-parallel layer's bias is added once, behind the sum
         else:
             layout, axis = Layout((Piece(module.input_size_per_partition),)), -1

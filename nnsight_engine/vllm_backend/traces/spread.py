@@ -6,7 +6,7 @@ it, by the others because they were told to.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.families import ModelPoints
     from nnsight_engine.vllm_backend.traces.model import WorkerModel
     from nnsight_engine.vllm_backend.traces.ranks import Ranks
+
+
+_ITSELF: Final = frozenset({"", "forward"})
+"""Methods that are what a module does when it is called."""
 
 
 class Spread:
@@ -69,13 +73,28 @@ class Spread:
 
         return map_numbered(value, put_in)
 
-    def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module with wholes; returns the whole of what it returns."""
-        entrance, exit_ = self.shards.place(f"{path}.input"), self.shards.place(f"{path}.output")
+    def check_call(self, path: str, method: str) -> None:
+        """Make sure that a block can call a module, or a method of it.
+
+        Raises:
+            SpreadModuleError: It is not known how what goes in or comes out is spread.
+        """
+        for provider in (f"{path}.input", f"{path}.output"):
+            if not self.shards.is_understood(provider):
+                raise SpreadModuleError.place(provider)
+        if method not in _ITSELF and (self.shards.has_parts(path) or hasattr(torch.nn.Module, method)):
+            raise SpreadModuleError.method(path, method)
+
+    def call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module, or a method of it, with wholes; returns the whole of what it returns."""
+        envoy = self._model.get(path)
         # As on a block's own thread.
         with torch.inference_mode(mode=False), torch.no_grad():
+            if method not in _ITSELF:
+                return getattr(envoy._module, method)(*args, **kwargs)  # noqa: SLF001 - an envoy of ours
+            entrance, exit_ = self.shards.place(f"{path}.input"), self.shards.place(f"{path}.output")
             args, kwargs = entrance.part((args, kwargs), self.ranks.rank, self.ranks.size)
-            output = self._model.get(path)._apply_apart(*args, **kwargs)  # noqa: SLF001 - an envoy of ours
+            output = envoy._apply_apart(*args, **kwargs)  # noqa: SLF001 - the same
             return exit_.whole(output, self.ranks.gather)
 
     def fetch(self, path: str, name: str) -> torch.Tensor:
