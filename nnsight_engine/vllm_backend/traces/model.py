@@ -62,6 +62,11 @@ class WorkerModel(StandardNames):
         points: WorkerPoints = self.__dict__["_points"]
         return points.standard(name)
 
+    def at(self, path: str) -> Envoy:
+        """Return what stands for the module at a path, which may be the model's own."""
+        envoy: Envoy = self if path == self.path else self.get(path)
+        return envoy
+
     def own_modules(self) -> list[tuple[torch.nn.Module, str]]:
         """Return the modules with their paths."""
         return [(envoy._module, str(envoy.path)) for envoy in self._by_module.values()]  # noqa: SLF001

@@ -27,16 +27,23 @@ _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype,
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """A tensor that is sent behind the words that mention it."""
+    """A tensor that an order mentions.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        content: Its bytes; None of one that follows by a collective of its device.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    on_cpu: bool
+    content: bytes | None
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Slot:
-        """Return what announces a tensor."""
-        return Slot(tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu")
+        """Return what stands for a tensor."""
+        content = _as_bytes(tensor).numpy().tobytes() if tensor.device.type == "cpu" else None
+        return Slot(tuple(tensor.shape), tensor.dtype, content)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,7 +125,8 @@ class Ranks:
         """Tell the other ranks what to do, and send the tensors that the order mentions."""
         self._group.broadcast_object(order)
         for tensor in tensors:
-            self._broadcast(_as_bytes(tensor))
+            if tensor.device.type != "cpu":
+                self._group.broadcast(_as_bytes(tensor))
 
     def hear(self) -> Order:
         """Wait for the next order."""
@@ -126,23 +134,20 @@ class Ranks:
         return order
 
     def receive(self, slot: Slot) -> torch.Tensor:
-        """Receive a tensor that an order mentions."""
-        device = torch.device("cpu") if slot.on_cpu else self._group.device
-        tensor = torch.empty(slot.shape, dtype=slot.dtype, device=device)
-        self._broadcast(_as_bytes(tensor))
+        """Return a tensor that an order mentions."""
+        if slot.content is None:
+            tensor = torch.empty(slot.shape, dtype=slot.dtype, device=self._group.device)
+            self._group.broadcast(_as_bytes(tensor))
+            return tensor
+        tensor = torch.empty(slot.shape, dtype=slot.dtype)
+        if slot.content:
+            _as_bytes(tensor).copy_(torch.frombuffer(bytearray(slot.content), dtype=torch.uint8))
         return tensor
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Return ``[ranks, *shape]`` of each rank's tensor; all ranks call this together."""
-        sent = _as_bytes(part)
-        received = sent.new_empty(self.size, sent.numel())
-        torch.distributed.all_gather(list(received.unbind()), sent, group=self._group.device_group)
-        return received.view(part.dtype).view(self.size, *part.shape)
-
-    def _broadcast(self, content: torch.Tensor) -> None:
-        if content.numel():
-            group = self._group.cpu_group if content.device.type == "cpu" else self._group.device_group
-            torch.distributed.broadcast(content, src=self._group.ranks[0], group=group)
+        whole: torch.Tensor = self._group.all_gather(part.detach().contiguous()[None], dim=0)
+        return whole
 
     # What is said of values.
 
