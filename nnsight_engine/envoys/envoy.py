@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import warnings
@@ -177,9 +178,11 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         """
         interleaver = self._interleaver
         if interleaver.current is None:
+            interleaver.called_directly(str(self.path))
             return self._with_edits(lambda: self._module(*args, **kwargs))
         if not hook:
-            return self._module.forward(*args, **kwargs)
+            return interleaver.applied(str(self.path), self._apply_apart, args, kwargs)
+        interleaver.called_directly(str(self.path))
         interleaver.listener = get_ident()
         try:
             return self._module(*args, **kwargs)
@@ -239,6 +242,10 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         """Group traces, with values flowing from one to the next: ``with model.session():``."""
         _refuse_statement(sys._getframe(1), "session")
         return Session(backend=backend)
+
+    def _apply_apart(self, *args: Any, **kwargs: Any) -> Any:
+        """Apply the module to values of a block's own; a hook for modules that need another way."""
+        return self._module.forward(*args, **kwargs)
 
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, as a trace does that is not told what to run."""
@@ -377,6 +384,8 @@ class Envoy(CallValues, EnvoyTree, Batchable):
             return self._add_envoy(value, name)
         if isinstance(value, _METHODS):
             return self._traceable(name, value)
+        if isinstance(value, torch.Tensor):
+            return self._interleaver.held(str(self.path), name, value)
         return value
 
     def _traceable(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -387,10 +396,18 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         def call(*args: Any, **kwargs: Any) -> Any:
             if SITES.feeds_with(sys._getframe(1)):
                 return self.trace(*args, fn=traced, **kwargs)
+            interleaver = self._interleaver
+            if interleaver.current is not None:
+                own = functools.partial(self._call_own, name, method)
+                return interleaver.applied(str(self.path), own, args, kwargs, name)
+            interleaver.called_directly(str(self.path))
             return self._with_edits(lambda: self._call_method(name, method, args, kwargs))
 
         call.__name__, call.__doc__ = name, method.__doc__
         return call
+
+    def _call_own(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._call_method(name, method, args, kwargs)
 
     def _call_method(
         self,

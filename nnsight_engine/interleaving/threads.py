@@ -30,6 +30,7 @@ import torch
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.mediator import Mediator, Modes, Raise, named
 from nnsight_engine.interleaving.stacks import Done
+from nnsight_engine.interleaving.streams import RandomStreams
 
 _GRACE_S = 0.5
 """How long an interrupted block may take to clean up."""
@@ -46,6 +47,22 @@ _numbers = itertools.count()
 
 class TimeBudgetError(Exception):
     """A block computed longer than a step may wait for it."""
+
+
+class _Errand:
+    """Something that the model's thread is to do for a block, which waits for it and nothing else."""
+
+    __slots__ = ("act",)
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        self.act = act
+
+    def answer(self) -> Any:
+        """Do it; returns the block's answer."""
+        try:
+            return self.act()
+        except Exception as error:  # noqa: BLE001 - raised in the block, at the line that asks
+            return Raise(error)
 
 
 class ThreadStack:
@@ -207,11 +224,11 @@ class Threads:
 
     def start(self, stack: ThreadStack, job: Callable[[], Any]) -> Any:
         """Give it a job; returns what it first hands over."""
-        return stack.start(job)
+        return _after_errands(stack, stack.start(job))
 
     def resume(self, stack: ThreadStack, payload: Any) -> Any:
         """Hand it what it waits for; returns what it hands over next."""
-        return stack.resume(payload)
+        return _after_errands(stack, stack.resume(payload))
 
     def give_back(self, stack: ThreadStack) -> None:
         """Let the thread end, which its job's end does."""
@@ -232,6 +249,16 @@ def _do_nothing() -> None:
     """Let a thread that waits for a job end."""
 
 
+def _after_errands(stack: ThreadStack, event: Any) -> Any:
+    """Run a job's errands, on the calling thread and the job's time; returns what it hands over then."""
+    while type(event) is _Errand:
+        begin = time.monotonic()
+        answer = event.answer()
+        stack.left_s -= time.monotonic() - begin
+        event = stack.resume(answer)
+    return event
+
+
 class _OwnModes:
     """A thread has modes of its own, so there is nothing to keep apart."""
 
@@ -247,8 +274,7 @@ class _OwnModes:
 class ThreadMediator(Mediator):
     """A block on a thread of its own.
 
-    What it draws at random comes from a stream of its own: it neither sees nor disturbs the model's, and
-    with the same seed it is the same on every rank.
+    What it draws at random comes from streams of its own: it neither sees nor disturbs the model's.
     """
 
     __slots__ = ("_random", "runs_on")
@@ -257,7 +283,7 @@ class ThreadMediator(Mediator):
         """Prepare a block; nothing runs before ``start``."""
         super().__init__(intervention, info)
         self.runs_on = threads  # type: ignore[misc] # one engine's, where a class has one for all
-        self._random = torch.Generator().manual_seed(seed).get_state()
+        self._random = RandomStreams(seed)
 
     def refill(self) -> None:
         """Let the block compute for as long as one step allows."""
@@ -269,21 +295,34 @@ class ThreadMediator(Mediator):
         return _OwnModes()
 
     def _go_on(self, how: Callable[[Any, Any], Any], payload: Any) -> Any:
-        outside = torch.default_generator.get_state()
-        torch.default_generator.set_state(self._random)
+        self._random.exchange()
         try:
             return super()._go_on(how, payload)
         finally:
-            self._random = torch.default_generator.get_state()
-            torch.default_generator.set_state(outside)
+            self._random.exchange()
 
     def ask(self, kind: Events, provider: str, iteration: int | None = None, more: Any = None) -> Any:
         """Hand an event over and return the answer, see ``Mediator``."""
+        return self._handed_over((kind, provider, iteration, more), named(provider, iteration))
+
+    def on_models_thread(self, act: Callable[[], Any], what: str) -> Any:
+        """Have the model's thread do something now, and return its result.
+
+        Args:
+            act: What to do.
+            what: What it is called in messages.
+
+        Raises:
+            ValueError: The code that asks is not this block's.
+        """
+        return self._handed_over(_Errand(act), what)
+
+    def _handed_over(self, event: Any, what: str) -> Any:
         worker: ThreadStack | None = self.worker
         if worker is None or not worker.is_current():
             assert self.interleaver is not None  # noqa: S101 - a started block has one
-            raise self.interleaver.foreign(named(provider, iteration))
-        answer = worker.hand_over((kind, provider, iteration, more))
+            raise self.interleaver.foreign(what)
+        answer = worker.hand_over(event)
         if type(answer) is Raise:
             raise answer.error
         return answer

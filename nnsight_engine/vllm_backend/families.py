@@ -371,12 +371,16 @@ class ModelPoints:
                 hidden = _plain_forward(self.project_out, hidden)
             return model_class.compute_logits(cast("_CausalModel", self.model), hidden)
 
-    def leaf_specs(self) -> tuple[LeafSpec, ...]:
+    def leaf_specs(self, *, wholes: bool = False) -> tuple[LeafSpec, ...]:
         """Return the points this model offers.
 
         Under tensor parallelism the leaves that are sharded over ranks are left out, and the
         attention patterns, of which each rank could compute its own heads only.
+
+        Args:
+            wholes: Leave nothing out; for traces, which put the ranks' parts together.
         """
+        everything = wholes or self.tensor_parallel_size == 1
         hidden = (self.hidden_size,)
         specs = [
             LeafSpec("embed.output", hidden, "tap", VALUE_OPERATIONS),
@@ -386,9 +390,9 @@ class ModelPoints:
         specs += [
             LeafSpec(leaf, self._shape(leaf), "eager", VALUE_OPERATIONS)
             for leaf in self.family.leaves
-            if self.tensor_parallel_size == 1 or leaf not in SHARDED_LEAVES
+            if everything or leaf not in SHARDED_LEAVES
         ]
-        if self.tensor_parallel_size == 1:
+        if everything:
             specs.append(LeafSpec(PATTERN_LEAF, (self.num_heads, -1), "eager", ("capture",)))
         if self.final_norm is not None:
             specs.append(LeafSpec("norm.output", hidden, "tap", VALUE_OPERATIONS))

@@ -20,10 +20,13 @@ from nnsight_engine.plans.records import StepResults
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.plans.step_plan import StepPlan
 from nnsight_engine.vllm_backend.compat import EngineLimits, attach_results, brings, describe_model
-from nnsight_engine.vllm_backend.families import resolve_points
+from nnsight_engine.vllm_backend.families import ModelPoints, resolve_points
 from nnsight_engine.vllm_backend.hooks import hooked
 from nnsight_engine.vllm_backend.taps import CONTEXT_KEY, install_taps
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
+from nnsight_engine.vllm_backend.traces.following import FollowingTraces
+from nnsight_engine.vllm_backend.traces.leading import LeadingTraces
+from nnsight_engine.vllm_backend.traces.ranks import Ranks
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.stages.links import own_stage
 from nnsight_engine.vllm_backend.traces.stages.offering import StageTraces
@@ -67,7 +70,7 @@ class InterventionRunnerMixin:
         if config.parallel_config.pipeline_parallel_size == 1:  # the rest is traces only
             install_taps(points.layers, points.family.hidden_index)
         self._make_room_for_stages(config)
-        self.traces = traces_of_stage(points, config, limits)
+        self.traces = _traces(points, config, limits)
         self.interventions = WorkerState(
             points,
             spec,
@@ -103,6 +106,12 @@ class InterventionRunnerMixin:
     def model_spec(self) -> ModelSpec:
         """The loaded model's description."""
         return self.interventions.spec
+
+    @property
+    def trace_spec(self) -> ModelSpec:
+        """The same for blocks, which see the whole of what is spread over ranks."""
+        leaves = self.interventions.points.leaf_specs(wholes=True)
+        return dataclasses.replace(self.model_spec, leaves=leaves)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Register and forget requests, then run the step."""
@@ -211,6 +220,15 @@ class InterventionRunnerMixin:
 def _has_logits(state: Any) -> bool:
     """Tell whether what vLLM keeps between a step's phases holds logits."""
     return state is not None and state.logits is not None
+
+
+def _traces(points: ModelPoints, config: Any, limits: EngineLimits) -> WorkerTraces | StageTraces:
+    """Return what runs blocks here; of several ranks or stages, one does."""
+    if points.tensor_parallel_size == 1:
+        return traces_of_stage(points, config, limits)
+    ranks = Ranks.of_this_worker()
+    cls = LeadingTraces if ranks.leads else FollowingTraces
+    return cls(points, config, ranks, limits)
 
 
 def _arrived(scheduler_output: Any, key: str) -> list[tuple[str, Any]]:

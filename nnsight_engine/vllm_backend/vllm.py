@@ -9,7 +9,6 @@ from typing import Any, Final, Literal, NoReturn
 import torch
 from vllm import EngineArgs
 
-from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.tracing.tracer import Backend
@@ -100,18 +99,13 @@ class VLLM(StandardNames):
                 arguments["distributed_executor_backend"] = ray_executor()
             config = EngineArgs(**arguments, **ours).create_engine_config()
             check_supported(config, traces_only=True)
-            if config.parallel_config.tensor_parallel_size > 1:
-                raise UnsupportedOptionError(
-                    "tensor_parallel_size > 1 is not supported for traces yet: a block would see the columns "
-                    "of one rank only; use 1"
-                )
             host = _HOSTS[self.__dict__["mode"]]({**arguments, **ours})
             self.__dict__["host"], self.__dict__["engine"] = host, host.inner
             entries = answer(host.call("outline_model"))
             self._update(outlined([tuple(entry) for entry in entries]))
             for name in (LOGITS, SAMPLES):
                 self._add_envoy(WrapperModule(), name)
-            spec = ModelSpec.from_plain(answer(host.call("describe_interventions")))
+            spec = ModelSpec.from_plain(answer(host.call("describe_traces")))
             self.__dict__["_points"] = EnginePoints.on_client(self, entries[0][1], spec)
 
     def shutdown(self) -> None:

@@ -40,6 +40,11 @@ class InterventionWorker(_PlatformWorker):
         plain: dict[str, Any] = self.model_runner.model_spec.to_plain()
         return plain if self.model_runner.is_last_stage else {}
 
+    def describe_traces(self) -> dict[str, Any]:
+        """Return the description that blocks go by; called over vLLM's RPC."""
+        plain: dict[str, Any] = self.model_runner.trace_spec.to_plain()
+        return plain if self.model_runner.is_last_stage else {}
+
     def count_interventions(self) -> dict[str, int]:
         """Return how much live requests hold; called over vLLM's RPC."""
         counts: dict[str, int] = self.model_runner.interventions.num_live()

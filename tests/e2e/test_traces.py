@@ -297,8 +297,9 @@ def test_what_is_not_there_yet_is_refused_by_name(model: VLLM) -> None:
         model.edit()
     with pytest.raises(NotImplementedError, match="validate"):
         model.trace("a", validate=True)
-    with pytest.raises(UnsupportedOptionError, match="tensor_parallel_size"):
-        VLLM(str(bundled_model_path()), tensor_parallel_size=3, dispatch=True)
+    guesses = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    with pytest.raises(UnsupportedOptionError, match="speculative"):
+        VLLM(str(bundled_model_path()), speculative_config=guesses, dispatch=True)
     with pytest.raises(ValueError, match=r"cache\(\) is not supported on vLLM yet"):
         with model.trace("a") as tracer:
             tracer.cache()

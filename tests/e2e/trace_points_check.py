@@ -219,7 +219,7 @@ BLOCKS: Final[dict[str, Callable[[Any], Values]]] = {
 def expected(checkpoint: Path) -> dict[str, Values | str]:
     """Return what ``LanguageModel`` gives, or how it failed."""
     model = LanguageModel(str(checkpoint), dtype=torch.float32, attn_implementation="eager", dispatch=True)
-    return {name: _tried(block, model) for name, block in BLOCKS.items()}
+    return {name: tried(block, model) for name, block in BLOCKS.items()}
 
 
 def compared(checkpoint: Path, wanted: dict[str, Values | str]) -> dict[str, str | None]:
@@ -233,19 +233,19 @@ def compared(checkpoint: Path, wanted: dict[str, Values | str]) -> dict[str, str
         max_num_seqs=4,
         num_gpu_blocks_override=32,
     )
-    report = {name: _difference(wanted[name], _tried(block, model)) for name, block in BLOCKS.items()}
+    report = {name: difference(wanted[name], tried(block, model)) for name, block in BLOCKS.items()}
     model.shutdown()
     return report
 
 
-def _tried(block: Callable[[Any], Values], model: Any) -> Values | str:
+def tried(block: Callable[[Any], Values], model: Any) -> Values | str:
     try:
         return block(model)
     except Exception:  # noqa: BLE001 - whatever it is, the report says it and the next block runs
         return traceback.format_exc()
 
 
-def _difference(wanted: Values | str, got: Values | str) -> str | None:
+def difference(wanted: Values | str, got: Values | str) -> str | None:
     if isinstance(wanted, str) or isinstance(got, str):
         sides = {"LanguageModel": wanted, "VLLM": got}
         return "\n".join(f"{side}: {failure}" for side, failure in sides.items() if isinstance(failure, str))

@@ -138,8 +138,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def build_config(family: str, vocab_size: int) -> PreTrainedConfig:
-    """Return the config of a family's (or a variant's) tiny model.
+def build_config(family: str, vocab_size: int, **changes: Any) -> PreTrainedConfig:
+    """Return the config of a family's (or a variant's) tiny model, with ``changes`` to it.
 
     Raises:
         ValueError: There is no such family.
@@ -147,22 +147,23 @@ def build_config(family: str, vocab_size: int) -> PreTrainedConfig:
     if family not in _CONFIGS:
         raise ValueError(f"family must be one of {', '.join(FAMILIES + VARIANTS)}, got {family!r}")
     config_class, settings = _CONFIGS[family]
-    return config_class(vocab_size=vocab_size, **settings)
+    return config_class(vocab_size=vocab_size, **{**settings, **changes})
 
 
-def write_checkpoint(family: str, directory: Path, *, seed: int = 0) -> Path:
+def write_checkpoint(family: str, directory: Path, *, seed: int = 0, **changes: Any) -> Path:
     """Write a family's tiny random model and its tokenizer, float32.
 
     Args:
         family: One of ``FAMILIES`` or ``VARIANTS``.
         directory: Where to write; made if missing.
         seed: Seed of the weights; the same seed writes the same weights.
+        **changes: What the config is to have instead.
 
     Returns:
         ``directory``, ready for ``from_pretrained`` and for vLLM.
     """
     tokenizer = build_tokenizer()
-    config = build_config(family, vocab_size=len(tokenizer))
+    config = build_config(family, vocab_size=len(tokenizer), **changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # Gemma multiplies embeddings by the root of the hidden size.
     embedding_std = 0.03 if config.model_type.startswith("gemma") else 0.1

@@ -16,6 +16,10 @@ from nnsight_engine.interleaving.mediator import Mediator
 from nnsight_engine.vllm_backend.traces.rows import Place
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
     from nnsight_engine.vllm_backend.traces.request import TracedRequest
 
 _by_order = attrgetter("order")
@@ -75,6 +79,30 @@ class Board:
     def has_passed(self, provider: str) -> bool:
         """Tell whether this step has reached a provider."""
         return provider in self.calls
+
+    def refusal(self, provider: str) -> Exception | None:  # noqa: ARG002 - a hook
+        """Return why no block can have a provider's value; None if they can."""
+        return None
+
+    # What blocks do with modules, see ``Interleaver``.
+
+    def applied(
+        self,
+        path: str,  # noqa: ARG002 - a hook
+        apply: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        method: str = "",  # noqa: ARG002 - a hook
+    ) -> Any:
+        """Apply the module at ``path``, or a method of it, to values of the running block's own."""
+        return apply(*args, **kwargs)
+
+    def called_directly(self, path: str) -> None:
+        """Take note of a call of the module at ``path`` that is not ``applied``; a hook, to refuse it."""
+
+    def held(self, path: str, name: str, value: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - a hook
+        """Return a tensor that the module at ``path`` has under this name."""
+        return value
 
     # What the model provides.
 

@@ -96,7 +96,7 @@ class TraceContext:
     def _resolved(self, reference: tuple[str, ...]) -> Any:
         kind, *rest = reference
         if kind == "envoy":
-            return self._model.get(rest[0]) if rest[0] != self._model.path else self._model
+            return self._model.at(rest[0])
         if kind == "standard":
             return self._model.standard(rest[0])
         if kind == "tracer":

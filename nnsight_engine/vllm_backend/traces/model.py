@@ -70,14 +70,8 @@ class WorkerModel(StandardNames):
             above._add_envoy(module, name)  # noqa: SLF001 - an envoy of ours
         for name in (LOGITS, SAMPLES):
             self._add_envoy(WrapperModule(), name)
-        modules = [
-            (envoy._module, str(envoy.path))  # noqa: SLF001 - envoys of ours
-            for envoy in self._by_module.values()
-            # Transformers' models do call the placeholders, which hand on what they are given.
-            if not isinstance(envoy._module, ModuleElsewhere | PPMissingLayer)  # noqa: SLF001
-        ]
         mine = self.__dict__
-        mine["_probe_set"] = Probes(modules, board, calls_forward=_calls_forward)  # type: ignore[arg-type] # as above
+        mine["_probe_set"] = Probes(self.own_modules(), board, calls_forward=_calls_forward)  # type: ignore[arg-type] # as above
         mine["_kernel_probes"] = KernelProbes(_bare_kernels(points), board)
         mine["_config"] = config
         mine["_points"] = WorkerPoints(self, points)
@@ -92,6 +86,20 @@ class WorkerModel(StandardNames):
         """Return what has a standard name, see ``EnginePoints.standard``."""
         points: WorkerPoints = self.__dict__["_points"]
         return points.standard(name)
+
+    def at(self, path: str) -> Envoy:
+        """Return what stands for the module at a path, which may be the model's own."""
+        envoy: Envoy = self if path == self.path else self.get(path)
+        return envoy
+
+    def own_modules(self) -> list[tuple[torch.nn.Module, str]]:
+        """Return the modules that are here, with their paths."""
+        return [
+            (envoy._module, str(envoy.path))  # noqa: SLF001 - envoys of ours
+            for envoy in self._by_module.values()
+            # Transformers' models do call the placeholders, which hand on what they are given.
+            if not isinstance(envoy._module, ModuleElsewhere | PPMissingLayer)  # noqa: SLF001
+        ]
 
     def install(self) -> None:
         """Hear of every module's call, and of the operations that blocks look at."""

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, overload
 import torch
 
 from nnsight_engine.envoys.architectures import table
-from nnsight_engine.envoys.architectures.errors import UnknownPointError
 from nnsight_engine.envoys.architectures.named_points import EMBED, LOGITS, NORM, NamedPoints, PointGroup
 from nnsight_engine.envoys.envoy import Envoy
-from nnsight_engine.vllm_backend.families import SHARDED_LEAVES, family_named
+from nnsight_engine.vllm_backend.families import family_named
 
 if TYPE_CHECKING:
     from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
@@ -110,12 +109,6 @@ class EnginePoints(NamedPoints):
         if leaf not in self._shapes:
             raise self._unknown(name)
         return layer, leaf
-
-    def _unknown(self, name: str) -> UnknownPointError:
-        error = super()._unknown(name)
-        if _leaf_of(name) not in SHARDED_LEAVES | {table.PATTERN}:
-            return error
-        return UnknownPointError(f"{error}. With several tensor-parallel ranks, each has only a part of it")
 
     def layer_of(self, envoy: Envoy) -> int:
         """Return the number of the layer that ``envoy`` is or is in."""

@@ -30,14 +30,17 @@ class PatternPoint:
     Args:
         name: The point's name.
         kernel: The envoy of vLLM's ``Attention``.
+        num_heads: How many heads the model has, and how many of keys and values.
         shape: Shape of one position's value.
     """
 
-    def __init__(self, name: str, kernel: Envoy, shape: tuple[int, ...]) -> None:
+    def __init__(self, name: str, kernel: Envoy, num_heads: tuple[int, int], shape: tuple[int, ...]) -> None:
         """Stand for a layer's probabilities."""
         self.name = name
         self.shape = shape
         self._kernel = kernel
+        # Not the module's own, which are one rank's.
+        self._num_heads, self._num_kv_heads = num_heads
         self._kept: weakref.WeakKeyDictionary[Mediator, KeyStore] = weakref.WeakKeyDictionary()
 
     def read(self) -> torch.Tensor:
@@ -55,15 +58,15 @@ class PatternPoint:
             raise PatternError(f"{self.name}: {error.message}") from error
         if key is None:
             raise PatternError(f"{self.name}: the layer shares another layer's keys")
-        queries = query.reshape(-1, module.num_heads, module.head_size)
-        keys = key.reshape(-1, module.num_kv_heads, module.head_size)
+        queries = query.reshape(-1, self._num_heads, module.head_size)
+        keys = key.reshape(-1, self._num_kv_heads, module.head_size)
         mediator = self._kernel.interleaver.current
         assert mediator is not None  # noqa: S101 - it has just been answered
         start = self._start(mediator, len(queries))
         store = self._store(mediator, start, keys)
         rows = torch.arange(len(queries), device=query.device)
         stop = start + len(queries)
-        out = torch.zeros(len(queries), module.num_heads, stop, dtype=torch.float32, device=query.device)
+        out = torch.zeros(len(queries), self._num_heads, stop, dtype=torch.float32, device=query.device)
         positions = list(range(start, stop))
         ComputePattern(store, form, rows, rows + start, positions, out).run(queries, None)
         return out.transpose(0, 1)

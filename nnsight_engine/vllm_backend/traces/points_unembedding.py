@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
+from vllm.distributed import tensor_model_parallel_all_gather
 
 from nnsight_engine.envoys.envoy import Envoy
 
@@ -18,17 +18,16 @@ from nnsight_engine.envoys.envoy import Envoy
 class VocabularyEnvoy(Envoy):
     """Stands for vLLM's embedding or unembedding."""
 
-    def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
+    def _apply_apart(self, *args: Any, **kwargs: Any) -> Any:
         """Unembed ``[..., hidden]`` into ``[..., vocabulary]``, or embed tokens.
 
-        Scales and soft caps of the model's logits are not applied. With several ranks all of them must make
-        the call, which blocks do: the same one runs on each.
+        Scales and soft caps of the model's logits are not applied.
         """
         first = args[0] if len(args) == 1 and not kwargs else None
         if not (isinstance(first, torch.Tensor) and first.is_floating_point()):
-            return super().__call__(*args, hook=hook, **kwargs)
+            return super()._apply_apart(*args, **kwargs)
         module: Any = self._module
         logits = module.quant_method.apply(module, first, bias=getattr(module, "bias", None))
-        if get_tensor_model_parallel_world_size() > 1:
+        if module.tp_size > 1:
             logits = tensor_model_parallel_all_gather(logits)
         return logits[..., : module.org_vocab_size]

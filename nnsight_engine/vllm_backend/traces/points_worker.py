@@ -124,8 +124,8 @@ class WorkerPoints(EnginePoints):
     """The points of the worker's model."""
 
     def __init__(self, root: Envoy, points: ModelPoints) -> None:
-        """Offer what this rank can."""
-        super().__init__(root, points.family, len(points.layers), points.leaf_specs())
+        """Offer all of them: blocks see wholes, also of what is spread over ranks."""
+        super().__init__(root, points.family, len(points.layers), points.leaf_specs(wholes=True))
         self._model = points
 
     def _found(self, name: str) -> Point:
@@ -141,7 +141,7 @@ class WorkerPoints(EnginePoints):
             return self._residual(name, layer, "input" if leaf == "input" else "output", shape)
         if leaf == table.PATTERN:
             kernel = self.raw(f"{self.family.layers}.{layer}.{self.family.kernel}")
-            return PatternPoint(name, kernel, shape)
+            return PatternPoint(name, kernel, (self._model.num_heads, self._model.num_kv_heads), shape)
         if leaf == ATTENTION_INPUT:
             spec = HookSpec(self.family.leaves[table.QUERIES].path, "input")
         else:

@@ -21,7 +21,7 @@ import torch
 from nnsight_engine.core.trees import map_pairs, map_tensors
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.interleaver import Interleaver
-from nnsight_engine.interleaving.mediator import Mediator
+from nnsight_engine.interleaving.mediator import Mediator, Raise
 from nnsight_engine.vllm_backend.traces.chunks import PromptChunks
 from nnsight_engine.vllm_backend.traces.holdings import Holdings, num_bytes
 from nnsight_engine.vllm_backend.traces.rows import FlatBatcher
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.board import Board
 
 logger = logging.getLogger(__name__)
+
+_OF_THE_MODEL = frozenset({Events.VALUE, Events.SWAP, Events.SKIP})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -218,6 +220,20 @@ class TracedRequest(Interleaver):
             self.wanted.clear()
 
     # What blocks wait for.
+
+    def queue(self, mediator: Mediator) -> Any:
+        """Let a block wait for what it asked for, see ``Interleaver``."""
+        kind, provider, _, _ = mediator.waiting or (None, "", None, None)
+        if kind in _OF_THE_MODEL:
+            refusal = self.board.refusal(provider)
+            if refusal is not None:
+                return Raise(refusal)
+        return super().queue(mediator)
+
+    def uses(self, provider: str) -> bool:
+        """Tell whether the block, or what it wrote or skipped before, has a use for this very call."""
+        replays = self._replayed is not None and provider in self._written
+        return self.in_step and (replays or self.skips(provider) or self.is_due(provider))
 
     def skips(self, provider: str) -> bool:
         """Tell whether a value that the block gave is to take the place of this one."""

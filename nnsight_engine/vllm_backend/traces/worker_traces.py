@@ -64,11 +64,14 @@ class WorkerTraces:
         points: The loaded model's points.
         config: vLLM's.
         limits: What blocks may use.
+        board: Where the model's calls and the requests meet.
     """
 
-    def __init__(self, points: ModelPoints, config: VllmConfig, limits: EngineLimits) -> None:
+    def __init__(
+        self, points: ModelPoints, config: VllmConfig, limits: EngineLimits, *, board: Board | None = None
+    ) -> None:
         """Start without requests."""
-        self.board = Board()
+        self.board = board if board is not None else Board()
         self.model = self._new_model(points, config)
         self._threads = Threads(limits.trace_step_s)
         self._max_bytes = limits.max_trace_bytes

@@ -1,0 +1,186 @@
+"""Tensor-parallel ranks of one model: the first one leads, and tells the others what to do with it.
+
+Blocks run on the first rank only (see ``leading``). The others compute their parts of the model, and
+wherever a block may have its hand in, they do what the first one says until it lets them go on. So nothing
+that a block does, draws or forgets is different on two ranks, and none waits for one that is elsewhere.
+
+What is said travels as vLLM's own ranks talk to each other; tensors by the groups' collectives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from vllm.distributed import get_tp_group
+
+from nnsight_engine.vllm_backend.traces.errors import SpreadModuleError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+_PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor that an order mentions.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        content: Its bytes; None of one that follows by a collective of its device.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    content: bytes | None
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Slot:
+        """Return what stands for a tensor."""
+        content = _as_bytes(tensor).numpy().tobytes() if tensor.device.type == "cpu" else None
+        return Slot(tuple(tensor.shape), tensor.dtype, content)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gather:
+    """Put the value at hand together."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """Call a module for a block.
+
+    Attributes:
+        path: The module.
+        method: Which of its methods; empty for the module itself.
+        arguments: ``(args, kwargs)`` with slots for tensors.
+    """
+
+    path: str
+    method: str
+    arguments: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fetch:
+    """Put together a tensor that a module has.
+
+    Attributes:
+        path: The module.
+        name: Its attribute.
+    """
+
+    path: str
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GoOn:
+    """Let the model run on.
+
+    Attributes:
+        wanted: The providers at which to stop and listen.
+        changed: Which tensors of the value at hand the blocks have replaced, by number.
+        traced: Whether some block takes part in the step.
+    """
+
+    wanted: frozenset[str]
+    changed: tuple[tuple[int, Slot], ...] = ()
+    traced: bool = False
+
+
+Order = Gather | Call | Fetch | GoOn
+
+
+class Ranks:
+    """The ranks of a tensor-parallel group, seen from one of them.
+
+    Attributes:
+        rank: This one's number.
+        size: How many there are.
+    """
+
+    def __init__(self, group: GroupCoordinator) -> None:
+        """Stand for a group."""
+        self.rank: int = group.rank_in_group
+        self.size: int = group.world_size
+        self._group = group
+
+    @staticmethod
+    def of_this_worker() -> Ranks:
+        """Return those that share this worker's model."""
+        return Ranks(get_tp_group())
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank runs the blocks."""
+        return self.rank == 0
+
+    def tell(self, order: Order, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Tell the other ranks what to do, and send the tensors that the order mentions."""
+        self._group.broadcast_object(order)
+        for tensor in tensors:
+            if tensor.device.type != "cpu":
+                self._group.broadcast(_as_bytes(tensor))
+
+    def hear(self) -> Order:
+        """Wait for the next order."""
+        order: Order = self._group.broadcast_object()
+        return order
+
+    def receive(self, slot: Slot) -> torch.Tensor:
+        """Return a tensor that an order mentions."""
+        if slot.content is None:
+            tensor = torch.empty(slot.shape, dtype=slot.dtype, device=self._group.device)
+            self._group.broadcast(_as_bytes(tensor))
+            return tensor
+        tensor = torch.empty(slot.shape, dtype=slot.dtype)
+        if slot.content:
+            _as_bytes(tensor).copy_(torch.frombuffer(bytearray(slot.content), dtype=torch.uint8))
+        return tensor
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """Return ``[ranks, *shape]`` of each rank's tensor; all ranks call this together."""
+        whole: torch.Tensor = self._group.all_gather(part.detach().contiguous()[None], dim=0)
+        return whole
+
+    # What is said of values.
+
+    def packed(self, value: Any, tensors: list[torch.Tensor]) -> Any:
+        """Return ``value`` with slots for its tensors, which are added to ``tensors``.
+
+        Raises:
+            SpreadModuleError: It holds something that cannot be sent.
+        """
+        if isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided or value.device.type not in {"cpu", self._group.device.type}:
+                raise SpreadModuleError.argument(f"a tensor on {value.device} ({value.layout})")
+            tensors.append(value)
+            return Slot.of(value)
+        if type(value) in {tuple, list}:
+            return type(value)(self.packed(one, tensors) for one in value)
+        if type(value) is dict:
+            return {self.packed(key, []): self.packed(one, tensors) for key, one in value.items()}
+        if type(value) not in _PLAIN and not isinstance(value, torch.dtype | torch.device):
+            raise SpreadModuleError.argument(f"a {type(value).__name__}")
+        return value
+
+    def unpacked(self, value: Any) -> Any:
+        """Return what ``packed`` was given, receiving its tensors."""
+        if isinstance(value, Slot):
+            return self.receive(value)
+        if isinstance(value, tuple | list):
+            return type(value)(self.unpacked(one) for one in value)
+        if isinstance(value, dict):
+            return {key: self.unpacked(one) for key, one in value.items()}
+        return value
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's memory, or a copy's: whatever the collectives know of its dtype."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

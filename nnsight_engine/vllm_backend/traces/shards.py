@@ -1,0 +1,355 @@
+"""Which values of a model are spread over tensor-parallel ranks, and how their parts make a whole.
+
+Between a column-parallel and a row-parallel layer each rank has columns of its own: of queries, keys, values,
+of what attention returns, of the MLP's neurons. A fused projection is spread matrix by matrix, so the ranks'
+parts one after the other are not the whole: its queries stand first, then all keys, then all values. With
+more ranks than key-value heads, neighbouring ranks have the same ones.
+
+``Shards`` is made once from the loaded model. A block sees wholes only; what it leaves is split again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+
+from nnsight_engine.core.trees import map_tensors
+from nnsight_engine.vllm_backend.traces.errors import SpreadModuleError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import nn
+
+    from nnsight_engine.vllm_backend.families import ModelPoints
+
+_ACTIVATIONS: Final = (
+    "vllm.model_executor.layers.activation",
+    "transformers.activations",
+    "torch.nn.modules.activation",
+)
+_ROTARY: Final = "vllm.model_executor.layers.rotary_embedding"
+_PLAIN_WEIGHTS: Final = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+_HEAD_NORMS: Final = ("q_norm", "k_norm")
+
+Gather = Callable[[torch.Tensor], torch.Tensor]
+"""Makes ``[ranks, *shape]`` of each rank's tensor; all ranks call it together."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a rank's columns that comes from one matrix.
+
+    Attributes:
+        width: How many columns a rank has of it.
+        copies: How many neighbouring ranks have the same ones.
+    """
+
+    width: int
+    copies: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """How one tensor is spread.
+
+    Attributes:
+        pieces: What a rank's part consists of, in order.
+        axis: The axis of the columns.
+    """
+
+    pieces: tuple[Piece, ...]
+    axis: int = -1
+
+    def fits(self, part: torch.Tensor) -> bool:
+        """Tell whether a tensor can be one rank's part."""
+        return part.ndim >= -self.axis and part.shape[self.axis] == self._width
+
+    def whole(self, parts: torch.Tensor) -> torch.Tensor:
+        """Put the ranks' parts, ``[ranks, *shape]``, together."""
+        starts = _starts(piece.width for piece in self.pieces)
+        return torch.cat(
+            [
+                part
+                for piece, start in zip(self.pieces, starts, strict=True)
+                for part in parts[:: piece.copies].narrow(self.axis, start, piece.width)
+            ],
+            dim=self.axis,
+        )
+
+    def part(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+        """Cut a rank's part out of the whole; a new tensor.
+
+        Raises:
+            ValueError: The whole has another number of columns.
+        """
+        width = self.width_over(size)
+        if whole.ndim < -self.axis or whole.shape[self.axis] != width:
+            raise ValueError(
+                f"a value that is spread over {size} ranks has {width} columns here, got one of shape "
+                f"{tuple(whole.shape)}"
+            )
+        starts = _starts(piece.width * size // piece.copies for piece in self.pieces)
+        return torch.cat(
+            [
+                whole.narrow(self.axis, start + rank // piece.copies * piece.width, piece.width)
+                for piece, start in zip(self.pieces, starts, strict=True)
+            ],
+            dim=self.axis,
+        )
+
+    def width_over(self, size: int) -> int:
+        """Return how many columns so many ranks have together."""
+        return sum(piece.width * size // piece.copies for piece in self.pieces)
+
+    @property
+    def _width(self) -> int:
+        return sum(piece.width for piece in self.pieces)
+
+
+def _starts(widths: Iterable[int]) -> list[int]:
+    return list(itertools.accumulate(widths, initial=0))[:-1]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """How the tensors of one value are spread.
+
+    Attributes:
+        layouts: Those of the first ones; None for what every rank has.
+        rest: That of all others.
+    """
+
+    layouts: tuple[Layout | None, ...] = ()
+    rest: Layout | None = None
+
+    def of(self, index: int) -> Layout | None:
+        """Return the layout of the tensor at ``index``."""
+        return self.layouts[index] if index < len(self.layouts) else self.rest
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether any tensor is."""
+        return self.rest is not None or any(layout is not None for layout in self.layouts)
+
+    def fits(self, parts: Sequence[torch.Tensor]) -> bool:
+        """Tell whether these can be one rank's parts."""
+        found = [(self.of(index), part) for index, part in enumerate(parts)]
+        return all(layout is None or layout.fits(part) for layout, part in found)
+
+    def whole(self, value: Any, gather: Gather) -> Any:
+        """Put the wholes in the places of the parts; every rank calls this together."""
+
+        def gathered(index: int, part: torch.Tensor) -> torch.Tensor:
+            layout = self.of(index)
+            return part if layout is None else layout.whole(gather(part))
+
+        return map_numbered(value, gathered)
+
+    def part(self, value: Any, rank: int, size: int) -> Any:
+        """Put a rank's parts in the places of the wholes."""
+
+        def cut(index: int, whole: torch.Tensor) -> torch.Tensor:
+            layout = self.of(index)
+            return whole if layout is None else layout.part(whole, rank, size)
+
+        return map_numbered(value, cut)
+
+
+def map_numbered(value: Any, change: Callable[[int, torch.Tensor], torch.Tensor]) -> Any:
+    """Return ``value`` with every tensor changed, which are numbered from left to right."""
+    number = -1
+
+    def numbered(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal number
+        number += 1
+        return change(number, tensor)
+
+    return map_tensors(value, numbered)
+
+
+EVERYWHERE: Final = Place()
+"""What every rank has the whole of."""
+
+
+class Shards:
+    """Where the model's values are spread.
+
+    Args:
+        points: The loaded model's points.
+        modules: The model's modules with their paths.
+    """
+
+    def __init__(self, points: ModelPoints, modules: Iterable[tuple[nn.Module, str]]) -> None:
+        """Look at every module."""
+        self._size = points.tensor_parallel_size
+        self._num_kv_heads = points.num_kv_heads
+        self._modules = {path: module for module, path in modules}
+        self._paths = {id(module): path for path, module in self._modules.items()}
+        self._places: dict[str, Place] = {}
+        self._unknown: set[str] = set()
+        for path, module in self._modules.items():
+            self._place_linear(path, module)
+        self._spread = {path for path, module in self._modules.items() if _is_parallel(module)}
+        for layer in points.local_layers:
+            self._place_attention(points, layer)
+            self._place_mlp(points, layer)
+
+    def place(self, provider: str) -> Place:
+        """Return how a provider's value is spread."""
+        return self._places.get(provider, EVERYWHERE)
+
+    def is_understood(self, provider: str) -> bool:
+        """Tell whether it is known how a provider's value is spread."""
+        path, dot, _ = provider.rpartition(".")
+        return not dot or (path in self._modules and provider not in self._unknown)
+
+    def needs_all(self, path: str) -> bool:
+        """Tell whether a call of the module at ``path`` is one of all ranks together."""
+        return any(one == path or one.startswith(f"{path}.") for one in self._spread)
+
+    def has_parts(self, path: str) -> bool:
+        """Tell whether the tensors that a module has may be parts."""
+        return path in self._spread
+
+    def held(self, path: str, name: str, part: torch.Tensor) -> Place:
+        """Return how a tensor that a module has is spread.
+
+        Raises:
+            SpreadModuleError: Nobody knows.
+        """
+        module: Any = self._modules[path]
+        if not part.numel():
+            return EVERYWHERE  # vLLM has packed a weight away
+        if not isinstance(getattr(module, "quant_method", None), _PLAIN_WEIGHTS):
+            raise SpreadModuleError.held(path, name)
+        # A matrix is [out, in], a bias [out].
+        axis = -1 if part.ndim == 1 else -2
+        if isinstance(module, ColumnParallelLinear):
+            layout = _columns(module)
+        elif isinstance(module, VocabParallelEmbedding):
+            layout = Layout((Piece(module.num_embeddings_per_partition),))
+        elif name == "bias":
+            return EVERYWHERE  # a row-parallel layer's bias is added once, behind the sum
+        else:
+            layout, axis = Layout((Piece(module.input_size_per_partition),)), -1
+        layout = dataclasses.replace(layout, axis=axis)
+        if layout.fits(part):
+            return Place((layout,))
+        raise SpreadModuleError.held(path, name)
+
+    def _put(self, path: str, entrance: Place | None, exit_: Place | None) -> None:
+        """Note how a module's input and output are spread; None if nobody knows."""
+        for provider, place in ((f"{path}.input", entrance), (f"{path}.output", exit_)):
+            if place is None:
+                self._unknown.add(provider)
+            else:
+                self._places[provider] = place
+
+    def _place_linear(self, path: str, module: nn.Module) -> None:
+        if isinstance(module, ColumnParallelLinear) and module.tp_size > 1:
+            exit_ = EVERYWHERE if module.gather_output else Place(rest=_columns(module))
+            self._put(path, EVERYWHERE, exit_)
+        elif isinstance(module, RowParallelLinear) and module.tp_size > 1:
+            rows = Place((Layout((Piece(module.input_size_per_partition),)),))
+            self._put(
+                path,
+                rows if module.input_is_parallel else EVERYWHERE,
+                EVERYWHERE if module.reduce_results else None,
+            )
+
+    def _place_attention(self, points: ModelPoints, layer: int) -> None:
+        """Place what lies between attention's projections."""
+        block, family = points.layers[layer], points.family
+        attention = block.get_submodule(family.attention)
+        kernel: Any = points.attention(layer)
+        path = self._paths.get(id(kernel))
+        if path is None:
+            path = f"{self._paths[id(attention)]}.{family.kernel.rpartition('.')[2]}"
+            self._modules[path] = kernel
+        queries, keys, values = self._heads(kernel)
+        self._put(path, Place((queries, keys, values)), Place(rest=queries))
+        self._spread.add(path)
+        for name, module in attention.named_children():
+            own = self._paths.get(id(module))
+            if own is None or module is kernel:
+                continue
+            if type(module).__module__.startswith(_ROTARY):
+                self._put(own, Place((None, queries, keys)), Place((queries, keys)))
+            elif name in _HEAD_NORMS:
+                count, copies = kernel.num_heads, 1
+                if name == "k_norm":
+                    count, copies = kernel.num_kv_heads, self._kv_copies(kernel)
+                heads = Place((Layout((Piece(count, copies),), axis=-2),))
+                self._put(own, heads, heads)
+        self._leave_unknown(attention)
+
+    def _heads(self, kernel: Any) -> tuple[Layout, Layout, Layout]:
+        """Return how a kernel's queries, keys and values are spread."""
+        copies = self._kv_copies(kernel)
+        keys = Layout((Piece(kernel.num_kv_heads * kernel.head_size, copies),))
+        values = Layout((Piece(kernel.num_kv_heads * kernel.head_size_v, copies),))
+        return Layout((Piece(kernel.num_heads * kernel.head_size),)), keys, values
+
+    def _kv_copies(self, kernel: Any) -> int:
+        return max(1, int(kernel.num_kv_heads * self._size // self._num_kv_heads))
+
+    def _place_mlp(self, points: ModelPoints, layer: int) -> None:
+        """Place the activation function between an MLP's projections."""
+        block, leaves = points.layers[layer], points.family.leaves
+        up, down = (block.get_submodule(leaves[leaf].path) for leaf in ("mlp.up", "mlp.act"))
+        parent = block.get_submodule(leaves["mlp.act"].path.rpartition(".")[0])
+        for module in parent.children():
+            own = self._paths.get(id(module))
+            if own is not None and type(module).__module__ in _ACTIVATIONS:
+                before, after = self._paths[id(up)], self._paths[id(down)]
+                self._put(own, self.place(f"{before}.output"), self.place(f"{after}.input"))
+        if points.family.mlp:
+            self._leave_unknown(block.get_submodule(points.family.mlp))
+
+    def _leave_unknown(self, container: nn.Module) -> None:
+        """Note of what is in an attention or an MLP, and was not placed, that it is not understood."""
+        for module in container.modules():
+            path = self._paths.get(id(module))
+            if path is None or module is container or isinstance(module, ReplicatedLinear):
+                continue
+            self._unknown |= {
+                provider for provider in (f"{path}.input", f"{path}.output") if provider not in self._places
+            }
+
+
+def _columns(module: ColumnParallelLinear) -> Layout:
+    """Return how a column-parallel layer's output is spread."""
+    if isinstance(module, QKVParallelLinear):
+        copies = module.num_kv_head_replicas
+        return Layout(
+            (
+                Piece(module.num_heads * module.head_size),
+                Piece(module.num_kv_heads * module.head_size, copies),
+                Piece(module.num_kv_heads * module.v_head_size, copies),
+            )
+        )
+    if isinstance(module, MergedColumnParallelLinear):
+        return Layout(tuple(Piece(width // module.tp_size) for width in module.output_sizes))
+    return Layout((Piece(module.output_size_per_partition),))
+
+
+def _is_parallel(module: nn.Module) -> bool:
+    parallel = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+    return isinstance(module, parallel) and module.tp_size > 1
