@@ -98,7 +98,9 @@ def test_a_seed_gives_the_same_tokens_whether_the_prompt_comes_in_chunks(tmp_pat
     sampling = {"temperature": 1.0, "seed": 5}
     replies = []
     for limit in (128, 32):
-        engine = Engine(model, dtype="float32", max_model_len=128, max_num_batched_tokens=limit)
+        engine = Engine(
+            model, dtype="float32", max_model_len=128, max_num_seqs=8, max_num_batched_tokens=limit
+        )
         try:
             asks = [Ask(list(range(10, 90)), max_tokens=8, sampling=sampling), Ask([5, 6, 7], max_tokens=8)]
             replies.append([reply.token_ids for (reply,) in engine.run(asks)])
