@@ -98,15 +98,23 @@ class Cache:
 
     def add(self, provider: str, iteration: int | None, value: Any) -> None:  # noqa: ARG002 - a Watcher's
         """Keep a copy of the value at hand, narrowed to the rows of the invoke that made the cache."""
+        self.keep(provider, self.batcher.narrow(self.rows))
+
+    def keep(self, provider: str, rows: Any) -> None:
+        """Keep a copy of one call's value."""
         path, _, key = provider.rpartition(".")
         entry = self.entries.setdefault(path, Entry())
-        rows = self.batcher.narrow(self.rows)
         entry.values.setdefault(key, []).append(map_tensors(rows, self._copied))
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         source = tensor.detach() if self.detach else tensor
         dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else None
         return source.to(device=self.device, dtype=dtype, copy=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is kept; how it was gathered means nothing elsewhere."""
+        own = ("device", "dtype", "detach", "entries")
+        return {name: self.__dict__[name] for name in own}
 
     def view(self, model: Envoy) -> CacheView:
         """Return the values as seen from the model's root."""
@@ -166,14 +174,14 @@ class CacheView(Mapping[str, Entry]):
         if not self._path:
             root = str(self._envoy.path)
             if name == root:
-                return CacheView(self._cache, root, self._envoy)
+                return type(self)(self._cache, root, self._envoy)
             raise AttributeError(f"a cache starts at {root!r}: cache.{root}...; got {name!r}")
         return self._below(getattr(self._envoy, name))
 
     def _below(self, envoy: Any) -> Any:
         if isinstance(envoy, list):
             return [self._below(one) for one in envoy]
-        return CacheView(self._cache, str(envoy.path), envoy)
+        return type(self)(self._cache, str(envoy.path), envoy)
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the paths that have values."""

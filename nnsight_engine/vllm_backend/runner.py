@@ -60,7 +60,7 @@ class InterventionRunnerMixin:
         )
         spec = describe_model(points, config, limits)
         install_taps(points.layers, points.family.hidden_index)
-        self.traces = WorkerTraces(points, config, budget_s=limits.trace_step_s)
+        self.traces = WorkerTraces(points, config, limits)
         self.interventions = WorkerState(
             points,
             spec,

@@ -19,7 +19,7 @@ from nnsight_engine.vllm_backend.vllm import VLLM
 def traced_engine(model: Path, **options: Any) -> Iterator[VLLM]:
     """Start an engine in this process, eager and in float32; in the end it holds nothing of any trace."""
     engine = VLLM(
-        str(model), dispatch=True, dtype="float32", enforce_eager=True, max_model_len=512, **options
+        str(model), dispatch=True, dtype="float32", enforce_eager=True, **{"max_model_len": 512, **options}
     )
     yield engine
     assert not any(engine.engine.collective_rpc("count_interventions")[0].values())

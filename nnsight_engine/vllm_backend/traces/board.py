@@ -37,8 +37,9 @@ class Board:
 
     skipped: tuple[()] = ()
 
-    def __init__(self) -> None:
-        """Start without requests."""
+    def __init__(self, max_cache_bytes: int) -> None:
+        """Start without requests; the caches of each may keep so much."""
+        self.max_cache_bytes = max_cache_bytes
         self.wanted: dict[str, dict[TracedRequest, None]] = {}
         self.calls: dict[str, int] = {}
         self.ever: set[str] = set()
@@ -104,6 +105,8 @@ class Board:
                 if request.is_due(provider):
                     value = request.serve(provider, value)
                     served = not request.partial
+        for request in self._wanting(provider):
+            request.watch_pass(provider, value)
         return value
 
     def provide(self, provider: str, value: Any) -> Any:

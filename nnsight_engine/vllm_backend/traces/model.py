@@ -15,6 +15,7 @@ from nnsight_engine.envoys.probes import Probes
 from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.vllm_backend.families import ModelPoints
 from nnsight_engine.vllm_backend.traces.board import Board
+from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.points import StandardNames
 from nnsight_engine.vllm_backend.traces.points_kernels import KernelProbes
 from nnsight_engine.vllm_backend.traces.points_unembedding import VocabularyEnvoy
@@ -35,13 +36,23 @@ class WorkerModel(StandardNames):
     ``points``.
     """
 
-    def __init__(self, points: ModelPoints, config: VllmConfig, board: Board) -> None:
-        """Stand for the loaded model, whose points these are."""
+    def __init__(
+        self, points: ModelPoints, config: VllmConfig, board: Board, names: Names | None = None
+    ) -> None:
+        """Stand for the loaded model, whose points these are.
+
+        Args:
+            points: The model and its points.
+            config: vLLM's.
+            board: Where the model's calls meet the requests.
+            names: A client's own names and classes.
+        """
+        names = names or Names()
         super().__init__(
             points.model,
             interleaver=board,  # type: ignore[arg-type] # stands for all of them
-            rename=_renamed(points),
-            envoys=_envoys(points),
+            rename=names.rename_over(_renamed(points)),
+            envoys=names.envoys_over(_envoys(points)),
         )
         for name in (LOGITS, SAMPLES):
             self._add_envoy(WrapperModule(), name)

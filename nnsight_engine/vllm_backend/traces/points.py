@@ -10,6 +10,7 @@ they are for code around a block, and travel by name.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn, overload
 
@@ -174,6 +175,18 @@ class Part(PointGroup):
         super().__init__(points, prefix)
         self.__dict__["_raw"] = raw
 
+    @property
+    def place(self) -> str:
+        """The standard name."""
+        prefix: str = self.__dict__["_prefix"]
+        return prefix
+
+    @property
+    def owner(self) -> EnginePoints:
+        """The points of the model that it is a part of."""
+        points: EnginePoints = self.__dict__["_points"]
+        return points
+
     def __getattr__(self, name: str) -> Any:
         """Return a part, the value of a point, or what vLLM's module's envoy has."""
         mine = self.__dict__
@@ -184,6 +197,10 @@ class Part(PointGroup):
         raw: Envoy = mine["_raw"]
         if self._has(name):
             return super().__getattr__(name)
+        for path in further_names(raw, name):
+            first = path.partition(".")[0]
+            if (layer is not None and first in _GROUPS) or self._has(first):
+                return operator.attrgetter(path)(self)
         return getattr(raw, name)
 
     def _has(self, name: str) -> bool:
@@ -260,7 +277,7 @@ class StandardNames(Envoy):
     def __getattr__(self, name: str) -> Any:
         """Look a name up as ``Envoy`` does, then among the standard ones, which never hide another."""
         if name not in _STANDARD:
-            return super().__getattr__(name)
+            return self._renamed(name)
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -272,6 +289,18 @@ class StandardNames(Envoy):
             except LookupError as error:
                 raise AttributeError(str(error), name=name, obj=self) from error
 
+    def _renamed(self, name: str) -> Any:
+        """Return what a name of the user's own stands for, a module or something with a standard name."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if self.__dict__.get("_points") is None:
+                raise
+            for path in further_names(self, name):
+                if path.partition(".")[0] in _STANDARD:
+                    return operator.attrgetter(path)(self)
+            raise
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Write the logits, or do as ``Envoy`` does."""
         points = self.__dict__.get("_points")
@@ -281,8 +310,36 @@ class StandardNames(Envoy):
             super().__setattr__(name, value)
 
 
+def further_names(envoy: Envoy, name: str) -> list[str]:
+    """Return the paths that a further name may stand for on an envoy."""
+    aliases = envoy._alias  # noqa: SLF001 - an envoy of ours
+    return [] if aliases is None else aliases.resolve(name, is_root=envoy._is_root)  # noqa: SLF001 - the same
+
+
+def place_of(value: object) -> tuple[str, str] | None:
+    """Return the name by which the other side finds the same place in the model; None if it is none."""
+    if isinstance(value, Envoy):
+        return ("envoy", str(value.path))
+    name = standard_name(value)
+    return None if name is None else ("standard", name)
+
+
+def place_named(root: StandardNames, kind: str, name: str) -> Any:
+    """Return what ``place_of`` named.
+
+    Raises:
+        LookupError: Nothing has such a name.
+    """
+    if kind == "envoy":
+        return root if name == root.path else root.get(name)
+    points = root._standard_points() if kind == "standard" else None  # noqa: SLF001 - its own
+    if points is None:
+        raise LookupError(f"nothing is known by {(kind, name)!r}")
+    return points.standard(name)
+
+
 def standard_name(value: object) -> str | None:
-    """Return the name by which the other side finds the same; None for what has no standard name."""
+    """Return the standard name of a value; None for what has none."""
     if isinstance(value, EnginePoints):
         return _POINTS
     if isinstance(value, Layers):
@@ -304,4 +361,4 @@ def _leaf_of(name: str) -> str:
     return name.split(".", 2)[-1] if name.startswith(f"{_LAYERS}.") else name
 
 
-__all__ = ["EnginePoints", "Layers", "Part", "StandardNames", "standard_name"]
+__all__ = ["EnginePoints", "Layers", "Part", "StandardNames", "place_named", "place_of", "standard_name"]

@@ -13,21 +13,23 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from nnsight_engine.core.trees import map_pairs, map_tensors, tensors
 from nnsight_engine.interleaving.events import Events
-from nnsight_engine.interleaving.interleaver import Interleaver
+from nnsight_engine.interleaving.interleaver import Interleaver, Watcher
 from nnsight_engine.interleaving.mediator import Mediator
+from nnsight_engine.vllm_backend.traces.caches import RequestCaches
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
 from nnsight_engine.vllm_backend.traces.rows import FlatBatcher
 
 if TYPE_CHECKING:
     from nnsight_engine.interleaving.threads import ThreadMediator
     from nnsight_engine.vllm_backend.traces.board import Board
+    from nnsight_engine.vllm_backend.traces.caches import RequestCache
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +64,23 @@ class TracedRequest(Interleaver):
         in_step: Whether the request takes part in the engine's step.
         partial: Whether the step computes a part of the prompt only, and not its end.
         muted: The module whose call the block skips, while it runs for others.
+        caches: What the block keeps of many modules.
+        is_rehearsal: Whether the request ends as soon as its blocks have nothing new to ask for.
     """
 
     batcher: FlatBatcher
 
-    def __init__(self, board: Board, mediator: ThreadMediator, order: int) -> None:
-        """Stand beside ``board``'s other requests; nothing runs before ``open``."""
+    def __init__(
+        self, board: Board, mediator: ThreadMediator, order: int, edits: Sequence[ThreadMediator] = ()
+    ) -> None:
+        """Stand beside ``board``'s other requests; nothing runs before ``open``.
+
+        Args:
+            board: Where the model's calls come from.
+            mediator: Runs the request's block.
+            order: Which of all requests this is.
+            edits: Run the edits that the request chose; they have each value before the block.
+        """
         self.board = board
         self.order = order
         self.number = 0
@@ -76,7 +89,10 @@ class TracedRequest(Interleaver):
         self.partial = False
         self.muted: str | None = None
         self.mediator = mediator
-        self._chunks: dict[str, list[Any]] = {}
+        self.is_rehearsal = False
+        self._has_rehearsed = False
+        self.caches = RequestCaches(board.max_cache_bytes, self._after)
+        self._chunks: dict[tuple[Mediator, str], list[Any]] = {}
         self._num_chunks = 0
         self._skips: dict[str, Any] = {}
         self._written: dict[str, list[tuple[int, Any]]] = {}
@@ -86,7 +102,7 @@ class TracedRequest(Interleaver):
         super().__init__()
         self.wanted = _Wanted(self)
         self.calls = _Calls(self)
-        self.initialize([mediator], batcher=FlatBatcher())
+        self.initialize([*edits, mediator], batcher=FlatBatcher())
 
     # One worker has one board, and one block runs at a time.
 
@@ -113,8 +129,19 @@ class TracedRequest(Interleaver):
     def open(self) -> None:
         """Run the block until it first waits."""
         self.interleaving = True
-        self.mediator.refill()
-        self._guarded(lambda: self.mediator.start(self))
+        self._refill()
+        self._guarded(self._start_blocks)
+
+    def _start_blocks(self) -> None:
+        for mediator in self.mediators:
+            if not self._has_failed:
+                mediator.start(self)
+                self._settle()
+
+    def _refill(self) -> None:
+        """Let every block compute for as long as one step allows."""
+        for mediator in self.mediators:
+            cast("ThreadMediator", mediator).refill()
 
     def begin(self, span: TraceSpan, total_rows: int) -> None:
         """Take part in a step.
@@ -124,7 +151,8 @@ class TracedRequest(Interleaver):
             total_rows: Rows of the step, all requests' together.
         """
         self.in_step, self._behind, self._index = True, False, span.index
-        self.mediator.refill()
+        self._refill()
+        self.caches.begin()
         replayed = min(max(self.done - span.start, 0), span.num_rows)
         self._replayed = (span.row, span.start, replayed) if replayed else None
         self._start, self._num_new = span.start + replayed, span.num_rows - replayed
@@ -145,7 +173,9 @@ class TracedRequest(Interleaver):
                 self._settle()
 
     def _own(self, row: int, num_rows: int) -> None:
-        self.batcher.group = self.mediator.batch_group = (row, num_rows)
+        self.batcher.group = (row, num_rows)
+        for mediator in self.mediators:
+            mediator.batch_group = (row, num_rows)
 
     def after_model(self, num_requests: int) -> None:
         """From here on, values have one row per request."""
@@ -157,22 +187,23 @@ class TracedRequest(Interleaver):
         """Leave the step."""
         self.in_step = False
         if self._replayed is not None:
-            for provider in self._written:
-                if provider not in self.wanted:
-                    self.board.unwant(provider, self)
             self._replayed = None
+            for provider in self._written:
+                self._release(provider)
         if self._num_new:
             self.done = self._start + self._num_new
             if self.partial:
                 self._num_chunks += 1
             else:
                 self.number += 1
+                self._has_rehearsed = self.is_rehearsal and all(map(_asks_nothing_new, self.mediators))
                 self._num_chunks = 0
                 self._chunks.clear()
+                self.caches.end()
 
     def close(self, result: Any) -> None:
         """The request is over: give the block what the request returned, and end it."""
-        self.mediator.refill()
+        self._refill()
         self._guarded(lambda: self._finish(result))
         self._guarded(self._end)
         self.board.forget(self)
@@ -185,7 +216,11 @@ class TracedRequest(Interleaver):
 
     @property
     def is_over(self) -> bool:
-        """Whether the request should end, because its block failed or stopped it."""
+        """Whether the request should end, because its block failed or stopped it, or has rehearsed."""
+        return self._has_failed or self._has_rehearsed
+
+    @property
+    def _has_failed(self) -> bool:
         return self.error is not None or self.stopped
 
     def _guarded(self, act: Callable[[], Any]) -> None:
@@ -200,21 +235,36 @@ class TracedRequest(Interleaver):
     def _settle(self) -> None:
         while self.released and self.error is None:
             self.released.pop(0).respond()
-        if self.is_over and not self.ending:
+        if self._has_failed and not self.ending:
             self.wanted.clear()
 
     # What blocks wait for.
+
+    def watch(self, watcher: Watcher, providers: Iterable[str]) -> None:
+        """Let a cache see this request's rows from now on, after the blocks have."""
+        names = list(providers)
+        self.caches.add(cast("RequestCache", watcher), names)
+        for provider in names:
+            self.board.want(provider, self)
 
     def skips(self, provider: str) -> bool:
         """Tell whether a value that the block gave is to take the place of this one."""
         return provider in self._skips
 
+    def _release(self, provider: str) -> None:
+        """Have no more use for a provider, if nothing else of this request's has one."""
+        if not (provider in self.wanted or self.has_use_for(provider)):
+            self.board.unwant(provider, self)
+
+    def has_use_for(self, provider: str) -> bool:
+        """Tell whether a value is of use although no block waits for it."""
+        return self.skips(provider) or self.caches.has_use_for(provider)
+
     def is_due(self, provider: str) -> bool:
         """Tell whether the block waits for this very call."""
         if not (self.in_step and self._num_new) or self.muted is not None or (self._behind and self.partial):
             return False
-        waiting = self.wanted.get(provider, ())
-        return any(one.waiting is not None and one.waiting[2] in {self.number, None} for one in waiting)
+        return bool(self._due(provider))
 
     # What the model provides.
 
@@ -265,6 +315,23 @@ class TracedRequest(Interleaver):
             self.wanted.clear()
             return value
 
+    def watch_pass(self, provider: str, value: Any) -> None:
+        """Let the caches see a value, as all blocks have left it."""
+        if not (self.in_step and self._num_new) or self.is_over or (self._behind and self.partial):
+            return
+        if self.caches.has_use_for(provider) and self.muted in {None, provider.removesuffix(".input")}:
+            chunk = 0 if self._behind else self._num_chunks
+            self._guarded(lambda: self._note_cached(provider, value, chunk))
+
+    def _note_cached(self, provider: str, value: Any, chunk: int) -> None:
+        rows = map_tensors(value, self._own_rows)
+        self.caches.note(provider, rows, chunk, is_last=not self.partial)
+
+    def _own_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        axis = self.batcher.axis(tensor)
+        with torch.inference_mode(mode=False):
+            return tensor if axis is None else tensor.narrow(axis, *self.batcher.group)
+
     def _serve_whole(self, provider: str, value: Any) -> Any:
         self.batcher.changed = False
         value = self.offer(provider, self._number_of(provider), value)
@@ -292,8 +359,7 @@ class TracedRequest(Interleaver):
     def _skipped_value(self, provider: str, value: Any) -> Any:
         skip = self._skips.pop(provider)
         self.muted = None
-        if provider not in self.wanted:
-            self.board.unwant(provider, self)
+        self._release(provider)
         self.batcher.current_value, self.batcher.loans, self.batcher.changed = value, None, False
         try:
             self.batcher.swap(self.batcher.group, skip)
@@ -322,19 +388,28 @@ class TracedRequest(Interleaver):
     # A prompt in chunks.
 
     def _serve_part(self, provider: str, value: Any) -> Any:
-        """Gather rows for a read, or write this chunk's share of a write; the block goes on waiting."""
-        (mediator,) = self.wanted[provider]
-        kind, _, _, more = mediator.waiting or (None, None, None, None)
-        gathered = self._chunks.setdefault(provider, [])
-        if len(gathered) != self._num_chunks:
-            return value  # an earlier chunk has passed this place; the last one tells the block
+        """Gather rows for reads, or write this chunk's share of writes; the blocks go on waiting."""
         self.batcher.current_value, self.batcher.loans = value, None
-        gathered.append(self.batcher.narrow(self.batcher.group))
-        if kind is Events.SWAP:
-            self.batcher.swap(self.batcher.group, self._share_of(more))
-            self._note_written(provider, self.batcher.current_value)
+        for mediator in self._due(provider):
+            kind, _, _, more = mediator.waiting or (None, None, None, None)
+            gathered = self._chunks.setdefault((mediator, provider), [])
+            if len(gathered) != self._num_chunks:
+                continue  # an earlier chunk has passed this place; the last one tells the block
+            gathered.append(self.batcher.narrow(self.batcher.group))
+            if kind is Events.SWAP:
+                self.batcher.swap(self.batcher.group, self._share_of(more))
+                self._note_written(provider, self.batcher.current_value)
         value, self.batcher.loans = self.batcher.current_value, None
         return value
+
+    def _due(self, provider: str) -> list[Mediator]:
+        """Return the blocks that wait for this very call, in the order in which they are answered."""
+        return [one for one in self.wanted.get(provider, ()) if one.waiting and one.waiting[2] in self._now]
+
+    @property
+    def _now(self) -> set[int | None]:
+        """The call numbers that can be answered."""
+        return {self.number, None}
 
     def _share_of(self, value: Any) -> Any:
         """Return the rows of a whole prompt's value that this chunk computes."""
@@ -344,9 +419,9 @@ class TracedRequest(Interleaver):
 
     def _serve_last(self, provider: str, value: Any) -> Any:
         """Serve a block at the end of a prompt that came in chunks."""
-        (mediator,) = self.wanted[provider]
+        mediator = self._due(provider)[0]
         kind, _, _, more = mediator.waiting or (None, None, None, None)
-        gathered = self._chunks.pop(provider, ())
+        gathered = self._chunks.pop((mediator, provider), ())
         if len(gathered) != self._num_chunks:
             mediator.fail(ChunkedPromptError.reading(provider, self._num_chunks + 1))
             return value
@@ -377,6 +452,16 @@ class TracedRequest(Interleaver):
             return torch.cat([first, second], dim=axis)
 
 
+def _asks_nothing_new(mediator: Mediator) -> bool:
+    """Tell whether a block has ended, or waits for a turn of a loop that ends where generation does."""
+    if mediator.waiting is None:
+        return True
+    kind, provider, _, _ = mediator.waiting
+    if kind is Events.STEP:
+        return bool(mediator.loops and mediator.loops[-1].open_ended)
+    return provider == "result"
+
+
 def _equal(first: Any, second: Any) -> bool:
     return all(torch.equal(one, other) for one, other in zip(tensors(first), tensors(second), strict=True))
 
@@ -394,7 +479,7 @@ class _Wanted(dict[str, list[Mediator]]):
 
     def __delitem__(self, provider: str) -> None:
         super().__delitem__(provider)
-        if not self._request.skips(provider):
+        if not self._request.has_use_for(provider):
             self._request.board.unwant(provider, self._request)
 
     def clear(self) -> None:

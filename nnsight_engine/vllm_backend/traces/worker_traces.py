@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -19,9 +19,13 @@ import torch
 from nnsight_engine.interleaving.threads import Threads
 from nnsight_engine.vllm_backend.traces.board import Board
 from nnsight_engine.vllm_backend.traces.context import TraceContext
+from nnsight_engine.vllm_backend.traces.edits import KeptEdits
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.model import LOGITS, SAMPLES, WorkerModel
+from nnsight_engine.vllm_backend.traces.names import Names
+from nnsight_engine.vllm_backend.traces.points import place_of
 from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
+from nnsight_engine.vllm_backend.traces.scans import first_values, scanned
 from nnsight_engine.wire import EncodeError, encode, encode_error
 
 if TYPE_CHECKING:
@@ -29,7 +33,9 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
 
+    from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.families import ModelPoints
+    from nnsight_engine.vllm_backend.traces.caches import RequestCache
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +52,7 @@ class _Member:
     entry: TraceEntry
     choice: int
     error: BaseException | None = None
+    shapes: RequestCache | None = None
 
 
 class WorkerTraces:
@@ -54,14 +61,17 @@ class WorkerTraces:
     Args:
         points: The loaded model's points.
         config: vLLM's.
-        budget_s: Seconds that one block may compute within one step.
+        limits: What blocks may use.
     """
 
-    def __init__(self, points: ModelPoints, config: VllmConfig, *, budget_s: float) -> None:
+    def __init__(self, points: ModelPoints, config: VllmConfig, limits: EngineLimits) -> None:
         """Start without requests."""
-        self.board = Board()
+        self.board = Board(limits.max_cache_bytes)
         self.model = WorkerModel(points, config, self.board)
-        self._threads = Threads(budget_s)
+        self._points = points
+        self._config = config
+        self.edits = KeptEdits(limits.max_edits, limits.max_edit_bytes)
+        self._threads = Threads(limits.trace_step_s)
         self._members: dict[str, _Member] = {}
         self._contexts: dict[tuple[str, int], TraceContext] = {}
         self._by_key: dict[str, list[str]] = {}
@@ -106,8 +116,14 @@ class WorkerTraces:
             member.context = self._context(entry, choice)
             mediator = member.context.mediator(entry.index, self._threads)
             self._num_arrived += 1
-            member.request = TracedRequest(self.board, mediator, self._num_arrived)
+            edits = self.edits.mediators(entry, self.model, self._threads)
+            member.request = TracedRequest(self.board, mediator, self._num_arrived, edits)
+            for before, edit in enumerate(edits):
+                edit.idx = before - len(edits)
             mediator.idx = entry.index
+            member.request.is_rehearsal = entry.is_rehearsal
+            if entry.is_scan:
+                member.shapes = scanned(member.request, self.model)
             member.request.open()
             self._live[request_id] = member.request
         except Exception as error:
@@ -119,13 +135,24 @@ class WorkerTraces:
         context = self._contexts.get((entry.key, choice))
         if context is None:
             # On a thread, because reading a trace runs code of its sender's, and outside of inference mode.
-            stack = self._threads.take()
-            context, error = stack.start(lambda: TraceContext(entry, self.model)).empty()
-            if error is not None:
-                raise error
-            assert context is not None  # noqa: S101 - one or the other
+            context = self._threads.run(lambda: TraceContext(entry, self.model))
             self._contexts[(entry.key, choice)] = context
         return context
+
+    # What a client leaves in the engine.
+
+    def adopt(self, data: bytes) -> dict[str, Any] | None:
+        """Take over a client's names and classes, before any trace; returns what went wrong, if anything."""
+
+        def adopt() -> None:
+            names = self._threads.run(lambda: Names.read(data))
+            self.model = WorkerModel(self._points, self._config, self.board, names)
+
+        return _failure_of(adopt)
+
+    def keep_edit(self, name: str, data: bytes) -> dict[str, Any] | None:
+        """Keep an edit under a name; returns what went wrong, if anything."""
+        return _failure_of(lambda: self.edits.keep(name, data, self.model, self._threads))
 
     def takes_part(self, request_id: str) -> bool:
         """Tell whether a request is traced, and its block still of use."""
@@ -208,6 +235,7 @@ class WorkerTraces:
                     "choice": member.choice,
                     "saves": saves,
                     "error": None if error is None else encode_error(error),
+                    "shapes": {} if member.shapes is None else first_values(member.shapes),
                 }
             )
         contexts = [context for name, context in self._contexts.items() if name[0] == key]
@@ -234,19 +262,19 @@ class WorkerTraces:
 def _encoded(message: dict[str, Any]) -> bytes:
     """Return what a trace left behind as bytes; a block that saved what cannot travel fails alone."""
     try:
-        return encode(message, reference=_Result.reference)
+        return encode(message, reference=_home_reference)
     except EncodeError:
         logger.debug("something saved cannot be sent", exc_info=True)
     for block in message["blocks"]:
         try:
-            encode(block["saves"], reference=_Result.reference)
+            encode(block["saves"], reference=_home_reference)
         except EncodeError as error:
             block["saves"] = {}
             block["error"] = block["error"] or encode_error(error)
     try:
-        return encode(message, reference=_Result.reference)
+        return encode(message, reference=_home_reference)
     except EncodeError:
-        return encode({**message, "before": None}, reference=_Result.reference)
+        return encode({**message, "before": None}, reference=_home_reference)
 
 
 class _Result:
@@ -256,9 +284,18 @@ class _Result:
         for name, value in (plain or {}).items():
             setattr(self, name, value)
 
-    @staticmethod
-    def reference(value: Any) -> tuple[str, ...] | None:
-        """Name a result, which need not travel back."""
-        if isinstance(value, _Result):
-            return ("result", str(getattr(value, "request", "")))
-        return None
+
+def _home_reference(value: Any) -> tuple[str, ...] | None:
+    """Name a result, which need not travel back, and places in the model, which the client has."""
+    if isinstance(value, _Result):
+        return ("result", str(getattr(value, "request", "")))
+    return place_of(value)
+
+
+def _failure_of(act: Callable[[], Any]) -> dict[str, Any] | None:
+    """Do something for a client; returns its error, which is not to reach the engine's own calls."""
+    try:
+        act()
+    except Exception as error:  # noqa: BLE001 - whatever a client's code does
+        return encode_error(error)
+    return None
