@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -12,6 +12,9 @@ from nnsight_engine.core.trees import map_tensors
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.interleaving.interleaver import Interleaver
+
+
+_VALUES: Final = frozenset({"output", "inputs", "input"})
 
 
 class Entry:
@@ -136,17 +139,20 @@ class CacheView(Mapping[str, Entry]):
     @property
     def output(self) -> Any:
         """The output of the module here."""
-        return self._entry().output
+        return self._value("output")
 
     @property
     def inputs(self) -> Any:
         """The inputs of the module here, ``(args, kwargs)``."""
-        return self._entry().inputs
+        return self._value("inputs")
 
     @property
     def input(self) -> Any:
         """The first argument of the module here."""
-        return self._entry().input
+        return self._value("input")
+
+    def _value(self, name: str) -> Any:
+        return getattr(self._entry(), name)
 
     def _entry(self) -> Entry:
         entry = self._cache.entries.get(self._path)
@@ -171,6 +177,8 @@ class CacheView(Mapping[str, Entry]):
         """Return the view of a child, by any name that the envoy knows it by."""
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in _VALUES:
+            return self._value(name)  # whose error made Python ask here; it says more than any other
         if not self._path:
             root = str(self._envoy.path)
             if name == root:

@@ -143,15 +143,9 @@ class EngineCacheView(CacheView):
     value is at ``cache["model.model.layers.3"].output``.
     """
 
-    @property
-    def output(self) -> Any:
-        """The output of the module here; by a standard name, one tensor."""
-        return self._standard("output") if isinstance(self._envoy, Part) else super().output
-
-    @property
-    def input(self) -> Any:
-        """The first argument of the module here; by a standard name, what it is called with."""
-        return self._standard("input") if isinstance(self._envoy, Part) else super().input
+    def _value(self, name: str) -> Any:
+        is_standard = isinstance(self._envoy, Part) and name != "inputs"
+        return self._standard(name) if is_standard else super()._value(name)
 
     def _below(self, envoy: Any) -> Any:
         if isinstance(envoy, Layers):

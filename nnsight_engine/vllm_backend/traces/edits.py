@@ -46,6 +46,11 @@ class KeptEdits:
         self._max_bytes = max_bytes
         self._data: dict[str, bytes] = {}
 
+    @property
+    def num_kept(self) -> int:
+        """How many there are."""
+        return len(self._data)
+
     def keep(self, name: str, data: bytes, model: WorkerModel, threads: Threads) -> None:
         """Keep an edit, once it has been read without an error.
 

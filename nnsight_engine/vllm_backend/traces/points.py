@@ -38,13 +38,26 @@ NORM_INPUT: Final = "norm.input"
 class NamedPlace:
     """A point on the client: a name and a shape."""
 
-    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
+    def __init__(self, points: EnginePoints, name: str, shape: tuple[int, ...]) -> None:
         """Be the point of this name."""
+        self.points = points
         self.name = name
         self.shape = shape
 
-    def read(self) -> NoReturn:
-        """Refuse: the model runs elsewhere."""
+    def read(self) -> torch.Tensor:
+        """Return the shape that a scan has found, as a tensor without numbers.
+
+        Raises:
+            ValueError: There was no scan, and the model runs elsewhere.
+        """
+        scanned = self.points.scanned
+        if scanned is not None:
+            num_tokens, dtype = scanned
+            rows = 1 if self.name == LOGITS else num_tokens
+            sizes = [num_tokens if size < 0 else size for size in self.shape]
+            if self.name.endswith(table.PATTERN):
+                return torch.empty(sizes[0], rows, *sizes[1:], dtype=torch.float32, device="meta")
+            return torch.empty(rows, *sizes, dtype=dtype, device="meta")
         raise ValueError(
             f"Cannot return {self.name}: the model did not execute here. Read it inside `with "
             "model.trace(prompt):`, or inside `with tracer.invoke(prompt):` if the trace itself has no input."
@@ -64,7 +77,12 @@ class EnginePoints(NamedPoints):
         family: Where its points lie.
         num_layers: How many layers it has.
         leaves: The points it has, with their shapes.
+
+    Attributes:
+        scanned: What the last scan found: how many tokens, of which type values are.
     """
+
+    scanned: tuple[int, torch.dtype] | None = None
 
     def __init__(self, root: Envoy, family: Family, num_layers: int, leaves: Sequence[LeafSpec]) -> None:
         """Offer what ``leaves`` names."""
@@ -101,7 +119,7 @@ class EnginePoints(NamedPoints):
         return [name for name in (NORM, LOGITS) if name in self._shapes]
 
     def _found(self, name: str) -> Point:
-        return NamedPlace(name, self._shapes[self._resolved(name)[1]])
+        return NamedPlace(self, name, self._shapes[self._resolved(name)[1]])
 
     def _resolved(self, name: str) -> tuple[int, str]:
         """Return the layer, -1 for a point of the whole model, and the leaf; raises UnknownPointError."""

@@ -87,7 +87,7 @@ class WorkerTraces:
 
     def num_live(self) -> dict[str, int]:
         """Return how much is held, for tests and metrics."""
-        return {"traced": len(self._live), "traces": len(self._by_key)}
+        return {"traced": len(self._live), "traces": len(self._by_key), "edits": self.edits.num_kept}
 
     # A step.
 
