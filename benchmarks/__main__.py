@@ -2,8 +2,8 @@
 
     python -m benchmarks [--mode eager|compiled|both] [--batches 1 8 32] [--repeats 7] [--quick]
 
-Run it on a machine that does nothing else. Memory, start-up and tracing have commands of their own:
-``python -m benchmarks.idle_memory``, ``python -m benchmarks.startup`` and ``python -m benchmarks.tracing``.
+Run it on a machine that does nothing else. Memory, start-up and traces have commands of their own: ``python
+-m benchmarks.idle_memory``, ``benchmarks.startup``, ``benchmarks.tracing`` and ``benchmarks.engine_traces``.
 """
 
 from __future__ import annotations

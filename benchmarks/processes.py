@@ -20,7 +20,7 @@ Event = dict[str, Any]
 # the other; with huge pages they differ by less than 1 %. The control shows it.
 HUGE_PAGES: Final = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
-_ENVIRONMENT: Final = {
+ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
     "KINETO_LOG_LEVEL": "99",
     # Both engines of a comparison live in one process, driven step by step.
@@ -57,7 +57,7 @@ def run_child(module: str, arguments: Sequence[str], variables: Mapping[str, str
         command = [sys.executable, "-m", module, *arguments, "--events-fd", str(write_fd)]
         child = subprocess.Popen(
             command,
-            env={**os.environ, **_ENVIRONMENT, **variables},
+            env={**os.environ, **ENVIRONMENT, **variables},
             pass_fds=(write_fd,),
             stdout=printed,
             stderr=subprocess.STDOUT,

@@ -24,6 +24,15 @@ from benchmarks.tracing.timing import Row, measure
 from nnsight_engine import BundledModelError
 
 _RESULTS: Final = Path(__file__).parents[1] / "results"
+_TITLE: Final = "Tracing, beside hooks written by hand"
+_METHOD: Final = """\
+On one thread. Sides take turns, call by call or, when they generate, token by token, in mirrored order. A
+figure is the median over repetitions ({0} on the small model, {1} on the language model) of what is made of
+the sides' times in one; quartiles and the worst repetition beside it.
+*ours* is a trace, *hooks* registers PyTorch hooks, runs and removes them, *bare* is the model alone. The
+small model is 12 linear layers without gradients, the language model SmolLM2-135M-Instruct in bf16. The
+patching methods are those of the NNsight paper's Table 1.
+Made by `python -m benchmarks.tracing --repeats {0} --language-repeats {1}`."""
 _SUMMARY: Final = "What a trace costs, beside PyTorch hooks written by hand."
 
 
@@ -42,7 +51,8 @@ def main() -> int:
     except BundledModelError as error:
         console.print(f"benchmarks: {error}", markup=False, soft_wrap=True)
         return 1
-    report = Report(machine, (args.repeats, args.language_repeats), rows)
+    repeats = (args.repeats, args.language_repeats)
+    report = Report(machine, "tracing", _TITLE, _METHOD.format(*repeats), repeats, rows)
     console.print(report.table())
     if args.quick or args.only is not None:
         console.print("Not everything was measured in full: nothing was written.")

@@ -22,17 +22,23 @@ class Report:
 
     Attributes:
         machine: Where they were measured.
-        repeats: Repetitions of each case, small and with the language model.
+        name: The files' name, behind the date.
+        title: What was compared.
+        method: How, in a few lines, and the command.
+        repeats: Repetitions of each case; one number for each kind of case.
         rows: The results.
     """
 
     machine: Machine
-    repeats: tuple[int, int]
+    name: str
+    title: str
+    method: str
+    repeats: Sequence[int]
     rows: Sequence[Row]
 
     def table(self) -> Table:
         """Return the table for the terminal."""
-        table = Table(title="Tracing, beside hooks written by hand")
+        table = Table(title=self.title)
         for place, column in enumerate(_COLUMNS):
             table.add_column(column, justify="left" if place == 0 else "right")
         for row in self.rows:
@@ -41,7 +47,7 @@ class Report:
 
     def write(self, folder: Path) -> Path:
         """Write ``<date>-tracing.md`` and ``.json``, and return the markdown file."""
-        name = f"{self.machine.date}-tracing"
+        name = f"{self.machine.date}-{self.name}"
         return write_report(folder, name, markdown=self.to_markdown(), json=self.to_json())
 
     def to_markdown(self) -> str:
@@ -49,21 +55,13 @@ class Report:
         machine = self.machine
         versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
         busy = " **The machine was busy: these numbers show little.**" if machine.is_busy else ""
-        small, language = self.repeats
         lines = [
-            f"# Tracing, beside hooks written by hand, {machine.date}",
+            f"# {self.title}, {machine.date}",
             "",
-            f"Commit {machine.commit}; {machine.cpu}, {machine.num_cores} cores, 1 thread; {versions}.",
+            f"Commit {machine.commit}; {machine.cpu}, {machine.num_cores} cores; {versions}.",
             f"Load average before the start {machine.load:.2f}.{busy}",
             "",
-            "Sides take turns, call by call or, when they generate, token by token, in mirrored order. A",
-            f"figure is the median over repetitions ({small} on the small model, {language} on the language",
-            "model) of what is made of the sides' times in one; quartiles and the worst repetition "
-            "beside it.",
-            "*ours* is a trace, *hooks* registers PyTorch hooks, runs and removes them, *bare* is the model",
-            "alone. The small model is 12 linear layers without gradients, the language model",
-            "SmolLM2-135M-Instruct in bf16. The patching methods are those of the NNsight paper's Table 1.",
-            f"Made by `python -m benchmarks.tracing --repeats {small} --language-repeats {language}`.",
+            self.method,
             "",
             *table_lines(_COLUMNS, map(_cells, self.rows)),
         ]

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from nnsight_engine.vllm_backend.vllm import VLLM
 
+    Outputs = Sequence[RequestOutput] | Mapping[int, RequestOutput]
+
 _HOME = DATA_ONLY.allowing(HOME_CLASSES)
 """What comes home is data, whoever answers, and caches of it."""
 
@@ -54,13 +56,13 @@ class RequestTracer(InterleavingTracer):
 
     def _send(self, trace: SentTrace) -> tuple[list[Outcome], list[RequestOutput]]:
         """Run a trace's requests; returns what came of its blocks, and the requests' outputs."""
-        engine = self.model.engine
+        host = self.model.host
         try:
-            outputs: list[RequestOutput] = engine.generate(trace.prompts, trace.params, use_tqdm=False)
+            outputs = host.run(trace.prompts, trace.params)
         except BaseException:
-            engine.collective_rpc("drop_trace", args=(trace.key,))
+            host.call("drop_trace", trace.key)
             raise
-        data = engine.collective_rpc("collect_trace", args=(trace.key, trace.results(outputs)))[0]
+        data = host.call("collect_trace", trace.key, trace.results(outputs))[0]
         return trace.read(data, outputs), outputs
 
     def _validate(self) -> None:
@@ -123,12 +125,15 @@ def raise_first(outcomes: Sequence[Outcome]) -> None:
 class SentTrace:
     """One trace as requests."""
 
-    def __init__(self, tracer: RequestTracer, purpose: Purpose = Purpose.RUN) -> None:
+    def __init__(
+        self, tracer: RequestTracer, purpose: Purpose = Purpose.RUN, *, streams: bool = False
+    ) -> None:
         """Encode the blocks.
 
         Args:
             tracer: The trace.
             purpose: What to run it for.
+            streams: Whether to be told after each step what the blocks have saved.
 
         Raises:
             EncodeError: A block uses something that cannot travel.
@@ -156,7 +161,7 @@ class SentTrace:
                 params.n = 1
             chosen = tracer.model.chosen_edits(edits if (own := requests[index].edits) is None else own)
             entry = TraceEntry(
-                self.key, index, params.n, data, groups, chosen,
+                self.key, index, params.n, data, groups, streams, chosen,
                 is_rehearsal=purpose is not Purpose.RUN, is_scan=purpose is Purpose.SCAN,
             )  # fmt: skip
             params.extra_args = {**(params.extra_args or {}), TRACE_KEY: entry.to_plain()}
@@ -166,8 +171,9 @@ class SentTrace:
             {**request.prompt, "cache_salt": f"{self.key}{index:x}"} for index, request in enumerate(requests)
         ]
 
-    def results(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    def results(self, outputs: Outputs) -> dict[str, Any]:
         """Return the requests' outputs as plain values, for blocks that wait for them."""
+        known = outputs if isinstance(outputs, Mapping) else dict(enumerate(outputs))
         return {
             f"{index}/{choice.index}": {
                 "request": f"{index}",
@@ -177,16 +183,16 @@ class SentTrace:
                 "token_ids": list(choice.token_ids),
                 "finish_reason": choice.finish_reason,
             }
-            for index, output in enumerate(outputs)
+            for index, output in known.items()
             for choice in output.outputs
         }
 
-    def read(self, data: bytes, outputs: Sequence[RequestOutput]) -> list[Outcome]:
+    def read(self, data: bytes, outputs: Outputs) -> list[Outcome]:
         """Return what came of each block, and fill the containers that were saved before they ran.
 
         Args:
             data: What the worker collected.
-            outputs: What the requests returned, one for each block.
+            outputs: What the requests returned, by block.
         """
 
         def resolve(reference: tuple[str, ...]) -> Any:
@@ -223,12 +229,18 @@ class SentTrace:
         raise_first(outcomes)
 
     def _bind(self, cells: dict[str, CellType], choices: list[dict[str, Any]]) -> None:
-        """Assign a block's saved variables; with several choices, each becomes a list of theirs."""
-        for name in choices[0] if choices else ():
-            several = len(choices) > 1
-            value = [choice.get(name) for choice in choices] if several else choices[0][name]
+        """Assign a block's saved variables."""
+        for name, value in by_name(choices).items():
             cells[name].cell_contents = value
             SAVES.mark(value)
+
+
+def by_name(choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what a block saved, by name; with several choices, each name has a list of theirs."""
+    if len(choices) == 1:
+        return dict(choices[0])
+    names = {name: None for choice in choices for name in choice}
+    return {name: [choice.get(name) for choice in choices] for name in names}
 
 
 def _saved_containers(blocks: Sequence[Mapping[str, CellType]]) -> list[Any]:

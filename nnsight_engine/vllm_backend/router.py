@@ -7,7 +7,6 @@ known by a key of our own, never by vLLM's request ids, which it rewrites.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.collector import RequestCollector
 from nnsight_engine.plans.records import Payload
 from nnsight_engine.plans.request_plan import PLAN_KEY, RequestPlan
+from nnsight_engine.vllm_backend.parcels import on_parcels
 
 
 class ResultRouter:
@@ -35,15 +35,7 @@ class ResultRouter:
 
     def attach(self, output_processor: Any) -> None:
         """Take parcels out of everything that ``output_processor`` will process."""
-        process = output_processor.process_outputs
-
-        @functools.wraps(process)
-        def process_outputs(engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._collectors:
-                self._take(engine_core_outputs, output_processor.request_states)
-            return process(engine_core_outputs, *args, **kwargs)
-
-        output_processor.process_outputs = process_outputs
+        on_parcels(output_processor, PLAN_KEY, self._deliver)
 
     def open(
         self,
@@ -66,14 +58,7 @@ class ResultRouter:
         """Forget the request; what still arrives for it is dropped."""
         self._collectors.pop(key, None)
 
-    def _take(self, outputs: Any, request_states: dict[str, Any]) -> None:
-        for output in outputs:
-            params = output.kv_transfer_params
-            if not params or PLAN_KEY not in params:
-                continue
-            output.kv_transfer_params = None
-            parcel = params[PLAN_KEY]
-            collectors = self._collectors.get(parcel["key"])
-            state = request_states.get(output.request_id)
-            if collectors is not None and state is not None:
-                collectors[state.request_index].add(Payload.decode(parcel["data"]))
+    def _deliver(self, parcel: Any, choice: int) -> None:
+        collectors = self._collectors.get(parcel["key"])
+        if collectors is not None:
+            collectors[choice].add(Payload.decode(parcel["data"]))

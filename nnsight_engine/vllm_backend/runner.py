@@ -164,10 +164,11 @@ class InterventionRunnerMixin:
             getattr(output, "req_id_to_index", None) or {},
         )
         if not self.traces.idle:
-            ended = self.traces.end()
-            if ended:
+            ended, news = self.traces.end(), self.traces.news()
+            if ended or news:
                 results = results or StepResults({}, {}, {})
                 results.ended.extend(ended)
+                results.news.update(news)
         return output if results is None else attach_results(output, results)
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:

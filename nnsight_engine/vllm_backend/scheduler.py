@@ -9,9 +9,11 @@ however it ends.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, Final
 
+import msgspec
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -22,10 +24,23 @@ from nnsight_engine.plans.records import Failure, PendingResults, StepResults
 from nnsight_engine.plans.request_plan import PLAN_KEY, RequestPlan
 from nnsight_engine.vllm_backend.compat import brings, detach_results
 from nnsight_engine.vllm_backend.interning import ContentTable
-from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
+from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY, TraceEntry
 
 _READ_FAILURES: Final = frozenset({"capture_too_large", "engine_capture_full"})
 """Failures of reads alone: the request's writes happened all the same."""
+
+
+@dataclasses.dataclass(slots=True)
+class Gang:
+    """The requests of one trace, until all have come.
+
+    Attributes:
+        missing: Blocks of which no request has come.
+        members: Ids of those that have.
+    """
+
+    missing: set[int]
+    members: list[str]
 
 
 class InterventionScheduler(Scheduler):
@@ -38,6 +53,8 @@ class InterventionScheduler(Scheduler):
         self._owners: dict[str, str] = {}
         self._writers: set[str] = set()
         self._traced: set[str] = set()
+        self._gangs: dict[str, Gang] = {}
+        self._news: dict[str, list[tuple[str, int, bytes]]] = {}
         self.contents = ContentTable()
 
     def add_request(self, request: Request) -> None:
@@ -46,6 +63,7 @@ class InterventionScheduler(Scheduler):
         entry = (params.extra_args or {}).get(PLAN_KEY) if params is not None else None
         if brings(params, TRACE_KEY):
             self._traced.add(request.request_id)
+            self._gather(request)
         if params is not None and entry is not None:
             entry["tensors"] = self.contents.acquire(request.request_id, entry["tensors"])
             plan = RequestPlan.decode(entry["plan"])
@@ -55,13 +73,35 @@ class InterventionScheduler(Scheduler):
                 self._writers.add(request.request_id)
         super().add_request(request)
 
+    def _gather(self, request: Request) -> None:
+        """Note who came of a trace with several requests: they begin together, for their blocks may wait."""
+        try:
+            entry = TraceEntry.from_plain(request.sampling_params.extra_args[TRACE_KEY])
+        except msgspec.ValidationError:
+            return  # which the worker ends
+        if len(entry.groups) == 1:
+            return
+        gang = self._gangs.setdefault(entry.key, Gang(set(range(len(entry.groups))), []))
+        gang.missing.discard(entry.index)
+        gang.members.append(request.request_id)
+        if not gang.missing:
+            del self._gangs[entry.key]
+
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step; a traced prompt that fits into one step is never split over several."""
         held = self._hold_back() if self._traced else []
+        apart = self._hold_gangs() if self._gangs else []
         output: SchedulerOutput = super().schedule(*args, **kwargs)
-        if held:
-            self.waiting.prepend_requests(held[::-1])  # which turns them round
+        if held or apart:
+            self.waiting.prepend_requests([*apart, *held][::-1])  # which turns them round
         return output
+
+    def _hold_gangs(self) -> list[Request]:
+        """Take out of the queue those whose trace's other requests have yet to come."""
+        members = {member for gang in self._gangs.values() for member in gang.members}
+        held = [request for request in self.waiting if request.request_id in members]
+        self.waiting.remove_requests(held)
+        return held
 
     def _hold_back(self) -> list[Request]:
         """Take out of the queue the first traced prompt that is too long for what is left of the step.
@@ -88,6 +128,8 @@ class InterventionScheduler(Scheduler):
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self._drop(request.request_id)
+            for key in [key for key, gang in self._gangs.items() if request.request_id in gang.members]:
+                del self._gangs[key]  # nobody is to wait for those that may not come now
         return finished
 
     def update_from_output(
@@ -101,9 +143,13 @@ class InterventionScheduler(Scheduler):
             for request_id in results.failures:
                 self._uncache(request_id)
             self._absorb(results)
+            for request_id, told in results.news.items():
+                self._news.setdefault(request_id, []).append(told)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
+        if self._news:
+            self._attach_news(outputs)
         if self._pending:
             self._attach(outputs)
             if results is not None:
@@ -164,9 +210,18 @@ class InterventionScheduler(Scheduler):
                     continue
                 payload = pending.take(final=output.finished)
                 if payload is not None:
-                    output.kv_transfer_params = self._parcel(output.request_id, payload.encode())
+                    _send(output, self._parcel(output.request_id, payload.encode()))
                 if output.finished:
                     self._drop(output.request_id)
+
+    def _attach_news(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        for client_outputs in outputs.values():
+            for output in client_outputs.outputs:
+                news = self._news.pop(output.request_id, None)
+                if news is not None:
+                    _send(output, {TRACE_KEY: news})
+        for request_id in self._news.keys() - self.requests.keys():
+            del self._news[request_id]
 
     def _end_failed(self, failures: dict[str, Failure], outputs: dict[int, EngineCoreOutputs]) -> None:
         for request_id in failures:
@@ -201,3 +256,8 @@ class InterventionScheduler(Scheduler):
             del self._owners[request_id]
             self._writers.discard(request_id)
             self.contents.release(request_id)
+
+
+def _send(output: EngineCoreOutput, parcel: dict[str, Any]) -> None:
+    """Let a parcel leave with an output, beside what leaves with it already."""
+    output.kv_transfer_params = {**(output.kv_transfer_params or {}), **parcel}

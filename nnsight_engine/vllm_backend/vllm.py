@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 import torch
-from vllm import LLM, EngineArgs
+from vllm import EngineArgs
 
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.model_spec import ModelSpec
@@ -17,10 +18,12 @@ from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.tracing.tracer import Backend
 from nnsight_engine.vllm_backend.compat import EngineLimits, check_supported, engine_options, own_environment
 from nnsight_engine.vllm_backend.edits import Edits, EngineEditingTracer
+from nnsight_engine.vllm_backend.engines import AsyncEngine, SyncEngine
 from nnsight_engine.vllm_backend.outline import outlined
 from nnsight_engine.vllm_backend.prompts import Request, as_prompt
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer
 from nnsight_engine.vllm_backend.scanning import RequestScanner, refuse_function
+from nnsight_engine.vllm_backend.stream_tracer import StreamBackend, StreamTracer
 from nnsight_engine.vllm_backend.traces.model import LOGITS, SAMPLES
 from nnsight_engine.vllm_backend.traces.names import Names, check_envoys
 from nnsight_engine.vllm_backend.traces.points import EnginePoints, StandardNames
@@ -28,6 +31,8 @@ from nnsight_engine.wire import restore_error
 
 if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.entry import EditEntry
+
+_HOSTS: Final[Mapping[str, type[SyncEngine | AsyncEngine]]] = {"sync": SyncEngine, "async": AsyncEngine}
 
 
 class VLLM(StandardNames):
@@ -42,6 +47,8 @@ class VLLM(StandardNames):
 
     Args:
         model: A model's name or folder, as vLLM takes it.
+        mode: ``"sync"``: a trace's requests have ended when its ``with`` statement has. ``"async"``: they run
+            while somebody iterates, ``async for output in tracer.backend(): output.saves``.
         dispatch: Start the engine now; otherwise with the first trace.
         rename: Further names for modules and for standard names, ``{"layers": "blocks"}``, in blocks too.
         envoys: Classes that stand for modules in blocks: a subclass of ``Envoy`` for all, or by the class of
@@ -49,16 +56,22 @@ class VLLM(StandardNames):
         limits: What blocks may use.
         **engine_args: vLLM's engine arguments: ``tensor_parallel_size``, ``max_model_len`` and so on.
 
+    Attributes:
+        engine: vLLM's own, ``vllm.LLM`` or ``AsyncLLM``; None before it starts.
+        host: What this process asks of it.
+
     Raises:
         UnsupportedOptionError: An option under which blocks could be silently wrong.
     """
 
     engine: Any
+    host: SyncEngine | AsyncEngine
 
     def __init__(
         self,
         model: str,
         *,
+        mode: Literal["sync", "async"] = "sync",
         dispatch: bool = False,
         rename: Rename | None = None,
         envoys: EnvoyMap = None,
@@ -66,11 +79,14 @@ class VLLM(StandardNames):
         **engine_args: Any,
     ) -> None:
         """Prepare; the engine starts with ``dispatch``."""
+        if mode not in _HOSTS:
+            raise ValueError(f'mode is "sync" or "async", got {mode!r}')
         super().__init__(torch.nn.Module(), rename=rename)
         check_envoys(envoys)
         mine = self.__dict__
         mine["_client_names"] = Names(rename, envoys)
         mine["_edits"] = Edits()
+        mine["mode"] = mode
         mine["_engine_args"] = {"model": str(model), **engine_args}
         mine["_limits"] = limits or EngineLimits()
         mine["_starting"] = threading.RLock()
@@ -100,19 +116,21 @@ class VLLM(StandardNames):
                     "tensor_parallel_size > 1 is not supported for traces yet: a block would see the columns "
                     "of one rank only; use 1"
                 )
-            self.__dict__["engine"] = LLM(**arguments, **ours)
-            entries = self.engine.collective_rpc("outline_model")[0]
+            host = _HOSTS[self.__dict__["mode"]]({**arguments, **ours})
+            self.__dict__["host"], self.__dict__["engine"] = host, host.inner
+            entries = host.call("outline_model")[0]
             self._update(outlined([tuple(entry) for entry in entries]))
             for name in (LOGITS, SAMPLES):
                 self._add_envoy(WrapperModule(), name)
             self._equip_workers(names)
-            spec = ModelSpec.from_plain(self.engine.collective_rpc("describe_interventions")[0])
+            spec = ModelSpec.from_plain(host.call("describe_interventions")[0])
             self.__dict__["_points"] = EnginePoints.on_client(self, entries[0][1], spec)
 
-    def _equip_workers(self, names: bytes) -> None:
+    def _equip_workers(self, names: bytes | None) -> None:
         """Have an engine that has just started know this model's names and edits, or end it."""
         try:
-            self.ask_workers("adopt_names", names)
+            if names is not None:
+                self.ask_workers("adopt_names", names)
             self.own_edits.book.install(self)
         except BaseException:
             self.shutdown()
@@ -124,13 +142,15 @@ class VLLM(StandardNames):
             self.original.shutdown()
             return
         with self.__dict__["_starting"]:
-            engine, self.__dict__["engine"] = self.engine, None
-            if engine is not None:
-                engine.llm_engine.engine_core.shutdown()
+            host, self.__dict__["engine"] = self.__dict__.pop("host", None), None
+            if host is not None:
+                host.close()
 
     @property
     def dispatched(self) -> bool:
         """Whether the engine has started."""
+        if self.original is not None:
+            return self.original.dispatched
         return self.engine is not None
 
     def _standard_points(self) -> EnginePoints | None:
@@ -143,13 +163,13 @@ class VLLM(StandardNames):
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         self.dispatch()
-        return self.engine.get_tokenizer()
+        return self.host.tokenizer
 
     def trace(  # type: ignore[override] # a trace is a request, which has other options
         self,
         *args: Any,
         backend: Backend | None = None,
-        tracer_cls: type[RequestTracer] = RequestTracer,
+        tracer_cls: type[RequestTracer] | None = None,
         **kwargs: Any,
     ) -> RequestTracer:
         """Open a trace: ``with model.trace(prompt, temperature=0) as tracer:``.
@@ -171,6 +191,9 @@ class VLLM(StandardNames):
         refuse_function(kwargs)
         kwargs.setdefault("max_tokens", kwargs.pop("max_new_tokens", 1))
         self.dispatch()
+        tracer_cls = tracer_cls or (StreamTracer if isinstance(self.host, AsyncEngine) else RequestTracer)
+        if backend is None and issubclass(tracer_cls, StreamTracer):
+            backend = StreamBackend()
         return super().trace(*args, backend=backend, tracer_cls=tracer_cls, **kwargs)  # type: ignore[return-value]
 
     def scan(  # type: ignore[override] # another kind of scan
@@ -249,7 +272,7 @@ class VLLM(StandardNames):
         Raises:
             BaseException: What went wrong in one of them.
         """
-        for failure in self.engine.collective_rpc(method, args=args):
+        for failure in self.host.call(method, *args):
             if failure is not None:
                 raise restore_error(failure)
 

@@ -35,9 +35,9 @@ class InterventionWorker(_PlatformWorker):
         counts: dict[str, int] = self.model_runner.interventions.num_live()
         return {**counts, **self.model_runner.traces.num_live()}
 
-    def collect_trace(self, key: str, results: dict[str, Any]) -> bytes:
-        """Return what a trace saved, once its requests have ended; called over vLLM's RPC."""
-        saved: bytes = self.model_runner.traces.collect(key, results)
+    def collect_trace(self, key: str, results: dict[str, Any], index: int | None = None) -> bytes:
+        """Return what a trace or one of its blocks saved, once its requests have ended; over vLLM's RPC."""
+        saved: bytes = self.model_runner.traces.collect(key, results, index)
         return saved
 
     def drop_trace(self, key: str) -> None:

@@ -42,6 +42,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
         data: All of them, see ``wire``.
         groups: For each block, its variables' names and the numbers of the surrounding variables they stand
             for: equal numbers are one variable.
+        streams: Whether what the block saves is told after each step.
         edits: The edits that run beside the block, in the order in which they have each value.
         is_rehearsal: Whether the request ends once its block has nothing new to ask for.
         is_scan: Whether the shapes of all modules' values are asked for too.
@@ -52,6 +53,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
     num_choices: int
     data: bytes
     groups: list[dict[str, int]]
+    streams: bool = False
     edits: list[EditEntry] = []
     is_rehearsal: bool = False
     is_scan: bool = False

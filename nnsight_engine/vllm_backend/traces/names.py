@@ -30,12 +30,14 @@ class Names:
     rename: Rename | None = None
     envoys: EnvoyMap = None
 
-    def write(self) -> bytes:
-        """Return them as a message.
+    def write(self) -> bytes | None:
+        """Return them as a message, None if there are none.
 
         Raises:
             EncodeError: Something in them cannot travel.
         """
+        if not self.rename and self.envoys is None:
+            return None
         envoys: Any = self.envoys
         if isinstance(envoys, Mapping):
             envoys = list(envoys.items())

@@ -23,6 +23,7 @@ from nnsight_engine.vllm_backend.traces.edits import KeptEdits
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.model import LOGITS, SAMPLES, WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
+from nnsight_engine.vllm_backend.traces.news import News
 from nnsight_engine.vllm_backend.traces.points import place_of
 from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
 from nnsight_engine.vllm_backend.traces.scans import first_values, scanned
@@ -79,6 +80,7 @@ class WorkerTraces:
         self._num_arrived = 0
         self._live: dict[str, TracedRequest] = {}
         self._ended: list[str] = []
+        self._news: dict[str, News] = {}
 
     @property
     def idle(self) -> bool:
@@ -126,6 +128,8 @@ class WorkerTraces:
                 member.shapes = scanned(member.request, self.model)
             member.request.open()
             self._live[request_id] = member.request
+            if entry.streams:
+                self._news[request_id] = News()
         except Exception as error:
             logger.debug("a trace could not be read", exc_info=True)
             member.error = error
@@ -144,9 +148,11 @@ class WorkerTraces:
     def adopt(self, data: bytes) -> dict[str, Any] | None:
         """Take over a client's names and classes, before any trace; returns what went wrong, if anything."""
 
+        def adopted() -> WorkerModel:
+            return WorkerModel(self._points, self._config, self.board, Names.read(data))
+
         def adopt() -> None:
-            names = self._threads.run(lambda: Names.read(data))
-            self.model = WorkerModel(self._points, self._config, self.board, names)
+            self.model = self._threads.run(adopted)
 
         return _failure_of(adopt)
 
@@ -209,19 +215,35 @@ class WorkerTraces:
         ended, self._ended = [*self._ended, *over], []
         return ended
 
+    def news(self) -> dict[str, tuple[str, int, bytes]]:
+        """Return what watched blocks have saved since the last step: trace, block and what is new."""
+        told = {}
+        for request_id in self._news.keys() & self._live.keys():
+            member = self._members[request_id]
+            assert member.context is not None  # noqa: S101 - it is live
+            data = self._news[request_id].of(member.context.saves(member.entry.index))
+            if data is not None:
+                told[request_id] = (member.entry.key, member.entry.index, data)
+        return told
+
     # What is left.
 
-    def collect(self, key: str, results: Mapping[str, Any]) -> bytes:
-        """Close a trace whose requests have ended, and return what it saved.
+    def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> bytes:
+        """Close blocks whose requests have ended, and return what they saved.
 
         Args:
             key: The trace.
             results: What each request returned, by ``"<block>/<choice>"``, for blocks that wait for it.
+            index: The one block to close; the trace goes on until it is dropped. None ends the trace.
         """
-        request_ids = self._by_key.pop(key, [])
+        every = self._by_key.pop(key, [])
+        request_ids = [one for one in every if index in {None, self._members[one].entry.index}]
+        if index is not None:
+            self._by_key[key] = [one for one in every if one not in request_ids]
         members = [self._members.pop(request_id) for request_id in request_ids]
         for request_id in request_ids:
             self._live.pop(request_id, None)
+            self._news.pop(request_id, None)
         blocks = []
         for member in sorted(members, key=lambda one: (one.entry.index, one.choice)):
             error = member.error
@@ -240,12 +262,13 @@ class WorkerTraces:
             )
         contexts = [context for name, context in self._contexts.items() if name[0] == key]
         before = contexts[0].saved_before if contexts else None
-        for name in [name for name in self._contexts if name[0] == key]:
-            del self._contexts[name]
+        if index is None:
+            for name in [name for name in self._contexts if name[0] == key]:
+                del self._contexts[name]
         return _encoded({"blocks": blocks, "before": before})
 
     def drop(self, key: str) -> None:
-        """Close a trace that nobody will collect."""
+        """Close what is left of a trace, which nobody will collect."""
         if key in self._by_key:
             self.collect(key, {})
 

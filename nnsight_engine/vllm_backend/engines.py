@@ -1,0 +1,158 @@
+"""The engine behind ``VLLM``: vLLM's blocking one, or its asynchronous one on an event loop of its own.
+
+``AsyncLLM`` belongs to the loop on which it was started. A user's loop comes and goes (``asyncio.run`` makes
+one each time), and a block may be traced from a thread that has none. So the engine lives on a loop that this
+module owns, and what a user iterates over is carried across, item by item.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from vllm import LLM, AsyncEngineArgs, RequestOutput, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from nnsight_engine.vllm_backend.trace_router import TraceRouter
+
+T = TypeVar("T")
+
+
+class SyncEngine:
+    """``vllm.LLM``: requests are waited for."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        """Start it with vLLM's engine arguments."""
+        self.inner = LLM(**arguments)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.inner.get_tokenizer()
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the workers, and return what each returned."""
+        answers: list[Any] = self.inner.collective_rpc(method, args=args)
+        return answers
+
+    def run(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+        """Wait for requests, and return their outputs."""
+        outputs: list[RequestOutput] = self.inner.generate(prompts, params, use_tqdm=False)
+        return outputs
+
+    def close(self) -> None:
+        """End its processes."""
+        self.inner.llm_engine.engine_core.shutdown()
+
+
+class AsyncEngine:
+    """``AsyncLLM`` on a loop of its own: requests are streamed.
+
+    Attributes:
+        router: Where what blocks have saved so far meets its stream.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        """Start it with vLLM's engine arguments; returns when the model is loaded."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="nnsight-engine", daemon=True)
+        self._thread.start()
+        self.router = TraceRouter()
+        try:
+            self.inner = self._wait(self._started(arguments))
+            self.router.attach(self.inner.output_processor)
+        except BaseException:
+            self._end_loop()
+            raise
+
+    @staticmethod
+    async def _started(arguments: Mapping[str, Any]) -> AsyncLLM:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**{"disable_log_stats": True, **arguments}))
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError("the engine's own loop would wait for itself")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.inner.get_tokenizer()
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the workers, and return what each returned."""
+        return self._wait(self.call_soon(method, *args))
+
+    def run(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+        """Wait for requests, and return their outputs."""
+        return self._wait(self._ran(prompts, params))
+
+    async def _ran(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+        key = uuid.uuid4().hex
+        one_each = enumerate(zip(prompts, params, strict=True))
+        return await asyncio.gather(
+            *(self._last_output(prompt, one, f"{key}-{index}") for index, (prompt, one) in one_each)
+        )
+
+    async def _last_output(self, prompt: Any, params: SamplingParams, request_id: str) -> RequestOutput:
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        (output,) = [output async for output in self.inner.generate(prompt, params, request_id)]
+        return output
+
+    async def call_soon(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the workers; awaited on the engine's loop."""
+        answers: list[Any] = await self.inner.collective_rpc(method, args=args)
+        return answers
+
+    async def across(self, generator: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+        """Iterate, on the caller's loop, over a generator that runs on the engine's."""
+        turn = asyncio.Lock()  # of the engine's loop: a cancelled step ends before the generator is closed
+        try:
+            while True:
+                more, item = await self._there(_next(generator, turn))
+                if not more:
+                    return
+                yield item
+        finally:
+            # Also if the caller is being cancelled: what runs in the engine must end.
+            await asyncio.shield(self._there(_close(generator, turn)))
+
+    def _there(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    def close(self) -> None:
+        """End its processes and its loop."""
+        self._wait(self._stop_reading())
+        self.inner.shutdown()
+        self._end_loop()
+
+    async def _stop_reading(self) -> None:
+        """End the task that reads the engine's outputs: it would take the engine's end for its death."""
+        reader = self.inner.output_handler
+        if reader is not None:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _next(generator: AsyncGenerator[T, None], turn: asyncio.Lock) -> tuple[bool, Any]:
+    """Return whether there is a next item, and it."""
+    async with turn:
+        try:
+            return True, await anext(generator)
+        except StopAsyncIteration:
+            return False, None
+
+
+async def _close(generator: AsyncGenerator[Any, None], turn: asyncio.Lock) -> None:
+    async with turn:
+        await generator.aclose()
