@@ -291,14 +291,5 @@ def test_what_is_wrong_is_said_before_anything_runs(model: VLLM) -> None:
 
 
 def test_what_is_not_there_yet_is_refused_by_name(model: VLLM) -> None:
-    with pytest.raises(NotImplementedError, match="scan"):
-        model.scan("a")
-    with pytest.raises(NotImplementedError, match="edit"):
-        model.edit()
-    with pytest.raises(NotImplementedError, match="validate"):
-        model.trace("a", validate=True)
     with pytest.raises(UnsupportedOptionError, match="tensor_parallel_size"):
         VLLM(str(bundled_model_path()), tensor_parallel_size=3, dispatch=True)
-    with pytest.raises(ValueError, match=r"cache\(\) is not supported on vLLM yet"):
-        with model.trace("a") as tracer:
-            tracer.cache()

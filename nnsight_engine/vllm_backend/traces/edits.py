@@ -79,9 +79,10 @@ class KeptEdits:
         for number, chosen in enumerate(entry.edits):
             data = self._chosen(chosen)
             info: Info = threads.run(lambda data=data: _read(data, model))  # type: ignore[misc] # a default
-            run = _every_step(chosen.name, compiled(info, info.variables), model)
+            run = _every_step(compiled(info, info.variables), model)
             seed = zlib.crc32(f"{entry.key}/{entry.index}/{number}".encode())
-            made.append(EditMediator(run, info, threads, seed=seed))
+            label = f"the edit {chosen.name!r}"
+            made.append(EditMediator(run, info, threads, seed=seed, label=label))
         return made
 
     def _chosen(self, chosen: EditEntry) -> bytes:
@@ -101,16 +102,12 @@ def _read(data: bytes, model: WorkerModel) -> Info:
     return received.blocks[0]
 
 
-def _every_step(name: str, function: Callable[[], Any], model: WorkerModel) -> Callable[[], None]:
-    """Return a function that runs an edit's block once for each step; its errors say which edit it was."""
+def _every_step(function: Callable[[], Any], model: WorkerModel) -> Callable[[], None]:
+    """Return a function that runs an edit's block once for each step."""
 
     def run() -> None:
-        SAVES.enter()  # saved values have a `save` in any trace; the marks end with the thread
-        try:
-            for _ in IteratorTracer(slice(None), model.interleaver):
-                function()
-        except Exception as error:
-            error.add_note(f"This was in the edit {name!r}, which the request runs beside its own block.")
-            raise
+        SAVES.enter()  # values have a `save` in any trace; the marks end with the thread
+        for _ in IteratorTracer(slice(None), model.interleaver):
+            function()
 
     return run

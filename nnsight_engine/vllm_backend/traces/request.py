@@ -65,6 +65,7 @@ class TracedRequest(Interleaver):
         partial: Whether the step computes a part of the prompt only, and not its end.
         muted: The module whose call the block skips, while it runs for others.
         caches: What the block keeps of many modules.
+        last_label: What the block that ran last is called in errors; None for the request's own.
         is_rehearsal: Whether the request ends as soon as its blocks have nothing new to ask for.
     """
 
@@ -89,6 +90,7 @@ class TracedRequest(Interleaver):
         self.partial = False
         self.muted: str | None = None
         self.mediator = mediator
+        self.last_label: str | None = None
         self.is_rehearsal = False
         self._has_rehearsed = False
         self.caches = RequestCaches(board.max_cache_bytes, self._after)
@@ -223,6 +225,12 @@ class TracedRequest(Interleaver):
     def _has_failed(self) -> bool:
         return self.error is not None or self.stopped
 
+    def failed(self, error: BaseException) -> None:
+        """Take note that a block failed, and say which if it is not the request's own."""
+        if self.last_label is not None and self.error is None:
+            error.add_note(f"This was in {self.last_label}, which the request runs beside its own block.")
+        super().failed(error)
+
     def _guarded(self, act: Callable[[], Any]) -> None:
         """Let nothing out that a block, or what it asked for, raises."""
         try:
@@ -321,6 +329,7 @@ class TracedRequest(Interleaver):
             return
         if self.caches.has_use_for(provider) and self.muted in {None, provider.removesuffix(".input")}:
             chunk = 0 if self._behind else self._num_chunks
+            self.last_label = None  # a cache is the own block's
             self._guarded(lambda: self._note_cached(provider, value, chunk))
 
     def _note_cached(self, provider: str, value: Any, chunk: int) -> None:
