@@ -175,7 +175,7 @@ class CacheView(Mapping[str, Entry]):
 
     def __getattr__(self, name: str) -> Any:
         """Return the view of a child, by any name that the envoy knows it by."""
-        if name.startswith("__"):
+        if name.startswith("__") or "_path" not in self.__dict__:  # not put together yet, by copy for one
             raise AttributeError(name)
         if name in _VALUES:
             return self._value(name)  # whose error made Python ask here; it says more than any other

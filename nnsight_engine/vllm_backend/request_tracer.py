@@ -159,10 +159,12 @@ class SentTrace:
         for index, params in enumerate(self.params):
             if purpose is not Purpose.RUN:
                 params.n = 1
+            # Several blocks may wait for what another has at a later step: they are checked on all.
             chosen = tracer.model.chosen_edits(edits if (own := requests[index].edits) is None else own)
             entry = TraceEntry(
                 self.key, index, params.n, data, groups, streams, chosen,
-                is_rehearsal=purpose is not Purpose.RUN, is_scan=purpose is Purpose.SCAN,
+                is_rehearsal=purpose is Purpose.CHECK and params.max_tokens != 1 and len(requests) == 1,
+                is_scan=purpose is Purpose.SCAN,
             )  # fmt: skip
             params.extra_args = {**(params.extra_args or {}), TRACE_KEY: entry.to_plain()}
             # A block may read any position, and write any: it shares no keys and values with anybody.

@@ -1,8 +1,8 @@
 """Scans of blocks in the serving engine: shapes of all that a request passes, and nothing kept of it.
 
 Local scans run on fake tensors. vLLM's kernels take real ones only, so here the block runs beside a real
-request, which ends as soon as the block has nothing new to ask for (see ``traces.request``). Its writes reach
-that request and no other, and its keys and values are nobody else's. What comes home has shapes, no numbers.
+request, of one token unless more are asked for. Its writes reach that request and no other, and its keys and
+values are nobody else's. What comes home has shapes, no numbers.
 """
 
 from __future__ import annotations

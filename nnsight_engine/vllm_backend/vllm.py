@@ -182,7 +182,7 @@ class VLLM(StandardNames):
             tracer_cls: The kind of trace.
             **kwargs: Sampling parameters, for all invokes that have none of their own; ``edits=["calm"]``,
                 names of edits to run beside the blocks, see ``edit``; ``validate=True`` runs the blocks for
-                nothing first, on as few tokens as they need, so that what they raise comes before the run.
+                nothing first, on no more tokens than they need, so that what they raise comes before the run.
 
         Raises:
             WithBlockNotFoundError: This is no ``with`` statement.
@@ -201,9 +201,9 @@ class VLLM(StandardNames):
     ) -> RequestScanner:
         """Open a trace for shapes alone: ``with model.scan(prompt):``.
 
-        vLLM runs on real values only, so the block runs on those, on as few tokens as it needs. What it saves
-        comes home without numbers, on torch's meta device, and so do the values of all modules, which envoys
-        then give outside a trace as well.
+        vLLM runs on real values only, so the block runs on those, for one token unless ``max_tokens`` says
+        otherwise. What it saves comes home without numbers, on torch's meta device, and so do the values of
+        all modules, which envoys then give outside a trace as well.
 
         Args:
             *args: The prompt, as for ``trace``.

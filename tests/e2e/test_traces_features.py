@@ -21,7 +21,7 @@ from nnsight_engine.interleaving.events import MissedProviderError
 from nnsight_engine.modeling import vllm as modeling_vllm
 from nnsight_engine.tracing.errors import WithBlockNotFoundError
 from nnsight_engine.vllm_backend.compat import EngineLimits
-from nnsight_engine.vllm_backend.request_tracer import SentTrace
+from nnsight_engine.vllm_backend.request_tracer import Purpose, SentTrace
 from nnsight_engine.vllm_backend.traces.errors import (
     CacheLimitError,
     ChunkedPromptError,
@@ -448,7 +448,7 @@ def test_an_edit_that_fails_fails_its_own_request(model: VLLM) -> None:
 
 def test_a_scan_tells_shapes_and_keeps_nothing(model: VLLM) -> None:
     num_tokens = len(model.tokenizer.encode(PROMPT))
-    with model.scan(PROMPT, max_tokens=50) as tracer:
+    with model.scan(PROMPT, max_tokens=2, ignore_eos=True) as tracer:
         hidden = model.layers[1].output.save()
         width = save(model.layers[2].mlp.output.shape[-1])
         logits = save([])
@@ -457,13 +457,20 @@ def test_a_scan_tells_shapes_and_keeps_nothing(model: VLLM) -> None:
         result = tracer.result.save()
     assert (hidden.shape, hidden.is_meta, hidden.dtype) == ((num_tokens, 128), True, torch.float32)
     assert width == 128
-    assert [(one.shape, one.is_meta) for one in logits] == [((1, 319), True)]
-    assert len(result.outputs[0].token_ids) == 1, "a scan goes on for as long as a block asks for more"
+    assert [(one.shape, one.is_meta) for one in logits] == [((1, 319), True)] * 2
+    assert len(result.outputs[0].token_ids) == 2
     assert model.model.layers[1].mlp.output.shape == (num_tokens, 128)
     assert model.model.layers[2].mlp.input.shape == (num_tokens, 128)
     assert model.layers[3].attn.heads.shape == (num_tokens, 4, 32)
     assert model.points["layers.0.attn.pattern"].shape == (4, num_tokens, num_tokens)
     assert model.logits.output.shape == (1, 319)
+
+
+class HeldCheck(HeldTracer):
+    """A trace that is encoded to be checked."""
+
+    def _run_model(self) -> None:
+        self.sent = SentTrace(self, Purpose.CHECK)
 
 
 def test_a_check_comes_before_the_run(model: VLLM) -> None:
@@ -484,6 +491,16 @@ def test_a_check_comes_before_the_run(model: VLLM) -> None:
     assert third == 2
     assert kept == []
     assert int(tokens) == plain_tokens(model, PROMPT, 4)[-1]
+    with model.trace(PROMPT, validate=True, max_tokens=4, ignore_eos=True, **GREEDY) as tracer:
+        several = []
+        for step in tracer.iter[:]:
+            several.append(step + 0)
+        last = save(several[3])
+    assert last == 3
+    with model.trace(PROMPT, max_tokens=60, tracer_cls=HeldCheck, ignore_eos=True) as held:
+        for _ in held.iter[:]:
+            model.layers[1].output[:] = 0
+    assert run_together(model, [held.sent]).num_steps < 10, "a check ends once a block asks for nothing new"
     with pytest.raises(MissedProviderError, match="step 2 did not come"):
         with model.trace(PROMPT, scan=True) as tracer:
             for _ in tracer.iter[2]:

@@ -44,7 +44,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
             for: equal numbers are one variable.
         streams: Whether what the block saves is told after each step.
         edits: The edits that run beside the block, in the order in which they have each value.
-        is_rehearsal: Whether the request ends once its block has nothing new to ask for.
+        is_rehearsal: Whether the request ends once its block has nothing new to ask for, see ``request``.
         is_scan: Whether the shapes of all modules' values are asked for too.
     """
 

@@ -66,7 +66,8 @@ class TracedRequest(Interleaver):
         muted: The module whose call the block skips, while it runs for others.
         caches: What the block keeps of many modules.
         last_label: What the block that ran last is called in errors; None for the request's own.
-        is_rehearsal: Whether the request ends as soon as its blocks have nothing new to ask for.
+        is_rehearsal: Whether the request ends as soon as its blocks have nothing new to ask for. A block that
+            is in a loop over all steps is left there, since what follows may count on all of them.
     """
 
     batcher: FlatBatcher
@@ -211,7 +212,7 @@ class TracedRequest(Interleaver):
         self.board.forget(self)
 
     def _finish(self, result: Any) -> None:
-        if self.error is None and not self.stopped:
+        if not self.is_over:
             self.end_steps()
             self.handle("result", result)
             self.check_dangling_mediators()
@@ -413,12 +414,8 @@ class TracedRequest(Interleaver):
 
     def _due(self, provider: str) -> list[Mediator]:
         """Return the blocks that wait for this very call, in the order in which they are answered."""
-        return [one for one in self.wanted.get(provider, ()) if one.waiting and one.waiting[2] in self._now]
-
-    @property
-    def _now(self) -> set[int | None]:
-        """The call numbers that can be answered."""
-        return {self.number, None}
+        now = (self.number, None)
+        return [one for one in self.wanted.get(provider, ()) if one.waiting and one.waiting[2] in now]
 
     def _share_of(self, value: Any) -> Any:
         """Return the rows of a whole prompt's value that this chunk computes."""
@@ -463,12 +460,10 @@ class TracedRequest(Interleaver):
 
 def _asks_nothing_new(mediator: Mediator) -> bool:
     """Tell whether a block has ended, or waits for a turn of a loop that ends where generation does."""
-    if mediator.waiting is None:
+    event = mediator.waiting
+    if event is None:
         return True
-    kind, provider, _, _ = mediator.waiting
-    if kind is Events.STEP:
-        return bool(mediator.loops and mediator.loops[-1].open_ended)
-    return provider == "result"
+    return event[0] is Events.STEP and bool(mediator.loops and mediator.loops[-1].open_ended)
 
 
 def _equal(first: Any, second: Any) -> bool:

@@ -1,7 +1,7 @@
 """Shapes of a scan: every module's values on torch's meta device, which has shapes and no numbers.
 
-vLLM's kernels run on real values only. So a scan is a request like any other, as short as its block lets it
-be, and what is kept of it are shapes.
+vLLM's kernels run on real values only. So a scan is a request like any other, and what is kept of it are
+shapes.
 """
 
 from __future__ import annotations
