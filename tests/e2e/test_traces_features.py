@@ -494,7 +494,7 @@ def test_a_check_comes_before_the_run(model: VLLM) -> None:
     with model.trace(PROMPT, validate=True, max_tokens=4, ignore_eos=True, **GREEDY) as tracer:
         several = []
         for step in tracer.iter[:]:
-            several.append(step + 0)
+            several += [step]
         last = save(several[3])
     assert last == 3
     with model.trace(PROMPT, max_tokens=60, tracer_cls=HeldCheck, ignore_eos=True) as held:
