@@ -145,21 +145,33 @@ class Decoding:
             raise AssertionError("a traced request must keep a value for each token")
 
 
-def requests(model: VLLM) -> CallsByTurns:
-    """Return whole requests of one token, idle: with a block that saves one value, and without."""
-    prompt = list(range(_LOWEST_TOKEN, _LOWEST_TOKEN + 8))
-    params = SamplingParams(max_tokens=1, temperature=0.0)
-    plain = {"prompt_token_ids": prompt}
+class Requests:
+    """Whole requests of one token, idle: with a block that saves one value, and without."""
 
-    def ours() -> None:
-        with model.trace(prompt, temperature=0.0):
-            save(model.layers[_LAYER].output)
+    def __init__(self, model: VLLM) -> None:
+        """Warm up."""
+        prompt = list(range(_LOWEST_TOKEN, _LOWEST_TOKEN + 8))
+        params = SamplingParams(max_tokens=1, temperature=0.0)
 
-    sides = {
-        "plain": lambda: model.engine.generate([plain], params, use_tqdm=False),
-        "traced": ours,
-    }
-    return CallsByTurns(sides, repetition_s=1.0)
+        def ours() -> None:
+            with model.trace(prompt, temperature=0.0):
+                save(model.layers[_LAYER].output)
+
+        sides = {
+            "plain": lambda: model.engine.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False),
+            "traced": ours,
+        }
+        self._whole = CallsByTurns(sides, repetition_s=1.0)
+        self._decoding = Decoding(model, 1)
+
+    def __call__(self) -> Sample:
+        """Run one repetition."""
+        steps = self._decoding()
+        return {
+            **self._whole(),
+            "a plain step": steps["plain"],
+            "a traced step": steps["one traced"],
+        }
 
 
 def cases(model: VLLM, batches: Sequence[int]) -> list[Case]:
@@ -181,11 +193,16 @@ def cases(model: VLLM, batches: Sequence[int]) -> list[Case]:
         )
         for batch in batches
     ]
+    around = Measure(
+        "(traced - plain) - (a traced step - a plain step), µs",
+        lambda one: 1e6 * (one["traced"] - one["plain"] - one["a traced step"] + one["a plain step"]),
+        _REQUEST_TARGET_US,
+    )
     whole = Case(
-        "a request of one token, one value saved, engine idle",
+        "a request of one token, one value saved, engine idle: attaching and collecting, and all of it",
         "8 tokens",
-        lambda: requests(model),
-        (microseconds_over("traced", "plain", _REQUEST_TARGET_US),),
+        lambda: Requests(model),
+        (around, microseconds_over("traced", "plain")),
     )
     return [*steps, whole]
 
@@ -229,7 +246,7 @@ def main() -> int:
 
 def _profile(model: VLLM, batch: int) -> None:
     """Print where the time of traced steps goes, and of whole traced requests."""
-    decoding, whole = Decoding(model, batch), requests(model)
+    decoding, whole = Decoding(model, batch), Requests(model)
     for name, act in (("steps", lambda: decoding._run(batch)), ("requests", whole)):  # noqa: SLF001 - its own part
         profile = cProfile.Profile()
         profile.runcall(act)

@@ -18,8 +18,11 @@ import ctypes
 import itertools
 import threading
 import time
+import weakref
 from _thread import allocate_lock
+from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -32,6 +35,11 @@ _GRACE_S = 0.5
 """How long an interrupted block may take to clean up."""
 
 _LONG_ENOUGH = 1000
+
+_NUM_SPARE = 4
+"""Threads that wait for a job."""
+
+_ONE_MORE = "one more"
 
 _numbers = itertools.count()
 
@@ -61,12 +69,17 @@ class ThreadStack:
         self._there.acquire()
         self._thread: threading.Thread | None = None
 
+    def prepare(self) -> None:
+        """Let the thread begin, and wait for its job: a new thread takes a while to be there."""
+        name = f"nnsight-engine-block-{next(_numbers)}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
     def start(self, job: Callable[[], Any]) -> Any:
         """Run ``job`` until it first hands over; returns what it does."""
-        name = f"nnsight-engine-block-{next(_numbers)}"
-        self._thread = threading.Thread(target=self._run, args=(job,), name=name, daemon=True)
-        self._thread.start()
-        return self._wait()
+        if self._thread is None:
+            self.prepare()
+        return self.resume(job)
 
     def resume(self, payload: Any) -> Any:
         """Hand ``payload`` over and return what comes back."""
@@ -87,8 +100,10 @@ class ThreadStack:
         """Tell whether this code runs within the job."""
         return self._thread is not None and self._thread.ident == threading.get_ident()
 
-    def _run(self, job: Callable[[], Any]) -> None:
+    def _run(self) -> None:
         torch.set_grad_enabled(False)
+        self._handed.acquire()
+        job, self._given = self._given, None
         try:
             done = Done(job())
         except BaseException as error:  # noqa: BLE001 - raised by whoever gave the job
@@ -162,6 +177,8 @@ def _take_flag_down() -> None:
 class Threads:
     """The kind of stack that a ``ThreadMediator`` runs on.
 
+    A thread has one job, so that nothing of a block is left on it for the next one. Some are kept waiting.
+
     Args:
         budget_s: Seconds that one block may compute within one step.
     """
@@ -169,10 +186,24 @@ class Threads:
     def __init__(self, budget_s: float) -> None:
         """Keep the limit."""
         self.budget_s = budget_s
+        self._spare: deque[ThreadStack] = deque()
+        self._wanted: SimpleQueue[str | None] = SimpleQueue()
+        self._keeper: threading.Thread | None = None
 
     def take(self) -> ThreadStack:
         """Return a thread without a job."""
-        return ThreadStack(self.budget_s)
+        if self._keeper is None:
+            self._keeper = threading.Thread(
+                target=_keep_spare, args=(self.budget_s, self._spare, self._wanted), daemon=True
+            )
+            self._keeper.start()
+            weakref.finalize(self, self._wanted.put, None)
+        try:
+            stack = self._spare.popleft()
+        except IndexError:
+            stack = ThreadStack(self.budget_s)
+        self._wanted.put(_ONE_MORE)
+        return stack
 
     def start(self, stack: ThreadStack, job: Callable[[], Any]) -> Any:
         """Give it a job; returns what it first hands over."""
@@ -191,6 +222,21 @@ class Threads:
 
     def give_back(self, stack: ThreadStack) -> None:
         """Let the thread end, which its job's end does."""
+
+
+def _keep_spare(budget_s: float, spare: deque[ThreadStack], wanted: SimpleQueue[str | None]) -> None:
+    """Have threads wait for jobs; on a thread of its own, since nobody is to wait for one to be there."""
+    while wanted.get() is not None:
+        while len(spare) < _NUM_SPARE:
+            stack = ThreadStack(budget_s)
+            stack.prepare()
+            spare.append(stack)
+    for stack in spare:
+        stack.start(_do_nothing)
+
+
+def _do_nothing() -> None:
+    """Let a thread that waits for a job end."""
 
 
 class _OwnModes:

@@ -3,38 +3,51 @@
 from __future__ import annotations
 
 import ast
+import functools
 from types import ModuleType
 from typing import Any
 
-from nnsight_engine.tracing.blocks import BlockContext, Nested, compile_block
+from nnsight_engine.tracing.blocks import Block, BlockContext, Nested, compile_block
 from nnsight_engine.tracing.source_text import SourceText
 from nnsight_engine.tracing.tracer import Info
 from nnsight_engine.wire.code_makers import bind_globals, cells_by_name, piece_of, refuse_source
 from nnsight_engine.wire.decoder import MISSING, Decoder, Maker
 from nnsight_engine.wire.errors import DecodeError
 from nnsight_engine.wire.kinds import Kind
-from nnsight_engine.wire.pieces import FUTURE_FLAGS, statement_at
+from nnsight_engine.wire.pieces import FUTURE_FLAGS, Piece, statement_at
 from nnsight_engine.wire.shelf import SHELF
+
+_LONGEST_KEPT = 16 * 1024
+"""Characters of a statement whose block is kept; what strangers can make us keep has a limit."""
 
 
 def _make_block(decoder: Decoder, _index: int, parts: list[Any]) -> Info:
     refuse_source(decoder)
     module, fields, (item, first_argument), names, cells = parts
     piece = piece_of(decoder, fields)
+    variables = cells_by_name(names, cells)
+    compiled = _compiled if len(piece.text) <= _LONGEST_KEPT else _compiled.__wrapped__
+    if type(item) is not int or not isinstance(first_argument, str | None):
+        raise DecodeError("the message is broken: a block is not that of a `with` statement")
+    block = compiled(piece, item, first_argument, frozenset(variables))
+    SHELF.put(piece.filename, piece.line, piece.text)
+    if not isinstance(module, ModuleType):
+        raise DecodeError("the message is broken: a block has no namespace")
+    return Info(block, variables, None, vars(module))
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(piece: Piece, item: int, first_argument: str | None, variables: frozenset[str]) -> Block:
+    """Return a statement's block; the same one often comes again, with the next request."""
     statement = statement_at(piece.text, piece.line, piece.filename)
-    if not isinstance(statement, ast.With) or type(item) is not int or not 0 <= item < len(statement.items):
+    if not isinstance(statement, ast.With) or not 0 <= item < len(statement.items):
         raise DecodeError("the message is broken: a block is not that of a `with` statement")
     lines = tuple(f"{line}\n" for line in piece.text.removesuffix("\n").split("\n"))
     source = SourceText(
         piece.filename, ("\n",) * (piece.line - 1) + lines, ast.Module(body=[statement], type_ignores=[])
     )
     context = BlockContext(piece.name, piece.class_name, first_argument, piece.flags & FUTURE_FLAGS)
-    variables = cells_by_name(names, cells)
-    block = compile_block(Nested(statement, item), source, frozenset(variables), context)
-    SHELF.put(piece.filename, piece.line, piece.text)
-    if not isinstance(module, ModuleType):
-        raise DecodeError("the message is broken: a block has no namespace")
-    return Info(block, variables, None, vars(module))
+    return compile_block(Nested(statement, item), source, variables, context)
 
 
 def _fill_block(_decoder: Decoder, value: Info, parts: list[Any]) -> None:

@@ -7,7 +7,9 @@ lines and columns are to be the sender's own.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Mapping
 from types import CellType
 from typing import Any, Protocol
@@ -30,21 +32,68 @@ class _Sent(Protocol):
     def cells(self) -> Mapping[str, CellType]: ...
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Written:
+    """What is the same whenever a block is written.
+
+    Attributes:
+        block: The block.
+        piece: The whole statement, as it travels.
+        item: Which of its items the block belongs to.
+        variables: Names that it shares with its surroundings.
+        global_names: Names of the module that its code uses.
+        mentioned: Names of anything that its code uses.
+    """
+
+    block: Block
+    piece: tuple[Any, ...]
+    item: int
+    variables: tuple[str, ...]
+    global_names: tuple[str, ...]
+    mentioned: frozenset[str]
+
+
+_KNOWN: OrderedDict[int, _Written] = OrderedDict()
+"""By identity, the blocks that were written last: a loop sends the same one again and again."""
+
+_MOST_KNOWN = 256
+
+
 def write_sent_block(encoder: Encoder, index: int, value: Any) -> None:
     """Write a block with its variables and those globals that it mentions."""
     sent: _Sent = value
     block, globals_ = sent.info.block, sent.info.globals_
-    piece, item = _statement_of(block)
-    cells = {name: sent.cells.get(name) or CellType() for name in _variables_of(block)}
-    encoder.mentioned |= mentioned_in(block.code)
+    written = _written(block)
+    cells = {name: sent.cells.get(name) or CellType() for name in written.variables}
+    encoder.mentioned |= written.mentioned
     parts = [
         encoder.node(globals_, index, "", writer=write_namespace),
-        encoder.node(dataclasses.astuple(piece), index, ""),
-        encoder.node((item, block.context.first_argument), index, ""),
+        encoder.node(written.piece, index, ""),
+        encoder.node((written.item, block.context.first_argument), index, ""),
         encoder.node(tuple(cells), index, ""),
         encoder.node(cells, index, "", writer=write_cells),
     ]
-    encoder.emit(index, Kind.BLOCK, parts + bindings(encoder, index, globals_, global_names(block.code)))
+    encoder.emit(index, Kind.BLOCK, parts + bindings(encoder, index, globals_, written.global_names))
+
+
+def _written(block: Block) -> _Written:
+    known = _KNOWN.get(id(block))
+    if known is not None and known.block is block:
+        return known
+    piece, item = _statement_of(block)
+    written = _Written(
+        block=block,
+        piece=dataclasses.astuple(piece),
+        item=item,
+        variables=tuple(_variables_of(block)),
+        global_names=tuple(global_names(block.code)),
+        mentioned=frozenset(mentioned_in(block.code)),
+    )
+    _KNOWN[id(block)] = written
+    if len(_KNOWN) > _MOST_KNOWN:
+        with contextlib.suppress(KeyError):  # another thread was faster
+            _KNOWN.popitem(last=False)
+    return written
 
 
 def _variables_of(block: Block) -> list[str]:

@@ -14,6 +14,7 @@ import numpy as np
 import safetensors
 import safetensors.torch
 import torch
+import zstandard
 
 from nnsight_engine.wire.errors import DecodeError, EncodeError
 from nnsight_engine.wire.kinds import PAYLOADS, Kind
@@ -21,12 +22,21 @@ from nnsight_engine.wire.limits import Limits
 
 MAGIC = b"NNSW"
 VERSION = 1
-_NO_CODEC = 0
+_NO_CODEC, _ZSTD = 0, 1
+_LEVEL = 1
+"""Of zstd: activations hold little to be found, and a faster network than the next level is common."""
+_MAX_WINDOW_BYTES = 128 * 2**20
+"""Memory that decompressing may take beside its result."""
 _HEAD = struct.Struct("<4sBBBxIIIIIIQQ")
 """Magic, version, flags, codec, padding; nodes, root, edges, integers, floats, texts; bytes of texts, of
 tensors."""
 _INTS, _FLOATS = (Kind.INT,), (Kind.FLOAT,)
 _TEXTS = tuple(kind for kind in PAYLOADS if kind not in {Kind.INT, Kind.FLOAT})
+_GROUPS = (_INTS, _FLOATS, _TEXTS)
+_GROUP_OF = np.array(
+    [next((number for number, group in enumerate(_GROUPS) if kind in group), len(_GROUPS)) for kind in Kind]
+)
+"""For each kind, the group of its scalars; one more for kinds without."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -48,8 +58,13 @@ class Table:
     root: int = 0
 
 
-def pack(table: Table, limits: Limits) -> bytes:
+def pack(table: Table, limits: Limits, *, compress: bool = False) -> bytes:
     """Return the table as bytes.
+
+    Args:
+        table: What to write.
+        limits: What the message may cost, uncompressed.
+        compress: Whether what is behind the head is compressed.
 
     Raises:
         EncodeError: They would be too many.
@@ -69,12 +84,15 @@ def pack(table: Table, limits: Limits) -> bytes:
     parts += [ints.tobytes(), floats.tobytes(), lengths.tobytes(), *texts]
     tensors = safetensors.torch.save(table.tensors) if table.tensors else b""
     counts = (len(edges), len(ints), len(floats), len(texts), sum(map(len, texts)), len(tensors))
-    head = _HEAD.pack(MAGIC, VERSION, 0, _NO_CODEC, len(table.kinds), table.root, *counts)
+    codec = _ZSTD if compress else _NO_CODEC
+    head = _HEAD.pack(MAGIC, VERSION, 0, codec, len(table.kinds), table.root, *counts)
     num_bytes = sum(map(len, parts)) + len(head) + len(tensors)
     if num_bytes > limits.max_bytes:
         raise EncodeError(
             f"the message would have {num_bytes:,} bytes and may have {limits.max_bytes:,}; send less at once"
         )
+    if compress:
+        return head + zstandard.ZstdCompressor(level=_LEVEL).compress(b"".join((*parts, tensors)))
     return b"".join((head, *parts, tensors))
 
 
@@ -108,8 +126,9 @@ def unpack(data: bytes | bytearray | memoryview, limits: Limits) -> Table:
     view = memoryview(data).cast("B")
     if len(view) > limits.max_bytes:
         raise DecodeError(f"the message has {len(view):,} bytes and may have {limits.max_bytes:,}")
-    num_nodes, root, num_edges, *num_scalars, num_text_bytes, num_tensor_bytes = _head(view, limits)
-    cursor = _Cursor(view, _HEAD.size)
+    head, view = _opened(view, limits)
+    num_nodes, root, num_edges, *num_scalars, num_text_bytes, num_tensor_bytes = head
+    cursor = _Cursor(view, 0)
     kinds = cursor.array("u1", num_nodes)
     arities = cursor.array("<u4", num_nodes).astype(np.int64)
     edges = cursor.array("<u4", num_edges)
@@ -129,8 +148,8 @@ def unpack(data: bytes | bytearray | memoryview, limits: Limits) -> Table:
     )
 
 
-def _head(view: memoryview, limits: Limits) -> tuple[int, ...]:
-    """Return the counts and sizes that the message begins with, checked against its length."""
+def _opened(view: memoryview, limits: Limits) -> tuple[tuple[int, ...], memoryview]:
+    """Return the counts and sizes that the message begins with, and what is behind them, of that length."""
     if len(view) < _HEAD.size or bytes(view[:4]) != MAGIC:
         raise DecodeError(f"these {len(view):,} bytes are no message: one begins with {MAGIC!r}")
     _, version, flags, codec, *counts = _HEAD.unpack_from(view)
@@ -140,24 +159,43 @@ def _head(view: memoryview, limits: Limits) -> tuple[int, ...]:
             f"the message has version {version} of the format and this side reads version {VERSION}: {older} "
             "is older and wants an upgrade of nnsight-engine"
         )
-    if flags or codec != _NO_CODEC:
+    if flags or codec not in {_NO_CODEC, _ZSTD}:
         raise DecodeError(
             f"the message asks for flags {flags:#x} and codec {codec}, which this version lacks"
         )
     num_nodes, root, num_edges, num_ints, num_floats, num_texts, num_text_bytes, num_tensor_bytes = counts
-    num_bytes = _HEAD.size + 5 * num_nodes + 4 * num_edges + 8 * (num_ints + num_floats) + 4 * num_texts
-    if num_bytes + num_text_bytes + num_tensor_bytes != len(view):
+    num_bytes = 5 * num_nodes + 4 * num_edges + 8 * (num_ints + num_floats) + 4 * num_texts
+    num_bytes += num_text_bytes + num_tensor_bytes
+    body = view[_HEAD.size :]
+    if codec == _ZSTD:
+        if num_bytes > limits.max_bytes:
+            raise DecodeError(f"the message unpacks to {num_bytes:,} bytes and may to {limits.max_bytes:,}")
+        body = memoryview(_decompressed(body, num_bytes))
+    if num_bytes != len(body):
         raise DecodeError("the message is broken: its parts have other sizes than it says")
     if not root < num_nodes <= limits.max_nodes:
         raise DecodeError(f"the message has {num_nodes:,} objects and may have 1 to {limits.max_nodes:,}")
-    return tuple(counts)
+    return tuple(counts), body
+
+
+def _decompressed(body: memoryview, num_bytes: int) -> bytes:
+    """Return what was compressed, if it is as long as the head says: no more memory than that is taken."""
+    try:
+        size = zstandard.frame_content_size(body)
+        if size not in {num_bytes, -1}:
+            raise DecodeError("the message is broken: it unpacks to another size than it says")
+        opener = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+        return opener.decompress(body, max_output_size=num_bytes, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise DecodeError(f"the message is broken: it cannot be unpacked ({error})") from error
 
 
 def _read_payloads(
     cursor: _Cursor, kinds: np.ndarray[Any, Any], counts: list[int], num_text_bytes: int, limits: Limits
 ) -> list[Any]:
     payloads: list[Any] = [None] * len(kinds)
-    places = [np.flatnonzero(np.isin(kinds, group)).tolist() for group in (_INTS, _FLOATS, _TEXTS)]
+    groups = _GROUP_OF[kinds]
+    places = [np.flatnonzero(groups == group).tolist() for group in range(len(_GROUPS))]
     if [len(group) for group in places] != counts:
         raise DecodeError(
             "the message is broken: it has another number of scalars than of nodes that want one"

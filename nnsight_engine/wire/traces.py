@@ -59,6 +59,7 @@ def encode_trace(
     reference: Reference | None = None,
     saved: Collection[int] = (),
     limits: Limits = DEFAULT_LIMITS,
+    compress: bool = False,
 ) -> bytes:
     """Return blocks as a message.
 
@@ -67,7 +68,8 @@ def encode_trace(
         shared: More values, such as the inputs; identity is kept between them and the blocks' variables.
         reference: Asked for every object but numbers and strings; names those that the other side has.
         saved: The ``id`` of every object that was marked as saved; ``SAVES.marked`` is such a collection.
-        limits: What the message may cost.
+        limits: What the message may cost, uncompressed.
+        compress: See ``encode``.
 
     Raises:
         EncodeError: Something in it cannot travel; says where it is and why.
@@ -83,7 +85,7 @@ def encode_trace(
         return False
 
     encoder.finishers.append(finish)
-    return finished(encoder, root)
+    return finished(encoder, root, compress=compress)
 
 
 def decode_trace(

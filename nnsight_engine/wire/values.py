@@ -25,20 +25,27 @@ _MAKERS = {**DATA_MAKERS, **CODE_MAKERS, **BLOCK_MAKERS}
 _HOST = torch.device("cpu")
 
 
-def encode(value: Any, *, reference: Reference | None = None, limits: Limits = DEFAULT_LIMITS) -> bytes:
+def encode(
+    value: Any,
+    *,
+    reference: Reference | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+    compress: bool = False,
+) -> bytes:
     """Return the value as a message.
 
     Args:
         value: Data, tensors, modules, functions, objects of one's own classes, cycles included.
         reference: Asked for every object but numbers and strings; names those that the other side has.
-        limits: What the message may cost.
+        limits: What the message may cost, uncompressed.
+        compress: Compress it, with zstd, if the other side has said that it takes that.
 
     Raises:
         EncodeError: Something in it cannot travel; says where it is and why.
     """
     encoder = new_encoder(reference, limits)
     root = encoder.node(value, -1, "")
-    return finished(encoder, root)
+    return finished(encoder, root, compress=compress)
 
 
 def decode(
@@ -73,7 +80,7 @@ def new_encoder(reference: Reference | None, limits: Limits) -> Encoder:
     return Encoder(write, reference, limits)
 
 
-def finished(encoder: Encoder, root: int) -> bytes:
+def finished(encoder: Encoder, root: int, *, compress: bool = False) -> bytes:
     """Write all that was met, and return the message.
 
     Raises:
@@ -85,4 +92,4 @@ def finished(encoder: Encoder, root: int) -> bytes:
         raise
     except (Exception, RecursionError) as error:
         raise EncodeError(f"the value cannot be sent: {type(error).__name__}: {error}") from error
-    return pack(encoder.table(root), limits=encoder.limits)
+    return pack(encoder.table(root), encoder.limits, compress=compress)

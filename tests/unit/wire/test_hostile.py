@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import zstandard
 
 from nnsight_engine.wire import DATA_ONLY, TRUSTED, DecodeError, Limits, Policy, decode, encode
 from nnsight_engine.wire.kinds import Kind
@@ -48,7 +49,7 @@ def test_broken_messages_are_decode_errors(trusted: bool) -> None:
         values += [Thing, [Thing(), function]]
     policy = Policy(lambda module, _name: False, allow_source=True) if trusted else DATA_ONLY
     generator = random.Random(7)
-    for data in map(encode, values):
+    for data in [*map(encode, values), encode(values[0], compress=True)]:
         for _ in range(400):
             broken = bytearray(data)
             for _ in range(generator.randrange(1, 4)):
@@ -97,6 +98,25 @@ def test_sizes_are_believed_only_if_they_fit() -> None:
     refused(encode([1] * 100), "may have", limits=Limits(max_bytes=10))
     refused(encode(list(range(100))), "101 objects", limits=Limits(max_nodes=10))
     refused(encode("x" * 100), "a string", limits=Limits(max_text_bytes=10))
+
+
+def test_a_compressed_message_unpacks_to_what_it_says_or_not_at_all() -> None:
+    bomb = encode(torch.zeros(16 * 2**20, dtype=torch.uint8), compress=True)
+    assert len(bomb) < 100_000
+    stream = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(16 * 2**20))
+    tracemalloc.start()
+    try:
+        refused(bomb, "may to", limits=Limits(max_bytes=2**20))
+        # One that is smaller than its frame: neither the frame's own size nor its content is believed.
+        head = bytearray(encode([0], compress=True)[: HEAD.size])
+        refused(bytes(head) + bomb[HEAD.size :], "another size")
+        refused(bytes(head) + stream, "cannot be unpacked|other sizes")
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+    refused(bomb[:-1], "cannot be unpacked")
+    refused(bomb + b"more", "broken")
+    refused(bomb[: HEAD.size] + b"nothing like it", "cannot be unpacked")
 
 
 def test_a_tensor_of_any_claimed_size_takes_no_room() -> None:

@@ -307,6 +307,14 @@ def test_hooks_of_a_module_are_refused_by_name() -> None:
         encode(model)
 
 
+def test_compressed_messages_are_smaller_and_mean_the_same() -> None:
+    value: dict[str, Any] = {"rows": torch.arange(3).repeat(4000), "text": "again " * 1000}
+    plain, small = encode(value), encode(value, compress=True)
+    assert len(small) < len(plain) / 10
+    assert torch.equal(decode(small)["rows"], value["rows"])
+    assert decode(small)["text"] == value["text"]
+
+
 def test_the_sender_has_limits_too() -> None:
     with pytest.raises(EncodeError, match="10 objects"):
         encode(list(range(20)), limits=Limits(max_nodes=10))
