@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -12,6 +12,9 @@ from nnsight_engine.core.trees import map_tensors
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.interleaving.interleaver import Interleaver
+
+
+_VALUES: Final = frozenset({"output", "inputs", "input"})
 
 
 class Entry:
@@ -98,15 +101,23 @@ class Cache:
 
     def add(self, provider: str, iteration: int | None, value: Any) -> None:  # noqa: ARG002 - a Watcher's
         """Keep a copy of the value at hand, narrowed to the rows of the invoke that made the cache."""
+        self.keep(provider, self.batcher.narrow(self.rows))
+
+    def keep(self, provider: str, rows: Any) -> None:
+        """Keep a copy of one call's value."""
         path, _, key = provider.rpartition(".")
         entry = self.entries.setdefault(path, Entry())
-        rows = self.batcher.narrow(self.rows)
         entry.values.setdefault(key, []).append(map_tensors(rows, self._copied))
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         source = tensor.detach() if self.detach else tensor
         dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else None
         return source.to(device=self.device, dtype=dtype, copy=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is kept; how it was gathered means nothing elsewhere."""
+        own = ("device", "dtype", "detach", "entries")
+        return {name: self.__dict__[name] for name in own}
 
     def view(self, model: Envoy) -> CacheView:
         """Return the values as seen from the model's root."""
@@ -128,17 +139,20 @@ class CacheView(Mapping[str, Entry]):
     @property
     def output(self) -> Any:
         """The output of the module here."""
-        return self._entry().output
+        return self._value("output")
 
     @property
     def inputs(self) -> Any:
         """The inputs of the module here, ``(args, kwargs)``."""
-        return self._entry().inputs
+        return self._value("inputs")
 
     @property
     def input(self) -> Any:
         """The first argument of the module here."""
-        return self._entry().input
+        return self._value("input")
+
+    def _value(self, name: str) -> Any:
+        return getattr(self._entry(), name)
 
     def _entry(self) -> Entry:
         entry = self._cache.entries.get(self._path)
@@ -161,19 +175,21 @@ class CacheView(Mapping[str, Entry]):
 
     def __getattr__(self, name: str) -> Any:
         """Return the view of a child, by any name that the envoy knows it by."""
-        if name.startswith("__"):
+        if name.startswith("__") or "_path" not in self.__dict__:  # not put together yet, by copy for one
             raise AttributeError(name)
+        if name in _VALUES:
+            return self._value(name)  # whose error made Python ask here; it says more than any other
         if not self._path:
             root = str(self._envoy.path)
             if name == root:
-                return CacheView(self._cache, root, self._envoy)
+                return type(self)(self._cache, root, self._envoy)
             raise AttributeError(f"a cache starts at {root!r}: cache.{root}...; got {name!r}")
         return self._below(getattr(self._envoy, name))
 
     def _below(self, envoy: Any) -> Any:
         if isinstance(envoy, list):
             return [self._below(one) for one in envoy]
-        return CacheView(self._cache, str(envoy.path), envoy)
+        return type(self)(self._cache, str(envoy.path), envoy)
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the paths that have values."""

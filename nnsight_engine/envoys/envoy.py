@@ -213,13 +213,13 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         Raises:
             WithBlockNotFoundError: This is no ``with`` statement.
         """
-        _refuse_statement(sys._getframe(1), "trace")
+        refuse_statement(sys._getframe(1), "trace")
         function = fn if fn is not None else self._run_module
         return tracer_cls(function, self, *args, backend=backend, validate=validate or scan, **kwargs)
 
     def scan(self, *args: Any, fn: Callable[..., Any] | None = None, **kwargs: Any) -> ScanningTracer:
         """Open a trace on fake tensors: every shape, nothing computed."""
-        _refuse_statement(sys._getframe(1), "scan")
+        refuse_statement(sys._getframe(1), "scan")
         return ScanningTracer(fn if fn is not None else self._run_module, self, *args, **kwargs)
 
     def edit(self, *, inplace: bool = False, backend: Backend | None = None) -> EditingTracer:
@@ -229,7 +229,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
             inplace: Edit this model instead of a copy that shares its modules.
             backend: What takes the compiled block; kept here by default.
         """
-        _refuse_statement(sys._getframe(1), "edit")
+        refuse_statement(sys._getframe(1), "edit")
         if not self._is_root:
             raise ValueError(f"edits are kept on the model: call edit() on its root, not on {self.path}")
         return EditingTracer(self, inplace=inplace, backend=backend)
@@ -240,7 +240,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
 
     def session(self, *, backend: Backend | None = None) -> Session:
         """Group traces, with values flowing from one to the next: ``with model.session():``."""
-        _refuse_statement(sys._getframe(1), "session")
+        refuse_statement(sys._getframe(1), "session")
         return Session(backend=backend)
 
     def _apply_apart(self, *args: Any, **kwargs: Any) -> Any:
@@ -456,7 +456,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
             self._add_envoy(child, name)
 
 
-def _refuse_statement(frame: FrameType, name: str) -> None:
+def refuse_statement(frame: FrameType, name: str) -> None:
     """Refuse a call whose result is dropped: nothing would run, without a word."""
     if SITES.result_is_dropped(frame):
         raise WithBlockNotFoundError(
@@ -476,4 +476,4 @@ def advance(mediator: Mediator, interleaver: Interleaver, steps: int) -> None:
     mediator.iteration = now + steps
 
 
-__all__ = ["Envoy", "EnvoyMap", "WithBlockNotFoundError", "advance", "eproperty"]
+__all__ = ["Envoy", "EnvoyMap", "WithBlockNotFoundError", "advance", "eproperty", "refuse_statement"]

@@ -230,6 +230,13 @@ class Threads:
         """Hand it what it waits for; returns what it hands over next."""
         return _after_errands(stack, stack.resume(payload))
 
+    def run(self, job: Callable[[], Any]) -> Any:
+        """Return what a job returns that hands nothing over; raises what it raises."""
+        result, error = self.take().start(job).empty()
+        if error is not None:
+            raise error
+        return result
+
     def give_back(self, stack: ThreadStack) -> None:
         """Let the thread end, which its job's end does."""
 

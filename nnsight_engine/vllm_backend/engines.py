@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import uuid
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from vllm import LLM, AsyncEngineArgs
+from vllm import LLM, AsyncEngineArgs, RequestOutput, SamplingParams
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from nnsight_engine.vllm_backend.trace_router import TraceRouter
@@ -36,6 +38,11 @@ class SyncEngine:
         """Call a method of the workers, and return what each returned."""
         answers: list[Any] = self.inner.collective_rpc(method, args=args)
         return answers
+
+    def run(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+        """Wait for requests, and return their outputs."""
+        outputs: list[RequestOutput] = self.inner.generate(prompts, params, use_tqdm=False)
+        return outputs
 
     def close(self) -> None:
         """End its processes."""
@@ -80,6 +87,22 @@ class AsyncEngine:
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the workers, and return what each returned."""
         return self._wait(self.call_soon(method, *args))
+
+    def run(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+        """Wait for requests, and return their outputs."""
+        return self._wait(self._ran(prompts, params))
+
+    async def _ran(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+        key = uuid.uuid4().hex
+        one_each = enumerate(zip(prompts, params, strict=True))
+        return await asyncio.gather(
+            *(self._last_output(prompt, one, f"{key}-{index}") for index, (prompt, one) in one_each)
+        )
+
+    async def _last_output(self, prompt: Any, params: SamplingParams, request_id: str) -> RequestOutput:
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        (output,) = [output async for output in self.inner.generate(prompt, params, request_id)]
+        return output
 
     async def call_soon(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the workers; awaited on the engine's loop."""

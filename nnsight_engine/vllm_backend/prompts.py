@@ -21,11 +21,13 @@ class Request:
         prompt: As vLLM takes it: ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``, perhaps more.
         sampling: Sampling parameters by name, over the trace's own.
         params: Sampling parameters as an object, which go before any given by name.
+        edits: Names of the edits to run beside the block; None for those of the trace.
     """
 
     prompt: dict[str, Any]
     sampling: Mapping[str, Any]
     params: SamplingParams | None = None
+    edits: Any = None
 
     def sampling_params(self, shared: Mapping[str, Any]) -> SamplingParams:
         """Return the request's sampling parameters, a copy of its own.

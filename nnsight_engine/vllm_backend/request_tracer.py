@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import uuid
 from collections.abc import Mapping, Sequence
 from types import CellType
@@ -10,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.core.cells import content
 from nnsight_engine.core.saves import SAVES
-from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.tracing.tracer import Info, Tracer
 from nnsight_engine.vllm_backend.engines import answer
 from nnsight_engine.vllm_backend.prompts import Request
+from nnsight_engine.vllm_backend.traces.caches import HOME_CLASSES
 from nnsight_engine.vllm_backend.traces.entry import SAVED, TRACE_KEY, TraceEntry
 from nnsight_engine.vllm_backend.traces.errors import LostTraceError
-from nnsight_engine.vllm_backend.traces.points import standard_name
-from nnsight_engine.wire import SentBlock, decode, encode_trace, restore_error
+from nnsight_engine.vllm_backend.traces.points import place_named, place_of
+from nnsight_engine.wire import DATA_ONLY, SentBlock, decode, encode_trace, restore_error
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.vllm import VLLM
 
     Outputs = Sequence[RequestOutput] | Mapping[int, RequestOutput]
+
+_HOME = DATA_ONLY.allowing(HOME_CLASSES)
+"""What comes home is data, whoever answers, and caches of it."""
 
 
 class RequestTracer(InterleavingTracer):
@@ -48,23 +52,31 @@ class RequestTracer(InterleavingTracer):
     def _run_model(self) -> Any:
         """Send the requests, wait for all of them, and bring home what their blocks saved."""
         trace = SentTrace(self)
+        outcomes, outputs = self._send(trace)
+        trace.bring_home(outcomes)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def _send(self, trace: SentTrace) -> tuple[list[Outcome], list[RequestOutput]]:
+        """Run a trace's requests; returns what came of its blocks, and the requests' outputs."""
         host = self.model.host
         try:
-            outputs = host.inner.generate(trace.prompts, trace.params, use_tqdm=False)
+            outputs = host.run(trace.prompts, trace.params)
         except BaseException:
             host.call("drop_trace", trace.key)
             raise
         data = answer(host.call("collect_trace", trace.key, trace.results(outputs)))
-        trace.bring_home(trace.read(data, outputs))
-        return outputs[0] if len(outputs) == 1 else outputs
+        return trace.read(data, outputs), outputs
+
+    def _validate(self) -> None:
+        """Let the blocks run once for nothing, as short as they let it be; raises what they raise."""
+        outcomes, _ = self._send(SentTrace(self, Purpose.CHECK))
+        raise_first(outcomes)
 
     def reference(self, value: Any) -> tuple[str, ...] | None:
         """Name what is not sent but found in the worker."""
-        if isinstance(value, Envoy):
-            return ("envoy", str(value.path))
-        name = standard_name(value)
-        if name is not None:
-            return ("standard", name)
+        place = place_of(value)
+        if place is not None:
+            return place
         if isinstance(value, Tracer):
             return ("tracer",)
         if isinstance(value, Barrier):
@@ -87,29 +99,51 @@ class Outcome:
         choice: Which of the request's ``n``.
         saves: What was saved, by name.
         error: What it raised.
+        shapes: First values of the modules that its request passed, if they were asked for.
     """
 
     index: int
     choice: int
     saves: dict[str, Any]
     error: BaseException | None
+    shapes: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+
+class Purpose(enum.Enum):
+    """What a trace is sent for: to run, to see whether its blocks would, or for shapes."""
+
+    RUN = enum.auto()
+    CHECK = enum.auto()
+    SCAN = enum.auto()
+
+
+def raise_first(outcomes: Sequence[Outcome]) -> None:
+    """Raise what a block raised, the first one's."""
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
 
 
 class SentTrace:
     """One trace as requests."""
 
-    def __init__(self, tracer: RequestTracer, *, streams: bool = False) -> None:
+    def __init__(
+        self, tracer: RequestTracer, purpose: Purpose = Purpose.RUN, *, streams: bool = False
+    ) -> None:
         """Encode the blocks.
 
         Args:
             tracer: The trace.
+            purpose: What to run it for.
             streams: Whether to be told after each step what the blocks have saved.
 
         Raises:
             EncodeError: A block uses something that cannot travel.
+            ValueError: A request chooses an edit that there is not.
         """
         self.key = uuid.uuid4().hex
         self._tracer = tracer
+        self._purpose = purpose
         self._parts = tracer.parts()
         self._saved = _saved_containers([cells for _, cells, _ in self._parts])
         inputs = tracer.batcher.inputs
@@ -120,11 +154,20 @@ class SentTrace:
             shared={SAVED: self._saved},
             reference=tracer.reference,
         )
-        shared = tracer.batcher.shared_kwargs
+        shared = {**tracer.batcher.shared_kwargs}
+        edits = shared.pop("edits", None)
         self.params = [request.sampling_params(shared) for request in requests]
         groups = _groups([outer for _, _, outer in self._parts])
         for index, params in enumerate(self.params):
-            entry = TraceEntry(self.key, index, params.n, data, groups, streams)
+            if purpose is not Purpose.RUN:
+                params.n = 1
+            # Several blocks may wait for what another has at a later step: they are checked on all.
+            chosen = tracer.model.chosen_edits(edits if (own := requests[index].edits) is None else own)
+            entry = TraceEntry(
+                self.key, index, params.n, data, groups, streams, chosen,
+                is_rehearsal=purpose is Purpose.CHECK and params.max_tokens != 1 and len(requests) == 1,
+                is_scan=purpose is Purpose.SCAN,
+            )  # fmt: skip
             params.extra_args = {**(params.extra_args or {}), TRACE_KEY: entry.to_plain()}
             # A block may read any position, and write any: it shares no keys and values with anybody.
             params.skip_reading_prefix_cache = True
@@ -157,12 +200,14 @@ class SentTrace:
         """
 
         def resolve(reference: tuple[str, ...]) -> Any:
-            kind, *rest = reference
-            return outputs[int(rest[0])] if kind == "result" else self._tracer.model.get(rest[0])
+            kind, name = reference
+            return outputs[int(name)] if kind == "result" else place_named(self._tracer.model, kind, name)
 
-        message = decode(data, resolve=resolve)
+        # Of a scan nothing but shapes is to come home.
+        device = "meta" if self._purpose is Purpose.SCAN else "cpu"
+        message = decode(data, resolve=resolve, policy=_HOME, device=device)
         own: dict[int, Any] = {}
-        if message["before"] is not None:
+        if message["before"] is not None and self._purpose is not Purpose.CHECK:
             pairs = list(zip(message["before"], self._saved, strict=True))
             own = {id(value): original for value, original in pairs}
             for value, original in pairs:
@@ -173,6 +218,7 @@ class SentTrace:
                 choice=block["choice"],
                 saves={name: own.get(id(value), value) for name, value in block["saves"].items()},
                 error=None if block["error"] is None else restore_error(block["error"]),
+                shapes=block["shapes"],
             )
             for block in message["blocks"]
         ]
@@ -186,9 +232,7 @@ class SentTrace:
         """
         for index, (_, cells, _) in enumerate(self._parts):
             self._bind(cells, [outcome.saves for outcome in outcomes if outcome.index == index])
-        for outcome in outcomes:
-            if outcome.error is not None:
-                raise outcome.error
+        raise_first(outcomes)
         missing = set(range(len(self._parts))) - {outcome.index for outcome in outcomes}
         if missing:
             raise LostTraceError.of(missing)

@@ -59,6 +59,20 @@ class InterventionWorker(_PlatformWorker):
         """Forget a trace that nobody will collect; called over vLLM's RPC."""
         self.model_runner.traces.drop(key)
 
+    def adopt_names(self, data: bytes) -> dict[str, Any] | None:
+        """Take over a client's names and classes; returns its error; called over vLLM's RPC."""
+        failure: dict[str, Any] | None = self.model_runner.traces.adopt(data)
+        return failure
+
+    def keep_edit(self, name: str, data: bytes) -> dict[str, Any] | None:
+        """Keep an edit under a name; returns its error; called over vLLM's RPC."""
+        failure: dict[str, Any] | None = self.model_runner.traces.keep_edit(name, data)
+        return failure
+
+    def remove_edit(self, name: str) -> None:
+        """Forget an edit; called over vLLM's RPC."""
+        self.model_runner.traces.remove_edit(name)
+
     def outline_model(self) -> list[OutlineEntry]:
         """List the model's modules; called over vLLM's RPC."""
         entries: list[OutlineEntry] = self.model_runner.traces.outline()

@@ -290,16 +290,7 @@ def test_what_is_wrong_is_said_before_anything_runs(model: VLLM) -> None:
         save(lock)
 
 
-def test_what_is_not_there_yet_is_refused_by_name(model: VLLM) -> None:
-    with pytest.raises(NotImplementedError, match="scan"):
-        model.scan("a")
-    with pytest.raises(NotImplementedError, match="edit"):
-        model.edit()
-    with pytest.raises(NotImplementedError, match="validate"):
-        model.trace("a", validate=True)
+def test_what_is_not_there_yet_is_refused_by_name() -> None:
     guesses = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     with pytest.raises(UnsupportedOptionError, match="speculative"):
         VLLM(str(bundled_model_path()), speculative_config=guesses, dispatch=True)
-    with pytest.raises(ValueError, match=r"cache\(\) is not supported on vLLM yet"):
-        with model.trace("a") as tracer:
-            tracer.cache()

@@ -119,6 +119,25 @@ def test_several_choices_have_a_list_for_each_name(model: VLLM) -> None:
     assert [len(one) for one in last.saves["tokens"]] == [3, 3]
 
 
+def test_caches_edits_and_scans_are_there_too(model: VLLM) -> None:
+    with model.edit(name="force"):
+        model.samples.output[:] = 7
+    with pytest.raises(RuntimeError, match="size mismatch"), model.trace(PROMPT, validate=True):
+        model.layers[1].output @ torch.ones(3)
+    with model.scan(PROMPT):
+        hidden = model.layers[1].output.save()
+    assert (hidden.shape, hidden.is_meta) == ((len(PROMPT), 128), True)
+    with model.trace(PROMPT, max_tokens=3, edits=["force"], validate=True, **GREEDY) as tracer:
+        cache = tracer.cache(modules=[model.layers[1]])
+        kept = save({"so far": cache})  # noqa: F841 - as above
+    *outputs, last = asyncio.run(collected(tracer))
+    model.remove_edit("force")
+    assert list(last.outputs[0].token_ids) == [7, 7, 7]
+    assert [len(rows) for rows in last.saves["cache"].model.layers[1].output] == [len(PROMPT), 1, 1]
+    assert last.saves["kept"]["so far"].model.layers[1].output[2].shape == (1, 128)
+    assert not any("cache" in output.saves for output in outputs), "half a cache looks like a whole one"
+
+
 def test_a_block_that_fails_raises_where_the_outputs_are_read(model: VLLM) -> None:
     with model.trace(PROMPT, max_tokens=50, **GREEDY) as tracer:
         for step in tracer.iter[:]:

@@ -129,10 +129,15 @@ class InterleavingTracer(Tracer):
         """
         if self.interleaver.current is None:
             raise ValueError("a cache is made inside a trace that has an input, or inside an invoke")
-        cache = Cache(device=device, dtype=dtype, detach=detach)
+        cache = self._new_cache(device=device, dtype=dtype, detach=detach)
         keys = [key for key, wanted in (("input", include_inputs), ("output", include_output)) if wanted]
         cache.watch(self.interleaver, self.model, modules, keys)
         return save(cache.view(self.model))
+
+    def _new_cache(
+        self, *, device: torch.device | str | None, dtype: torch.dtype | None, detach: bool
+    ) -> Cache:
+        return Cache(device=device, dtype=dtype, detach=detach)
 
     # Running.
 

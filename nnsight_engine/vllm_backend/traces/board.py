@@ -43,8 +43,9 @@ class Board:
 
     skipped: tuple[()] = ()
 
-    def __init__(self) -> None:
-        """Start without requests."""
+    def __init__(self, max_cache_bytes: int) -> None:
+        """Start without requests; the caches of each may keep so much."""
+        self.max_cache_bytes = max_cache_bytes
         self.wanted: dict[str, dict[TracedRequest, None]] = {}
         self.calls: dict[str, int] = {}
         self.ever: set[str] = set()
@@ -140,6 +141,8 @@ class Board:
                     more = more or not request.partial
         for request in served:  # no sooner: one may have released another from a barrier
             request.leave(provider)
+        for request in self._wanting(provider):
+            request.watch_pass(provider)
         return self.place.leave()
 
     def provide(self, provider: str, value: Any) -> Any:

@@ -33,9 +33,9 @@ class PromptChunks:
         """Start before the first chunk."""
         self.num_passed = 0
         self._request = request
-        self._gathered: dict[str, list[Any]] = {}
+        self._gathered: dict[tuple[Mediator, str], list[Any]] = {}
         self._given: list[tuple[Any, list[tuple[int, int]]]] = []
-        self._whole: set[str] = set()
+        self._whole: set[tuple[Mediator, str]] = set()
 
     def clear(self) -> None:
         """The prompt has been computed."""
@@ -45,34 +45,35 @@ class PromptChunks:
         self._whole.clear()
 
     def serve_part(self, provider: str) -> None:
-        """Gather rows for a read, or write this chunk's share of a write; the block goes on waiting."""
+        """Gather rows for reads, or write this chunk's share of writes; the blocks go on waiting."""
         request, batcher = self._request, self._request.batcher
-        (mediator,) = request.wanted[provider]
-        kind, _, _, more = mediator.waiting or (None, None, None, None)
-        gathered = self._gathered.setdefault(provider, [])
-        if len(gathered) != self.num_passed:
-            return  # an earlier chunk has passed this place; the last one tells the block
-        gathered.append(batcher.narrow(batcher.group))
-        request.holdings.keep("chunks", num_bytes(gathered[-1:]))
-        if kind is Events.SWAP:
-            batcher.swap(batcher.group, self._share_of(more))
+        for mediator in request.due(provider):
+            kind, _, _, more = mediator.waiting or (None, None, None, None)
+            gathered = self._gathered.setdefault((mediator, provider), [])
+            if len(gathered) != self.num_passed:
+                continue  # an earlier chunk has passed this place; the last one tells the block
+            gathered.append(batcher.narrow(batcher.group))
+            request.holdings.keep("chunks", num_bytes(gathered[-1:]))
+            if kind is Events.SWAP:
+                batcher.swap(batcher.group, self._share_of(more))
 
     def serve_last(self, provider: str) -> None:
         """Serve a block at the end of a prompt that came in chunks."""
         request, batcher = self._request, self._request.batcher
-        (mediator,) = request.wanted[provider]
+        mediator = request.due(provider)[0]
+        place = (mediator, provider)
         kind, _, _, more = mediator.waiting or (None, None, None, None)
-        gathered = self._gathered.get(provider, ())
+        gathered = self._gathered.get(place, ())
         if len(gathered) != self.num_passed:
             mediator.fail(ChunkedPromptError.reading(provider, self.num_passed + 1))
-        elif kind is Events.SWAP and provider not in self._whole:
-            request.holdings.keep("chunks", -num_bytes(self._gathered.pop(provider)))
+        elif kind is Events.SWAP and place not in self._whole:
+            request.holdings.keep("chunks", -num_bytes(self._gathered.pop(place)))
             self._swap_last(mediator, more)
         elif kind is Events.VALUE:
             whole = batcher.narrow(batcher.group)
             for part in reversed(gathered):
-                whole = map_pairs(part, whole, _after)
-            self._whole.add(provider)
+                whole = map_pairs(part, whole, joined)
+            self._whole.add(place)
             self._given.append((whole, _versions(whole)))
             mediator.respond(whole)
         else:
@@ -122,7 +123,8 @@ class PromptChunks:
         return map_pairs(batcher.current_value, value, share)
 
 
-def _after(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return one chunk's rows before the next one's."""
     if first.ndim != second.ndim or not first.ndim:
         return first
     axis = 1 if first.ndim > 1 and first.shape[0] == 1 and second.shape[0] == 1 else 0

@@ -13,6 +13,7 @@ from nnsight_engine.interleaving.sharing import publishers
 from nnsight_engine.interleaving.threads import ThreadMediator, Threads
 from nnsight_engine.tracing.tracer import Info, compiled
 from nnsight_engine.vllm_backend.traces.entry import SAVED, Marks, TraceEntry
+from nnsight_engine.vllm_backend.traces.points import place_named
 from nnsight_engine.vllm_backend.traces.points_edits import EditMediator
 from nnsight_engine.vllm_backend.traces.tracer import BlockTracer
 from nnsight_engine.wire import TRUSTED, decode_trace
@@ -95,12 +96,8 @@ class TraceContext:
 
     def _resolved(self, reference: tuple[str, ...]) -> Any:
         kind, *rest = reference
-        if kind == "envoy":
-            return self._model.at(rest[0])
-        if kind == "standard":
-            return self._model.standard(rest[0])
         if kind == "tracer":
             return self._tracer
         if kind == "barrier":
             return self._tracer.known_barrier(int(rest[0]), int(rest[1]))
-        raise LookupError(f"nothing is known by {reference!r}")
+        return place_named(self._model, kind, rest[0])

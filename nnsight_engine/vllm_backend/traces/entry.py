@@ -18,6 +18,20 @@ SAVED: Final = "saved"
 """Name, among a trace's shared values, of the list of containers that were saved before its blocks ran."""
 
 
+class EditEntry(msgspec.Struct, frozen=True):
+    """An edit that a request has chosen.
+
+    Attributes:
+        name: What it is called, in the engine if it is kept there, and in messages.
+        digest: Of the block that is meant; the engine may have another by that name.
+        data: The block, if the engine does not keep it.
+    """
+
+    name: str
+    digest: str
+    data: bytes | None = None
+
+
 class TraceEntry(msgspec.Struct, frozen=True):
     """A request's part in a trace.
 
@@ -29,6 +43,9 @@ class TraceEntry(msgspec.Struct, frozen=True):
         groups: For each block, its variables' names and the numbers of the surrounding variables they stand
             for: equal numbers are one variable.
         streams: Whether what the block saves is told after each step.
+        edits: The edits that run beside the block, in the order in which they have each value.
+        is_rehearsal: Whether the request ends once its block has nothing new to ask for, see ``request``.
+        is_scan: Whether the shapes of all modules' values are asked for too.
     """
 
     key: str
@@ -37,6 +54,9 @@ class TraceEntry(msgspec.Struct, frozen=True):
     data: bytes
     groups: list[dict[str, int]]
     streams: bool = False
+    edits: list[EditEntry] = []
+    is_rehearsal: bool = False
+    is_scan: bool = False
 
     def to_plain(self) -> dict[str, Any]:
         """Return what vLLM carries."""

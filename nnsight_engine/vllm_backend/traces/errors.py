@@ -5,6 +5,38 @@ from __future__ import annotations
 from collections.abc import Collection
 
 
+class CacheLimitError(RuntimeError):
+    """The caches of a request keep more than one request may."""
+
+    @classmethod
+    def over(cls, max_bytes: int) -> CacheLimitError:
+        """They would keep more than this."""
+        return cls(
+            f"The caches of this request would keep more than {max_bytes:,} bytes. Name the modules, "
+            "tracer.cache(modules=[...]), keep a smaller type with dtype=, or start the engine with "
+            "limits=EngineLimits(max_cache_bytes=...)."
+        )
+
+
+class EditLimitError(RuntimeError):
+    """The engine keeps as many edits as it may."""
+
+    @classmethod
+    def over(
+        cls, name: str, num_edits: int, max_edits: int, num_bytes: int, max_bytes: int
+    ) -> EditLimitError:
+        """There would be too many, or they would have too many bytes."""
+        return cls(
+            f"with {name!r} the engine would keep {num_edits} edits of {num_bytes:,} bytes; it takes "
+            f"{max_edits} of {max_bytes:,} together. Remove some, model.remove_edit(name), or start it with "
+            "limits=EngineLimits(max_edits=..., max_edit_bytes=...)."
+        )
+
+
+class UnknownEditError(LookupError):
+    """A request chose an edit that the engine does not have, or has another of that name."""
+
+
 class ChunkedPromptError(RuntimeError):
     """A prompt was computed in chunks, and what a block wants of it needs the whole at once."""
 

@@ -32,9 +32,9 @@ class FollowingBoard(Board):
 
     spread: Spread
 
-    def __init__(self) -> None:
+    def __init__(self, max_cache_bytes: int) -> None:
         """Start without a place to stop at."""
-        super().__init__()
+        super().__init__(max_cache_bytes)
         self.traced = False
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:  # noqa: ARG002 - as on the other side
@@ -83,9 +83,15 @@ class FollowingTraces(Presence, WorkerTraces):
 
     def __init__(self, points: ModelPoints, config: VllmConfig, ranks: Ranks, limits: EngineLimits) -> None:
         """Start without requests."""
-        super().__init__(points, config, limits, board=FollowingBoard())
+        super().__init__(points, config, limits, board=FollowingBoard(limits.max_cache_bytes))
         self.board.spread = Spread(ranks, self.model, points)
         self._in_step = False
+
+    def adopt(self, data: bytes) -> None:
+        """Do nothing: names are for blocks."""
+
+    def keep_edit(self, name: str, data: bytes) -> None:
+        """Do nothing: edits are blocks."""
 
     def begin(self, arrived: Sequence[tuple[str, Any]], finished: set[str]) -> None:
         """Follow while blocks of requests that arrived are opened."""

@@ -45,9 +45,9 @@ class LeadingBoard(Board):
 
     spread: Spread
 
-    def __init__(self) -> None:
+    def __init__(self, max_cache_bytes: int) -> None:
         """Start without requests."""
-        super().__init__()
+        super().__init__(max_cache_bytes)
         self._depth = 0
         self._announced: frozenset[str] = frozenset()
 
@@ -174,8 +174,14 @@ class LeadingTraces(Presence, WorkerTraces):
 
     def __init__(self, points: ModelPoints, config: VllmConfig, ranks: Ranks, limits: EngineLimits) -> None:
         """Start without requests."""
-        super().__init__(points, config, limits, board=LeadingBoard())
+        super().__init__(points, config, limits, board=LeadingBoard(limits.max_cache_bytes))
         self.board.spread = Spread(ranks, self.model, points)
+
+    def adopt(self, data: bytes) -> dict[str, Any] | None:
+        """Take over a client's names and classes, before any trace; returns what went wrong, if anything."""
+        failure = super().adopt(data)
+        self.board.spread = Spread(self.board.spread.ranks, self.model, self._points)
+        return failure
 
     def begin(self, arrived: Sequence[tuple[str, Any]], finished: set[str]) -> None:
         """Open the blocks of requests that arrived, and let go of those that finished."""

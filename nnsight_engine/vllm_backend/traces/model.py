@@ -18,6 +18,7 @@ from nnsight_engine.envoys.probes import Probes
 from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.vllm_backend.families import ModelPoints
 from nnsight_engine.vllm_backend.traces.board import Board
+from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.points import StandardNames
 from nnsight_engine.vllm_backend.traces.points_kernels import KernelProbes
 from nnsight_engine.vllm_backend.traces.points_unembedding import VocabularyEnvoy
@@ -48,21 +49,25 @@ class WorkerModel(StandardNames):
         config: VllmConfig,
         board: Board,
         elsewhere: Mapping[str, torch.nn.Module] = _NONE,
+        names: Names | None = None,
     ) -> None:
         """Stand for the loaded model.
 
         Args:
             points: The model's points.
             config: vLLM's.
-            board: What values go through.
+            board: Where the model's calls meet the requests.
             elsewhere: What stands for modules of other pipeline stages, by their paths below the model.
+            names: A client's own names and classes.
         """
+        names = names or Names()
         envoys = _envoys(points)
+        own = envoys | envoy_classes(envoys, elsewhere) | _spanning(points, elsewhere)
         super().__init__(
             points.model,
             interleaver=board,  # type: ignore[arg-type] # stands for all of them
-            rename=_renamed(points),
-            envoys=envoys | envoy_classes(envoys, elsewhere) | _spanning(points, elsewhere),
+            rename=names.rename_over(_renamed(points)),
+            envoys=names.envoys_over(own),
         )
         for path, module in elsewhere.items():
             parent, _, name = path.rpartition(".")

@@ -10,6 +10,7 @@ they are for code around a block, and travel by name.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn, overload
 
@@ -36,13 +37,26 @@ NORM_INPUT: Final = "norm.input"
 class NamedPlace:
     """A point on the client: a name and a shape."""
 
-    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
+    def __init__(self, points: EnginePoints, name: str, shape: tuple[int, ...]) -> None:
         """Be the point of this name."""
+        self.points = points
         self.name = name
         self.shape = shape
 
-    def read(self) -> NoReturn:
-        """Refuse: the model runs elsewhere."""
+    def read(self) -> torch.Tensor:
+        """Return the shape that a scan has found, as a tensor without numbers.
+
+        Raises:
+            ValueError: There was no scan, and the model runs elsewhere.
+        """
+        scanned = self.points.scanned
+        if scanned is not None:
+            num_tokens, dtype = scanned
+            rows = 1 if self.name == LOGITS else num_tokens
+            sizes = [num_tokens if size < 0 else size for size in self.shape]
+            if self.name.endswith(table.PATTERN):
+                return torch.empty(sizes[0], rows, *sizes[1:], dtype=torch.float32, device="meta")
+            return torch.empty(rows, *sizes, dtype=dtype, device="meta")
         raise ValueError(
             f"Cannot return {self.name}: the model did not execute here. Read it inside `with "
             "model.trace(prompt):`, or inside `with tracer.invoke(prompt):` if the trace itself has no input."
@@ -62,7 +76,12 @@ class EnginePoints(NamedPoints):
         family: Where its points lie.
         num_layers: How many layers it has.
         leaves: The points it has, with their shapes.
+
+    Attributes:
+        scanned: What the last scan found: how many tokens, of which type values are.
     """
+
+    scanned: tuple[int, torch.dtype] | None = None
 
     def __init__(self, root: Envoy, family: Family, num_layers: int, leaves: Sequence[LeafSpec]) -> None:
         """Offer what ``leaves`` names."""
@@ -99,7 +118,7 @@ class EnginePoints(NamedPoints):
         return [name for name in (NORM, LOGITS) if name in self._shapes]
 
     def _found(self, name: str) -> Point:
-        return NamedPlace(name, self._shapes[self._resolved(name)[1]])
+        return NamedPlace(self, name, self._shapes[self._resolved(name)[1]])
 
     def _resolved(self, name: str) -> tuple[int, str]:
         """Return the layer, -1 for a point of the whole model, and the leaf; raises UnknownPointError."""
@@ -167,6 +186,18 @@ class Part(PointGroup):
         super().__init__(points, prefix)
         self.__dict__["_raw"] = raw
 
+    @property
+    def place(self) -> str:
+        """The standard name."""
+        prefix: str = self.__dict__["_prefix"]
+        return prefix
+
+    @property
+    def owner(self) -> EnginePoints:
+        """The points of the model that it is a part of."""
+        points: EnginePoints = self.__dict__["_points"]
+        return points
+
     def __getattr__(self, name: str) -> Any:
         """Return a part, the value of a point, or what vLLM's module's envoy has."""
         mine = self.__dict__
@@ -177,6 +208,10 @@ class Part(PointGroup):
         raw: Envoy = mine["_raw"]
         if self._has(name):
             return super().__getattr__(name)
+        for path in further_names(raw, name):
+            first = path.partition(".")[0]
+            if (layer is not None and first in _GROUPS) or self._has(first):
+                return operator.attrgetter(path)(self)
         return getattr(raw, name)
 
     def _has(self, name: str) -> bool:
@@ -253,7 +288,7 @@ class StandardNames(Envoy):
     def __getattr__(self, name: str) -> Any:
         """Look a name up as ``Envoy`` does, then among the standard ones, which never hide another."""
         if name not in _STANDARD:
-            return super().__getattr__(name)
+            return self._renamed(name)
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -265,6 +300,18 @@ class StandardNames(Envoy):
             except LookupError as error:
                 raise AttributeError(str(error), name=name, obj=self) from error
 
+    def _renamed(self, name: str) -> Any:
+        """Return what a name of the user's own stands for, a module or something with a standard name."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if self.__dict__.get("_points") is None:
+                raise
+            for path in further_names(self, name):
+                if path.partition(".")[0] in _STANDARD:
+                    return operator.attrgetter(path)(self)
+            raise
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Write the logits, or do as ``Envoy`` does."""
         points = self.__dict__.get("_points")
@@ -274,8 +321,36 @@ class StandardNames(Envoy):
             super().__setattr__(name, value)
 
 
+def further_names(envoy: Envoy, name: str) -> list[str]:
+    """Return the paths that a further name may stand for on an envoy."""
+    aliases = envoy._alias  # noqa: SLF001 - an envoy of ours
+    return [] if aliases is None else aliases.resolve(name, is_root=envoy._is_root)  # noqa: SLF001 - the same
+
+
+def place_of(value: object) -> tuple[str, str] | None:
+    """Return the name by which the other side finds the same place in the model; None if it is none."""
+    if isinstance(value, Envoy):
+        return ("envoy", str(value.path))
+    name = standard_name(value)
+    return None if name is None else ("standard", name)
+
+
+def place_named(root: StandardNames, kind: str, name: str) -> Any:
+    """Return what ``place_of`` named.
+
+    Raises:
+        LookupError: Nothing has such a name.
+    """
+    if kind == "envoy":
+        return root if name == root.path else root.get(name)
+    points = root._standard_points() if kind == "standard" else None  # noqa: SLF001 - its own
+    if points is None:
+        raise LookupError(f"nothing is known by {(kind, name)!r}")
+    return points.standard(name)
+
+
 def standard_name(value: object) -> str | None:
-    """Return the name by which the other side finds the same; None for what has no standard name."""
+    """Return the standard name of a value; None for what has none."""
     if isinstance(value, EnginePoints):
         return _POINTS
     if isinstance(value, Layers):
@@ -297,4 +372,4 @@ def _leaf_of(name: str) -> str:
     return name.split(".", 2)[-1] if name.startswith(f"{_LAYERS}.") else name
 
 
-__all__ = ["EnginePoints", "Layers", "Part", "StandardNames", "standard_name"]
+__all__ = ["EnginePoints", "Layers", "Part", "StandardNames", "place_named", "place_of", "standard_name"]

@@ -8,13 +8,16 @@ positions that are computed again. So here the question is asked first.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from nnsight_engine.interleaving.mediator import Mediator
 from nnsight_engine.interleaving.threads import ThreadMediator, Threads
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
+
+if TYPE_CHECKING:
+    from nnsight_engine.vllm_backend.traces.request import TracedRequest
 
 
 class Edit:
@@ -68,16 +71,31 @@ class EditMediator(ThreadMediator):
     """A block's mediator that puts edits in when they have been made.
 
     That may be later than when the block next hands over: it may wait for another block at a barrier first.
+
+    Attributes:
+        label: What to call the block in errors; None for a request's own.
     """
 
-    __slots__ = ("_edit",)
+    __slots__ = ("_edit", "label")
 
-    def __init__(self, intervention: Callable[[], Any], info: Any, threads: Threads, *, seed: int) -> None:
+    def __init__(
+        self,
+        intervention: Callable[[], Any],
+        info: Any,
+        threads: Threads,
+        *,
+        seed: int,
+        label: str | None = None,
+    ) -> None:
         """Prepare a block; nothing runs before ``start``."""
         super().__init__(intervention, info, threads, seed=seed)
         self._edit: Edit | None = None
+        self.label = label
 
     def _go_on(self, how: Callable[[Any, Any], Any], payload: Any) -> Any:
+        request = cast("TracedRequest", self.interleaver)
+        request.last_label = self.label
+
         def then_look(worker: Any, given: Any) -> Any:
             event = how(worker, given)
             self._see_edit()

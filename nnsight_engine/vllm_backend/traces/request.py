@@ -13,22 +13,24 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from nnsight_engine.core.trees import map_pairs, map_tensors
 from nnsight_engine.interleaving.events import Events
-from nnsight_engine.interleaving.interleaver import Interleaver
+from nnsight_engine.interleaving.interleaver import Interleaver, Watcher
 from nnsight_engine.interleaving.mediator import Mediator, Raise
-from nnsight_engine.vllm_backend.traces.chunks import PromptChunks
+from nnsight_engine.vllm_backend.traces.caches import RequestCaches
+from nnsight_engine.vllm_backend.traces.chunks import PromptChunks, joined
 from nnsight_engine.vllm_backend.traces.holdings import Holdings, num_bytes
 from nnsight_engine.vllm_backend.traces.rows import FlatBatcher
 
 if TYPE_CHECKING:
     from nnsight_engine.interleaving.threads import ThreadMediator
     from nnsight_engine.vllm_backend.traces.board import Board
+    from nnsight_engine.vllm_backend.traces.caches import RequestCache
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +70,31 @@ class TracedRequest(Interleaver):
         partial: Whether the step computes a part of the prompt only, and not its end.
         muted: The module whose call the block skips, while it runs for others.
         holdings: The bytes that it holds.
+        caches: What the block keeps of many modules.
+        last_label: What the block that ran last is called in errors; None for the request's own.
+        is_rehearsal: Whether the request ends as soon as its blocks have nothing new to ask for. A block that
+            is in a loop over all steps is left there, since what follows may count on all of them.
     """
 
     batcher: FlatBatcher
 
-    def __init__(self, board: Board, mediator: ThreadMediator, order: int, holdings: Holdings) -> None:
-        """Stand beside ``board``'s other requests; nothing runs before ``open``."""
+    def __init__(
+        self,
+        board: Board,
+        mediator: ThreadMediator,
+        order: int,
+        holdings: Holdings,
+        edits: Sequence[ThreadMediator] = (),
+    ) -> None:
+        """Stand beside ``board``'s other requests; nothing runs before ``open``.
+
+        Args:
+            board: Where the model's calls come from.
+            mediator: Runs the request's block.
+            order: Which of all requests this is.
+            holdings: Counts the bytes that it holds.
+            edits: Run the edits that the request chose; they have each value before the block.
+        """
         self.board = board
         self.order = order
         self.number = 0
@@ -83,6 +104,10 @@ class TracedRequest(Interleaver):
         self.muted: str | None = None
         self.mediator = mediator
         self.holdings = holdings
+        self.last_label: str | None = None
+        self.is_rehearsal = False
+        self._has_rehearsed = False
+        self.caches = RequestCaches(board.max_cache_bytes, joined)
         self._chunks = PromptChunks(self)
         self._skips: dict[str, Any] = {}
         self._written: dict[str, list[tuple[int, Any]]] = {}
@@ -92,7 +117,7 @@ class TracedRequest(Interleaver):
         super().__init__()
         self.wanted = _Wanted(self)
         self.calls = _Calls(self)
-        self.initialize([mediator], batcher=FlatBatcher(board.place))
+        self.initialize([*edits, mediator], batcher=FlatBatcher(board.place))
 
     # One worker has one board, and one block runs at a time.
 
@@ -119,12 +144,19 @@ class TracedRequest(Interleaver):
     def open(self) -> None:
         """Run the block until it first waits."""
         self.interleaving = True
-        self.mediator.refill()
-        self._guarded(self._open)
+        self._refill()
+        self._guarded(self._start_blocks)
 
-    def _open(self) -> None:
-        self.mediator.start(self)
-        self._settle()  # it may have been the last to come to a barrier
+    def _start_blocks(self) -> None:
+        for mediator in self.mediators:
+            if not self._has_failed:
+                mediator.start(self)
+                self._settle()  # it may have been the last to come to a barrier
+
+    def _refill(self) -> None:
+        """Let every block compute for as long as one step allows."""
+        for mediator in self.mediators:
+            cast("ThreadMediator", mediator).refill()
 
     def begin(self, span: TraceSpan, total_rows: int) -> None:
         """Take part in a step.
@@ -134,7 +166,8 @@ class TracedRequest(Interleaver):
             total_rows: Rows of the step, all requests' together.
         """
         self.in_step, self._behind, self._index = True, False, span.index
-        self.mediator.refill()
+        self._refill()
+        self.caches.begin()
         replayed = min(max(self.done - span.start, 0), span.num_rows)
         self._replayed = (span.row, span.start, replayed) if replayed else None
         self.start, self.num_new = span.start + replayed, span.num_rows - replayed
@@ -155,7 +188,9 @@ class TracedRequest(Interleaver):
                 self._settle()
 
     def _own(self, row: int, num_rows: int) -> None:
-        self.batcher.group = self.mediator.batch_group = (row, num_rows)
+        self.batcher.group = (row, num_rows)
+        for mediator in self.mediators:
+            mediator.batch_group = (row, num_rows)
 
     def after_model(self, num_requests: int) -> None:
         """From here on, values have one row per request."""
@@ -167,21 +202,22 @@ class TracedRequest(Interleaver):
         """Leave the step."""
         self.in_step = False
         if self._replayed is not None:
-            for provider in self._written:
-                if provider not in self.wanted:
-                    self.board.unwant(provider, self)
             self._replayed = None
+            for provider in self._written:
+                self._release(provider)
         if self.num_new:
             self.done = self.start + self.num_new
             if self.partial:
                 self._chunks.num_passed += 1
             else:
                 self.number += 1
+                self._has_rehearsed = self.is_rehearsal and all(map(_asks_nothing_new, self.mediators))
                 self._chunks.clear()
+                self.caches.end()
 
     def close(self, result: Any) -> None:
         """The request is over: give the block what the request returned, and end it."""
-        self.mediator.refill()
+        self._refill()
         self._guarded(lambda: self._finish(result))
         if self.error is None:
             self._guarded(lambda: self.holdings.check(is_last=True))
@@ -189,7 +225,7 @@ class TracedRequest(Interleaver):
         self.board.forget(self)
 
     def _finish(self, result: Any) -> None:
-        if self.error is None and not self.stopped:
+        if not self.is_over:
             self.end_steps()
             self.handle("result", result)
             self.check_dangling_mediators()
@@ -201,8 +237,18 @@ class TracedRequest(Interleaver):
 
     @property
     def is_over(self) -> bool:
-        """Whether the request should end, because its block failed or stopped it."""
+        """Whether the request should end, because its block failed or stopped it, or has rehearsed."""
+        return self._has_failed or self._has_rehearsed
+
+    @property
+    def _has_failed(self) -> bool:
         return self.error is not None or self.stopped
+
+    def failed(self, error: BaseException) -> None:
+        """Take note that a block failed, and say which if it is not the request's own."""
+        if self.last_label is not None and self.error is None:
+            error.add_note(f"This was in {self.last_label}, which the request runs beside its own block.")
+        super().failed(error)
 
     def _guarded(self, act: Callable[[], Any]) -> None:
         """Let nothing out that a block, or what it asked for, raises."""
@@ -216,7 +262,7 @@ class TracedRequest(Interleaver):
     def _settle(self) -> None:
         while self.released and self.error is None:
             self.released.pop(0).respond()
-        if self.is_over and not self.ending:
+        if self._has_failed and not self.ending:
             self.wanted.clear()
 
     # What blocks wait for.
@@ -231,20 +277,42 @@ class TracedRequest(Interleaver):
         return super().queue(mediator)
 
     def uses(self, provider: str) -> bool:
-        """Tell whether the block, or what it wrote or skipped before, has a use for this very call."""
+        """Tell whether the block, or what it wrote, skipped or caches, has a use for this very call."""
         replays = self._replayed is not None and provider in self._written
-        return self.in_step and (replays or self.skips(provider) or self.is_due(provider))
+        return self.in_step and (replays or self.has_use_for(provider) or self.is_due(provider))
+
+    def watch(self, watcher: Watcher, providers: Iterable[str]) -> None:
+        """Let a cache see this request's rows from now on, after the blocks have.
+
+        Raises:
+            Exception: No block can have one of these values.
+        """
+        names = list(providers)
+        for refusal in map(self.board.refusal, names):
+            if refusal is not None:
+                raise refusal
+        self.caches.add(cast("RequestCache", watcher), names)
+        for provider in names:
+            self.board.want(provider, self)
 
     def skips(self, provider: str) -> bool:
         """Tell whether a value that the block gave is to take the place of this one."""
         return provider in self._skips
 
+    def _release(self, provider: str) -> None:
+        """Have no more use for a provider, if nothing else of this request's has one."""
+        if not (provider in self.wanted or self.has_use_for(provider)):
+            self.board.unwant(provider, self)
+
+    def has_use_for(self, provider: str) -> bool:
+        """Tell whether a value is of use although no block waits for it."""
+        return self.skips(provider) or self.caches.has_use_for(provider)
+
     def is_due(self, provider: str) -> bool:
         """Tell whether the block waits for this very call."""
         if not (self.in_step and self.num_new) or self.muted is not None or (self._behind and self.partial):
             return False
-        waiting = self.wanted.get(provider, ())
-        return any(one.waiting is not None and one.waiting[2] in {self.number, None} for one in waiting)
+        return bool(self.due(provider))
 
     # What the model provides.
 
@@ -307,6 +375,26 @@ class TracedRequest(Interleaver):
         self._guarded(lambda: self._chunks.leave(provider))
         self._guarded(self.holdings.check)
 
+    def watch_pass(self, provider: str) -> None:
+        """Let the caches see the value at hand, as all blocks have left it."""
+        if not self.caches.has_use_for(provider) or not (self.in_step and self.num_new):
+            return
+        if self.is_over or (self._behind and self.partial):
+            return
+        if self.muted in {None, provider.removesuffix(".input")}:
+            chunk = 0 if self._behind else self._chunks.num_passed
+            self.last_label = None  # a cache is the own block's
+            self._guarded(lambda: self._note_cached(provider, chunk))
+
+    def _note_cached(self, provider: str, chunk: int) -> None:
+        rows = map_tensors(self.board.place.value, self._own_rows)
+        self.caches.note(provider, rows, chunk, is_last=not self.partial)
+
+    def _own_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        axis = self.batcher.axis(tensor)
+        with torch.inference_mode(mode=False):
+            return tensor if axis is None else tensor.narrow(axis, *self.batcher.group)
+
     def _serve_whole(self, provider: str) -> None:
         outer, self.providing = self.providing, (provider, self._number_of(provider))
         try:
@@ -334,8 +422,7 @@ class TracedRequest(Interleaver):
     def _put_skipped(self, provider: str) -> None:
         skip = self._skips.pop(provider)
         self.muted = None
-        if provider not in self.wanted:
-            self.board.unwant(provider, self)
+        self._release(provider)
         try:
             self.batcher.swap(self.batcher.group, skip)
         except ValueError as error:
@@ -362,6 +449,19 @@ class TracedRequest(Interleaver):
         entries.append((self.start, written))
         self.holdings.keep("writes", num_bytes([written]))
 
+    def due(self, provider: str) -> list[Mediator]:
+        """Return the blocks that wait for this very call, in the order in which they are answered."""
+        now = (self.number, None)
+        return [one for one in self.wanted.get(provider, ()) if one.waiting and one.waiting[2] in now]
+
+
+def _asks_nothing_new(mediator: Mediator) -> bool:
+    """Tell whether a block has ended, or waits for a turn of a loop that ends where generation does."""
+    event = mediator.waiting
+    if event is None:
+        return True
+    return event[0] is Events.STEP and bool(mediator.loops and mediator.loops[-1].open_ended)
+
 
 class _Wanted(dict[str, list[Mediator]]):
     """What one request's block waits for, of which the board keeps count."""
@@ -376,7 +476,7 @@ class _Wanted(dict[str, list[Mediator]]):
 
     def __delitem__(self, provider: str) -> None:
         super().__delitem__(provider)
-        if not self._request.skips(provider):
+        if not self._request.has_use_for(provider):
             self._request.board.unwant(provider, self._request)
 
     def clear(self) -> None:

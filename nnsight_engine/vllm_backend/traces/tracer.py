@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.interleaving.barrier import Barrier
+from nnsight_engine.vllm_backend.traces.caches import RequestCache
 
 if TYPE_CHECKING:
+    import torch
+
     from nnsight_engine.vllm_backend.traces.model import WorkerModel
 
 
@@ -26,11 +29,10 @@ class BlockTracer(InterleavingTracer):
             "side in a trace without an input of its own: `with model.trace() as tracer:`."
         )
 
-    def cache(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002 - refused whatever it is
-        """Refuse: a cache cannot travel back yet."""
-        raise ValueError(
-            "tracer.cache() is not supported on vLLM yet; save the values of the modules one by one"
-        )
+    def _new_cache(
+        self, *, device: torch.device | str | None, dtype: torch.dtype | None, detach: bool
+    ) -> RequestCache:
+        return RequestCache(device=device, dtype=dtype, detach=detach)
 
     def known_barrier(self, number: int, participants: int) -> Barrier:
         """Return a barrier that was made before the invokes; all of them share it."""

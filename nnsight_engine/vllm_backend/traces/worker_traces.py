@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,12 +21,16 @@ from nnsight_engine.interleaving.threads import Threads
 from nnsight_engine.vllm_backend.outline import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.traces.board import Board
 from nnsight_engine.vllm_backend.traces.context import TraceContext
+from nnsight_engine.vllm_backend.traces.edits import KeptEdits
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.errors import TraceBytesError
 from nnsight_engine.vllm_backend.traces.holdings import Holdings
 from nnsight_engine.vllm_backend.traces.model import LOGITS, SAMPLES, WorkerModel
+from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.news import News
+from nnsight_engine.vllm_backend.traces.points import place_of
 from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
+from nnsight_engine.vllm_backend.traces.scans import first_values, scanned
 from nnsight_engine.wire import EncodeError, encode, encode_error
 
 if TYPE_CHECKING:
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
 
     from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.families import ModelPoints
+    from nnsight_engine.vllm_backend.traces.caches import RequestCache
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +60,7 @@ class _Member:
     entry: TraceEntry
     choice: int
     error: BaseException | None = None
+    shapes: RequestCache | None = None
 
 
 class WorkerTraces:
@@ -71,8 +77,11 @@ class WorkerTraces:
         self, points: ModelPoints, config: VllmConfig, limits: EngineLimits, *, board: Board | None = None
     ) -> None:
         """Start without requests."""
-        self.board = board if board is not None else Board()
-        self.model = self._new_model(points, config)
+        self.board = board if board is not None else Board(limits.max_cache_bytes)
+        self._points = points
+        self._config = config
+        self.model = self._new_model(Names())
+        self.edits = KeptEdits(limits.max_edits, limits.max_edit_bytes)
         self._threads = Threads(limits.trace_step_s)
         self._max_bytes = limits.max_trace_bytes
         self._members: dict[str, _Member] = {}
@@ -84,9 +93,9 @@ class WorkerTraces:
         self._ended: list[str] = []
         self._news: dict[str, News] = {}
 
-    def _new_model(self, points: ModelPoints, config: VllmConfig) -> WorkerModel:
+    def _new_model(self, names: Names) -> WorkerModel:
         """Return what ``model`` is in the blocks."""
-        return WorkerModel(points, config, self.board)
+        return WorkerModel(self._points, self._config, self.board, names=names)
 
     @property
     def idle(self) -> bool:
@@ -99,7 +108,7 @@ class WorkerTraces:
 
     def num_live(self) -> dict[str, int]:
         """Return how much is held, for tests and metrics."""
-        return {"traced": len(self._live), "traces": len(self._by_key)}
+        return {"traced": len(self._live), "traces": len(self._by_key), "edits": self.edits.num_kept}
 
     # A step.
 
@@ -132,8 +141,14 @@ class WorkerTraces:
             mediator = member.context.mediator(entry.index, self._threads)
             self._num_arrived += 1
             holdings = Holdings(self._max_bytes, partial(member.context.marked, entry.index))
-            member.request = TracedRequest(self.board, mediator, self._num_arrived, holdings)
+            edits = self.edits.mediators(entry, self.model, self._threads)
+            member.request = TracedRequest(self.board, mediator, self._num_arrived, holdings, edits)
+            for before, edit in enumerate(edits):
+                edit.idx = before - len(edits)
             mediator.idx = entry.index
+            member.request.is_rehearsal = entry.is_rehearsal
+            if entry.is_scan:
+                member.shapes = scanned(member.request, self.model)
             member.request.open()
             self._live[request_id] = member.request
             if entry.streams:
@@ -153,6 +168,24 @@ class WorkerTraces:
         if context is not None:
             self._contexts[(entry.key, choice)] = context
         return context, error
+
+    # What a client leaves in the engine.
+
+    def adopt(self, data: bytes) -> dict[str, Any] | None:
+        """Take over a client's names and classes, before any trace; returns what went wrong, if anything."""
+
+        def adopt() -> None:
+            self.model = self._threads.run(lambda: self._new_model(Names.read(data)))
+
+        return _failure_of(adopt)
+
+    def keep_edit(self, name: str, data: bytes) -> dict[str, Any] | None:
+        """Keep an edit under a name; returns what went wrong, if anything."""
+        return _failure_of(lambda: self.edits.keep(name, data, self.model, self._threads))
+
+    def remove_edit(self, name: str) -> None:
+        """Forget an edit; requests that run it go on."""
+        self.edits.remove(name)
 
     def takes_part(self, request_id: str) -> bool:
         """Tell whether a request is traced, and its block still of use."""
@@ -253,6 +286,7 @@ class WorkerTraces:
                     "choice": member.choice,
                     "saves": saves,
                     "error": None if error is None else encode_error(error),
+                    "shapes": {} if member.shapes is None else first_values(member.shapes),
                 }
             )
         contexts = [context for name, context in self._contexts.items() if name[0] == key]
@@ -300,19 +334,19 @@ def _is_too_much(error: BaseException | None) -> bool:
 def _encoded(message: dict[str, Any]) -> bytes:
     """Return what a trace left behind as bytes; a block that saved what cannot travel fails alone."""
     try:
-        return encode(message, reference=_Result.reference)
+        return encode(message, reference=_home_reference)
     except EncodeError:
         logger.debug("something saved cannot be sent", exc_info=True)
     for block in message["blocks"]:
         try:
-            encode(block["saves"], reference=_Result.reference)
+            encode(block["saves"], reference=_home_reference)
         except EncodeError as error:
             block["saves"] = {}
             block["error"] = block["error"] or encode_error(error)
     try:
-        return encode(message, reference=_Result.reference)
+        return encode(message, reference=_home_reference)
     except EncodeError:
-        return encode({**message, "before": None}, reference=_Result.reference)
+        return encode({**message, "before": None}, reference=_home_reference)
 
 
 class _Result:
@@ -322,9 +356,18 @@ class _Result:
         for name, value in (plain or {}).items():
             setattr(self, name, value)
 
-    @staticmethod
-    def reference(value: Any) -> tuple[str, ...] | None:
-        """Name a result, which need not travel back."""
-        if isinstance(value, _Result):
-            return ("result", str(getattr(value, "request", "")))
-        return None
+
+def _home_reference(value: Any) -> tuple[str, ...] | None:
+    """Name a result, which need not travel back, and places in the model, which the client has."""
+    if isinstance(value, _Result):
+        return ("result", str(getattr(value, "request", "")))
+    return place_of(value)
+
+
+def _failure_of(act: Callable[[], Any]) -> dict[str, Any] | None:
+    """Do something for a client; returns its error, which is not to reach the engine's own calls."""
+    try:
+        act()
+    except Exception as error:  # noqa: BLE001 - whatever a client's code does
+        return encode_error(error)
+    return None

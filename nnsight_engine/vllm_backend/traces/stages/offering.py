@@ -38,7 +38,7 @@ class OfferingBoard(Board):
 
     def __init__(self, link: Channel, shared: Sequence[str]) -> None:
         """Offer through ``link`` all but what modules return that later stages go on with."""
-        super().__init__()
+        super().__init__(max_cache_bytes=0)  # blocks and their caches are on the last stage
         self._link = link
         self._shared = {f"{path}.output" for path in shared}
         self._keeper = Keeper()
@@ -198,6 +198,15 @@ class StageTraces:
         """Return nothing."""
         del key, results, index
         return b""
+
+    def adopt(self, data: bytes) -> None:
+        """Do nothing: names are for blocks."""
+
+    def keep_edit(self, name: str, data: bytes) -> None:
+        """Do nothing: edits are blocks."""
+
+    def remove_edit(self, name: str) -> None:
+        """Do nothing."""
 
     def drop(self, key: str) -> None:
         """Do nothing."""

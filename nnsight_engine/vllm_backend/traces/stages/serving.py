@@ -22,6 +22,7 @@ from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.vllm_backend.outline import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.traces.errors import StageError
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
+from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.stages.elsewhere import (
     ModuleElsewhere,
@@ -78,8 +79,8 @@ class ServingTraces(WorkerTraces):
         self.elsewhere = stand_ins(points.model, stages, self)
         super().__init__(points, config, limits)
 
-    def _new_model(self, points: ModelPoints, config: VllmConfig) -> WorkerModel:
-        return PipelineModel(points, config, self.board, self.elsewhere)
+    def _new_model(self, names: Names) -> WorkerModel:
+        return PipelineModel(self._points, self._config, self.board, self.elsewhere, names)
 
     def outline(self) -> list[OutlineEntry]:
         """List the modules of all stages."""

@@ -1,0 +1,48 @@
+"""Scans of blocks in the serving engine: shapes of all that a request passes, and nothing kept of it.
+
+Local scans run on fake tensors. vLLM's kernels take real ones only, so here the block runs beside a real
+request, of one token unless more are asked for. Its writes reach that request and no other, and its keys and
+values are nobody else's. What comes home has shapes, no numbers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nnsight_engine.core.trees import tensors
+from nnsight_engine.vllm_backend.request_tracer import Purpose, RequestTracer, SentTrace
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class RequestScanner(RequestTracer):
+    """``with model.scan(prompt):`` on ``VLLM``; afterwards, envoys give values without numbers."""
+
+    def _run_model(self) -> Any:
+        """Run the blocks for shapes, and leave those of the first one's request on the envoys."""
+        trace = SentTrace(self, Purpose.SCAN)
+        outcomes, outputs = self._send(trace)
+        trace.bring_home(outcomes)
+        if outcomes:
+            self._leave(outcomes[0].shapes, len(outputs[0].prompt_token_ids or ()))
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def _leave(self, shapes: Mapping[str, Mapping[str, Any]], num_tokens: int) -> None:
+        for path, envoy in self.model.named_modules():
+            envoy._fake.update(shapes.get(path, {}))  # noqa: SLF001 - where local scans leave theirs
+        points = self.model.points
+        layer = shapes.get(str(points.layer(0).path), {})
+        first = next(tensors(layer.get("output")), None)
+        if first is not None:
+            points.scanned = (num_tokens, first.dtype)
+
+
+def refuse_function(options: Mapping[str, Any]) -> None:
+    """Refuse to trace anything but generation.
+
+    Raises:
+        TypeError: A function is given.
+    """
+    if options.get("fn") is not None:
+        raise TypeError("fn= is not supported on vLLM: a trace there is a request, and the engine runs it")

@@ -1,0 +1,213 @@
+"""Caches of blocks in the serving engine: the values of many modules, a request's rows of each, brought home.
+
+A cache is filled on the model's side, after every block has had a value, with rows of positions that are
+computed for the first time: what a preemption makes the engine compute again is there already. Of a prompt in
+chunks each module's rows are put together, so that a cache has whole values or its request an error. It goes
+home as data, where it is read with the client's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from nnsight_engine.core.trees import map_pairs, map_tensors
+from nnsight_engine.envoys.architectures import table
+from nnsight_engine.envoys.architectures.named_points import PointGroup
+from nnsight_engine.envoys.cache import Cache, CacheView, Entry
+from nnsight_engine.vllm_backend.traces.errors import CacheLimitError, ChunkedPromptError
+from nnsight_engine.vllm_backend.traces.points import ATTENTION_INPUT, Layers, Part
+
+if TYPE_CHECKING:
+    from nnsight_engine.envoys.envoy import Envoy
+    from nnsight_engine.vllm_backend.families import Family
+
+Join = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class RequestCache(Cache):
+    """A cache that a request's block has made; it says what it keeps, and is read with standard names."""
+
+    def __init__(
+        self,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        detach: bool = True,
+    ) -> None:
+        """Keep tensors there, in that type.
+
+        Raises:
+            RuntimeError: There is no such device here.
+        """
+        torch.empty(0, device=device, dtype=dtype)  # now, at the line that asks for it
+        super().__init__(device=device, dtype=dtype, detach=detach)
+        self.spend: Callable[[int], None] = _spends_nothing
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.device is None or torch.device(self.device).type != "meta":
+            self.spend(tensor.nbytes)
+        with torch.inference_mode(mode=False):  # whoever gets it may edit it
+            return super()._copied(tensor)
+
+    def view(self, model: Envoy) -> CacheView:
+        """Return the values as seen from the model's root."""
+        return EngineCacheView(self, "", model)
+
+
+class RequestCaches:
+    """The caches of one request, and the parts that they wait for the rest of.
+
+    Args:
+        max_bytes: What they may keep together.
+        join: Puts rows before others of the same value.
+    """
+
+    def __init__(self, max_bytes: int, join: Join) -> None:
+        """Start without any."""
+        self._left = self._max_bytes = max_bytes
+        self._join = join
+        self._by_provider: dict[str, list[RequestCache]] = {}
+        self._parts: dict[tuple[int, str], list[list[Any]]] = {}
+        self._calls: dict[tuple[int, str], int] = {}
+
+    def add(self, cache: RequestCache, providers: Iterable[str]) -> None:
+        """Fill a cache from now on."""
+        cache.spend = self._spend
+        for provider in providers:
+            self._by_provider.setdefault(provider, []).append(cache)
+
+    def has_use_for(self, provider: str) -> bool:
+        """Tell whether some cache keeps a provider's values."""
+        return provider in self._by_provider
+
+    def begin(self) -> None:
+        """Begin a step: modules count their calls anew."""
+        self._calls.clear()
+
+    def end(self) -> None:
+        """The prompt is whole; nothing waits for the rest of it."""
+        self._parts.clear()
+
+    def note(self, provider: str, rows: Any, chunk: int, *, is_last: bool) -> None:
+        """Keep a value, or put it aside until the last chunk of its prompt has come.
+
+        Args:
+            provider: The place.
+            rows: The request's new rows.
+            chunk: How many chunks of the prompt came before.
+            is_last: Whether the prompt ends with these.
+
+        Raises:
+            ChunkedPromptError: The first chunks passed before the cache was made.
+            CacheLimitError: The caches keep too much.
+        """
+        for cache in self._by_provider[provider]:
+            if is_last and not chunk:
+                cache.keep(provider, rows)
+                continue
+            key = (id(cache), provider)
+            call = self._calls[key] = self._calls.get(key, -1) + 1
+            calls = self._parts.setdefault(key, [])
+            while len(calls) <= call:
+                calls.append([])
+            parts = calls[call]
+            if len(parts) != chunk:
+                if is_last:
+                    raise ChunkedPromptError.reading(provider, chunk + 1)
+                continue
+            if not is_last:
+                parts.append(map_tensors(rows, self._put_aside))
+                continue
+            for part in reversed(parts):
+                rows = map_pairs(part, rows, self._join)
+            cache.keep(provider, rows)
+
+    def _put_aside(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._spend(tensor.nbytes)
+        with torch.inference_mode(mode=False):
+            return tensor.clone()
+
+    def _spend(self, num_bytes: int) -> None:
+        self._left -= num_bytes
+        if self._left < 0:
+            raise CacheLimitError.over(self._max_bytes)
+
+
+class EngineCacheView(CacheView):
+    """A cache of a block in vLLM: modules by their paths, and by standard names what these stand for.
+
+    ``cache.model.layers[3].output`` is the residual stream, one tensor, as in a block; the module's own
+    value is at ``cache["model.model.layers.3"].output``.
+    """
+
+    def _value(self, name: str) -> Any:
+        is_standard = isinstance(self._envoy, Part) and name != "inputs"
+        return self._standard(name) if is_standard else super()._value(name)
+
+    def _below(self, envoy: Any) -> Any:
+        if isinstance(envoy, Layers):
+            points = envoy.points
+            return type(self)(self._cache, f"{points.root.path}.{points.family.layers}", envoy)
+        if isinstance(envoy, PointGroup) and not isinstance(envoy, Part):
+            raise AttributeError(  # noqa: TRY004 - what a cache raises for a name it lacks
+                f"{envoy!r} are no module, and a cache has modules; save their values"
+            )
+        return super()._below(envoy)
+
+    def _standard(self, side: str) -> Any:
+        part: Part = self._envoy
+        prefix, points = part.place, part.owner
+        family = points.family
+        if prefix == _NORM or prefix.count(".") == 1:
+            entry = self._entry()
+            is_stream = family.returns_residual and (prefix != _NORM or side == "input")
+            index = family.hidden_index if side == "input" and prefix != _NORM else 0
+            return _each(
+                _values(entry, side),
+                lambda value: _tensor(value, index if is_stream else 0, family, is_stream=is_stream),
+            )
+        _, layer, group = prefix.split(".", 2)
+        here = self
+        if f"{group}.{side}" == ATTENTION_INPUT:  # attention itself is given more than that, in any order
+            projection = family.leaves[table.QUERIES].path
+            path = f"{points.root.path}.{family.layers}.{layer}.{projection}"
+            here = type(self)(self._cache, path, None)
+        values = _values(here._entry(), side)  # noqa: SLF001 - a view like this one
+        return _each(values, lambda value: _tensor(value, 0, family, is_stream=False))
+
+
+def _values(entry: Entry, side: str) -> list[Any]:
+    """Return what an entry has of each call: outputs, or arguments in order."""
+    if side == "output":
+        _ = entry.output  # which says how to have outputs, if there are none
+        return entry.values["output"]
+    _ = entry.inputs
+    return [(*args, *kwargs.values()) for args, kwargs in entry.values["input"]]
+
+
+def _each(values: list[Any], form: Callable[[Any], Any]) -> Any:
+    formed = [form(value) for value in values]
+    return formed[0] if len(formed) == 1 else formed
+
+
+def _tensor(value: Any, index: int, family: Family, *, is_stream: bool) -> torch.Tensor:
+    """Return the one tensor that a standard name stands for."""
+    several = value if isinstance(value, tuple) else (value,)
+    first: torch.Tensor = several[index]
+    second = several[index + 1] if is_stream and len(several) > index + 1 else None
+    if second is not None:
+        first = first + second
+    return first[0] if family.is_batched else first
+
+
+def _spends_nothing(num_bytes: int) -> None:
+    """Stand in until a cache is a request's."""
+
+
+HOME_CLASSES: Final = (Cache, RequestCache, CacheView, EngineCacheView, Entry)
+"""What comes home beside data: these hold data and nothing else."""
+
+_NORM: Final = "norm"
