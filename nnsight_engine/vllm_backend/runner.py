@@ -67,7 +67,7 @@ class InterventionRunnerMixin:
         if config.parallel_config.pipeline_parallel_size == 1:  # the rest is traces only
             install_taps(points.layers, points.family.hidden_index)
         self._make_room_for_stages(config)
-        self.traces = traces_of_stage(points, config, budget_s=limits.trace_step_s)
+        self.traces = traces_of_stage(points, config, limits)
         self.interventions = WorkerState(
             points,
             spec,

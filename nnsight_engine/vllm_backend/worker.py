@@ -11,6 +11,7 @@ from typing import Any
 from nnsight_engine.vllm_backend.compat import platform_worker_class
 from nnsight_engine.vllm_backend.outline import OutlineEntry
 from nnsight_engine.vllm_backend.runner import InterventionRunnerMixin
+from nnsight_engine.vllm_backend.seeded_chunks import SeededChunksMixin
 
 _PlatformWorker: Any = platform_worker_class()
 
@@ -23,7 +24,9 @@ class InterventionWorker(_PlatformWorker):
         super().init_device()
         runner = self.model_runner
         cls = type(runner)
-        runner.__class__ = type(f"Intervention{cls.__name__}", (InterventionRunnerMixin, cls), {})
+        runner.__class__ = type(
+            f"Intervention{cls.__name__}", (InterventionRunnerMixin, SeededChunksMixin, cls), {}
+        )
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run the step; the last stage of a pipeline serves the others first, who would wait for it."""

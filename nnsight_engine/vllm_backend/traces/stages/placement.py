@@ -12,17 +12,19 @@ from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.families import ModelPoints
 
 
 def traces_of_stage(
-    points: ModelPoints, config: VllmConfig, *, budget_s: float
+    points: ModelPoints, config: VllmConfig, limits: EngineLimits
 ) -> WorkerTraces | StageTraces:
     """Return the worker's traces; with several stages, all workers must make theirs together."""
     last = num_stages() - 1
     if own_stage() < last:
         return StageTraces(points, config, Link(last))
+    budget_s, max_bytes = limits.trace_step_s, limits.max_trace_bytes
     if last:
         links = [Link(stage) for stage in range(last)]
-        return ServingTraces(points, config, links, budget_s=budget_s)
-    return WorkerTraces(points, config, budget_s=budget_s)
+        return ServingTraces(points, config, links, budget_s=budget_s, max_bytes=max_bytes)
+    return WorkerTraces(points, config, budget_s=budget_s, max_bytes=max_bytes)

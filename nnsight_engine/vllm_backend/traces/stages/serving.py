@@ -61,10 +61,17 @@ class ServingTraces(WorkerTraces):
         config: vLLM's.
         links: The ways to the stages before, in order.
         budget_s: Seconds that one block may compute within one step.
+        max_bytes: Most that one request may hold.
     """
 
     def __init__(
-        self, points: ModelPoints, config: VllmConfig, links: Sequence[Channel], *, budget_s: float
+        self,
+        points: ModelPoints,
+        config: VllmConfig,
+        links: Sequence[Channel],
+        *,
+        budget_s: float,
+        max_bytes: int,
     ) -> None:
         """Learn what modules the others have."""
         self._links = links
@@ -75,7 +82,7 @@ class ServingTraces(WorkerTraces):
         self._device = next(points.model.parameters()).device
         stages = [link.receive()[0] for link in links]
         self.elsewhere = stand_ins(points.model, stages, self)
-        super().__init__(points, config, budget_s=budget_s)
+        super().__init__(points, config, budget_s=budget_s, max_bytes=max_bytes)
 
     def _new_model(self, points: ModelPoints, config: VllmConfig) -> WorkerModel:
         return PipelineModel(points, config, self.board, self.elsewhere)
