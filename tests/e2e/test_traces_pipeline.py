@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
 
@@ -362,6 +363,8 @@ def test_what_cannot_come_is_named(model: VLLM) -> None:
         list(model.model.layers[0].mlp.parameters())
     with pytest.raises(StageError, match=r"layers\.0\.mlp.*stage 0"), model.trace(PROMPT):
         model.model.layers[0].mlp(model.layers[3].output)
+    with pytest.raises(StageError, match="got Fraction"), model.trace(PROMPT):
+        model.model.layers[0].mlp(model.layers[0].output, Fraction(1, 2))
     with model.trace(PROMPT):
         early, errors = model.layers[0].output, save([])
 

@@ -123,6 +123,14 @@ class StageError(RuntimeError):
         )
 
     @classmethod
+    def argument(cls, path: str, what: str) -> StageError:
+        """A module elsewhere is called with something that does not travel."""
+        return cls(
+            f"`{path}` is on another pipeline stage than the blocks, so it is called with tensors, numbers "
+            f"and strings, in tuples, lists and dicts; got {what}"
+        )
+
+    @classmethod
     def unlike(cls) -> StageError:
         """Stages that do not agree on what a step is."""
         return cls(

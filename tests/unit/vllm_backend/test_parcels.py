@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import enum
+
 import pytest
 import torch
 
 from nnsight_engine.vllm_backend.traces.errors import StageError
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
-from nnsight_engine.vllm_backend.traces.stages.parcels import Keeper, Parcels, ValueElsewhere
+from nnsight_engine.vllm_backend.traces.stages.parcels import Keeper, Kept, Parcels, ValueElsewhere
 from nnsight_engine.wire import decode, encode
 
 HOST = torch.device("cpu")
@@ -54,7 +56,7 @@ def test_a_tensor_without_rows_travels_whole_even_if_it_is_as_long_as_the_rows()
 def test_objects_stay_where_they_are_and_have_names() -> None:
     keeper, thing = Keeper(), object()
     kept = keeper.keep((1, {"a": [thing]}))
-    message = encode(kept, reference=type(kept[1]["a"][0]).reference)
+    message = encode(kept, reference=Kept.reference)
     there = decode(message, resolve=lambda name: ValueElsewhere(name, 0))
     assert repr(there[1]["a"][0]) == "<object on pipeline stage 0>"
     with pytest.raises(StageError, match="of type object"):
@@ -62,3 +64,18 @@ def test_objects_stay_where_they_are_and_have_names() -> None:
     again = decode(encode(there, reference=ValueElsewhere.reference), resolve=keeper.resolve)
     assert again[1]["a"][0] is thing
     assert keeper.give_back(kept) == (1, {"a": [thing]})
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+def test_what_the_other_side_may_not_know_stays() -> None:
+    keeper = Keeper()
+    assert keeper.give_back(keeper.keep({Colour.RED: 1})) == {Colour.RED: 1}
+    message = encode(keeper.keep([Colour.RED, {Colour.RED: 1}, 2]), reference=Kept.reference)
+    there = decode(message, resolve=lambda name: ValueElsewhere(name, 0))
+    assert there[2] == 2
+    assert [type(one) for one in there[:2]] == [ValueElsewhere] * 2
+    assert Keeper.refusal(([1, torch.ones(1)], {"a": there[0]})) is None
+    assert Keeper.refusal(({"a": [Colour.RED]},)) == "Colour"

@@ -18,7 +18,7 @@ from nnsight_engine.vllm_backend.outline import OutlineEntry
 from nnsight_engine.vllm_backend.traces.board import Board
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.stages.elsewhere import described, spanning_paths
-from nnsight_engine.vllm_backend.traces.stages.parcels import Keeper, Kept, Parcels
+from nnsight_engine.vllm_backend.traces.stages.parcels import Keeper, Kept, Parcels, plain
 from nnsight_engine.wire import encode_error
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class OfferingBoard(Board):
         try:
             device = self.model.device or torch.device("cpu")
             here = map_tensors((args, kwargs), lambda tensor: tensor.to(device))
-            value = self._keeper.keep(self.model.get(path)(*here[0], **here[1]))
+            value = self._keeper.keep(map_tensors(self.model.get(path)(*here[0], **here[1]), plain))
             self._link.send("called", value, None, reference=Kept.reference)
         except Exception as error:  # noqa: BLE001 - raised in the block
             self._link.send("called", None, encode_error(error))

@@ -19,8 +19,8 @@ from nnsight_engine.vllm_backend.traces.rows import row_axis
 if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.request import TraceSpan
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Tensor)
-"""What travels by itself."""
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+"""What travels by itself, beside tensors; of subclasses the other side may know nothing."""
 
 Form = tuple[int, bool]
 """Of a tensor: the axis of its rows, -1 for none, and whether it is on the host."""
@@ -94,10 +94,15 @@ class Parcels:
         return map_tensors(value, replaced)
 
     def _rows(self, tensor: torch.Tensor, axis: int | None) -> torch.Tensor:
-        tensor = tensor.detach()
+        tensor = plain(tensor)
         if axis is None or self._is_all:
             return tensor.cpu()
         return tensor.index_select(axis, self._index.to(tensor.device)).cpu()
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is nothing else: of a weight, the values."""
+    return tensor.detach().as_subclass(torch.Tensor)
 
 
 class Kept:
@@ -125,9 +130,9 @@ class Keeper:
 
     def keep(self, value: Any) -> Any:
         """Return a value with all that does not travel replaced by ``Kept``."""
-        if isinstance(value, _PLAIN):
+        if type(value) in _PLAIN or isinstance(value, torch.Tensor):
             return value
-        if type(value) is dict:
+        if type(value) is dict and all(type(key) in _PLAIN for key in value):
             return {key: self.keep(item) for key, item in value.items()}
         if type(value) in {tuple, list}:
             return type(value)(self.keep(item) for item in value)
@@ -147,6 +152,17 @@ class Keeper:
     def resolve(self, name: tuple[str, ...]) -> Any:
         """Return what has a name."""
         return self._objects[int(name[0])]
+
+    @staticmethod
+    def refusal(value: Any) -> str | None:
+        """Return the name of a type in a value of another stage's that does not travel; None if all does."""
+        if type(value) in _PLAIN or isinstance(value, torch.Tensor | ValueElsewhere):
+            return None
+        if type(value) is dict:
+            return next(filter(None, map(Keeper.refusal, [*value, *value.values()])), None)
+        if type(value) in {tuple, list}:
+            return next(filter(None, map(Keeper.refusal, value)), None)
+        return type(value).__qualname__
 
     def clear(self) -> None:
         """Forget all: the step is over, and with it every name."""

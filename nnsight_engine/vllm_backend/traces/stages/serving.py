@@ -29,7 +29,7 @@ from nnsight_engine.vllm_backend.traces.stages.elsewhere import (
     SpanningEnvoy,
     stand_ins,
 )
-from nnsight_engine.vllm_backend.traces.stages.parcels import Form, Parcels, ValueElsewhere
+from nnsight_engine.vllm_backend.traces.stages.parcels import Form, Keeper, Parcels, ValueElsewhere, plain
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 from nnsight_engine.wire import EncodeError, restore_error
 
@@ -184,14 +184,18 @@ class ServingTraces(WorkerTraces):
         """Return what a module of another stage gives, which must be the one that is being served.
 
         Raises:
-            StageError: It is not, or the code that calls is not the running block's own.
-            EncodeError: It is called with something that cannot travel.
+            StageError: It is not, or the code that calls is not the running block's own, or it is called with
+                something that does not travel.
             BaseException: What the module raised.
         """
         listening, mediator = self._listening, self.board.current
         worker = None if mediator is None else mediator.worker
         if listening is None or listening.stage != stage or worker is None or not worker.is_current():
             raise StageError.call(path, stage)
+        refused = Keeper.refusal((args, kwargs))
+        if refused is not None:
+            raise StageError.argument(path, refused)
+        args, kwargs = map_tensors((args, kwargs), plain)
         answers: list[tuple[Any, ...]] = []
         refusals: list[EncodeError] = []
 
@@ -211,7 +215,7 @@ class ServingTraces(WorkerTraces):
         thread.start()
         thread.join()
         if refusals:
-            raise refusals[0]
+            raise StageError.argument(path, str(refusals[0]))
         if not answers:
             raise StageError.call(path, stage)
         _, value, error = answers[0]
