@@ -23,7 +23,6 @@ def traces_of_stage(
     last = num_stages() - 1
     if own_stage() < last:
         return StageTraces(points, config, Link(last))
-    budget_s, max_bytes = limits.trace_step_s, limits.max_trace_bytes
     if last:
         links = [Link(stage) for stage in range(last)]
         return ServingTraces(points, config, links, limits)
