@@ -284,21 +284,12 @@ class Interleaver:
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:
         """Let every block that waits for this call have the value; returns it as they left it."""
-        batcher, wanted, outer = self.batcher, self.wanted, self.providing
+        batcher, outer = self.batcher, self.providing
         handled, loans = batcher.current_value, batcher.loans
         batcher.current_value, batcher.loans = value, None
         self.providing = (provider, number)
         try:
-            while provider in wanted:
-                for mediator in wanted[provider]:
-                    event = mediator.waiting
-                    if event is not None and event[2] == number:
-                        break
-                else:
-                    break  # they wait for other calls
-                self._serve(mediator, event)
-                if self.released or self.stopped or self.error is not None:
-                    self._settle()
+            self._serve_all(provider, number)
             if batcher.loans is not None:
                 batcher.settle()  # type: ignore[unreachable] # serving may have set it
             if self.watchers:
@@ -308,6 +299,20 @@ class Interleaver:
         finally:
             self.providing = outer
             batcher.current_value, batcher.loans = handled, loans
+
+    def _serve_all(self, provider: str, number: int | None) -> None:
+        """Answer the blocks that wait for this call, whose value is at hand, until none of them does."""
+        wanted = self.wanted
+        while provider in wanted:
+            for mediator in wanted[provider]:
+                event = mediator.waiting
+                if event is not None and event[2] == number:
+                    break
+            else:
+                return  # they wait for other calls
+            self._serve(mediator, event)
+            if self.released or self.stopped or self.error is not None:
+                self._settle()
 
     def _serve(self, mediator: Mediator, event: Event) -> None:
         """Answer a block whose value is at hand."""

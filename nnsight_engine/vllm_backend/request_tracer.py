@@ -17,6 +17,7 @@ from nnsight_engine.tracing.tracer import Info, Tracer
 from nnsight_engine.vllm_backend.prompts import Request
 from nnsight_engine.vllm_backend.traces.caches import HOME_CLASSES
 from nnsight_engine.vllm_backend.traces.entry import SAVED, TRACE_KEY, TraceEntry
+from nnsight_engine.vllm_backend.traces.errors import LostTraceError
 from nnsight_engine.vllm_backend.traces.points import place_named, place_of
 from nnsight_engine.wire import DATA_ONLY, SentBlock, decode, encode_trace, restore_error
 
@@ -204,11 +205,12 @@ class SentTrace:
         # Of a scan nothing but shapes is to come home.
         device = "meta" if self._purpose is Purpose.SCAN else "cpu"
         message = decode(data, resolve=resolve, policy=_HOME, device=device)
-        own = {}
+        own: dict[int, Any] = {}
         if message["before"] is not None and self._purpose is not Purpose.CHECK:
-            for value, original in zip(message["before"], self._saved, strict=True):
-                _fill(original, value)
-                own[id(value)] = original
+            pairs = list(zip(message["before"], self._saved, strict=True))
+            own = {id(value): original for value, original in pairs}
+            for value, original in pairs:
+                _fill(original, value, own)
         return [
             Outcome(
                 index=block["index"],
@@ -225,10 +227,14 @@ class SentTrace:
 
         Raises:
             BaseException: What a block raised, the first one's.
+            LostTraceError: The engine knows nothing of a block.
         """
         for index, (_, cells, _) in enumerate(self._parts):
             self._bind(cells, [outcome.saves for outcome in outcomes if outcome.index == index])
         raise_first(outcomes)
+        missing = set(range(len(self._parts))) - {outcome.index for outcome in outcomes}
+        if missing:
+            raise LostTraceError.of(missing)
 
     def _bind(self, cells: dict[str, CellType], choices: list[dict[str, Any]]) -> None:
         """Assign a block's saved variables."""
@@ -260,10 +266,19 @@ def _groups(outers: Sequence[Mapping[str, CellType]]) -> list[dict[str, int]]:
     ]
 
 
-def _fill(original: Any, value: Any) -> None:
-    """Let a container that was saved before the blocks ran hold what they have left in it."""
+def _fill(original: Any, value: Any, own: Mapping[int, Any]) -> None:
+    """Let a container that was saved before the blocks ran hold what they have left in it.
+
+    Args:
+        original: The container.
+        value: What came back of it.
+        own: The user's own containers, by the identity of what came back of them.
+    """
     if isinstance(original, list):
-        original[:] = value
-    elif isinstance(original, dict | set):
+        original[:] = [own.get(id(item), item) for item in value]
+    elif isinstance(original, dict):
+        original.clear()
+        original.update({key: own.get(id(item), item) for key, item in value.items()})
+    elif isinstance(original, set):
         original.clear()
         original.update(value)

@@ -89,12 +89,26 @@ class InterventionScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step; a traced prompt that fits into one step is never split over several."""
+        before = list(self.waiting) if self._traced or self._gangs else []
         held = self._hold_back() if self._traced else []
         apart = self._hold_gangs() if self._gangs else []
         output: SchedulerOutput = super().schedule(*args, **kwargs)
         if held or apart:
-            self.waiting.prepend_requests([*apart, *held][::-1])  # which turns them round
+            self._put_back(before, {*held, *apart})
         return output
+
+    def _put_back(self, before: list[Request], held: set[Request]) -> None:
+        """Let those who were held have the places in the queue that they had before the step.
+
+        Args:
+            before: The queue then. Whoever is in it now and was not was preempted, and is the first.
+            held: Those taken out of it.
+        """
+        left = list(self.waiting)
+        known, still = set(before), {*left, *held}
+        self.waiting.remove_requests(left)
+        for request in [one for one in left if one not in known] + [one for one in before if one in still]:
+            self.waiting.add_request(request)
 
     def _hold_gangs(self) -> list[Request]:
         """Take out of the queue those whose trace's other requests have yet to come."""

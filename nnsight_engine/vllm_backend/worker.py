@@ -11,6 +11,7 @@ from typing import Any
 from nnsight_engine.vllm_backend.compat import platform_worker_class
 from nnsight_engine.vllm_backend.outline import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.runner import InterventionRunnerMixin
+from nnsight_engine.vllm_backend.seeded_chunks import SeededChunksMixin
 
 _PlatformWorker: Any = platform_worker_class()
 
@@ -23,7 +24,9 @@ class InterventionWorker(_PlatformWorker):
         super().init_device()
         runner = self.model_runner
         cls = type(runner)
-        runner.__class__ = type(f"Intervention{cls.__name__}", (InterventionRunnerMixin, cls), {})
+        runner.__class__ = type(
+            f"Intervention{cls.__name__}", (InterventionRunnerMixin, SeededChunksMixin, cls), {}
+        )
 
     def describe_interventions(self) -> dict[str, Any]:
         """Return the model's description as plain values; called over vLLM's RPC."""

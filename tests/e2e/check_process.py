@@ -19,11 +19,13 @@ _TIMEOUT_S: Final = 240
 _OUTPUT_SHOWN: Final = 6000
 
 
-def report_of(module: str, folder: Path, families: Sequence[str]) -> Any:
+def report_of(
+    module: str, folder: Path, families: Sequence[str] = (), *, engine_in_process: bool = True
+) -> Any:
     """Run the checks and return their report; raises AssertionError with the output when there is none."""
     environment = {
         **os.environ,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if engine_in_process else "1",
         # A graph compiled by an earlier version of the taps must not be found.
         "VLLM_CACHE_ROOT": str(folder / "cache"),
         # Two processes share the cores; left alone, both would bind to the same ones.

@@ -95,8 +95,19 @@ class Engine:
             "max_num_seqs": 64,
             "disable_log_stats": True,
         }
-        self.llm = LLM(model=str(model), **engine_options(limits or EngineLimits()), **(defaults | options))
-        self.core = self.llm.llm_engine
+        llm = LLM(model=str(model), **engine_options(limits or EngineLimits()), **(defaults | options))
+        self._use(llm)
+
+    @classmethod
+    def around(cls, llm: LLM) -> Engine:
+        """Use an engine that has been started, and can intervene."""
+        engine = cls.__new__(cls)
+        engine._use(llm)
+        return engine
+
+    def _use(self, llm: LLM) -> None:
+        self.llm = llm
+        self.core = llm.llm_engine
         self.tokenizer = self.llm.get_tokenizer()
         plain, *_ = self.llm.collective_rpc("describe_interventions")
         self.spec = ModelSpec.from_plain(plain)

@@ -11,6 +11,7 @@ import torch
 
 from nnsight_engine.plans.collected import CaptureResult, ProbeResult
 from tests.e2e.harness import Ask, Engine, Reply, random_vector
+from tests.families.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.e2e
 
@@ -90,3 +91,17 @@ def test_chunked_prefill_gives_the_same(bundled: Path, simple: Reply, chunk: int
         assert crowded.failure is None or crowded.failure.code == "prompt_was_chunked"
     finally:
         engine.close()
+
+
+def test_a_seed_gives_the_same_tokens_whether_the_prompt_comes_in_chunks(tmp_path: Path) -> None:
+    model = write_checkpoint("llama", tmp_path)
+    sampling = {"temperature": 1.0, "seed": 5}
+    replies = []
+    for limit in (128, 32):
+        engine = Engine(model, dtype="float32", max_model_len=128, max_num_batched_tokens=limit)
+        try:
+            asks = [Ask(list(range(10, 90)), max_tokens=8, sampling=sampling), Ask([5, 6, 7], max_tokens=8)]
+            replies.append([reply.token_ids for (reply,) in engine.run(asks)])
+        finally:
+            engine.close()
+    assert replies[0] == replies[1]

@@ -18,9 +18,8 @@ from nnsight_engine.vllm_backend.vllm import VLLM
 @contextlib.contextmanager
 def traced_engine(model: Path, **options: Any) -> Iterator[VLLM]:
     """Start an engine in this process, eager and in float32; in the end it holds nothing of any trace."""
-    engine = VLLM(
-        str(model), dispatch=True, dtype="float32", enforce_eager=True, **{"max_model_len": 512, **options}
-    )
+    defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512}
+    engine = VLLM(str(model), dispatch=True, **{**defaults, **options})
     yield engine
     assert not any(engine.engine.collective_rpc("count_interventions")[0].values())
     engine.shutdown()

@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.interleaving.mediator import Mediator
+from nnsight_engine.vllm_backend.traces.rows import Place
 
 if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.request import TracedRequest
@@ -27,6 +28,7 @@ class Board:
         wanted: For each provider, the requests that have a use for it.
         calls: How often each provider was reached in this step.
         ever: Every provider that was reached in any step before.
+        place: Where the model is.
         current: The block that is running; None while the model is.
         listener: The thread whose calls of modules are the model's own; 0 while none are.
         skipped: Always empty: a module runs for whoever does not skip it.
@@ -37,12 +39,12 @@ class Board:
 
     skipped: tuple[()] = ()
 
-    def __init__(self, max_cache_bytes: int) -> None:
-        """Start without requests; the caches of each may keep so much."""
-        self.max_cache_bytes = max_cache_bytes
+    def __init__(self) -> None:
+        """Start without requests."""
         self.wanted: dict[str, dict[TracedRequest, None]] = {}
         self.calls: dict[str, int] = {}
         self.ever: set[str] = set()
+        self.place = Place()
         self.current: Mediator | None = None
         self.listener = 0
         self.interleaving = False
@@ -96,18 +98,23 @@ class Board:
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:  # noqa: ARG002 - each request counts for itself
         """Let the requests that wait for a value have their rows; returns it as they leave it."""
+        self.place.enter(value)
         for request in self._wanting(provider):
-            value = request.arrive(provider, value)
-        served = True
-        while served:
-            served = False
+            request.arrive(provider)
+        served: dict[TracedRequest, None] = {}
+        more = True
+        while more:
+            more = False
             for request in self._wanting(provider):
                 if request.is_due(provider):
-                    value = request.serve(provider, value)
-                    served = not request.partial
+                    request.serve(provider)
+                    served[request] = None
+                    more = more or not request.partial
+        for request in served:  # no sooner: one may have released another from a barrier
+            request.leave(provider)
         for request in self._wanting(provider):
-            request.watch_pass(provider, value)
-        return value
+            request.watch_pass(provider)
+        return self.place.leave()
 
     def provide(self, provider: str, value: Any) -> Any:
         """Provide a value that no module's call makes."""

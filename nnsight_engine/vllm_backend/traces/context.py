@@ -30,6 +30,7 @@ class _Invoke:
         self.own = info.variables
         self.outer = {name: outer.setdefault(groups.get(name, -1), CellType()) for name in info.variables}
         self.stored = info.block.stored
+        self.marked: dict[int, Any] = {}
 
 
 class TraceContext:
@@ -63,16 +64,20 @@ class TraceContext:
         invoke = self._invokes[index]
         function = compiled(invoke.info, invoke.own)
         seed = zlib.crc32(f"{self.key}/{index}".encode())
-        mediator = EditMediator(self._saving(function), invoke.info, threads, seed=seed)
+        mediator = EditMediator(self._saving(function, invoke), invoke.info, threads, seed=seed)
         mediator.publish = self._publishers[index]
         return mediator
 
-    def _saving(self, function: Callable[[], Any]) -> Callable[[], Any]:
+    def _saving(self, function: Callable[[], Any], invoke: _Invoke) -> Callable[[], Any]:
         def run() -> None:
-            self._marks.enter()
+            invoke.marked = self._marks.enter()
             function()
 
         return run
+
+    def marked(self, index: int) -> list[Any]:
+        """Return what a block has saved so far, under whatever name, and what was saved before it ran."""
+        return list(self._invokes[index].marked.values())
 
     def saves(self, index: int) -> dict[str, Any]:
         """Return the variables of a block that were saved, by name."""

@@ -7,7 +7,7 @@ the worker reads it once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -49,8 +49,8 @@ class TraceEntry(msgspec.Struct, frozen=True):
     """
 
     key: str
-    index: int
-    num_choices: int
+    index: Annotated[int, msgspec.Meta(ge=0)]
+    num_choices: Annotated[int, msgspec.Meta(ge=1)]
     data: bytes
     groups: list[dict[str, int]]
     streams: bool = False
@@ -77,11 +77,12 @@ class Marks:
         self.before = list(saved)
         self._kept: list[dict[int, Any]] = []
 
-    def enter(self) -> None:
-        """Collect what the calling thread saves from here on; the thread ends with its block."""
+    def enter(self) -> dict[int, Any]:
+        """Collect what the calling thread saves from here on, by identity; the thread ends with its block."""
         SAVES.enter()
         SAVES.marked.update({id(value): value for value in self.before})
         self._kept.append(SAVES.marked)
+        return SAVES.marked
 
     def all(self) -> dict[int, Any]:
         """Return everything saved so far, by identity."""

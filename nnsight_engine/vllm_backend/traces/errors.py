@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-
-class CacheLimitError(RuntimeError):
-    """The caches of a request keep more than one request may."""
-
-    @classmethod
-    def over(cls, max_bytes: int) -> CacheLimitError:
-        """They would keep more than this."""
-        return cls(
-            f"The caches of this request would keep more than {max_bytes:,} bytes. Name the modules, "
-            "tracer.cache(modules=[...]), keep a smaller type with dtype=, or start the engine with "
-            "limits=EngineLimits(max_cache_bytes=...)."
-        )
+from collections.abc import Collection
 
 
 class EditLimitError(RuntimeError):
@@ -54,4 +43,31 @@ class ChunkedPromptError(RuntimeError):
             f"The prompt was computed in {num_chunks} chunks, so `{provider}` cannot be changed by what a "
             "block computes from all of it: the first chunks have passed. Assign a value that the block has "
             "from the start, or start the engine with max_num_batched_tokens as long as the longest prompt."
+        )
+
+
+class LostTraceError(RuntimeError):
+    """The engine has nothing of a request that it has run."""
+
+    @classmethod
+    def of(cls, missing: Collection[int]) -> LostTraceError:
+        """Say of which blocks."""
+        return cls(
+            f"The engine returned nothing of {len(missing)} of the trace's blocks, the first being number "
+            f"{min(missing)}: too many traces waited to be collected, or its worker could not read the "
+            "request. Run the trace again."
+        )
+
+
+class TraceBytesError(RuntimeError):
+    """A block holds more of the worker's memory than one request may."""
+
+    @classmethod
+    def holding(cls, saved_bytes: int, kept_bytes: int, max_bytes: int) -> TraceBytesError:
+        """Say how much of what."""
+        return cls(
+            f"The block has saved {saved_bytes} bytes, and {kept_bytes} are kept for what it writes and "
+            f"gathers; one request may hold {max_bytes}. Save fewer places or positions (a view such as "
+            "output[-1] keeps the whole of output: clone it), or start the engine with a higher "
+            "EngineLimits(max_trace_bytes=...)."
         )

@@ -2,22 +2,25 @@
 
 A block that appends to a saved list for a thousand tokens would be costly to send whole a thousand times. So
 what is told after a step is what changed: a value that is new or another one, and the items that a list grew
-by. Items changed in place, and things deep inside others, show at the end, when everything is collected.
+by. Items changed in place, things deep inside others, objects whose own code would have to run to write them,
+and what the wire's limits refuse show at the end, when everything is collected.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from nnsight_engine.envoys.cache import CacheView
-from nnsight_engine.vllm_backend.traces.points import place_of
 from nnsight_engine.wire import DecodeError, EncodeError, decode, encode
 
 logger = logging.getLogger(__name__)
+
+_SCALARS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype})
+_CONTAINERS: Final = frozenset({list, tuple, dict, set})
+_MAX_DEPTH: Final = 8
 
 
 class News:
@@ -26,7 +29,6 @@ class News:
     def __init__(self) -> None:
         """Start with nothing told."""
         self._told: dict[str, tuple[Any, Any]] = {}
-        self._unsendable: set[str] = set()
 
     def of(self, saves: Mapping[str, Any]) -> bytes | None:
         """Return what changed since the last call as bytes, None if nothing did."""
@@ -35,44 +37,35 @@ class News:
         for name, value in saves.items():
             before, mark = self._told.get(name, (None, None))
             now = _mark(value)
-            if name in self._unsendable or (value is before and mark == now):
+            if mark == now and (value is before or (_is_scalar(value) and value == before)):
                 continue
-            self._told[name] = (value, now)
-            if value is before and isinstance(value, list) and mark[0] < now[0]:
-                grown[name] = value[mark[0] :]
-            else:
-                whole[name] = value
-        return self._encoded(whole, grown) if whole or grown else None
-
-    def _encoded(self, whole: dict[str, Any], grown: dict[str, list[Any]]) -> bytes | None:
+            is_grown = value is before and type(value) is list and mark[0] < now[0]
+            new = value[mark[0] :] if is_grown else value
+            if _is_plain(new):
+                self._told[name] = (value, now)
+                (grown if is_grown else whole)[name] = new
+        if not whole and not grown:
+            return None
         try:
-            return encode({"whole": whole, "grown": grown}, reference=_known_in_the_end)
-        except EncodeError:
+            return encode({"whole": whole, "grown": grown})
+        except EncodeError:  # too much of it; reported when everything is collected
             logger.debug("something saved cannot be sent", exc_info=True)
-        # What cannot travel is reported when everything is collected; the rest is told.
-        for part in (whole, grown):
-            for name in [name for name, value in part.items() if not _can_travel(value)]:
-                self._unsendable.add(name)
-                del part[name]
-        return encode({"whole": whole, "grown": grown}, reference=_known_in_the_end)
+            return None
 
 
-def _can_travel(value: Any) -> bool:
-    try:
-        encode(value, reference=_known_in_the_end)
-    except EncodeError:
-        return False
-    return True
+def _is_plain(value: Any, depth: int = _MAX_DEPTH) -> bool:
+    """Tell whether writing a value runs no code but ours."""
+    kind = type(value)
+    if kind in _CONTAINERS:
+        items = [*value, *value.values()] if kind is dict else value
+        return depth > 0 and all(_is_plain(item, depth - 1) for item in items)
+    if kind is torch.Tensor:
+        return value.layout is torch.strided and not value.requires_grad
+    return _is_scalar(value)
 
 
-def _known_in_the_end(value: Any) -> None:
-    """Leave out caches, which are filled behind the block's back, and places in the model.
-
-    Raises:
-        EncodeError: This is one.
-    """
-    if isinstance(value, CacheView) or place_of(value) is not None:
-        raise EncodeError(f"{type(value).__name__} is told in the end")
+def _is_scalar(value: Any) -> bool:
+    return type(value) in _SCALARS
 
 
 def _mark(value: Any) -> Any:
@@ -81,14 +74,14 @@ def _mark(value: Any) -> Any:
         return value._version  # noqa: SLF001 - has no public name
     if isinstance(value, list | set):
         return (len(value),)
-    return tuple(map(id, value.values())) if isinstance(value, dict) else None
+    return tuple(map(id, value.values())) if isinstance(value, dict) else type(value)
 
 
 def apply_news(saves: dict[str, Any], data: bytes) -> None:
     """Bring ``saves`` up to date with what ``News.of`` told."""
     try:
         message = decode(data)
-    except DecodeError:  # as above: reported in the end, with its reason
+    except DecodeError:  # as above
         logger.debug("something saved cannot be read", exc_info=True)
         return
     saves.update(message["whole"])

@@ -90,6 +90,7 @@ class PatternPoint:
         """Keep the keys with those of the steps before; returns all of them."""
         stop = start + len(keys)
         store = self._kept.get(mediator)
+        before = 0 if store is None else store.capacity
         if start and (store is None or store.num_keys < start):
             raise PatternError(
                 f"{self.name}: a generated token attends to all positions before it, and the keys of those "
@@ -100,4 +101,6 @@ class PatternPoint:
         elif store.capacity < stop:
             store.move_to(keys.new_empty(2 * stop, *keys.shape[1:]))
         store.put(start, keys)
+        request: Any = mediator.interleaver
+        request.holdings.keep("keys", (store.capacity - before) * keys[:1].nbytes)
         return store

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from nnsight_engine.core.trees import map_pairs, map_tensors, tensors
+from nnsight_engine.core.trees import map_pairs, map_tensors
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.interleaver import Interleaver, Watcher
 from nnsight_engine.interleaving.mediator import Mediator
 from nnsight_engine.vllm_backend.traces.caches import RequestCaches
-from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
+from nnsight_engine.vllm_backend.traces.chunks import PromptChunks
+from nnsight_engine.vllm_backend.traces.holdings import Holdings, num_bytes
 from nnsight_engine.vllm_backend.traces.rows import FlatBatcher
 
 if TYPE_CHECKING:
@@ -62,8 +63,11 @@ class TracedRequest(Interleaver):
         number: The generation step that is running, or comes next.
         done: Positions below this one have been computed, and shown to the block.
         in_step: Whether the request takes part in the engine's step.
+        start: Position of the first row of the step that the block has not seen.
+        num_new: How many of these there are.
         partial: Whether the step computes a part of the prompt only, and not its end.
         muted: The module whose call the block skips, while it runs for others.
+        holdings: The bytes that it holds.
         caches: What the block keeps of many modules.
         last_label: What the block that ran last is called in errors; None for the request's own.
         is_rehearsal: Whether the request ends as soon as its blocks have nothing new to ask for. A block that
@@ -73,7 +77,12 @@ class TracedRequest(Interleaver):
     batcher: FlatBatcher
 
     def __init__(
-        self, board: Board, mediator: ThreadMediator, order: int, edits: Sequence[ThreadMediator] = ()
+        self,
+        board: Board,
+        mediator: ThreadMediator,
+        order: int,
+        holdings: Holdings,
+        edits: Sequence[ThreadMediator] = (),
     ) -> None:
         """Stand beside ``board``'s other requests; nothing runs before ``open``.
 
@@ -81,6 +90,7 @@ class TracedRequest(Interleaver):
             board: Where the model's calls come from.
             mediator: Runs the request's block.
             order: Which of all requests this is.
+            holdings: Counts what it holds.
             edits: Run the edits that the request chose; they have each value before the block.
         """
         self.board = board
@@ -91,21 +101,21 @@ class TracedRequest(Interleaver):
         self.partial = False
         self.muted: str | None = None
         self.mediator = mediator
+        self.holdings = holdings
+        self.caches = RequestCaches(holdings)
         self.last_label: str | None = None
         self.is_rehearsal = False
         self._has_rehearsed = False
-        self.caches = RequestCaches(board.max_cache_bytes, self._after)
-        self._chunks: dict[tuple[Mediator, str], list[Any]] = {}
-        self._num_chunks = 0
+        self._chunks = PromptChunks(self)
         self._skips: dict[str, Any] = {}
         self._written: dict[str, list[tuple[int, Any]]] = {}
         self._replayed: tuple[int, int, int] | None = None
-        self._start = self._num_new = self._index = 0
+        self.start = self.num_new = self._index = 0
         self._behind = False
         super().__init__()
         self.wanted = _Wanted(self)
         self.calls = _Calls(self)
-        self.initialize([*edits, mediator], batcher=FlatBatcher())
+        self.initialize([*edits, mediator], batcher=FlatBatcher(board.place))
 
     # One worker has one board, and one block runs at a time.
 
@@ -133,13 +143,13 @@ class TracedRequest(Interleaver):
         """Run the block until it first waits."""
         self.interleaving = True
         self._refill()
-        self._guarded(self._start_blocks)
+        self._guarded(self._open)
 
-    def _start_blocks(self) -> None:
+    def _open(self) -> None:
         for mediator in self.mediators:
             if not self._has_failed:
                 mediator.start(self)
-                self._settle()
+                self._settle()  # it may have been the last to come to a barrier
 
     def _refill(self) -> None:
         """Let every block compute for as long as one step allows."""
@@ -158,13 +168,13 @@ class TracedRequest(Interleaver):
         self.caches.begin()
         replayed = min(max(self.done - span.start, 0), span.num_rows)
         self._replayed = (span.row, span.start, replayed) if replayed else None
-        self._start, self._num_new = span.start + replayed, span.num_rows - replayed
+        self.start, self.num_new = span.start + replayed, span.num_rows - replayed
         self.partial = not span.complete
         self.batcher.place(total_rows)
-        self._own(span.row + replayed, self._num_new)
+        self._own(span.row + replayed, self.num_new)
         for provider in self._written if replayed else ():
             self.board.want(provider, self)
-        if self._num_new:
+        if self.num_new:
             self.step = self.number
             self._guarded(self._begin_step)
 
@@ -193,14 +203,13 @@ class TracedRequest(Interleaver):
             self._replayed = None
             for provider in self._written:
                 self._release(provider)
-        if self._num_new:
-            self.done = self._start + self._num_new
+        if self.num_new:
+            self.done = self.start + self.num_new
             if self.partial:
-                self._num_chunks += 1
+                self._chunks.num_passed += 1
             else:
                 self.number += 1
                 self._has_rehearsed = self.is_rehearsal and all(map(_asks_nothing_new, self.mediators))
-                self._num_chunks = 0
                 self._chunks.clear()
                 self.caches.end()
 
@@ -208,6 +217,8 @@ class TracedRequest(Interleaver):
         """The request is over: give the block what the request returned, and end it."""
         self._refill()
         self._guarded(lambda: self._finish(result))
+        if self.error is None:
+            self._guarded(lambda: self.holdings.check(is_last=True))
         self._guarded(self._end)
         self.board.forget(self)
 
@@ -216,6 +227,12 @@ class TracedRequest(Interleaver):
             self.end_steps()
             self.handle("result", result)
             self.check_dangling_mediators()
+
+    def retire(self) -> None:
+        """No further step comes: nothing is computed anew any more."""
+        self._written.clear()
+        self._chunks.clear()
+        self.caches.end()
 
     @property
     def is_over(self) -> bool:
@@ -260,38 +277,45 @@ class TracedRequest(Interleaver):
         """Tell whether a value that the block gave is to take the place of this one."""
         return provider in self._skips
 
+    def has_use_for(self, provider: str) -> bool:
+        """Tell whether a value is of use although no block waits for it."""
+        return self.skips(provider) or self.caches.has_use_for(provider)
+
     def _release(self, provider: str) -> None:
         """Have no more use for a provider, if nothing else of this request's has one."""
         if not (provider in self.wanted or self.has_use_for(provider)):
             self.board.unwant(provider, self)
 
-    def has_use_for(self, provider: str) -> bool:
-        """Tell whether a value is of use although no block waits for it."""
-        return self.skips(provider) or self.caches.has_use_for(provider)
-
     def is_due(self, provider: str) -> bool:
         """Tell whether the block waits for this very call."""
-        if not (self.in_step and self._num_new) or self.muted is not None or (self._behind and self.partial):
+        if not (self.in_step and self.num_new) or self.muted is not None or (self._behind and self.partial):
             return False
-        return bool(self._due(provider))
+        return bool(self.due(provider))
+
+    def due(self, provider: str) -> list[Mediator]:
+        """Return the blocks that wait for this very call, in the order in which they are answered."""
+        now = (self.number, None)
+        return [one for one in self.wanted.get(provider, ()) if one.waiting and one.waiting[2] in now]
 
     # What the model provides.
 
-    def arrive(self, provider: str, value: Any) -> Any:
+    def arrive(self, provider: str) -> None:
         """Put in what the block wrote before, or skips the module with; before it may have the value."""
         if not self.in_step:
-            return value
-        value = self._replay(provider, value)
-        return self._skipped_value(provider, value) if self.skips(provider) else value
+            return
+        self._replay(provider)
+        if self.skips(provider):
+            self._put_skipped(provider)
 
-    def _replay(self, provider: str, value: Any) -> Any:
+    def _replay(self, provider: str) -> None:
         """Write again what the block wrote at positions that are computed anew."""
         if self._replayed is None or provider not in self._written:
-            return value
+            return
         row, start, num_rows = self._replayed
+        value = self.batcher.current_value
         for position, rows in self._written[provider]:
             value = self._written_again(value, rows, row + position - start, start, num_rows, position)
-        return value
+        self.batcher.current_value = value
 
     def _written_again(
         self, value: Any, rows: Any, row: int, start: int, num_rows: int, position: int
@@ -310,31 +334,41 @@ class TracedRequest(Interleaver):
 
         return map_pairs(value, rows, again)
 
-    def serve(self, provider: str, value: Any) -> Any:
-        """Let the block have a value it waits for; returns the value as it leaves it."""
+    def serve(self, provider: str) -> None:
+        """Let the block have the value at hand, which it waits for."""
         try:
             if self.partial:
-                return self._serve_part(provider, value)
-            if self._num_chunks and not self._behind:
-                return self._serve_last(provider, value)
-            return self._serve_whole(provider, value)
+                self._chunks.serve_part(provider)
+            elif self._chunks.num_passed and not self._behind:
+                self._chunks.serve_last(provider)
+                self._settle()
+            else:
+                self._serve_whole(provider)
         except Exception as error:
             logger.exception("a value could not be shared with a traced request")
             self.failed(error)
             self.wanted.clear()
-            return value
 
-    def watch_pass(self, provider: str, value: Any) -> None:
-        """Let the caches see a value, as all blocks have left it."""
-        if not (self.in_step and self._num_new) or self.is_over or (self._behind and self.partial):
+    def leave(self, provider: str) -> None:
+        """The model goes on: what the block does from now on with what it was given is its own affair."""
+        if self.batcher.changed:
+            self._note_written(provider)
+        self.holdings.give(self.batcher.lent_bytes)
+        self.batcher.loans, self.batcher.changed = None, False
+        self._guarded(lambda: self._chunks.leave(provider))
+        self._guarded(self.holdings.check)
+
+    def watch_pass(self, provider: str) -> None:
+        """Let the caches see the value at hand, as all blocks have left it."""
+        if not (self.in_step and self.num_new) or self.is_over or (self._behind and self.partial):
             return
         if self.caches.has_use_for(provider) and self.muted in {None, provider.removesuffix(".input")}:
-            chunk = 0 if self._behind else self._num_chunks
             self.last_label = None  # a cache is the own block's
-            self._guarded(lambda: self._note_cached(provider, value, chunk))
+            self._guarded(lambda: self._note_cached(provider))
 
-    def _note_cached(self, provider: str, value: Any, chunk: int) -> None:
-        rows = map_tensors(value, self._own_rows)
+    def _note_cached(self, provider: str) -> None:
+        chunk = 0 if self._behind else self._chunks.num_passed
+        rows = map_tensors(self.batcher.current_value, self._own_rows)
         self.caches.note(provider, rows, chunk, is_last=not self.partial)
 
     def _own_rows(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -342,15 +376,15 @@ class TracedRequest(Interleaver):
         with torch.inference_mode(mode=False):
             return tensor if axis is None else tensor.narrow(axis, *self.batcher.group)
 
-    def _serve_whole(self, provider: str, value: Any) -> Any:
-        self.batcher.changed = False
-        value = self.offer(provider, self._number_of(provider), value)
+    def _serve_whole(self, provider: str) -> None:
+        outer, self.providing = self.providing, (provider, self._number_of(provider))
+        try:
+            self._serve_all(*self.providing)
+        finally:
+            self.providing = outer
         for _, skip in self.skipped:  # the module runs all the same, for the others
             self._skip(provider, skip)
         self.skipped.clear()
-        if self.batcher.changed:
-            self._note_written(provider, value)
-        return value
 
     def _number_of(self, provider: str) -> int | None:
         waiting = self.wanted.get(provider, ())
@@ -366,21 +400,20 @@ class TracedRequest(Interleaver):
         self._skips[exit_] = value
         self.board.want(exit_, self)
 
-    def _skipped_value(self, provider: str, value: Any) -> Any:
+    def _put_skipped(self, provider: str) -> None:
         skip = self._skips.pop(provider)
         self.muted = None
         self._release(provider)
-        self.batcher.current_value, self.batcher.loans, self.batcher.changed = value, None, False
         try:
             self.batcher.swap(self.batcher.group, skip)
         except ValueError as error:
             self.failed(error)
             self.wanted.clear()
-            return value
-        self._note_written(provider, self.batcher.current_value)
-        return self.batcher.current_value
+            return
+        self._note_written(provider)
+        self.batcher.changed = False
 
-    def _note_written(self, provider: str, value: Any) -> None:
+    def _note_written(self, provider: str) -> None:
         """Keep what the block left at these positions, should they be computed again."""
         if self._behind:
             return  # not computed again
@@ -391,71 +424,11 @@ class TracedRequest(Interleaver):
             return tensor if axis is None else tensor.narrow(axis, first, num_rows).clone()
 
         entries = self._written.setdefault(provider, [])
-        if entries and entries[-1][0] == self._start:
-            entries.pop()
-        entries.append((self._start, map_tensors(value, kept)))
-
-    # A prompt in chunks.
-
-    def _serve_part(self, provider: str, value: Any) -> Any:
-        """Gather rows for reads, or write this chunk's share of writes; the blocks go on waiting."""
-        self.batcher.current_value, self.batcher.loans = value, None
-        for mediator in self._due(provider):
-            kind, _, _, more = mediator.waiting or (None, None, None, None)
-            gathered = self._chunks.setdefault((mediator, provider), [])
-            if len(gathered) != self._num_chunks:
-                continue  # an earlier chunk has passed this place; the last one tells the block
-            gathered.append(self.batcher.narrow(self.batcher.group))
-            if kind is Events.SWAP:
-                self.batcher.swap(self.batcher.group, self._share_of(more))
-                self._note_written(provider, self.batcher.current_value)
-        value, self.batcher.loans = self.batcher.current_value, None
-        return value
-
-    def _due(self, provider: str) -> list[Mediator]:
-        """Return the blocks that wait for this very call, in the order in which they are answered."""
-        now = (self.number, None)
-        return [one for one in self.wanted.get(provider, ()) if one.waiting and one.waiting[2] in now]
-
-    def _share_of(self, value: Any) -> Any:
-        """Return the rows of a whole prompt's value that this chunk computes."""
-        return map_tensors(
-            value, lambda tensor: tensor[self._start : self._start + self._num_new] if tensor.ndim else tensor
-        )
-
-    def _serve_last(self, provider: str, value: Any) -> Any:
-        """Serve a block at the end of a prompt that came in chunks."""
-        mediator = self._due(provider)[0]
-        kind, _, _, more = mediator.waiting or (None, None, None, None)
-        gathered = self._chunks.pop((mediator, provider), ())
-        if len(gathered) != self._num_chunks:
-            mediator.fail(ChunkedPromptError.reading(provider, self._num_chunks + 1))
-            return value
-        self.batcher.current_value, self.batcher.loans = value, None
-        if kind is Events.SWAP:
-            self.batcher.swap(self.batcher.group, self._share_of(more))
-            self._note_written(provider, self.batcher.current_value)
-            mediator.respond()
-        elif kind is Events.VALUE:
-            whole = self.batcher.narrow(self.batcher.group)
-            for part in reversed(gathered):
-                whole = map_pairs(part, whole, self._after)
-            before = map_tensors(whole, torch.clone)
-            mediator.respond(whole)
-            if not _equal(before, whole):
-                self.failed(ChunkedPromptError.writing(provider, self._num_chunks + 1))
-        else:
-            mediator.fail(ChunkedPromptError.writing(provider, self._num_chunks + 1))
-        self._settle()
-        value, self.batcher.loans = self.batcher.current_value, None
-        return value
-
-    def _after(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        if first.ndim != second.ndim or not first.ndim:
-            return first
-        axis = 1 if first.ndim > 1 and first.shape[0] == 1 and second.shape[0] == 1 else 0
-        with torch.inference_mode(mode=False):
-            return torch.cat([first, second], dim=axis)
+        if entries and entries[-1][0] == self.start:
+            self.holdings.keep("writes", -num_bytes([entries.pop()[1]]))
+        written = map_tensors(self.batcher.current_value, kept)
+        entries.append((self.start, written))
+        self.holdings.keep("writes", num_bytes([written]))
 
 
 def _asks_nothing_new(mediator: Mediator) -> bool:
@@ -464,10 +437,6 @@ def _asks_nothing_new(mediator: Mediator) -> bool:
     if event is None:
         return True
     return event[0] is Events.STEP and bool(mediator.loops and mediator.loops[-1].open_ended)
-
-
-def _equal(first: Any, second: Any) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(tensors(first), tensors(second), strict=True))
 
 
 class _Wanted(dict[str, list[Mediator]]):

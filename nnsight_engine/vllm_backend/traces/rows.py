@@ -16,6 +16,36 @@ from nnsight_engine.core.trees import map_tensors, tensors
 from nnsight_engine.interleaving.batching import Batcher, BatchGroup, Loans
 
 
+class Place:
+    """Where the model is: what it has made there, for all requests of the step.
+
+    A block may edit what it was given as long as the model has not gone on, also after other requests have
+    had their turn there: at a barrier it waits for one of them. So the value is one for all, and whoever
+    replaces some of it tells the others.
+
+    Attributes:
+        value: The value, as the blocks have left it so far.
+        copies: What they were given of it.
+    """
+
+    __slots__ = ("copies", "value")
+
+    def __init__(self) -> None:
+        """Start nowhere."""
+        self.value: Any = None
+        self.copies: list[_Copy] = []
+
+    def enter(self, value: Any) -> None:
+        """The model has made a value."""
+        self.value = value
+
+    def leave(self) -> Any:
+        """The model goes on; returns with what."""
+        value, self.value = self.value, None
+        self.copies.clear()
+        return value
+
+
 class _Copy:
     """A copy of rows: of which tensor, and how often it had been edited when it was given."""
 
@@ -44,10 +74,20 @@ class FlatBatcher(Batcher):
         changed: Whether the block has edited or replaced the current value since this was last set to False.
     """
 
-    def __init__(self) -> None:
-        """Start outside a step."""
+    def __init__(self, place: Place) -> None:
+        """Start outside a step, in a worker whose requests share ``place``."""
+        self._place = place
         super().__init__()
         self.changed = False
+
+    @property
+    def current_value(self) -> Any:
+        """The value at the point that the model is at."""
+        return self._place.value
+
+    @current_value.setter
+    def current_value(self, value: Any) -> None:
+        self._place.value = value
 
     def place(self, num_rows: int) -> None:
         """Say how many rows tensors have in this phase, all requests' together."""
@@ -78,7 +118,9 @@ class FlatBatcher(Batcher):
                 self._lending().shared.append((rows, rows._version))  # noqa: SLF001 - has no public name
                 return rows
             rows = tensor.narrow(axis, *group).clone()
-        self._lending().copies.append(_Copy(tensor, rows))
+        copy = _Copy(tensor, rows)
+        self._lending().copies.append(copy)
+        self._place.copies.append(copy)
         return rows
 
     def axis(self, tensor: torch.Tensor) -> int | None:
@@ -91,6 +133,11 @@ class FlatBatcher(Batcher):
         if tensor.ndim > 1 and tensor.shape[0] == 1 and tensor.shape[1] == self.total_batch_size:
             return 1
         return None
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes of what the block was given of the current value."""
+        return sum(copy.rows.nbytes for copy in self._lending().copies) if self.loans is not None else 0
 
     def took_back(self) -> None:
         """Put back what the block edited of what it was given, once it has handed over.
@@ -137,14 +184,14 @@ class FlatBatcher(Batcher):
         expected = (*whole.shape[:axis], num_rows, *whole.shape[axis + 1 :])
         if tuple(part.shape) != expected:
             raise ValueError(
-                f"this request owns {num_rows} of the step's {self.total_batch_size} rows, so the value must "
-                f"be of shape {expected}, got {tuple(part.shape)}"
+                f"this request has {num_rows} row{'s' if num_rows != 1 else ''} here, so the value must be "
+                f"of shape {expected}, got {tuple(part.shape)}"
             )
         self.changed = True
         after = self.total_batch_size - first - num_rows
         pieces = [whole.narrow(axis, 0, first), part.to(whole), whole.narrow(axis, first + num_rows, after)]
         replaced = torch.cat(pieces, dim=axis)
-        for copy in self._lending().copies:
+        for copy in self._place.copies:
             if copy.whole is whole:
                 copy.whole = replaced
         return replaced

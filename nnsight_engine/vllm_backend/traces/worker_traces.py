@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -21,6 +22,8 @@ from nnsight_engine.vllm_backend.traces.board import Board
 from nnsight_engine.vllm_backend.traces.context import TraceContext
 from nnsight_engine.vllm_backend.traces.edits import KeptEdits
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from nnsight_engine.vllm_backend.traces.errors import TraceBytesError
+from nnsight_engine.vllm_backend.traces.holdings import Holdings
 from nnsight_engine.vllm_backend.traces.model import LOGITS, SAMPLES, WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.news import News
@@ -42,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_UNCOLLECTED: Final = 1024
 """Traces that have ended and wait to be collected; the oldest beyond are dropped."""
+
+_BYTES_WRITTEN_A_SECOND: Final = 100e6
+"""How fast results are written at the least, beside the time that a block has."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -67,12 +73,13 @@ class WorkerTraces:
 
     def __init__(self, points: ModelPoints, config: VllmConfig, limits: EngineLimits) -> None:
         """Start without requests."""
-        self.board = Board(limits.max_cache_bytes)
+        self.board = Board()
         self.model = WorkerModel(points, config, self.board)
         self._points = points
         self._config = config
         self.edits = KeptEdits(limits.max_edits, limits.max_edit_bytes)
         self._threads = Threads(limits.trace_step_s)
+        self._max_bytes = limits.max_trace_bytes
         self._members: dict[str, _Member] = {}
         self._contexts: dict[tuple[str, int], TraceContext] = {}
         self._by_key: dict[str, list[str]] = {}
@@ -96,7 +103,7 @@ class WorkerTraces:
     def begin(self, arrived: Sequence[tuple[str, Any]], finished: set[str]) -> None:
         """Open the blocks of requests that arrived, and let go of those that finished."""
         for request_id in finished & self._live.keys():
-            del self._live[request_id]
+            self._live.pop(request_id).retire()
         for request_id, plain in arrived:
             if request_id not in self._members:
                 self._arrive(request_id, plain)
@@ -109,17 +116,21 @@ class WorkerTraces:
             logger.exception("a request brought something that is no trace")
             self._ended.append(request_id)
             return
-        # vLLM names the requests of several choices <choice>_<parent>.
-        choice = int(request_id.partition("_")[0]) if entry.num_choices > 1 else 0
-        member = _Member(None, None, entry, choice)
+        member = _Member(None, None, entry, 0)
         self._members[request_id] = member
         self._by_key.setdefault(entry.key, []).append(request_id)
         try:
-            member.context = self._context(entry, choice)
+            if entry.num_choices > 1:  # vLLM names their requests <choice>_<parent>
+                member.choice = int(request_id.partition("_")[0])
+            member.context, member.error = self._context(entry, member.choice)
+            if member.context is None:
+                self._ended.append(request_id)
+                return
             mediator = member.context.mediator(entry.index, self._threads)
             self._num_arrived += 1
+            holdings = Holdings(self._max_bytes, partial(member.context.marked, entry.index))
             edits = self.edits.mediators(entry, self.model, self._threads)
-            member.request = TracedRequest(self.board, mediator, self._num_arrived, edits)
+            member.request = TracedRequest(self.board, mediator, self._num_arrived, holdings, edits)
             for before, edit in enumerate(edits):
                 edit.idx = before - len(edits)
             mediator.idx = entry.index
@@ -135,13 +146,16 @@ class WorkerTraces:
             member.error = error
             self._ended.append(request_id)
 
-    def _context(self, entry: TraceEntry, choice: int) -> TraceContext:
+    def _context(self, entry: TraceEntry, choice: int) -> tuple[TraceContext | None, BaseException | None]:
+        """Return the blocks of a request's trace, or why they cannot be read."""
         context = self._contexts.get((entry.key, choice))
-        if context is None:
-            # On a thread, because reading a trace runs code of its sender's, and outside of inference mode.
-            context = self._threads.run(lambda: TraceContext(entry, self.model))
+        if context is not None:
+            return context, None
+        # On a thread, because reading a trace runs code of its sender's, and outside of inference mode.
+        context, error = self._threads.take().start(lambda: TraceContext(entry, self.model)).empty()
+        if context is not None:
             self._contexts[(entry.key, choice)] = context
-        return context
+        return context, error
 
     # What a client leaves in the engine.
 
@@ -159,6 +173,8 @@ class WorkerTraces:
     def keep_edit(self, name: str, data: bytes) -> dict[str, Any] | None:
         """Keep an edit under a name; returns what went wrong, if anything."""
         return _failure_of(lambda: self.edits.keep(name, data, self.model, self._threads))
+
+    # A step's rows.
 
     def takes_part(self, request_id: str) -> bool:
         """Tell whether a request is traced, and its block still of use."""
@@ -211,7 +227,7 @@ class WorkerTraces:
         self._active = []
         over = [request_id for request_id, request in self._live.items() if request.is_over]
         for request_id in over:
-            del self._live[request_id]
+            self._live.pop(request_id).retire()
         ended, self._ended = [*self._ended, *over], []
         return ended
 
@@ -250,7 +266,9 @@ class WorkerTraces:
             if member.request is not None:
                 member.request.close(_Result(results.get(f"{member.entry.index}/{member.choice}")))
                 error = member.request.error
-            saves = member.context.saves(member.entry.index) if member.context is not None else {}
+            saves = {}
+            if member.context is not None and member.request is not None and not _is_too_much(error):
+                saves = member.context.saves(member.entry.index)
             blocks.append(
                 {
                     "index": member.entry.index,
@@ -261,11 +279,27 @@ class WorkerTraces:
                 }
             )
         contexts = [context for name, context in self._contexts.items() if name[0] == key]
-        before = contexts[0].saved_before if contexts else None
+        # Containers of all blocks, which whoever has saved too much has filled.
+        is_too_much = any(one.request is not None and _is_too_much(one.request.error) for one in members)
+        before = contexts[0].saved_before if contexts and not is_too_much else None
         if index is None:
             for name in [name for name in self._contexts if name[0] == key]:
                 del self._contexts[name]
-        return _encoded({"blocks": blocks, "before": before})
+        num_bytes = sum(one.request.holdings.result_bytes for one in members if one.request is not None)
+        return self._encoded({"blocks": blocks, "before": before}, num_bytes)
+
+    def _encoded(self, message: dict[str, Any], num_bytes: int) -> bytes:
+        """Return a trace's results as bytes; writing them runs code of the objects saved, so on a thread."""
+        stack = self._threads.take()
+        stack.left_s += num_bytes / _BYTES_WRITTEN_A_SECOND
+        data: bytes | None
+        data, error = stack.start(lambda: _encoded(message)).empty()
+        if data is not None:
+            return data
+        for block in message["blocks"]:
+            block["saves"] = {}
+            block["error"] = block["error"] or encode_error(error)
+        return encode({**message, "before": None})
 
     def drop(self, key: str) -> None:
         """Close what is left of a trace, which nobody will collect."""
@@ -280,6 +314,10 @@ class WorkerTraces:
                 self.drop(key)
                 if len(self._by_key) <= _MAX_UNCOLLECTED:
                     return
+
+
+def _is_too_much(error: BaseException | None) -> bool:
+    return isinstance(error, TraceBytesError)
 
 
 def _encoded(message: dict[str, Any]) -> bytes:

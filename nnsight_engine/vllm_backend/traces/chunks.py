@@ -1,0 +1,137 @@
+"""A prompt that is computed in chunks, for a block that knows nothing of it.
+
+The block asks for the prompt's value at a place, all rows of it. The first place that it asks for is
+gathered: each chunk's rows are kept as it passes, and the last chunk brings the whole. What the block assigns
+there goes to every chunk, each taking its share. By then the earlier chunks have passed all other places:
+asking for one of those, or editing what was gathered, cannot be made good and is a ``ChunkedPromptError``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nnsight_engine.core.trees import map_pairs, tensors
+from nnsight_engine.interleaving.events import Events
+from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
+from nnsight_engine.vllm_backend.traces.holdings import num_bytes
+
+if TYPE_CHECKING:
+    from nnsight_engine.interleaving.mediator import Mediator
+    from nnsight_engine.vllm_backend.traces.request import TracedRequest
+
+
+class PromptChunks:
+    """What the chunks of one request's prompt have left.
+
+    Attributes:
+        num_passed: How many have been computed; 0 once the last has.
+    """
+
+    def __init__(self, request: TracedRequest) -> None:
+        """Start before the first chunk."""
+        self.num_passed = 0
+        self._request = request
+        self._gathered: dict[tuple[Mediator, str], list[Any]] = {}
+        self._given: list[tuple[Any, list[tuple[int, int]]]] = []
+        self._whole: set[tuple[Mediator, str]] = set()
+
+    def clear(self) -> None:
+        """The prompt has been computed."""
+        self.num_passed = 0
+        self._request.holdings.keep("chunks", -num_bytes(self._gathered.values()))
+        self._gathered.clear()
+        self._whole.clear()
+
+    def serve_part(self, provider: str) -> None:
+        """Gather rows for reads, or write this chunk's share of writes; the blocks go on waiting."""
+        request, batcher = self._request, self._request.batcher
+        for mediator in request.due(provider):
+            kind, _, _, more = mediator.waiting or (None, None, None, None)
+            gathered = self._gathered.setdefault((mediator, provider), [])
+            if len(gathered) != self.num_passed:
+                continue  # an earlier chunk has passed this place; the last one tells the block
+            gathered.append(batcher.narrow(batcher.group))
+            request.holdings.keep("chunks", num_bytes(gathered[-1:]))
+            if kind is Events.SWAP:
+                batcher.swap(batcher.group, self._share_of(more))
+
+    def serve_last(self, provider: str) -> None:
+        """Serve a block at the end of a prompt that came in chunks."""
+        request, batcher = self._request, self._request.batcher
+        mediator = request.due(provider)[0]
+        kind, _, _, more = mediator.waiting or (None, None, None, None)
+        key = (mediator, provider)
+        gathered = self._gathered.get(key, ())
+        if len(gathered) != self.num_passed:
+            mediator.fail(ChunkedPromptError.reading(provider, self.num_passed + 1))
+        elif kind is Events.SWAP and key not in self._whole:
+            request.holdings.keep("chunks", -num_bytes(self._gathered.pop(key)))
+            self._swap_last(mediator, more)
+        elif kind is Events.VALUE:
+            whole = batcher.narrow(batcher.group)
+            for part in reversed(gathered):
+                whole = map_pairs(part, whole, joined)
+            self._whole.add(key)
+            self._given.append((whole, _versions(whole)))
+            mediator.respond(whole)
+        else:
+            mediator.fail(ChunkedPromptError.writing(provider, self.num_passed + 1))
+
+    def leave(self, provider: str) -> None:
+        """The model goes on.
+
+        Raises:
+            ChunkedPromptError: The block has edited what was gathered.
+        """
+        given, self._given = self._given, []
+        for whole, before in given:
+            self._request.holdings.give(num_bytes([whole]))
+            if _versions(whole) != before:
+                raise ChunkedPromptError.writing(provider, self.num_passed + 1)
+
+    def _swap_last(self, mediator: Mediator, value: Any) -> None:
+        batcher = self._request.batcher
+        try:
+            batcher.swap(batcher.group, self._share_of(value, is_last=True))
+        except ValueError as error:
+            mediator.fail(error)
+        else:
+            mediator.respond()
+
+    def _share_of(self, value: Any, *, is_last: bool = False) -> Any:
+        """Return the rows of a whole prompt's value that this chunk computes.
+
+        Raises:
+            ValueError: With the last chunk: it has more rows than the prompt, or fewer.
+        """
+        batcher = self._request.batcher
+        start, stop = self._request.start, self._request.start + self._request.num_new
+
+        def share(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+            axis = batcher.axis(whole)
+            if axis is None or part.ndim <= axis:
+                return part
+            if is_last and part.shape[axis] != stop:
+                raise ValueError(
+                    f"this request's prompt has {stop} positions, so the value must have as many rows, got a "
+                    f"tensor of shape {tuple(part.shape)}"
+                )
+            return part[(slice(None),) * axis + (slice(start, stop),)]
+
+        return map_pairs(batcher.current_value, value, share)
+
+
+def joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return the rows of two chunks as one tensor."""
+    if first.ndim != second.ndim or not first.ndim:
+        return first
+    axis = 1 if first.ndim > 1 and first.shape[0] == 1 and second.shape[0] == 1 else 0
+    with torch.inference_mode(mode=False):
+        return torch.cat([first, second], dim=axis)
+
+
+def _versions(value: Any) -> list[tuple[int, int]]:
+    """Return which tensors a value holds, and how often each has been edited in place."""
+    return [(id(tensor), tensor._version) for tensor in tensors(value)]  # noqa: SLF001 - has no public name

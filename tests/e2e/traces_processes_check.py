@@ -1,0 +1,425 @@
+"""What travels between a block in the engine's own process and the one that traces, in both directions.
+
+``python -m tests.e2e.traces_processes_check FOLDER`` runs every case of ``CASES`` on an engine in a process
+of its own, then on one in this process, and writes ``report.json``: by case what went wrong, or null. A case
+returns values, which must be the same on both; what else it promises, it asserts. ``test_traces_processes``
+reads the report.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+
+from nnsight_engine import save
+from nnsight_engine.interleaving.events import MissedProviderError
+from nnsight_engine.interleaving.threads import TimeBudgetError
+from nnsight_engine.vllm_backend.compat import EngineLimits
+from nnsight_engine.vllm_backend.vllm import VLLM
+from nnsight_engine.wire import DecodeError
+from tests.e2e.check_process import REPORT
+from tests.e2e.mixed_load import difference
+from tests.e2e.traces import HeldTracer, Plain, run_together
+from tests.families.checkpoints import HIDDEN_SIZE, write_checkpoint
+
+PROMPT: Final = [45, 257, 80, 301, 77, 78, 260, 90]
+OTHER: Final = [91, 120, 33, 44, 260, 18]
+GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "ignore_eos": True}
+DTYPES: Final = (
+    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.bool, torch.uint8,
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+_TOLERANCE: Final = 1e-4
+
+
+class OwnError(ValueError):
+    """An error of the user's, with an attribute."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"my number is {number}")
+        self.number = number
+
+
+@dataclasses.dataclass
+class Pair:
+    """A container of the user's."""
+
+    first: Any
+    second: Any
+
+
+class Doubler:
+    """Code of the user's, with a state."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def __call__(self, value: torch.Tensor) -> Any:
+        return value * 2**self.times
+
+
+class Spinning:
+    """What never comes to an end of being written."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        spin()
+
+
+class Leaving:
+    """What ends whoever writes it."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        sys.exit(5)
+
+
+class Unreadable:
+    """What ends whoever reads it in the worker."""
+
+    if threading.current_thread().name.startswith("nnsight-engine-block"):
+        raise SystemExit
+
+
+@contextlib.contextmanager
+def raises(kind: type[BaseException] | str, text: str = "") -> Iterator[list[BaseException]]:
+    """Expect an error of a type, or of a type of this name."""
+    caught: list[BaseException] = []
+    try:
+        yield caught
+    except Exception as error:  # noqa: BLE001 - looked at below
+        caught.append(error)
+    assert caught, f"expected {kind}, got no error"
+    named = kind if isinstance(kind, str) else kind.__name__
+    assert named in {one.__name__ for one in type(caught[0]).__mro__}, f"expected {kind}, got {caught[0]!r}"
+    assert text in str(caught[0]), caught[0]
+
+
+def throw(error: BaseException) -> None:
+    raise error
+
+
+def leave(code: int = 0) -> None:
+    sys.exit(code)
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def sleep_through_everything() -> None:
+    while True:
+        with contextlib.suppress(TimeBudgetError):
+            time.sleep(0.01)
+
+
+def traced(model: VLLM, *prompt: list[int], **options: Any) -> Any:
+    return model.trace(*prompt, **{**GREEDY, **options})
+
+
+# Values.
+
+
+def tensors_of_every_dtype(model: VLLM) -> Any:
+    with traced(model, PROMPT):
+        hidden = model.layers[1].output
+        found: dict[str, Any] = save({})
+        for dtype in DTYPES:
+            found[str(dtype)] = (hidden * 100).to(dtype)
+        found["scalar"] = hidden.sum()
+        found["empty"] = hidden[:0]
+        found["strided"] = hidden.T[::3]
+        found["parameter"] = torch.nn.Parameter(hidden[0])
+        found["view"] = hidden[2:4]
+    for dtype in DTYPES:
+        assert found[str(dtype)].dtype == dtype
+        assert found[str(dtype)].shape == (len(PROMPT), HIDDEN_SIZE)
+    assert found["scalar"].shape == ()
+    assert found["empty"].shape == (0, HIDDEN_SIZE)
+    return {name: value.detach().to(torch.float64) for name, value in found.items() if not value.is_complex()}
+
+
+def containers(model: VLLM) -> Any:
+    with traced(model, PROMPT):
+        hidden = model.layers[1].output[-1].clone()
+        inner = [hidden, hidden]
+        found: dict[str, Any] = save({
+            "nested": [{"a": (1, [2.5, inner])}, inner],
+            "sets": (frozenset({1, 2}), {"x", "y"}),
+            "numbers": (2**100, -1, True, None, 1 + 2j, float("inf")),
+            "texts": ("é\u2028\0", b"\x00\xff", bytearray(b"ab")),
+            "counted": collections.Counter("aab"),
+            "ordered": collections.OrderedDict(b=1, a=2),
+            "slices": (slice(1, None, 2), range(3), ..., torch.float16),
+            "numpy": (hidden.numpy(), np.float32(1.5)),
+        })  # fmt: skip
+        nan = save(float("nan"))
+    assert found["nested"][0]["a"][1][1] is found["nested"][1], "what was one list is two"
+    assert found["nested"][1][0] is found["nested"][1][1]
+    assert math.isnan(nan)
+    assert isinstance(found["counted"], collections.Counter)
+    found["numpy"] = [torch.from_numpy(found["numpy"][0]), float(found["numpy"][1])]
+    found["slices"] = repr(found["slices"])
+    found["sets"] = [sorted(one) for one in found["sets"]]
+    return found
+
+
+def lists_shared_by_invokes(model: VLLM) -> Any:
+    with traced(model) as tracer:
+        order, rows = save([]), save({})
+        barrier = tracer.barrier(2)
+        with tracer.invoke(PROMPT, max_tokens=2):
+            order.append("first")
+            rows["first"] = model.layers[1].output[-1].clone()
+            barrier()
+        with tracer.invoke(OTHER, max_tokens=3):
+            barrier()
+            order.append("second")
+            model.layers[2].output[-1] = rows["first"]
+            rows["second"] = model.layers[2].output[-1].clone()
+            rows["order"] = order
+    assert order == ["first", "second"]
+    assert rows["order"] is order
+    return [rows["first"], rows["second"]]
+
+
+def several_choices(model: VLLM) -> Any:
+    with traced(model, PROMPT, n=3, temperature=1.0, top_k=1, max_tokens=3) as tracer:
+        tokens, rows = save([]), save([])
+        for _ in tracer.iter[:]:
+            rows.append(model.layers[2].output)
+            tokens.append(model.samples.output.item())
+        answer = tracer.result.save()
+    assert [list(choice.token_ids) for choice in answer[0].outputs] == tokens
+    return [tokens, rows]
+
+
+def own_code(model: VLLM) -> Any:
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Linear(HIDDEN_SIZE, 8), torch.nn.GELU())
+    offset = 3
+
+    def shifted(value: torch.Tensor) -> torch.Tensor:
+        return value + offset
+
+    doubler = Doubler(3)
+    with traced(model, PROMPT):
+        hidden = save(model.layers[1].output)
+        found = save(doubler(shifted(network(hidden))))
+    assert torch.allclose(found, (network(hidden) + 3) * 8, rtol=1e-4, atol=1e-4)
+    return found
+
+
+def objects_of_ones_own_are_refused(model: VLLM) -> Any:
+    with raises(DecodeError, "Pair"), traced(model, PROMPT):
+        pair = save(Pair(1, model.layers[1].output))  # noqa: F841 - comes back, or would
+    return still_works(model)
+
+
+# Errors.
+
+
+def an_error_of_ones_own(model: VLLM) -> Any:
+    with raises("OwnError", "my number is 7") as caught, traced(model, PROMPT):
+        _ = model.layers[1].output
+        try:
+            throw(KeyError("the cause"))
+        except KeyError as cause:
+            raise OwnError(7) from cause  # the line
+    (error,) = caught
+    assert isinstance(error, ValueError)
+    assert getattr(error, "number", None) == 7
+    assert isinstance(error.__cause__, KeyError)
+    shown = "".join(traceback.format_exception(error))
+    assert "# the line" in shown
+    assert "the cause" in shown
+    return still_works(model)
+
+
+def an_error_of_torchs(model: VLLM) -> Any:
+    with raises(RuntimeError, "size mismatch") as caught, traced(model, PROMPT):
+        model.layers[1].output @ torch.ones(3)  # the line
+    assert "# the line" in "".join(traceback.format_exception(caught[0]))
+    return still_works(model)
+
+
+def what_cannot_travel_back(model: VLLM) -> Any:
+    with raises("EncodeError", "handle"), traced(model, PROMPT):
+        handle = save(open("/dev/null"))  # noqa: F841, SIM115 - as said
+    with raises("EncodeError", "lock"), traced(model, PROMPT):
+        held: dict[str, Any] = save({})
+        held["lock"] = threading.Lock()
+    with raises("EncodeError"), traced(model, PROMPT):
+        drawn = save(number for number in range(3))  # noqa: F841 - as said
+    return still_works(model)
+
+
+def what_does_harm_as_it_travels(model: VLLM) -> Any:
+    with raises(TimeBudgetError), traced(model, PROMPT):
+        found = save([model.layers[1].output, Spinning()])
+    with raises("Exception"), traced(model, PROMPT):
+        found = save([model.layers[1].output, Leaving()])  # noqa: F841 - never comes back
+    with raises("Exception"), traced(model, PROMPT):
+        unread = save(Unreadable())  # noqa: F841 - the same
+    return still_works(model)
+
+
+def what_ends_a_thread(model: VLLM) -> Any:
+    with raises("SystemExit", "3"), traced(model, PROMPT):
+        leave(3)
+    with raises("SystemExit"), traced(model, PROMPT, max_tokens=3) as tracer:
+        for _ in tracer.iter[1:]:
+            _ = model.layers[1].output
+            throw(SystemExit())
+    with raises("KeyboardInterrupt"), traced(model, PROMPT):
+        _ = model.samples.output
+        throw(KeyboardInterrupt())
+    with raises("GeneratorExit"), traced(model, PROMPT):
+        _ = model.logits.output
+        throw(GeneratorExit())
+    return still_works(model)
+
+
+def what_never_ends(model: VLLM) -> Any:
+    with raises(TimeBudgetError), traced(model, PROMPT):
+        _ = model.layers[1].output
+        spin()
+    with raises(TimeBudgetError), traced(model, PROMPT):
+        sleep_through_everything()
+    return still_works(model)
+
+
+def what_never_comes(model: VLLM) -> Any:
+    with raises(MissedProviderError, "rotary_emb"), traced(model, PROMPT):
+        model.model.layers[0].self_attn.rotary_emb.apply_rotary_emb.output.save()
+    with raises(MissedProviderError, "step 5"), traced(model, PROMPT, max_tokens=2) as tracer:
+        for _ in tracer.iter[5]:
+            pass
+    return still_works(model)
+
+
+def neighbours(model: VLLM) -> Any:
+    greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    plain = [Plain(f"I think {number} dogs", greedy) for number in range(7)]
+    quiet = run_together(model, [], plain)
+    held = []
+    with traced(model, PROMPT, max_tokens=8, tracer_cls=HeldTracer) as tracer:
+        _ = model.layers[1].output
+        leave()
+    held.append(tracer.sent)
+    with traced(model, PROMPT, max_tokens=8, tracer_cls=HeldTracer) as tracer:
+        for step in tracer.iter[:]:
+            model.layers[1].output[:] = float("nan")
+            if step == 3:
+                raise OwnError(3)
+    held.append(tracer.sent)
+    with traced(model, PROMPT, max_tokens=8, tracer_cls=HeldTracer) as tracer:
+        _ = model.layers[1].output
+        spin()
+    held.append(tracer.sent)
+    with traced(model, PROMPT, max_tokens=8, tracer_cls=HeldTracer) as tracer:
+        seen = save([])
+        for _ in tracer.iter[:]:
+            seen.append(model.samples.output.item())
+    held.append(tracer.sent)
+    ran = run_together(model, held, plain, late=2)
+    for number in range(len(plain)):
+        assert ran.tokens(f"plain-{number}") == quiet.tokens(f"plain-{number}"), number
+    errors = [type(ran.outcomes[number].error).__name__ for number in range(len(held))]
+    assert errors == ["SystemExit", "OwnError", "TimeBudgetError", "NoneType"], errors
+    assert ran.outcomes[3].saves["seen"] == ran.tokens("trace-3")
+    return [ran.tokens("trace-3"), [quiet.tokens(f"plain-{number}") for number in range(len(plain))]]
+
+
+def still_works(model: VLLM) -> Any:
+    with traced(model, PROMPT):
+        logits = model.logits.output.save()
+    assert not any(model.engine.collective_rpc("count_interventions")[0].values())
+    return logits
+
+
+CASES: Final[dict[str, Callable[[VLLM], Any]]] = {
+    case.__name__: case
+    for case in (
+        tensors_of_every_dtype,
+        containers,
+        lists_shared_by_invokes,
+        several_choices,
+        own_code,
+        objects_of_ones_own_are_refused,
+        an_error_of_ones_own,
+        an_error_of_torchs,
+        what_cannot_travel_back,
+        what_does_harm_as_it_travels,
+        what_ends_a_thread,
+        what_never_ends,
+        what_never_comes,
+        neighbours,
+    )
+}
+
+
+@dataclasses.dataclass
+class Failed:
+    """What a case raised."""
+
+    text: str
+
+
+def run_all(checkpoint: Path) -> dict[str, Any]:
+    model = VLLM(
+        str(checkpoint),
+        dispatch=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=64,
+        max_num_seqs=16,
+        num_gpu_blocks_override=32,
+        limits=EngineLimits(trace_step_s=1.0),
+    )
+    results = {name: _tried(case, model) for name, case in CASES.items()}
+    model.shutdown()
+    return results
+
+
+def _tried(case: Callable[[VLLM], Any], model: VLLM) -> Any:
+    try:
+        return case(model)
+    except Exception:  # noqa: BLE001 - whatever it is, the report says it and the next case runs
+        return Failed(traceback.format_exc())
+
+
+def main() -> None:
+    """Run everything on both engines."""
+    folder = Path(sys.argv[1])
+    checkpoint = write_checkpoint("llama", folder / "llama")
+    apart = run_all(checkpoint)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    here = run_all(checkpoint)
+    report: dict[str, str | None] = {}
+    for name in CASES:
+        failed = [
+            f"{where}: {one.text}"
+            for where, one in (("apart", apart[name]), ("here", here[name]))
+            if isinstance(one, Failed)
+        ]
+        report[name] = "\n".join(failed) or difference(here[name], apart[name], _TOLERANCE) or None
+    (folder / REPORT).write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What is told of a block's saves after each step, put together again on the other side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nnsight_engine.vllm_backend.traces.news import News, apply_news
+
+
+def told(news: News, saves: dict[str, Any], known: dict[str, Any]) -> int:
+    """Tell what is new of ``saves``, and return its size."""
+    data = news.of(saves)
+    if data is not None:
+        apply_news(known, data)
+    return len(data or b"")
+
+
+def test_lists_grow_and_outputs_that_have_left_keep_theirs() -> None:
+    news, known = News(), dict[str, Any]()
+    rows: list[torch.Tensor] = []
+    seen, sizes = [], []
+    for step in range(6):
+        rows.append(torch.full((200,), float(step)))
+        sizes.append(told(news, {"rows": rows, "last": float(rows[-1][0])}, known))
+        seen.append(dict(known))
+    assert [len(one["rows"]) for one in seen] == [1, 2, 3, 4, 5, 6]
+    assert [one["last"] for one in seen] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert torch.equal(torch.stack(known["rows"]), torch.stack(rows))
+    assert max(sizes[1:]) <= sizes[0] * 1.1, "each step tells of one row"
+    assert news.of({"rows": rows, "last": float(rows[-1][0])}) is None
+
+
+def test_what_was_edited_or_replaced_is_told_again() -> None:
+    news, known = News(), dict[str, Any]()
+    value, table = torch.zeros(2), {"a": 1}
+    told(news, {"value": value, "table": table}, known)
+    value += 1
+    table["a"] = 2
+    told(news, {"value": value, "table": table}, known)
+    assert known["value"].tolist() == [1.0, 1.0]
+    assert known["table"] == {"a": 2}
+    told(news, {"value": [3]}, known)
+    assert known["value"] == [3]
+
+
+def test_objects_of_own_classes_wait_for_the_end_and_run_nothing() -> None:
+    class Loud:
+        def __reduce_ex__(self, protocol: object) -> Any:
+            raise AssertionError("nobody is to write this on the model's thread")
+
+    class Text(str):
+        """A string that is more than one."""
+
+    news, known = News(), dict[str, Any]()
+    told(news, {"loud": Loud(), "deep": [[Loud()]], "text": Text("x"), "plain": (1, None)}, known)
+    assert known == {"plain": (1, None)}
