@@ -231,10 +231,16 @@ class Threads:
         return _after_errands(stack, stack.resume(payload))
 
     def run(self, job: Callable[[], Any]) -> Any:
-        """Return what a job returns that hands nothing over; raises what it raises."""
+        """Return what a job returns that hands nothing over.
+
+        Raises:
+            Exception: What it raises; what would end a program becomes a RuntimeError.
+        """
         result, error = self.take().start(job).empty()
-        if error is not None:
+        if isinstance(error, Exception):
             raise error
+        if error is not None:
+            raise RuntimeError(f"this raised {type(error).__name__}: {error}") from error
         return result
 
     def give_back(self, stack: ThreadStack) -> None:

@@ -35,21 +35,19 @@ _RESULTS_ATTRIBUTE: Final = "nnsight_engine_results"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Limits that the worker enforces: bytes, and seconds that one block may compute within one step.
+    """Limits that the worker enforces.
 
     Attributes:
-        max_capture_bytes_per_request: What one request's declared captures may keep.
-        max_capture_bytes_engine: What those of all requests may.
-        max_cache_bytes: What the caches of one request's block may keep.
+        max_capture_bytes_per_request: Most that one declarative request may capture.
+        max_capture_bytes_engine: Most that all of them may hold captured together.
         max_edits: How many edits the engine keeps under names.
-        max_edit_bytes: What they may have together, as they are sent.
+        max_edit_bytes: Most that they may have together, as they are sent.
         trace_step_s: Seconds that one block may compute within one step.
         max_trace_bytes: Most that one traced request may hold: what its block saved, and what is kept for it.
     """
 
     max_capture_bytes_per_request: int = 256 * 1024 * 1024
     max_capture_bytes_engine: int = 1024 * 1024 * 1024
-    max_cache_bytes: int = 1024 * 1024 * 1024
     max_edits: int = 64
     max_edit_bytes: int = 256 * 1024 * 1024
     trace_step_s: float = 10.0

@@ -23,9 +23,9 @@ from nnsight_engine.tracing.errors import WithBlockNotFoundError
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.request_tracer import Purpose, SentTrace
 from nnsight_engine.vllm_backend.traces.errors import (
-    CacheLimitError,
     ChunkedPromptError,
     EditLimitError,
+    TraceBytesError,
 )
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.vllm import VLLM
@@ -81,7 +81,7 @@ def model(checkpoint: Path) -> Iterator[VLLM]:
         "max_num_seqs": 16,
         "block_size": 32,
         "num_gpu_blocks_override": 24,
-        "limits": EngineLimits(trace_step_s=1.0, max_cache_bytes=4_000_000, max_edits=3),
+        "limits": EngineLimits(trace_step_s=1.0, max_trace_bytes=4_000_000, max_edits=3),
     }
     with traced_engine(checkpoint, **options) as model:
         yield model
@@ -240,7 +240,7 @@ def test_what_a_cache_cannot_do_is_said_at_its_line(model: VLLM) -> None:
         with model.trace(PROMPT) as tracer:
             tracer.cache(device="cuda:7")  # the line
     assert any("# the line" in str(one.line) for one in traceback.extract_tb(caught.value.__traceback__))
-    with pytest.raises(CacheLimitError, match="max_cache_bytes"), model.trace(LONG) as tracer:
+    with pytest.raises(TraceBytesError, match="max_trace_bytes"), model.trace(LONG) as tracer:
         tracer.cache(include_inputs=True)
     assert not model.engine.collective_rpc("count_interventions")[0]["traced"]
 

@@ -43,9 +43,8 @@ class Board:
 
     skipped: tuple[()] = ()
 
-    def __init__(self, max_cache_bytes: int) -> None:
-        """Start without requests; the caches of each may keep so much."""
-        self.max_cache_bytes = max_cache_bytes
+    def __init__(self) -> None:
+        """Start without requests."""
         self.wanted: dict[str, dict[TracedRequest, None]] = {}
         self.calls: dict[str, int] = {}
         self.ever: set[str] = set()

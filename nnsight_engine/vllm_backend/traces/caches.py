@@ -17,14 +17,14 @@ from nnsight_engine.core.trees import map_pairs, map_tensors
 from nnsight_engine.envoys.architectures import table
 from nnsight_engine.envoys.architectures.named_points import PointGroup
 from nnsight_engine.envoys.cache import Cache, CacheView, Entry
-from nnsight_engine.vllm_backend.traces.errors import CacheLimitError, ChunkedPromptError
+from nnsight_engine.vllm_backend.traces.chunks import joined
+from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
+from nnsight_engine.vllm_backend.traces.holdings import CACHES, Holdings
 from nnsight_engine.vllm_backend.traces.points import ATTENTION_INPUT, Layers, Part
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.vllm_backend.families import Family
-
-Join = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class RequestCache(Cache):
@@ -61,14 +61,12 @@ class RequestCaches:
     """The caches of one request, and the parts that they wait for the rest of.
 
     Args:
-        max_bytes: What they may keep together.
-        join: Puts rows before others of the same value.
+        holdings: What the request holds.
     """
 
-    def __init__(self, max_bytes: int, join: Join) -> None:
+    def __init__(self, holdings: Holdings) -> None:
         """Start without any."""
-        self._left = self._max_bytes = max_bytes
-        self._join = join
+        self._holdings = holdings
         self._by_provider: dict[str, list[RequestCache]] = {}
         self._parts: dict[tuple[int, str], list[list[Any]]] = {}
         self._calls: dict[tuple[int, str], int] = {}
@@ -102,7 +100,7 @@ class RequestCaches:
 
         Raises:
             ChunkedPromptError: The first chunks passed before the cache was made.
-            CacheLimitError: The caches keep too much.
+            TraceBytesError: The request holds too much.
         """
         for cache in self._by_provider[provider]:
             if is_last and not chunk:
@@ -122,7 +120,7 @@ class RequestCaches:
                 parts.append(map_tensors(rows, self._put_aside))
                 continue
             for part in reversed(parts):
-                rows = map_pairs(part, rows, self._join)
+                rows = map_pairs(part, rows, joined)
             cache.keep(provider, rows)
 
     def _put_aside(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -131,9 +129,8 @@ class RequestCaches:
             return tensor.clone()
 
     def _spend(self, num_bytes: int) -> None:
-        self._left -= num_bytes
-        if self._left < 0:
-            raise CacheLimitError.over(self._max_bytes)
+        self._holdings.keep(CACHES, num_bytes)
+        self._holdings.check()
 
 
 class EngineCacheView(CacheView):

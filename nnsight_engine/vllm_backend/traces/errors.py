@@ -5,19 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 
 
-class CacheLimitError(RuntimeError):
-    """The caches of a request keep more than one request may."""
-
-    @classmethod
-    def over(cls, max_bytes: int) -> CacheLimitError:
-        """They would keep more than this."""
-        return cls(
-            f"The caches of this request would keep more than {max_bytes:,} bytes. Name the modules, "
-            "tracer.cache(modules=[...]), keep a smaller type with dtype=, or start the engine with "
-            "limits=EngineLimits(max_cache_bytes=...)."
-        )
-
-
 class EditLimitError(RuntimeError):
     """The engine keeps as many edits as it may."""
 

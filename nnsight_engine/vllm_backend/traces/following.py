@@ -32,9 +32,9 @@ class FollowingBoard(Board):
 
     spread: Spread
 
-    def __init__(self, max_cache_bytes: int) -> None:
+    def __init__(self) -> None:
         """Start without a place to stop at."""
-        super().__init__(max_cache_bytes)
+        super().__init__()
         self.traced = False
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:  # noqa: ARG002 - as on the other side
@@ -83,7 +83,7 @@ class FollowingTraces(Presence, WorkerTraces):
 
     def __init__(self, points: ModelPoints, config: VllmConfig, ranks: Ranks, limits: EngineLimits) -> None:
         """Start without requests."""
-        super().__init__(points, config, limits, board=FollowingBoard(limits.max_cache_bytes))
+        super().__init__(points, config, limits, board=FollowingBoard())
         self.board.spread = Spread(ranks, self.model, points)
         self._in_step = False
 

@@ -17,6 +17,9 @@ import torch
 
 from nnsight_engine.vllm_backend.traces.errors import TraceBytesError
 
+CACHES: Final = "caches"
+"""What caches keep is counted as it comes, and comes home as saved values do."""
+
 _MADE_OF_GIVEN: Final = 4
 """Bytes that a block is expected to save at most, for each byte that it is given."""
 
@@ -47,6 +50,11 @@ class Holdings:
     def give(self, num_bytes: int) -> None:
         """Count what the block was given, and may save."""
         self._given_bytes += num_bytes
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of what comes home."""
+        return self.saved_bytes + self._kept_bytes.get(CACHES, 0)
 
     def check(self, *, is_last: bool = False) -> None:
         """See whether the request holds too much.

@@ -45,9 +45,9 @@ class LeadingBoard(Board):
 
     spread: Spread
 
-    def __init__(self, max_cache_bytes: int) -> None:
+    def __init__(self) -> None:
         """Start without requests."""
-        super().__init__(max_cache_bytes)
+        super().__init__()
         self._depth = 0
         self._announced: frozenset[str] = frozenset()
 
@@ -174,7 +174,7 @@ class LeadingTraces(Presence, WorkerTraces):
 
     def __init__(self, points: ModelPoints, config: VllmConfig, ranks: Ranks, limits: EngineLimits) -> None:
         """Start without requests."""
-        super().__init__(points, config, limits, board=LeadingBoard(limits.max_cache_bytes))
+        super().__init__(points, config, limits, board=LeadingBoard())
         self.board.spread = Spread(ranks, self.model, points)
 
     def adopt(self, data: bytes) -> dict[str, Any] | None:

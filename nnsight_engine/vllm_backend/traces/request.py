@@ -23,7 +23,7 @@ from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.interleaver import Interleaver, Watcher
 from nnsight_engine.interleaving.mediator import Mediator, Raise
 from nnsight_engine.vllm_backend.traces.caches import RequestCaches
-from nnsight_engine.vllm_backend.traces.chunks import PromptChunks, joined
+from nnsight_engine.vllm_backend.traces.chunks import PromptChunks
 from nnsight_engine.vllm_backend.traces.holdings import Holdings, num_bytes
 from nnsight_engine.vllm_backend.traces.rows import FlatBatcher
 
@@ -92,7 +92,7 @@ class TracedRequest(Interleaver):
             board: Where the model's calls come from.
             mediator: Runs the request's block.
             order: Which of all requests this is.
-            holdings: Counts the bytes that it holds.
+            holdings: Counts what it holds.
             edits: Run the edits that the request chose; they have each value before the block.
         """
         self.board = board
@@ -104,10 +104,10 @@ class TracedRequest(Interleaver):
         self.muted: str | None = None
         self.mediator = mediator
         self.holdings = holdings
+        self.caches = RequestCaches(holdings)
         self.last_label: str | None = None
         self.is_rehearsal = False
         self._has_rehearsed = False
-        self.caches = RequestCaches(board.max_cache_bytes, joined)
         self._chunks = PromptChunks(self)
         self._skips: dict[str, Any] = {}
         self._written: dict[str, list[tuple[int, Any]]] = {}
@@ -145,9 +145,9 @@ class TracedRequest(Interleaver):
         """Run the block until it first waits."""
         self.interleaving = True
         self._refill()
-        self._guarded(self._start_blocks)
+        self._guarded(self._open)
 
-    def _start_blocks(self) -> None:
+    def _open(self) -> None:
         for mediator in self.mediators:
             if not self._has_failed:
                 mediator.start(self)
@@ -234,6 +234,7 @@ class TracedRequest(Interleaver):
         """No further step comes: nothing is computed anew any more."""
         self._written.clear()
         self._chunks.clear()
+        self.caches.end()
 
     @property
     def is_over(self) -> bool:
@@ -299,20 +300,25 @@ class TracedRequest(Interleaver):
         """Tell whether a value that the block gave is to take the place of this one."""
         return provider in self._skips
 
+    def has_use_for(self, provider: str) -> bool:
+        """Tell whether a value is of use although no block waits for it."""
+        return self.skips(provider) or self.caches.has_use_for(provider)
+
     def _release(self, provider: str) -> None:
         """Have no more use for a provider, if nothing else of this request's has one."""
         if not (provider in self.wanted or self.has_use_for(provider)):
             self.board.unwant(provider, self)
-
-    def has_use_for(self, provider: str) -> bool:
-        """Tell whether a value is of use although no block waits for it."""
-        return self.skips(provider) or self.caches.has_use_for(provider)
 
     def is_due(self, provider: str) -> bool:
         """Tell whether the block waits for this very call."""
         if not (self.in_step and self.num_new) or self.muted is not None or (self._behind and self.partial):
             return False
         return bool(self.due(provider))
+
+    def due(self, provider: str) -> list[Mediator]:
+        """Return the blocks that wait for this very call, in the order in which they are answered."""
+        now = (self.number, None)
+        return [one for one in self.wanted.get(provider, ()) if one.waiting and one.waiting[2] in now]
 
     # What the model provides.
 
@@ -382,12 +388,12 @@ class TracedRequest(Interleaver):
         if self.is_over or (self._behind and self.partial):
             return
         if self.muted in {None, provider.removesuffix(".input")}:
-            chunk = 0 if self._behind else self._chunks.num_passed
             self.last_label = None  # a cache is the own block's
-            self._guarded(lambda: self._note_cached(provider, chunk))
+            self._guarded(lambda: self._note_cached(provider))
 
-    def _note_cached(self, provider: str, chunk: int) -> None:
-        rows = map_tensors(self.board.place.value, self._own_rows)
+    def _note_cached(self, provider: str) -> None:
+        chunk = 0 if self._behind else self._chunks.num_passed
+        rows = map_tensors(self.batcher.current_value, self._own_rows)
         self.caches.note(provider, rows, chunk, is_last=not self.partial)
 
     def _own_rows(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -448,11 +454,6 @@ class TracedRequest(Interleaver):
         written = map_tensors(self.batcher.current_value, kept)
         entries.append((self.start, written))
         self.holdings.keep("writes", num_bytes([written]))
-
-    def due(self, provider: str) -> list[Mediator]:
-        """Return the blocks that wait for this very call, in the order in which they are answered."""
-        now = (self.number, None)
-        return [one for one in self.wanted.get(provider, ()) if one.waiting and one.waiting[2] in now]
 
 
 def _asks_nothing_new(mediator: Mediator) -> bool:

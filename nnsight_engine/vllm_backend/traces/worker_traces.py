@@ -77,7 +77,7 @@ class WorkerTraces:
         self, points: ModelPoints, config: VllmConfig, limits: EngineLimits, *, board: Board | None = None
     ) -> None:
         """Start without requests."""
-        self.board = board if board is not None else Board(limits.max_cache_bytes)
+        self.board = board if board is not None else Board()
         self._points = points
         self._config = config
         self.model = self._new_model(Names())
@@ -186,6 +186,8 @@ class WorkerTraces:
     def remove_edit(self, name: str) -> None:
         """Forget an edit; requests that run it go on."""
         self.edits.remove(name)
+
+    # A step's rows.
 
     def takes_part(self, request_id: str) -> bool:
         """Tell whether a request is traced, and its block still of use."""
@@ -296,7 +298,7 @@ class WorkerTraces:
         if index is None:
             for name in [name for name in self._contexts if name[0] == key]:
                 del self._contexts[name]
-        num_bytes = sum(one.request.holdings.saved_bytes for one in members if one.request is not None)
+        num_bytes = sum(one.request.holdings.result_bytes for one in members if one.request is not None)
         return self._encoded({"blocks": blocks, "before": before}, num_bytes)
 
     def _encoded(self, message: dict[str, Any], num_bytes: int) -> bytes:

@@ -38,7 +38,7 @@ class OfferingBoard(Board):
 
     def __init__(self, link: Channel, shared: Sequence[str]) -> None:
         """Offer through ``link`` all but what modules return that later stages go on with."""
-        super().__init__(max_cache_bytes=0)  # blocks and their caches are on the last stage
+        super().__init__()
         self._link = link
         self._shared = {f"{path}.output" for path in shared}
         self._keeper = Keeper()
