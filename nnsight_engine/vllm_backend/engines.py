@@ -95,9 +95,16 @@ class AsyncEngine:
     async def _ran(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> list[RequestOutput]:
         key = uuid.uuid4().hex
         one_each = enumerate(zip(prompts, params, strict=True))
-        return await asyncio.gather(
-            *(self._last_output(prompt, one, f"{key}-{index}") for index, (prompt, one) in one_each)
-        )
+        tasks = [
+            asyncio.ensure_future(self._last_output(prompt, one, f"{key}-{index}"))
+            for index, (prompt, one) in one_each
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:  # if one was refused, the others are not to wait for it
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _last_output(self, prompt: Any, params: SamplingParams, request_id: str) -> RequestOutput:
         params.output_kind = RequestOutputKind.FINAL_ONLY

@@ -32,15 +32,25 @@ _READ_FAILURES: Final = frozenset({"capture_too_large", "engine_capture_full"})
 
 @dataclasses.dataclass(slots=True)
 class Gang:
-    """The requests of one trace, until all have come.
+    """The requests of one trace, which begin when all have come.
 
     Attributes:
-        missing: Blocks of which no request has come.
-        members: Ids of those that have.
+        missing: For each block of which requests have yet to come, how many; None while none has.
+        members: Ids of those that have come.
     """
 
-    missing: set[int]
+    missing: dict[int, int | None]
     members: list[str]
+
+    def join(self, request_id: str, entry: TraceEntry) -> None:
+        """Take note of one that has come; with several choices, each is a request."""
+        self.members.append(request_id)
+        if entry.index in self.missing:
+            left = (self.missing[entry.index] or entry.num_choices) - 1
+            if left > 0:
+                self.missing[entry.index] = left
+            else:
+                del self.missing[entry.index]
 
 
 class InterventionScheduler(Scheduler):
@@ -81,17 +91,14 @@ class InterventionScheduler(Scheduler):
             return  # which the worker ends
         if len(entry.groups) == 1:
             return
-        gang = self._gangs.setdefault(entry.key, Gang(set(range(len(entry.groups))), []))
-        gang.missing.discard(entry.index)
-        gang.members.append(request.request_id)
-        if not gang.missing:
-            del self._gangs[entry.key]
+        new = Gang(dict.fromkeys(range(len(entry.groups))), [])
+        self._gangs.setdefault(entry.key, new).join(request.request_id, entry)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step; a traced prompt that fits into one step is never split over several."""
         before = list(self.waiting) if self._traced or self._gangs else []
-        held = self._hold_back() if self._traced else []
         apart = self._hold_gangs() if self._gangs else []
+        held = self._hold_back() if self._traced else []
         output: SchedulerOutput = super().schedule(*args, **kwargs)
         if held or apart:
             self._put_back(before, {*held, *apart})
@@ -112,7 +119,11 @@ class InterventionScheduler(Scheduler):
 
     def _hold_gangs(self) -> list[Request]:
         """Take out of the queue those whose trace's other requests have yet to come."""
-        members = {member for gang in self._gangs.values() for member in gang.members}
+        for key in [
+            key for key, gang in self._gangs.items() if self.requests.keys().isdisjoint(gang.members)
+        ]:
+            del self._gangs[key]
+        members = {member for gang in self._gangs.values() if gang.missing for member in gang.members}
         held = [request for request in self.waiting if request.request_id in members]
         self.waiting.remove_requests(held)
         return held
@@ -142,8 +153,9 @@ class InterventionScheduler(Scheduler):
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self._drop(request.request_id)
-            for key in [key for key, gang in self._gangs.items() if request.request_id in gang.members]:
-                del self._gangs[key]  # nobody is to wait for those that may not come now
+            for gang in self._gangs.values():
+                if request.request_id in gang.members:
+                    gang.missing.clear()  # nobody is to wait for those that may not come now
         return finished
 
     def update_from_output(

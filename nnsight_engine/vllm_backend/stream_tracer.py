@@ -16,6 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 from nnsight_engine.tracing.tracer import ExecutionBackend, Tracer
 from nnsight_engine.vllm_backend.engines import AsyncEngine, answer
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace, by_name
+from nnsight_engine.vllm_backend.traces.errors import LostTraceError
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -131,6 +132,8 @@ class TraceStream:
         sent, known = self._sent, {index: output}
         data = answer(await self._host.call_soon("collect_trace", sent.key, sent.results(known), index))
         outcomes = sent.read(data, known)
+        if not outcomes:
+            raise LostTraceError.of({index})
         for outcome in outcomes:
             if outcome.error is not None:
                 raise outcome.error

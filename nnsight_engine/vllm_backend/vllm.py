@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 import torch
 from vllm import EngineArgs
 
+from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.envoys.aliases import Rename
 from nnsight_engine.envoys.envoy import EnvoyMap, refuse_statement
@@ -118,6 +119,11 @@ class VLLM(StandardNames):
                 arguments["distributed_executor_backend"] = ray_executor()
             config = EngineArgs(**arguments, **ours).create_engine_config()
             check_supported(config, traces_only=True)
+            if self.__dict__["_client_names"].envoys is not None and config.parallel_config.world_size > 1:
+                raise UnsupportedOptionError(
+                    "envoys= is not supported with tensor_parallel_size or pipeline_parallel_size above 1 "
+                    "yet: our own classes know where the parts of modules are; use one rank"
+                )
             host = _HOSTS[self.__dict__["mode"]]({**arguments, **ours})
             self.__dict__["host"], self.__dict__["engine"] = host, host.inner
             entries = answer(host.call("outline_model"))

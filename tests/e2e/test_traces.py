@@ -294,3 +294,48 @@ def test_what_is_not_there_yet_is_refused_by_name() -> None:
     guesses = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     with pytest.raises(UnsupportedOptionError, match="speculative"):
         VLLM(str(bundled_model_path()), speculative_config=guesses, dispatch=True)
+
+
+def test_several_invokes_with_several_choices_come_to_an_end(model: VLLM) -> None:
+    with model.trace(max_tokens=2, n=2, temperature=1.0, seed=1, ignore_eos=True) as tracer:
+        with tracer.invoke("a b c"):
+            first = model.model.norm.output[0].save()
+        with tracer.invoke("d e"):
+            second = model.model.norm.output[0].save()
+            noise = save(torch.rand(2))
+    assert [one.shape for one in first] == [first[0].shape] * 2
+    assert [one.shape for one in second] == [second[0].shape] * 2
+    assert not torch.equal(noise[0], noise[1]), "each choice draws its own"
+
+
+class Own(torch.Tensor):
+    """A tensor with a say in what is done with it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError("nobody asks this in the model")
+
+
+@pytest.mark.parametrize("how", ["meta", "sparse", "subclass"])
+def test_a_value_that_is_none_fails_its_own_request_alone(model: VLLM, how: str) -> None:
+    expected = plain_tokens(model, PROMPT, 3)
+    num_tokens = len(model.tokenizer.encode(PROMPT))
+    wrong = {
+        "meta": lambda: torch.empty(num_tokens, 576, device="meta"),
+        "sparse": lambda: torch.zeros(num_tokens, 576).to_sparse(),
+        "subclass": lambda: torch.zeros(num_tokens, 576),
+    }[how]()
+    is_own = how == "subclass"
+    try:
+        with model.trace(PROMPT, **GREEDY):
+            model.model.layers[3].mlp.skip(wrong.as_subclass(Own) if is_own else wrong)
+            model.logits.output.save()
+    except (NotImplementedError, RuntimeError):
+        assert not is_own
+    assert plain_tokens(model, PROMPT, 3) == expected
+
+
+def test_a_module_is_called_for_the_block_alone(model: VLLM) -> None:
+    with pytest.raises(ValueError, match="hook=True"), model.trace(PROMPT, **GREEDY):
+        hidden = model.model.layers[3].mlp.output
+        model.model.layers[4].mlp(hidden, hook=True).save()

@@ -98,7 +98,16 @@ class Board:
         return apply(*args, **kwargs)
 
     def called_directly(self, path: str) -> None:
-        """Take note of a call of the module at ``path`` that is not ``applied``; a hook, to refuse it."""
+        """Refuse a block's call of the module at ``path`` that probes would hear of.
+
+        Raises:
+            ValueError: The call is a block's.
+        """
+        if self.current is not None:
+            raise ValueError(
+                f"`{path}` cannot be called with hook=True inside vLLM: other requests wait for the model's "
+                "own calls of it. Call it without."
+            )
 
     def held(self, path: str, name: str, value: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - a hook
         """Return a tensor that the module at ``path`` has under this name."""

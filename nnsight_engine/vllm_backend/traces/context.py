@@ -59,11 +59,11 @@ class TraceContext:
         self._saved: list[Any] = received.shared[SAVED]
         self._marks = Marks(self._saved)
 
-    def mediator(self, index: int, threads: Threads) -> ThreadMediator:
-        """Return what runs a block."""
+    def mediator(self, index: int, choice: int, threads: Threads) -> ThreadMediator:
+        """Return what runs a block; each choice of its request draws its own random numbers."""
         invoke = self._invokes[index]
         function = compiled(invoke.info, invoke.own)
-        seed = zlib.crc32(f"{self.key}/{index}".encode())
+        seed = zlib.crc32(f"{self.key}/{index}/{choice}".encode())
         mediator = EditMediator(self._saving(function, invoke), invoke.info, threads, seed=seed)
         mediator.publish = self._publishers[index]
         return mediator

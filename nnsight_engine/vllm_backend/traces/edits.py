@@ -69,7 +69,9 @@ class KeptEdits:
         """Forget an edit; requests that run it go on."""
         self._data.pop(name, None)
 
-    def mediators(self, entry: TraceEntry, model: WorkerModel, threads: Threads) -> list[ThreadMediator]:
+    def mediators(
+        self, entry: TraceEntry, choice: int, model: WorkerModel, threads: Threads
+    ) -> list[ThreadMediator]:
         """Return what runs the edits that a request chose, in order.
 
         Raises:
@@ -80,7 +82,7 @@ class KeptEdits:
             data = self._chosen(chosen)
             info: Info = threads.run(lambda data=data: _read(data, model))  # type: ignore[misc] # a default
             run = _every_step(compiled(info, info.variables), model)
-            seed = zlib.crc32(f"{entry.key}/{entry.index}/{number}".encode())
+            seed = zlib.crc32(f"{entry.key}/{entry.index}/{choice}/{number}".encode())
             label = f"the edit {chosen.name!r}"
             made.append(EditMediator(run, info, threads, seed=seed, label=label))
         return made

@@ -47,6 +47,10 @@ class Holdings:
         """Count what is kept for the block, more of it or, negative, less."""
         self._kept_bytes[what] = self._kept_bytes.get(what, 0) + num_bytes
 
+    def let_go(self, what: str) -> None:
+        """Count nothing of what was kept."""
+        self._kept_bytes.pop(what, None)
+
     def give(self, num_bytes: int) -> None:
         """Count what the block was given, and may save."""
         self._given_bytes += num_bytes

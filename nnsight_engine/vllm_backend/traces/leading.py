@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nnsight_engine.core.trees import tensors
+from nnsight_engine.core.trees import map_tensors, tensors
 from nnsight_engine.interleaving.threads import ThreadMediator
 from nnsight_engine.vllm_backend.traces.board import Board
 from nnsight_engine.vllm_backend.traces.errors import SpreadModuleError
 from nnsight_engine.vllm_backend.traces.ranks import Call, Fetch, Gather, GoOn, Ranks, Slot
+from nnsight_engine.vllm_backend.traces.rows import plain
 from nnsight_engine.vllm_backend.traces.spread import Presence, Spread
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 
@@ -126,6 +127,7 @@ class LeadingBoard(Board):
 
     def _call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         sent: list[torch.Tensor] = []
+        args, kwargs = map_tensors((args, kwargs), plain)
         arguments = self.spread.ranks.packed((args, kwargs), sent)
         self.spread.ranks.tell(Call(path, method, arguments), sent)
         return self.spread.call(path, method, args, kwargs)
@@ -138,6 +140,7 @@ class LeadingBoard(Board):
         """
         if self.spread.shards.needs_all(path):
             raise SpreadModuleError.direct_call(path)
+        super().called_directly(path)
 
     def held(self, path: str, name: str, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor that the module at ``path`` has, the whole if it has a part."""

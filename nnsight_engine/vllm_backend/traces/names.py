@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from nnsight_engine.envoys.aliases import Rename
 from nnsight_engine.envoys.envoy import Envoy, EnvoyMap
+from nnsight_engine.vllm_backend.traces.points_unembedding import VocabularyEnvoy
 from nnsight_engine.wire import TRUSTED, DecodeError, decode, encode
 
 
@@ -69,15 +71,28 @@ class Names:
         return given
 
     def envoys_over(self, ours: Mapping[type[torch.nn.Module], type[Envoy]]) -> EnvoyMap:
-        """Return all classes, ours for modules that the client's leave out; one for all stays alone."""
-        given = self.envoys
-        if isinstance(given, type):
-            return given
-        given = given or {}
+        """Return all classes, ours for modules that the client's leave out.
+
+        What our class of the vocabulary does, the client's does too: the module itself cannot be called.
+        """
+        envoys = self.envoys
+        given = {torch.nn.Module: envoys} if isinstance(envoys, type) else dict(envoys or {})
         left = {
             kind: envoy for kind, envoy in ours.items() if not any(base in given for base in kind.__mro__)
         }
-        return {**left, **given}
+        mixed = {
+            kind: _mixed(envoy)
+            for kind, envoy in given.items()
+            if issubclass(kind, VocabParallelEmbedding) and not issubclass(envoy, VocabularyEnvoy)
+        }
+        for_all = next((given[base] for base in VocabParallelEmbedding.__mro__ if base in given), None)
+        if for_all is not None and not issubclass(for_all, VocabularyEnvoy):
+            mixed[VocabParallelEmbedding] = _mixed(for_all)
+        return {**left, **given, **mixed}
+
+
+def _mixed(envoy: type[Envoy]) -> type[Envoy]:
+    return type(envoy.__name__, (envoy, VocabularyEnvoy), {})
 
 
 def check_envoys(envoys: Any) -> None:

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 _SCALARS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype})
 _CONTAINERS: Final = frozenset({list, tuple, dict, set})
 _MAX_DEPTH: Final = 8
+_MAX_BYTES: Final = 64 * 2**20
+"""Of a tensor; a larger one is not worth the step's time."""
 
 
 class News:
@@ -60,7 +62,7 @@ def _is_plain(value: Any, depth: int = _MAX_DEPTH) -> bool:
         items = [*value, *value.values()] if kind is dict else value
         return depth > 0 and all(_is_plain(item, depth - 1) for item in items)
     if kind is torch.Tensor:
-        return value.layout is torch.strided and not value.requires_grad
+        return value.layout is torch.strided and not value.requires_grad and value.nbytes <= _MAX_BYTES
     return _is_scalar(value)
 
 
@@ -70,11 +72,12 @@ def _is_scalar(value: Any) -> bool:
 
 def _mark(value: Any) -> Any:
     """Return what changes when a value does, as far as that is cheap to see."""
-    if isinstance(value, torch.Tensor):
-        return value._version  # noqa: SLF001 - has no public name
-    if isinstance(value, list | set):
+    kind = type(value)  # and not what it says it is
+    if kind is torch.Tensor:
+        return None if value.is_inference() else value._version  # noqa: SLF001 - has no public name
+    if kind is list or kind is set:
         return (len(value),)
-    return tuple(map(id, value.values())) if isinstance(value, dict) else type(value)
+    return tuple(map(id, value.values())) if kind is dict else kind
 
 
 def apply_news(saves: dict[str, Any], data: bytes) -> None:

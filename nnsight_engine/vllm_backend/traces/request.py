@@ -233,6 +233,7 @@ class TracedRequest(Interleaver):
     def retire(self) -> None:
         """No further step comes: nothing is computed anew any more."""
         self._written.clear()
+        self.holdings.let_go("writes")
         self._chunks.clear()
         self.caches.end()
 
@@ -248,7 +249,9 @@ class TracedRequest(Interleaver):
     def failed(self, error: BaseException) -> None:
         """Take note that a block failed, and say which if it is not the request's own."""
         if self.last_label is not None and self.error is None:
-            error.add_note(f"This was in {self.last_label}, which the request runs beside its own block.")
+            BaseException.add_note(
+                error, f"This was in {self.last_label}, which the request runs beside its own block."
+            )
         super().failed(error)
 
     def _guarded(self, act: Callable[[], Any]) -> None:
@@ -324,8 +327,10 @@ class TracedRequest(Interleaver):
 
     def arrive(self, provider: str) -> None:
         """Put in what the block wrote before, or skips the module with; before it may have the value."""
-        if not self.in_step:
-            return
+        if self.in_step:
+            self._guarded(lambda: self._arrive(provider))
+
+    def _arrive(self, provider: str) -> None:
         self._replay(provider)
         if self.skips(provider):
             self._put_skipped(provider)
@@ -375,7 +380,7 @@ class TracedRequest(Interleaver):
     def leave(self, provider: str) -> None:
         """The model goes on: what the block does from now on with what it was given is its own affair."""
         if self.batcher.changed:
-            self._note_written(provider)
+            self._guarded(lambda: self._note_written(provider))
         self.holdings.give(self.batcher.lent_bytes)
         self.batcher.loans, self.batcher.changed = None, False
         self._guarded(lambda: self._chunks.leave(provider))

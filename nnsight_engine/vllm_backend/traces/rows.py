@@ -16,6 +16,14 @@ from nnsight_engine.core.trees import map_tensors, tensors
 from nnsight_engine.interleaving.batching import Batcher, BatchGroup, Loans
 
 
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is nothing else: a class of its own would have its say in all that follows."""
+    if type(tensor) is torch.Tensor:
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - has no public name
+        return tensor.detach().as_subclass(torch.Tensor)
+
+
 class Place:
     """Where the model is: what it has made there, for all requests of the step.
 
@@ -179,6 +187,7 @@ class FlatBatcher(Batcher):
     def _replaced(self, group: BatchGroup, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         axis = self.axis(whole)
         first, num_rows = group
+        part = plain(part)
         if axis is None:
             if part.shape == whole.shape and torch.equal(part.to(whole), whole):
                 return whole

@@ -22,7 +22,8 @@ _KEYS = ("input", "output")
 def scanned(request: TracedRequest, model: WorkerModel) -> RequestCache:
     """Let a cache see the shapes of all that a request's rows pass."""
     cache = RequestCache(device="meta")
-    request.watch(cache, [f"{path}.{key}" for path, _ in model.named_modules() for key in _KEYS])
+    names = [f"{path}.{key}" for path, _ in model.named_modules() for key in _KEYS]
+    request.watch(cache, [name for name in names if request.board.refusal(name) is None])
     return cache
 
 

@@ -138,10 +138,10 @@ class WorkerTraces:
             if member.context is None:
                 self._ended.append(request_id)
                 return
-            mediator = member.context.mediator(entry.index, self._threads)
+            mediator = member.context.mediator(entry.index, member.choice, self._threads)
             self._num_arrived += 1
             holdings = Holdings(self._max_bytes, partial(member.context.marked, entry.index))
-            edits = self.edits.mediators(entry, self.model, self._threads)
+            edits = self.edits.mediators(entry, member.choice, self.model, self._threads)
             member.request = TracedRequest(self.board, mediator, self._num_arrived, holdings, edits)
             for before, edit in enumerate(edits):
                 edit.idx = before - len(edits)
@@ -177,11 +177,19 @@ class WorkerTraces:
         def adopt() -> None:
             self.model = self._threads.run(lambda: self._new_model(Names.read(data)))
 
-        return _failure_of(adopt)
+        return self._failure_of(adopt)
 
     def keep_edit(self, name: str, data: bytes) -> dict[str, Any] | None:
         """Keep an edit under a name; returns what went wrong, if anything."""
-        return _failure_of(lambda: self.edits.keep(name, data, self.model, self._threads))
+        return self._failure_of(lambda: self.edits.keep(name, data, self.model, self._threads))
+
+    def _failure_of(self, act: Callable[[], Any]) -> dict[str, Any] | None:
+        """Do something for a client; returns its error, which is not to reach the engine's own calls."""
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - whatever a client's code does
+            return self._told(error)
+        return None
 
     def remove_edit(self, name: str) -> None:
         """Forget an edit; requests that run it go on."""
@@ -250,7 +258,12 @@ class WorkerTraces:
         for request_id in self._news.keys() & self._live.keys():
             member = self._members[request_id]
             assert member.context is not None  # noqa: S101 - it is live
-            data = self._news[request_id].of(member.context.saves(member.entry.index))
+            try:
+                data = self._news[request_id].of(member.context.saves(member.entry.index))
+            except Exception:
+                logger.exception("what a block has saved cannot be told; it is collected in the end")
+                del self._news[request_id]
+                continue
             if data is not None:
                 told[request_id] = (member.entry.key, member.entry.index, data)
         return told
@@ -265,7 +278,9 @@ class WorkerTraces:
             results: What each request returned, by ``"<block>/<choice>"``, for blocks that wait for it.
             index: The one block to close; the trace goes on until it is dropped. None ends the trace.
         """
-        every = self._by_key.pop(key, [])
+        every = self._by_key.pop(key, None)
+        if every is None:
+            return encode({"blocks": [], "before": None})
         request_ids = [one for one in every if index in {None, self._members[one].entry.index}]
         if index is not None:
             self._by_key[key] = [one for one in every if one not in request_ids]
@@ -287,7 +302,7 @@ class WorkerTraces:
                     "index": member.entry.index,
                     "choice": member.choice,
                     "saves": saves,
-                    "error": None if error is None else encode_error(error),
+                    "error": None if error is None else self._told(error),
                     "shapes": {} if member.shapes is None else first_values(member.shapes),
                 }
             )
@@ -311,8 +326,17 @@ class WorkerTraces:
             return data
         for block in message["blocks"]:
             block["saves"] = {}
-            block["error"] = block["error"] or encode_error(error)
+            block["error"] = block["error"] or self._told(error)
         return encode({**message, "before": None})
+
+    def _told(self, error: BaseException) -> dict[str, Any]:
+        """Return an error as data; telling runs code of its class, so on a thread."""
+        try:
+            told: dict[str, Any] = self._threads.run(lambda: encode_error(error))
+        except BaseException as failed:  # noqa: BLE001 - whatever that code does
+            name, why = type(error).__name__, type(failed).__name__
+            return encode_error(RuntimeError(f"the block raised {name}, which cannot be told: {why}"))
+        return told
 
     def drop(self, key: str) -> None:
         """Close what is left of a trace, which nobody will collect."""
@@ -364,12 +388,3 @@ def _home_reference(value: Any) -> tuple[str, ...] | None:
     if isinstance(value, _Result):
         return ("result", str(getattr(value, "request", "")))
     return place_of(value)
-
-
-def _failure_of(act: Callable[[], Any]) -> dict[str, Any] | None:
-    """Do something for a client; returns its error, which is not to reach the engine's own calls."""
-    try:
-        act()
-    except Exception as error:  # noqa: BLE001 - whatever a client's code does
-        return encode_error(error)
-    return None

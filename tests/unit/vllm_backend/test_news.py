@@ -56,3 +56,12 @@ def test_objects_of_own_classes_wait_for_the_end_and_run_nothing() -> None:
     news, known = News(), dict[str, Any]()
     told(news, {"loud": Loud(), "deep": [[Loud()]], "text": Text("x"), "plain": (1, None)}, known)
     assert known == {"plain": (1, None)}
+
+
+def test_inference_tensors_are_told_once() -> None:
+    news, known = News(), dict[str, Any]()
+    with torch.inference_mode():
+        value = torch.ones(2)
+    assert told(news, {"value": value}, known)
+    assert known["value"].tolist() == [1.0, 1.0]
+    assert news.of({"value": value}) is None

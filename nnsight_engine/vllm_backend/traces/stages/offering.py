@@ -17,8 +17,9 @@ from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.vllm_backend.outline import OutlineEntry
 from nnsight_engine.vllm_backend.traces.board import Board
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
+from nnsight_engine.vllm_backend.traces.rows import plain
 from nnsight_engine.vllm_backend.traces.stages.elsewhere import described, spanning_paths
-from nnsight_engine.vllm_backend.traces.stages.parcels import Keeper, Kept, Parcels, plain
+from nnsight_engine.vllm_backend.traces.stages.parcels import Keeper, Kept, Parcels
 from nnsight_engine.wire import encode_error
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 
 from nnsight_engine.core.trees import map_tensors, tensors
 from nnsight_engine.vllm_backend.traces.errors import StageError
-from nnsight_engine.vllm_backend.traces.rows import row_axis
+from nnsight_engine.vllm_backend.traces.rows import plain, row_axis
 
 if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.request import TraceSpan
@@ -98,11 +98,6 @@ class Parcels:
         if axis is None or self._is_all:
             return tensor.cpu()
         return tensor.index_select(axis, self._index.to(tensor.device)).cpu()
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is nothing else: of a weight, the values."""
-    return tensor.detach().as_subclass(torch.Tensor)
 
 
 class Kept:

@@ -24,12 +24,13 @@ from nnsight_engine.vllm_backend.traces.errors import StageError
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
+from nnsight_engine.vllm_backend.traces.rows import plain
 from nnsight_engine.vllm_backend.traces.stages.elsewhere import (
     ModuleElsewhere,
     SpanningEnvoy,
     stand_ins,
 )
-from nnsight_engine.vllm_backend.traces.stages.parcels import Form, Keeper, Parcels, ValueElsewhere, plain
+from nnsight_engine.vllm_backend.traces.stages.parcels import Form, Keeper, Parcels, ValueElsewhere
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 from nnsight_engine.wire import EncodeError, restore_error
 
@@ -165,8 +166,9 @@ class ServingTraces(WorkerTraces):
 
     def _fail(self, provider: str, error: Exception) -> None:
         for request in list(self.board.wanted.get(provider, ())):
-            request.failed(error)
-            request.wanted.clear()
+            if request.uses(provider):
+                request.failed(error)
+                request.wanted.clear()
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
         """Go on with the step that the first stage has begun."""
