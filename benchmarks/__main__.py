@@ -25,7 +25,7 @@ from rich.progress import (
 )
 
 from benchmarks.cases import TURN_STEPS, all_cases
-from benchmarks.machine import Machine, describe_machine
+from benchmarks.machine import Machine, announced_machine
 from benchmarks.processes import HUGE_PAGES, ChildError, run_child
 from benchmarks.ratios import summarize
 from benchmarks.report import Report
@@ -41,11 +41,7 @@ def main() -> int:
     """Run the command line and return its exit status."""
     args = _arguments()
     console = Console()
-    machine = describe_machine()
-    if machine.is_busy:
-        console.print(
-            f"Load average {machine.load:.2f}: something else is running, the numbers will show little."
-        )
+    machine = announced_machine(console)
     try:
         with console_progress("Bundled model") as progress:
             bundled_model_path(progress=progress)

@@ -30,7 +30,7 @@ from rich.progress import Progress
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from benchmarks.machine import describe_machine
+from benchmarks.machine import announced_machine
 from benchmarks.tracing.report import Report
 from benchmarks.tracing.timing import CallsByTurns, Case, Measure, Row, Sample, measure, microseconds_over
 from nnsight_engine import bundled_model_path, save
@@ -211,11 +211,7 @@ def main() -> int:
     """Run the command line and return its exit status."""
     args = _arguments()
     console = Console()
-    machine = describe_machine()
-    if machine.is_busy:
-        console.print(
-            f"Load average {machine.load:.2f}: something else is running, the numbers will show little."
-        )
+    machine = announced_machine(console)
     model = VLLM(
         str(bundled_model_path()),
         dispatch=True,

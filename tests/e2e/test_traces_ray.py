@@ -17,17 +17,15 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import ray
 import torch
+from ray._private import services
 
 from nnsight_engine import save
-from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.vllm_backend import ray_plugin
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.traces import traced_engine
 from tests.families.checkpoints import write_checkpoint
-
-ray = pytest.importorskip("ray")
-services = pytest.importorskip("ray._private.services")
 
 pytestmark = pytest.mark.e2e
 
@@ -81,10 +79,7 @@ def check(checkpoint: Path, expected: Values, option: str) -> None:
 
 
 def test_a_cluster_is_started_and_ended_with_the_engine(checkpoint: Path, expected: Values) -> None:
-    try:
-        check(checkpoint, expected, "tensor_parallel_size")
-    except UnsupportedOptionError as error:
-        pytest.skip(str(error))
+    check(checkpoint, expected, "tensor_parallel_size")
     assert not ray.is_initialized()
     assert not services.find_gcs_addresses()
 

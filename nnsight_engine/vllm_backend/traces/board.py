@@ -13,19 +13,16 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.interleaving.mediator import Mediator
+from nnsight_engine.interleaving.module_use import ModuleUse
 from nnsight_engine.vllm_backend.traces.rows import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
     from nnsight_engine.vllm_backend.traces.request import TracedRequest
 
 _by_order = attrgetter("order")
 
 
-class Board:
+class Board(ModuleUse):
     """The requests that wait, by what they wait for.
 
     Attributes:
@@ -84,18 +81,7 @@ class Board:
         """Return why no block can have a provider's value; None if they can."""
         return None
 
-    # What blocks do with modules, see ``Interleaver``.
-
-    def applied(
-        self,
-        path: str,  # noqa: ARG002 - a hook
-        apply: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        method: str = "",  # noqa: ARG002 - a hook
-    ) -> Any:
-        """Apply the module at ``path``, or a method of it, to values of the running block's own."""
-        return apply(*args, **kwargs)
+    # What blocks do with modules, see ``ModuleUse``.
 
     def called_directly(self, path: str) -> None:
         """Refuse a block's call of the module at ``path`` that probes would hear of.
@@ -108,10 +94,6 @@ class Board:
                 f"`{path}` cannot be called with hook=True inside vLLM: other requests wait for the model's "
                 "own calls of it. Call it without."
             )
-
-    def held(self, path: str, name: str, value: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - a hook
-        """Return a tensor that the module at ``path`` has under this name."""
-        return value
 
     # What the model provides.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -106,14 +107,24 @@ class WorkerModel(StandardNames):
             if not isinstance(envoy._module, ModuleElsewhere | PPMissingLayer)  # noqa: SLF001
         ]
 
-    def install(self) -> None:
-        """Hear of every module's call, and of the operations that blocks look at."""
+    @contextlib.contextmanager
+    def heard(self, board: Board) -> Iterator[None]:
+        """Let a board hear of the modules' calls, and of the operations that blocks look at."""
+        self._install()
+        board.listen()
+        try:
+            yield
+        finally:
+            board.pause()
+            self._remove()
+
+    def _install(self) -> None:
         self._probe_set.install()
         self._kernel_probes.install()
         for source in self._sources:
             source.install()
 
-    def remove(self) -> None:
+    def _remove(self) -> None:
         """Leave the modules as they were."""
         for source in self._sources:
             source.remove()

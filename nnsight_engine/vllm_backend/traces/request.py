@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from nnsight_engine.core.trees import map_pairs, map_tensors
+from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.interleaver import Interleaver, Watcher
 from nnsight_engine.interleaving.mediator import Mediator, Raise
 from nnsight_engine.vllm_backend.traces.caches import RequestCaches
 from nnsight_engine.vllm_backend.traces.chunks import PromptChunks
-from nnsight_engine.vllm_backend.traces.holdings import Holdings, num_bytes
+from nnsight_engine.vllm_backend.traces.holdings import Holdings
 from nnsight_engine.vllm_backend.traces.rows import FlatBatcher
+from nnsight_engine.vllm_backend.traces.writes import PastWrites
 
 if TYPE_CHECKING:
     from nnsight_engine.interleaving.threads import ThreadMediator
@@ -110,8 +111,7 @@ class TracedRequest(Interleaver):
         self._has_rehearsed = False
         self._chunks = PromptChunks(self)
         self._skips: dict[str, Any] = {}
-        self._written: dict[str, list[tuple[int, Any]]] = {}
-        self._replayed: tuple[int, int, int] | None = None
+        self._writes = PastWrites(self)
         self.start = self.num_new = self._index = 0
         self._behind = False
         super().__init__()
@@ -169,13 +169,11 @@ class TracedRequest(Interleaver):
         self._refill()
         self.caches.begin()
         replayed = min(max(self.done - span.start, 0), span.num_rows)
-        self._replayed = (span.row, span.start, replayed) if replayed else None
         self.start, self.num_new = span.start + replayed, span.num_rows - replayed
         self.partial = not span.complete
         self.batcher.place(total_rows)
         self._own(span.row + replayed, self.num_new)
-        for provider in self._written if replayed else ():
-            self.board.want(provider, self)
+        self._writes.begin(span.row, span.start, replayed)
         if self.num_new:
             self.step = self.number
             self._guarded(self._begin_step)
@@ -201,10 +199,7 @@ class TracedRequest(Interleaver):
     def end(self) -> None:
         """Leave the step."""
         self.in_step = False
-        if self._replayed is not None:
-            self._replayed = None
-            for provider in self._written:
-                self._release(provider)
+        self._writes.end()
         if self.num_new:
             self.done = self.start + self.num_new
             if self.partial:
@@ -232,8 +227,7 @@ class TracedRequest(Interleaver):
 
     def retire(self) -> None:
         """No further step comes: nothing is computed anew any more."""
-        self._written.clear()
-        self.holdings.let_go("writes")
+        self._writes.clear()
         self._chunks.clear()
         self.caches.end()
 
@@ -282,7 +276,7 @@ class TracedRequest(Interleaver):
 
     def uses(self, provider: str) -> bool:
         """Tell whether the block, or what it wrote, skipped or caches, has a use for this very call."""
-        replays = self._replayed is not None and provider in self._written
+        replays = self._writes.has_use_for(provider)
         return self.in_step and (replays or self.has_use_for(provider) or self.is_due(provider))
 
     def watch(self, watcher: Watcher, providers: Iterable[str]) -> None:
@@ -307,7 +301,7 @@ class TracedRequest(Interleaver):
         """Tell whether a value is of use although no block waits for it."""
         return self.skips(provider) or self.caches.has_use_for(provider)
 
-    def _release(self, provider: str) -> None:
+    def release(self, provider: str) -> None:
         """Have no more use for a provider, if nothing else of this request's has one."""
         if not (provider in self.wanted or self.has_use_for(provider)):
             self.board.unwant(provider, self)
@@ -331,36 +325,9 @@ class TracedRequest(Interleaver):
             self._guarded(lambda: self._arrive(provider))
 
     def _arrive(self, provider: str) -> None:
-        self._replay(provider)
+        self._writes.put_back(provider)
         if self.skips(provider):
             self._put_skipped(provider)
-
-    def _replay(self, provider: str) -> None:
-        """Write again what the block wrote at positions that are computed anew."""
-        if self._replayed is None or provider not in self._written:
-            return
-        row, start, num_rows = self._replayed
-        value = self.batcher.current_value
-        for position, rows in self._written[provider]:
-            value = self._written_again(value, rows, row + position - start, start, num_rows, position)
-        self.batcher.current_value = value
-
-    def _written_again(
-        self, value: Any, rows: Any, row: int, start: int, num_rows: int, position: int
-    ) -> Any:
-        def again(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-            axis = self.batcher.axis(whole)
-            if axis is None:
-                return whole
-            first = max(start - position, 0)
-            length = min(part.shape[axis], start + num_rows - position) - first
-            if length <= 0:
-                return whole
-            written = whole.clone()
-            written.narrow(axis, row + first, length).copy_(part.narrow(axis, first, length))
-            return written
-
-        return map_pairs(value, rows, again)
 
     def serve(self, provider: str) -> None:
         """Let the block have the value at hand, which it waits for."""
@@ -433,32 +400,15 @@ class TracedRequest(Interleaver):
     def _put_skipped(self, provider: str) -> None:
         skip = self._skips.pop(provider)
         self.muted = None
-        self._release(provider)
-        try:
-            self.batcher.swap(self.batcher.group, skip)
-        except ValueError as error:
-            self.failed(error)
-            self.wanted.clear()
-            return
+        self.release(provider)
+        self.batcher.swap(self.batcher.group, skip)
         self._note_written(provider)
         self.batcher.changed = False
 
     def _note_written(self, provider: str) -> None:
         """Keep what the block left at these positions, should they be computed again."""
-        if self._behind:
-            return  # not computed again
-        first, num_rows = self.batcher.group
-
-        def kept(tensor: torch.Tensor) -> torch.Tensor:
-            axis = self.batcher.axis(tensor)
-            return tensor if axis is None else tensor.narrow(axis, first, num_rows).clone()
-
-        entries = self._written.setdefault(provider, [])
-        if entries and entries[-1][0] == self.start:
-            self.holdings.keep("writes", -num_bytes([entries.pop()[1]]))
-        written = map_tensors(self.batcher.current_value, kept)
-        entries.append((self.start, written))
-        self.holdings.keep("writes", num_bytes([written]))
+        if not self._behind:  # where nothing is
+            self._writes.note(provider)
 
 
 def _asks_nothing_new(mediator: Mediator) -> bool:

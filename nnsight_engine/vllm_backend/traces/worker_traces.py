@@ -214,13 +214,8 @@ class WorkerTraces:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Hear of the modules' calls while the model runs."""
-        self.model.install()
-        self.board.listen()
-        try:
+        with self.model.heard(self.board):
             yield
-        finally:
-            self.board.pause()
-            self.model.remove()
 
     @property
     def in_step(self) -> bool:

@@ -168,13 +168,10 @@ class StageTraces:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Hear of the modules' calls while the model runs."""
-        self.model.install()
-        self.board.listen()
         try:
-            yield
+            with self.model.heard(self.board):
+                yield
         finally:
-            self.board.pause()
-            self.model.remove()
             self.board.close()
 
     def end(self) -> list[str]:

@@ -1,9 +1,12 @@
-"""Which part a worker has in a pipeline: the last stage runs the blocks, the others offer it values."""
+"""Which part a worker has in tracing: of several ranks or pipeline stages, one runs the blocks."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from nnsight_engine.vllm_backend.traces.following import FollowingTraces
+from nnsight_engine.vllm_backend.traces.leading import LeadingTraces
+from nnsight_engine.vllm_backend.traces.ranks import Ranks
 from nnsight_engine.vllm_backend.traces.stages.links import Link, num_stages, own_stage
 from nnsight_engine.vllm_backend.traces.stages.offering import StageTraces
 from nnsight_engine.vllm_backend.traces.stages.serving import ServingTraces
@@ -16,11 +19,15 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.families import ModelPoints
 
 
-def traces_of_stage(
+def traces_of_worker(
     points: ModelPoints, config: VllmConfig, limits: EngineLimits
 ) -> WorkerTraces | StageTraces:
-    """Return the worker's traces; with several stages, all workers must make theirs together."""
+    """Return this worker's traces; where there are several workers, all must make theirs together."""
     last = num_stages() - 1
+    if points.tensor_parallel_size > 1:  # and one stage: both together are refused at start
+        ranks = Ranks.of_this_worker()
+        cls = LeadingTraces if ranks.leads else FollowingTraces
+        return cls(points, config, ranks, limits)
     if own_stage() < last:
         return StageTraces(points, config, Link(last))
     if last:
