@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import uuid
 from collections.abc import Mapping, Sequence
-from types import CellType
 from typing import TYPE_CHECKING, Any
 
-from nnsight_engine.core.cells import content
-from nnsight_engine.core.saves import SAVES
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.interleaving.barrier import Barrier
-from nnsight_engine.tracing.tracer import Info, Tracer
+from nnsight_engine.remote_backend.outcomes import (
+    Outcome,
+    bring_home,
+    groups_of,
+    parts_of,
+    raise_first,
+    read_outcomes,
+    saved_containers,
+)
+from nnsight_engine.tracing.tracer import Tracer
 from nnsight_engine.vllm_backend.engines import answer
 from nnsight_engine.vllm_backend.prompts import Request
 from nnsight_engine.vllm_backend.traces.caches import HOME_CLASSES
 from nnsight_engine.vllm_backend.traces.entry import SAVED, TRACE_KEY, TraceEntry
-from nnsight_engine.vllm_backend.traces.errors import LostTraceError
 from nnsight_engine.vllm_backend.traces.points import place_named, place_of
-from nnsight_engine.wire import DATA_ONLY, SentBlock, decode, encode_trace, restore_error
+from nnsight_engine.wire import DATA_ONLY, encode_trace
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -83,31 +87,6 @@ class RequestTracer(InterleavingTracer):
             return ("barrier", str(self._barriers.index(value)), str(value.participants))
         return None
 
-    def parts(self) -> list[tuple[Info, dict[str, CellType], Mapping[str, CellType]]]:
-        """Return each block with its variables, and the surrounding ones that they stand for."""
-        if not self.invokers:
-            return [(self.info, self.info.variables, self.info.variables)]
-        return [(invoker.info, invoker.own, invoker.outer) for invoker in self.invokers]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of one request's block.
-
-    Attributes:
-        index: The block, in order of definition.
-        choice: Which of the request's ``n``.
-        saves: What was saved, by name.
-        error: What it raised.
-        shapes: First values of the modules that its request passed, if they were asked for.
-    """
-
-    index: int
-    choice: int
-    saves: dict[str, Any]
-    error: BaseException | None
-    shapes: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-
 
 class Purpose(enum.Enum):
     """What a trace is sent for: to run, to see whether its blocks would, or for shapes."""
@@ -115,13 +94,6 @@ class Purpose(enum.Enum):
     RUN = enum.auto()
     CHECK = enum.auto()
     SCAN = enum.auto()
-
-
-def raise_first(outcomes: Sequence[Outcome]) -> None:
-    """Raise what a block raised, the first one's."""
-    for outcome in outcomes:
-        if outcome.error is not None:
-            raise outcome.error
 
 
 class SentTrace:
@@ -144,20 +116,20 @@ class SentTrace:
         self.key = uuid.uuid4().hex
         self._tracer = tracer
         self._purpose = purpose
-        self._parts = tracer.parts()
-        self._saved = _saved_containers([cells for _, cells, _ in self._parts])
+        self._parts = parts_of(tracer)
+        self._saved = saved_containers([part.own for part in self._parts])
         inputs = tracer.batcher.inputs
         assert inputs is not None  # noqa: S101 - there is one request at least
         requests: Sequence[Request] = inputs[0]
         data = encode_trace(
-            [SentBlock(info, cells) for info, cells, _ in self._parts],
+            [part.as_sent() for part in self._parts],
             shared={SAVED: self._saved},
             reference=tracer.reference,
         )
         shared = {**tracer.batcher.shared_kwargs}
         edits = shared.pop("edits", None)
         self.params = [request.sampling_params(shared) for request in requests]
-        groups = _groups([outer for _, _, outer in self._parts])
+        groups = groups_of([part.outer for part in self._parts])
         for index, params in enumerate(self.params):
             if purpose is not Purpose.RUN:
                 params.n = 1
@@ -205,81 +177,9 @@ class SentTrace:
 
         # Of a scan nothing but shapes is to come home.
         device = "meta" if self._purpose is Purpose.SCAN else "cpu"
-        message = decode(data, resolve=resolve, policy=_HOME, device=device)
-        own: dict[int, Any] = {}
-        if message["before"] is not None and self._purpose is not Purpose.CHECK:
-            pairs = list(zip(message["before"], self._saved, strict=True))
-            own = {id(value): original for value, original in pairs}
-            for value, original in pairs:
-                _fill(original, value, own)
-        return [
-            Outcome(
-                index=block["index"],
-                choice=block["choice"],
-                saves={name: own.get(id(value), value) for name, value in block["saves"].items()},
-                error=None if block["error"] is None else restore_error(block["error"]),
-                shapes=block["shapes"],
-            )
-            for block in message["blocks"]
-        ]
+        fills = self._purpose is not Purpose.CHECK
+        return read_outcomes(data, self._saved, resolve=resolve, policy=_HOME, device=device, fills=fills)
 
     def bring_home(self, outcomes: Sequence[Outcome]) -> None:
-        """Put what the blocks saved where they were written.
-
-        Raises:
-            BaseException: What a block raised, the first one's.
-            LostTraceError: The engine knows nothing of a block.
-        """
-        for index, (_, cells, _) in enumerate(self._parts):
-            self._bind(cells, [outcome.saves for outcome in outcomes if outcome.index == index])
-        raise_first(outcomes)
-        missing = set(range(len(self._parts))) - {outcome.index for outcome in outcomes}
-        if missing:
-            raise LostTraceError.of(missing)
-
-    def _bind(self, cells: dict[str, CellType], choices: list[dict[str, Any]]) -> None:
-        """Assign a block's saved variables."""
-        for name, value in by_name(choices).items():
-            cells[name].cell_contents = value
-            SAVES.mark(value)
-
-
-def by_name(choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what a block saved, by name; with several choices, each name has a list of theirs."""
-    if len(choices) == 1:
-        return dict(choices[0])
-    names = {name: None for choice in choices for name in choice}
-    return {name: [choice.get(name) for choice in choices] for name in names}
-
-
-def _saved_containers(blocks: Sequence[Mapping[str, CellType]]) -> list[Any]:
-    """Return the containers that blocks may fill and that were saved before; each once."""
-    contents = [content(cell) for cells in blocks for cell in cells.values()]
-    found = {id(value): value for value in contents if isinstance(value, list | dict | set)}
-    return [value for key, value in found.items() if key in SAVES.marked]
-
-
-def _groups(outers: Sequence[Mapping[str, CellType]]) -> list[dict[str, int]]:
-    """Number the surrounding variables: the same one has the same number in every block."""
-    numbers: dict[int, int] = {}
-    return [
-        {name: numbers.setdefault(id(cell), len(numbers)) for name, cell in outer.items()} for outer in outers
-    ]
-
-
-def _fill(original: Any, value: Any, own: Mapping[int, Any]) -> None:
-    """Let a container that was saved before the blocks ran hold what they have left in it.
-
-    Args:
-        original: The container.
-        value: What came back of it.
-        own: The user's own containers, by the identity of what came back of them.
-    """
-    if isinstance(original, list):
-        original[:] = [own.get(id(item), item) for item in value]
-    elif isinstance(original, dict):
-        original.clear()
-        original.update({key: own.get(id(item), item) for key, item in value.items()})
-    elif isinstance(original, set):
-        original.clear()
-        original.update(value)
+        """Put what the blocks saved where they were written; see ``outcomes.bring_home``."""
+        bring_home(self._parts, outcomes)

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import RequestOutputKind
 
+from nnsight_engine.remote_backend.errors import LostTraceError
+from nnsight_engine.remote_backend.outcomes import by_name, raise_first
 from nnsight_engine.tracing.tracer import ExecutionBackend, Tracer
 from nnsight_engine.vllm_backend.engines import AsyncEngine, answer
-from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace, by_name, raise_first
-from nnsight_engine.vllm_backend.traces.errors import LostTraceError
+from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
 
 if TYPE_CHECKING:
     from vllm import RequestOutput

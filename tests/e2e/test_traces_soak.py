@@ -21,9 +21,10 @@ import torch
 from vllm import SamplingParams
 
 from nnsight_engine import save
+from nnsight_engine.remote_backend.errors import LostTraceError
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
-from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError, LostTraceError, TraceBytesError
+from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError, TraceBytesError
 from nnsight_engine.vllm_backend.traces.request import TracedRequest
 from nnsight_engine.vllm_backend.vllm import VLLM
 from nnsight_engine.wire import DecodeError

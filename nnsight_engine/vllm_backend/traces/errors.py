@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 
 class EditLimitError(RuntimeError):
     """The engine keeps as many edits as it may."""
@@ -43,19 +41,6 @@ class ChunkedPromptError(RuntimeError):
             f"The prompt was computed in {num_chunks} chunks, so `{provider}` cannot be changed by what a "
             "block computes from all of it: the first chunks have passed. Assign a value that the block has "
             "from the start, or start the engine with max_num_batched_tokens as long as the longest prompt."
-        )
-
-
-class LostTraceError(RuntimeError):
-    """The engine has nothing of a request that it has run."""
-
-    @classmethod
-    def of(cls, missing: Collection[int]) -> LostTraceError:
-        """Say of which blocks."""
-        return cls(
-            f"The engine returned nothing of {len(missing)} of the trace's blocks, the first being number "
-            f"{min(missing)}: too many traces waited to be collected, or its worker could not read the "
-            "request. Run the trace again."
         )
 
 

@@ -1,0 +1,128 @@
+"""What a server answers a trace with: a stream of frames, each a kind, a length and its bytes.
+
+A stream ends with ``RESULT`` or ``ERROR``; one that ends otherwise was cut off. ``docs/remote.md`` says what
+each kind holds.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from nnsight_engine.wire import DecodeError
+
+MEDIA_TYPE: Final = "application/vnd.nnsight.frames"
+_HEAD: Final = struct.Struct("<BQ")
+HEAD_BYTES: Final = _HEAD.size
+
+
+class FrameKind(enum.IntEnum):
+    """What a frame holds."""
+
+    EVENT = 1
+    """JSON: ``{"status": "LOG", "message": "…", "time": 1770000000.5}``, see ``api_schemas.jobs``."""
+    OUTPUT = 2
+    """A wire message: one streamed output of a request, with what its block has saved so far."""
+    OUTPUTS = 3
+    """JSON: what the trace's requests returned, by ``"<block>/<choice>"``."""
+    RESULT = 4
+    """A wire message: what came of each block, see ``outcomes``."""
+    ERROR = 5
+    """JSON: OpenAI's error object, of the server and not of a block."""
+
+
+class Frame(NamedTuple):
+    """One frame; ``data`` is whatever holds bytes."""
+
+    kind: FrameKind
+    data: bytes | bytearray | memoryview
+
+    def head(self) -> bytes:
+        """Return what is written before the data."""
+        return _HEAD.pack(self.kind, len(self.data))
+
+    def json(self) -> Any:
+        """Return the data as JSON.
+
+        Raises:
+            DecodeError: It is none.
+        """
+        try:
+            return msgspec.json.decode(self.data)
+        except msgspec.DecodeError as error:
+            raise DecodeError(f"a {self.kind.name} frame is no JSON: {error}") from error
+
+
+def json_frame(kind: FrameKind, value: Any) -> Frame:
+    """Return a frame that holds ``value`` as JSON."""
+    return Frame(kind, msgspec.json.encode(value))
+
+
+class FrameReader:
+    """Puts frames together from bytes as they come.
+
+    Args:
+        max_bytes: Of one frame; a longer one is an error before it is read.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """Start before the first frame."""
+        self._max_bytes = max_bytes
+        self._head = bytearray()
+        self._kind: FrameKind | None = None
+        self._body = bytearray()
+        self._view = memoryview(self._body)
+        self._num = 0
+
+    @property
+    def pending(self) -> tuple[int, int] | None:
+        """How many bytes of the frame being read are here, and how many it has; None between frames."""
+        return None if self._kind is None else (self._num, len(self._view))
+
+    @property
+    def is_between(self) -> bool:
+        """Whether no frame is half read."""
+        return self._kind is None and not self._head
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """Take more bytes; yields the frames that they complete.
+
+        Raises:
+            DecodeError: A frame of an unknown kind, or too long.
+        """
+        rest = memoryview(data)
+        while rest or (self._kind is not None and not self._view):
+            if self._kind is None:
+                rest = self._read_head(rest)
+                continue
+            taken = min(len(rest), len(self._view) - self._num)
+            self._view[self._num : self._num + taken] = rest[:taken]
+            self._num += taken
+            rest = rest[taken:]
+            if self._num == len(self._view):
+                frame = Frame(self._kind, self._body)
+                self._kind = None
+                yield frame
+
+    def _read_head(self, rest: memoryview) -> memoryview:
+        missing = HEAD_BYTES - len(self._head)
+        self._head += rest[:missing]
+        if len(self._head) == HEAD_BYTES:
+            kind, size = _HEAD.unpack(self._head)
+            self._head.clear()
+            if kind not in set(FrameKind) or size > self._max_bytes:
+                raise DecodeError(
+                    f"the server sent a frame of kind {kind} and {size:,} bytes; kinds are 1 to "
+                    f"{max(FrameKind)}, and a frame may have {self._max_bytes:,} bytes"
+                )
+            self._kind, self._num = FrameKind(kind), 0
+            self._body = bytearray(size)
+            self._view = memoryview(self._body)
+        return rest[missing:]
+
+
+__all__ = ["HEAD_BYTES", "MEDIA_TYPE", "Frame", "FrameKind", "FrameReader", "json_frame"]

@@ -1,0 +1,160 @@
+"""What a client sends to have blocks run: a head in JSON, then parts of bytes.
+
+``NNSR``, a version byte, three zero bytes, the head's length (4 bytes, little-endian), the head, and the
+parts one after another, whose sizes the head says. The first part is the blocks, see ``wire``; a server needs
+to read the head alone to know where to send it. ``docs/remote.md`` is the format byte by byte.
+"""
+
+from __future__ import annotations
+
+import platform
+import struct
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from nnsight_engine.wire import DecodeError
+
+MEDIA_TYPE: Final = "application/vnd.nnsight.trace"
+MAGIC: Final = b"NNSR"
+VERSION: Final = 1
+_START: Final = struct.Struct("<4sBxxxI")
+_MAX_HEAD_BYTES: Final = 64 * 2**20
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class SentEdit(msgspec.Struct, frozen=True, kw_only=True):
+    """An edit that runs beside a request's block.
+
+    Attributes:
+        name: What messages call it.
+        digest: Of its block.
+        part: Which of the message's parts it is.
+    """
+
+    name: str
+    digest: str
+    part: Count
+
+
+class SentInvoke(msgspec.Struct, frozen=True, kw_only=True):
+    """One request of a trace on vLLM.
+
+    Attributes:
+        prompt: Text, or token ids.
+        sampling: vLLM's sampling parameters, those of the trace included.
+        edits: What runs beside its block.
+    """
+
+    prompt: str | list[Count]
+    sampling: dict[str, Any] = {}
+    edits: list[SentEdit] = []
+
+
+class TraceHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server has to know of a trace; unknown fields of newer clients are ignored.
+
+    Attributes:
+        model: Whose blocks they are: a repository's name, a folder's, or the name the server gives its model.
+        fingerprint: Of the model's shape, see ``fingerprint_of``; empty where the client knows none.
+        dialect: Whose modules the blocks name, vLLM's or those of the transformers library.
+        engine: What is to run it; ``auto`` leaves that to the server.
+        kind: One trace, or a session of several.
+        codec: What the blocks are written in, ``wire`` or, for servers that trust the key, ``cloudpickle``.
+        groups: For each block, its variables' names and the numbers of the surrounding variables they are.
+        invokes: On vLLM, the requests, one for each block.
+        method: On transformers, the method of the module that is traced; empty for a call of the module.
+        num_edits: How many of the blocks, the last ones, are edits.
+        wanted: Names to send home although nobody saved them: later traces of a session use them.
+        streams: Whether outputs are to be told as they come.
+        accepts: Codecs in which the client reads results, ``zstd``.
+        python: The client's version of Python, ``3.12.1``.
+        client: The client's version of this package.
+        parts: Sizes of the parts in bytes.
+    """
+
+    model: str
+    fingerprint: str = ""
+    dialect: Literal["vllm", "transformers"]
+    engine: Literal["auto", "vllm", "local"] = "auto"
+    kind: Literal["trace", "session"] = "trace"
+    codec: Literal["wire", "cloudpickle"] = "wire"
+    groups: list[dict[str, int]] = []
+    invokes: list[SentInvoke] = []
+    method: str = ""
+    num_edits: Count = 0
+    wanted: list[str] = []
+    streams: bool = False
+    accepts: list[str] = []
+    python: str = msgspec.field(default_factory=platform.python_version)
+    client: str = ""
+    parts: list[Count] = []
+
+
+class TraceRequest:
+    """A head and its parts.
+
+    Attributes:
+        head: What a server has to know.
+        parts: The blocks, then edits.
+    """
+
+    __slots__ = ("head", "parts")
+
+    def __init__(self, head: TraceHead, parts: Sequence[bytes | memoryview]) -> None:
+        """Put them together; the head learns the parts' sizes."""
+        self.head = msgspec.structs.replace(head, parts=[len(part) for part in parts])
+        self.parts = list(parts)
+
+    @property
+    def blocks(self) -> bytes | memoryview:
+        """The message that holds the blocks."""
+        return self.parts[0]
+
+    def chunks(self) -> list[bytes | memoryview]:
+        """Return the message as pieces to be sent one after another."""
+        head = msgspec.json.encode(self.head)
+        return [_START.pack(MAGIC, VERSION, len(head)), head, *self.parts]
+
+    def to_bytes(self) -> bytes:
+        """Return the message."""
+        return b"".join(self.chunks())
+
+    @staticmethod
+    def from_bytes(data: bytes | bytearray | memoryview) -> TraceRequest:
+        """Read a message; its parts are views of ``data``.
+
+        Raises:
+            DecodeError: It is none, of another version, or broken.
+        """
+        view = memoryview(data)
+        if len(view) < _START.size or bytes(view[:4]) != MAGIC:
+            raise DecodeError(f"these {len(view):,} bytes are no trace: one begins with {MAGIC!r}")
+        _, version, size = _START.unpack_from(view)
+        if version != VERSION:
+            older = "the client" if version < VERSION else "the server"
+            raise DecodeError(
+                f"the trace has version {version} of the message and the server reads version {VERSION}: "
+                f"{older} is older and wants an upgrade of nnsight-engine"
+            )
+        if size > min(_MAX_HEAD_BYTES, len(view) - _START.size):
+            raise DecodeError(f"the trace is broken: its head has {size:,} bytes, more than there are")
+        rest = view[_START.size + size :]
+        try:
+            head = msgspec.json.decode(view[_START.size : _START.size + size], type=TraceHead)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise DecodeError(f"the trace's head is broken: {error}") from error
+        if not head.parts or sum(head.parts) != len(rest):
+            raise DecodeError("the trace is broken: its parts have other sizes than its head says")
+        parts, at = [], 0
+        for part in head.parts:
+            parts.append(rest[at : at + part])
+            at += part
+        for edit in (edit for invoke in head.invokes for edit in invoke.edits):
+            if not 0 < edit.part < len(parts):
+                raise DecodeError(f"the trace is broken: the edit {edit.name!r} is in none of its parts")
+        return TraceRequest(head, parts)
+
+
+__all__ = ["MAGIC", "MEDIA_TYPE", "VERSION", "SentEdit", "SentInvoke", "TraceHead", "TraceRequest"]

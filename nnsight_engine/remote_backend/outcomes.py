@@ -1,0 +1,169 @@
+"""What came of blocks that ran elsewhere, and how it gets into the user's variables.
+
+Whatever runs blocks for somebody else, vLLM's workers or a server, answers with one message: for each block
+what it saved and what it raised, and what the blocks left in containers that had been saved before. Here it
+is read and brought home.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import CellType
+from typing import Any, NamedTuple
+
+from nnsight_engine.core.cells import content
+from nnsight_engine.core.saves import SAVES
+from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+from nnsight_engine.remote_backend.errors import LostTraceError
+from nnsight_engine.tracing.tracer import Info
+from nnsight_engine.wire import DATA_ONLY, DecodeError, Policy, SentBlock, decode, restore_error
+from nnsight_engine.wire.decoder import Resolve
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one block.
+
+    Attributes:
+        index: The block, in order of definition.
+        choice: Which of its request's ``n``.
+        saves: What was saved, by name.
+        error: What it raised.
+        shapes: First values of the modules that its request passed, if they were asked for.
+    """
+
+    index: int
+    choice: int
+    saves: dict[str, Any]
+    error: BaseException | None
+    shapes: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+
+class SentPart(NamedTuple):
+    """A block that was sent: its own variables, and the surrounding ones that they stand for."""
+
+    info: Info
+    own: dict[str, CellType]
+    outer: Mapping[str, CellType]
+
+    def as_sent(self) -> SentBlock:
+        """Return what of it travels."""
+        return SentBlock(self.info, self.own)
+
+
+def parts_of(tracer: InterleavingTracer) -> list[SentPart]:
+    """Return the blocks of a trace: its invokes, or the trace itself if it has an input."""
+    if not tracer.invokers:
+        return [SentPart(tracer.info, tracer.info.variables, tracer.info.variables)]
+    return [SentPart(invoker.info, invoker.own, invoker.outer) for invoker in tracer.invokers]
+
+
+def raise_first(outcomes: Sequence[Outcome]) -> None:
+    """Raise what a block raised, the first one's."""
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+
+
+def read_outcomes(
+    data: bytes | bytearray | memoryview,
+    saved: Sequence[Any],
+    *,
+    resolve: Resolve | None = None,
+    policy: Policy = DATA_ONLY,
+    device: str = "cpu",
+    fills: bool = True,
+) -> list[Outcome]:
+    """Return what came of each block, and fill the containers that were saved before they ran.
+
+    Args:
+        data: What was collected, from whoever ran the blocks.
+        saved: The containers, as ``saved_containers`` gave them.
+        resolve: Gives what is named and not sent.
+        policy: What the message may import.
+        device: Where tensors go.
+        fills: Whether containers are filled.
+
+    Raises:
+        DecodeError: It is no such message.
+    """
+    message = decode(data, resolve=resolve, policy=policy, device=device)
+    if not isinstance(message, dict) or not isinstance(message.get("blocks"), list):
+        raise DecodeError("the message holds no outcome of a trace")
+    own: dict[int, Any] = {}
+    if message["before"] is not None and fills:
+        pairs = list(zip(message["before"], saved, strict=True))
+        own = {id(value): original for value, original in pairs}
+        for value, original in pairs:
+            _fill(original, value, own)
+    return [
+        Outcome(
+            index=block["index"],
+            choice=block["choice"],
+            saves={name: own.get(id(value), value) for name, value in block["saves"].items()},
+            error=None if block["error"] is None else restore_error(block["error"]),
+            shapes=block["shapes"],
+        )
+        for block in message["blocks"]
+    ]
+
+
+def bring_home(parts: Sequence[SentPart], outcomes: Sequence[Outcome]) -> None:
+    """Put what the blocks saved where they were written.
+
+    Raises:
+        BaseException: What a block raised, the first one's.
+        LostTraceError: There is nothing of a block.
+    """
+    for index, part in enumerate(parts):
+        choices = [outcome.saves for outcome in outcomes if outcome.index == index]
+        for name, value in by_name(choices).items():
+            if name in part.own:
+                part.own[name].cell_contents = value
+                SAVES.mark(value)
+    raise_first(outcomes)
+    missing = set(range(len(parts))) - {outcome.index for outcome in outcomes}
+    if missing:
+        raise LostTraceError.of(missing)
+
+
+def by_name(choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what a block saved, by name; with several choices, each name has a list of theirs."""
+    if len(choices) == 1:
+        return dict(choices[0])
+    names = {name: None for choice in choices for name in choice}
+    return {name: [choice.get(name) for choice in choices] for name in names}
+
+
+def saved_containers(blocks: Sequence[Mapping[str, CellType]]) -> list[Any]:
+    """Return the containers that blocks may fill and that were saved before; each once."""
+    contents = [content(cell) for cells in blocks for cell in cells.values()]
+    found = {id(value): value for value in contents if isinstance(value, list | dict | set)}
+    return [value for key, value in found.items() if key in SAVES.marked]
+
+
+def groups_of(outers: Sequence[Mapping[str, CellType]]) -> list[dict[str, int]]:
+    """Number the surrounding variables: the same one has the same number in every block."""
+    numbers: dict[int, int] = {}
+    return [
+        {name: numbers.setdefault(id(cell), len(numbers)) for name, cell in outer.items()} for outer in outers
+    ]
+
+
+def _fill(original: Any, value: Any, own: Mapping[int, Any]) -> None:
+    """Let a container that was saved before the blocks ran hold what they have left in it.
+
+    Args:
+        original: The container.
+        value: What came back of it.
+        own: The user's own containers, by the identity of what came back of them.
+    """
+    if isinstance(original, list):
+        original[:] = [own.get(id(item), item) for item in value]
+    elif isinstance(original, dict):
+        original.clear()
+        original.update({key: own.get(id(item), item) for key, item in value.items()})
+    elif isinstance(original, set):
+        original.clear()
+        original.update(value)
