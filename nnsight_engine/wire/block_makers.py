@@ -24,16 +24,26 @@ _LONGEST_KEPT = 16 * 1024
 def _make_block(decoder: Decoder, _index: int, parts: list[Any]) -> Info:
     refuse_source(decoder)
     module, fields, (item, first_argument), names, cells = parts
-    piece = piece_of(decoder, fields)
-    variables = cells_by_name(names, cells)
-    compiled = _compiled if len(piece.text) <= _LONGEST_KEPT else _compiled.__wrapped__
     if type(item) is not int or not isinstance(first_argument, str | None):
         raise DecodeError("the message is broken: a block is not that of a `with` statement")
-    block = compiled(piece, item, first_argument, frozenset(variables))
-    SHELF.put(piece.filename, piece.line, piece.text)
     if not isinstance(module, ModuleType):
         raise DecodeError("the message is broken: a block has no namespace")
+    variables = cells_by_name(names, cells)
+    block = block_of(piece_of(decoder, fields), item, first_argument, frozenset(variables))
     return Info(block, variables, None, vars(module))
+
+
+def block_of(piece: Piece, item: int, first_argument: str | None, variables: frozenset[str]) -> Block:
+    """Return a statement's block, compiled; its lines are shown to Python's tools.
+
+    Raises:
+        DecodeError: The piece is no ``with`` statement.
+        SyntaxError: It is no Python.
+    """
+    compiled = _compiled if len(piece.text) <= _LONGEST_KEPT else _compiled.__wrapped__
+    block = compiled(piece, item, first_argument, variables)
+    SHELF.put(piece.filename, piece.line, piece.text)
+    return block
 
 
 @functools.lru_cache(maxsize=256)

@@ -33,7 +33,7 @@ class _Sent(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Written:
+class WrittenBlock:
     """What is the same whenever a block is written.
 
     Attributes:
@@ -53,7 +53,7 @@ class _Written:
     mentioned: frozenset[str]
 
 
-_KNOWN: OrderedDict[int, _Written] = OrderedDict()
+_KNOWN: OrderedDict[int, WrittenBlock] = OrderedDict()
 """By identity, the blocks that were written last: a loop sends the same one again and again."""
 
 _MOST_KNOWN = 256
@@ -63,7 +63,7 @@ def write_sent_block(encoder: Encoder, index: int, value: Any) -> None:
     """Write a block with its variables and those globals that it mentions."""
     sent: _Sent = value
     block, globals_ = sent.info.block, sent.info.globals_
-    written = _written(block)
+    written = written_block(block)
     cells = {name: sent.cells.get(name) or CellType() for name in written.variables}
     encoder.mentioned |= written.mentioned
     parts = [
@@ -76,12 +76,13 @@ def write_sent_block(encoder: Encoder, index: int, value: Any) -> None:
     encoder.emit(index, Kind.BLOCK, parts + bindings(encoder, index, globals_, written.global_names))
 
 
-def _written(block: Block) -> _Written:
+def written_block(block: Block) -> WrittenBlock:
+    """Return what of a block travels, whatever it is written in."""
     known = _KNOWN.get(id(block))
     if known is not None and known.block is block:
         return known
     piece, item = _statement_of(block)
-    written = _Written(
+    written = WrittenBlock(
         block=block,
         piece=dataclasses.astuple(piece),
         item=item,

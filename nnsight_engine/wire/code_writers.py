@@ -117,11 +117,16 @@ def write_class(encoder: Encoder, index: int, value: type) -> None:
 
 def bindings(encoder: Encoder, index: int, globals_: dict[str, Any], names: Iterable[str]) -> list[int]:
     """Return the nodes of those globals that code uses: their names together, then each value."""
-    found = {name: globals_[name] for name in names if name in globals_ and name not in _OF_A_MODULE}
-    if is_importable(str(globals_.get("__name__"))):
-        found = {}  # the namespace is the module's own
+    found = bound_globals(globals_, names)
     values = [encoder.node(value, index, "global `{}`", name) for name, value in found.items()]
     return [encoder.node(tuple(found), index, ""), *values]
+
+
+def bound_globals(globals_: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return those globals of these names that have to travel: none of a module that the other side has."""
+    if is_importable(str(globals_.get("__name__"))):
+        return {}
+    return {name: globals_[name] for name in names if name in globals_ and name not in _OF_A_MODULE}
 
 
 def write_namespace(encoder: Encoder, index: int, value: dict[str, Any]) -> None:

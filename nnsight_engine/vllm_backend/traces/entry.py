@@ -46,6 +46,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
         edits: The edits that run beside the block, in the order in which they have each value.
         is_rehearsal: Whether the request ends once its block has nothing new to ask for, see ``request``.
         is_scan: Whether the shapes of all modules' values are asked for too.
+        codec: What the blocks are written in; another than ``wire`` only from senders that are trusted.
     """
 
     key: str
@@ -57,6 +58,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
     edits: list[EditEntry] = []
     is_rehearsal: bool = False
     is_scan: bool = False
+    codec: str = "wire"
 
     def to_plain(self) -> dict[str, Any]:
         """Return what vLLM carries."""
