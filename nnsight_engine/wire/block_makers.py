@@ -10,7 +10,13 @@ from typing import Any
 from nnsight_engine.tracing.blocks import Block, BlockContext, Nested, compile_block
 from nnsight_engine.tracing.source_text import SourceText
 from nnsight_engine.tracing.tracer import Info
-from nnsight_engine.wire.code_makers import bind_globals, cells_by_name, piece_of, refuse_source
+from nnsight_engine.wire.code_makers import (
+    bind_globals,
+    cells_by_name,
+    compiling,
+    piece_of,
+    refuse_source,
+)
 from nnsight_engine.wire.decoder import MISSING, Decoder, Maker
 from nnsight_engine.wire.errors import DecodeError
 from nnsight_engine.wire.kinds import Kind
@@ -29,7 +35,9 @@ def _make_block(decoder: Decoder, _index: int, parts: list[Any]) -> Info:
     if not isinstance(module, ModuleType):
         raise DecodeError("the message is broken: a block has no namespace")
     variables = cells_by_name(names, cells)
-    block = block_of(piece_of(decoder, fields), item, first_argument, frozenset(variables))
+    piece = piece_of(decoder, fields)
+    with compiling(decoder, piece):
+        block = block_of(piece, item, first_argument, frozenset(variables))
     return Info(block, variables, None, vars(module))
 
 

@@ -30,11 +30,13 @@ from nnsight_engine.wire.pieces import (
     global_names,
     mentioned_in,
     named_bases,
+    type_parameters,
 )
 
 _OF_A_MODULE = frozenset(
     {"__builtins__", "__cached__", "__doc__", "__file__", "__loader__", "__name__", "__package__", "__spec__"}
 )
+_OF_A_BODY = frozenset({"__class__", "__classdict__"})
 _OVERLAID = (
     bool,
     int,
@@ -228,7 +230,9 @@ def _cells_of_class(
     found: dict[str, CellType] = {}
     for function in functions_of(kind):
         found.update(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    wanted = [name for name in body.co_freevars if name != "__class__"]
+    own = type_parameters(piece)
+    # Python keeps what a generic class is made with in variables that are no names.
+    wanted = [name for name in body.co_freevars if name.isidentifier() and name not in own | _OF_A_BODY]
     if "<locals>" in piece.qualname:
         bases = named_bases(piece)
         header = global_names(compile_class(piece, wanted), at_once=True)

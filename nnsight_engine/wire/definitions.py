@@ -46,7 +46,9 @@ def piece_of_function(code: CodeType, globals_: dict[str, Any]) -> Piece:
             f"its source, {code.co_filename!r}, is not to be had; define it in a file or a cell"
         )
     if code.co_name == "<lambda>":
-        found = [one for one in _definitions(source.tree) if _is_lambda_of(one[0], code)]
+        near = [one for one in _definitions(source.tree) if _is_lambda_near(one[0], code)]
+        # Python 3.12 does not say where constants that are returned stand.
+        found = [one for one in near if _is_body_of(one[0], code)] or near
     else:
         found = [one for one in _definitions(source.tree) if _is_def_of(one[0], code)]
     for node, class_name, _ in sorted(found, key=lambda one: _size(one[0])):
@@ -70,7 +72,7 @@ def piece_of_class(kind: type) -> tuple[Piece, CodeType, dict[str, Any]]:
         nodes = [node for node in found if isinstance(node, ast.ClassDef)]
         if not nodes:
             continue
-        node = _chosen(nodes, kind)
+        node = _chosen(nodes, kind, source.filename)
         body = _body_of(source, kind.__qualname__, first_line(node))
         piece = _piece(source, node, node.name, kind.__qualname__, None, body.co_flags)
         return piece, body, globals_
@@ -113,14 +115,17 @@ def _is_def_of(node: _Definition, code: CodeType) -> bool:
     return first_line(node) == code.co_firstlineno
 
 
-def _is_lambda_of(node: _Definition, code: CodeType) -> bool:
-    """Tell whether the code's instructions lie in the lambda's body, and one of them is all of it."""
-    if not isinstance(node, ast.Lambda) or node.lineno != code.co_firstlineno:
-        return False
+def _is_lambda_near(node: _Definition, code: CodeType) -> bool:
+    return isinstance(node, ast.Lambda) and node.lineno == code.co_firstlineno
+
+
+def _is_body_of(node: _Definition, code: CodeType) -> bool:
+    """Tell whether one of the code's instructions is all of the lambda's body."""
     body = node.body
+    if not isinstance(body, ast.expr):
+        return False
     whole = (body.lineno, body.end_lineno, body.col_offset, body.end_col_offset)
-    positions = [one for one in code.co_positions() if None not in one]
-    return not positions or whole in positions
+    return whole in list(code.co_positions())
 
 
 def _size(node: _Definition) -> tuple[int, int]:
@@ -138,8 +143,16 @@ def _defines(piece: Piece, code: CodeType, *, exactly: bool) -> bool:
         made.co_varnames[:signature] == code.co_varnames[:signature]
         and made.co_argcount == code.co_argcount
         and set(made.co_freevars) == set(code.co_freevars)
-        and (not exactly or (made.co_code, made.co_names) == (code.co_code, code.co_names))
+        and (not exactly or _parts(made) == _parts(code))
     )
+
+
+def _parts(code: CodeType) -> tuple[Any, ...]:
+    """Return what one piece of code has in common with another of the same text, wherever that stands."""
+    constants = [
+        _parts(one) if isinstance(one, CodeType) else (type(one), repr(one)) for one in code.co_consts
+    ]
+    return code.co_code, code.co_names, constants
 
 
 def _piece(
@@ -161,7 +174,9 @@ def _sources_of(kind: type) -> Iterator[tuple[SourceText, dict[str, Any]]]:
     """Yield the texts that may hold a class, the likeliest first."""
     for function in functions_of(kind):
         code = function.__code__
-        if code.co_qualname.startswith(f"{kind.__qualname__}."):
+        # Enums have their bases' methods among their own.
+        is_own = function.__module__ == kind.__module__
+        if is_own and code.co_qualname.startswith(f"{kind.__qualname__}."):
             source = SITES.reader.read(code, function.__globals__)
             if source is not None:
                 yield source, function.__globals__
@@ -183,9 +198,10 @@ def _sources_of(kind: type) -> Iterator[tuple[SourceText, dict[str, Any]]]:
                 continue
 
 
-def _chosen(nodes: list[ast.ClassDef], kind: type) -> ast.ClassDef:
+def _chosen(nodes: list[ast.ClassDef], kind: type, filename: str) -> ast.ClassDef:
     """Return the definition that the class's methods lie in; the last one if it has none."""
-    lines = {function.__code__.co_firstlineno for function in functions_of(kind)}
+    codes = [function.__code__ for function in functions_of(kind)]
+    lines = {code.co_firstlineno for code in codes if code.co_filename == filename}
     holding = [node for node in nodes if any(node.lineno <= line <= (node.end_lineno or 0) for line in lines)]
     return max(holding or nodes, key=lambda node: node.lineno)
 
