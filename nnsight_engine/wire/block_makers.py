@@ -20,11 +20,8 @@ from nnsight_engine.wire.code_makers import (
 from nnsight_engine.wire.decoder import MISSING, Decoder, Maker
 from nnsight_engine.wire.errors import DecodeError
 from nnsight_engine.wire.kinds import Kind
-from nnsight_engine.wire.pieces import FUTURE_FLAGS, Piece, statement_at
+from nnsight_engine.wire.pieces import FUTURE_FLAGS, LONGEST_KEPT, Piece, statement_at
 from nnsight_engine.wire.shelf import SHELF
-
-_LONGEST_KEPT = 16 * 1024
-"""Characters of a statement whose block is kept; what strangers can make us keep has a limit."""
 
 
 def _make_block(decoder: Decoder, _index: int, parts: list[Any]) -> Info:
@@ -48,7 +45,7 @@ def block_of(piece: Piece, item: int, first_argument: str | None, variables: fro
         DecodeError: The piece is no ``with`` statement.
         SyntaxError: It is no Python.
     """
-    compiled = _compiled if len(piece.text) <= _LONGEST_KEPT else _compiled.__wrapped__
+    compiled = _compiled if len(piece.text) <= LONGEST_KEPT else _compiled.__wrapped__
     block = compiled(piece, item, first_argument, variables)
     SHELF.put(piece.filename, piece.line, piece.text)
     return block

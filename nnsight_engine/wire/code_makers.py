@@ -17,7 +17,14 @@ from nnsight_engine.wire.decoder import MISSING, Decoder, Maker
 from nnsight_engine.wire.errors import DecodeError
 from nnsight_engine.wire.homes import RECEIVED
 from nnsight_engine.wire.kinds import Kind
-from nnsight_engine.wire.pieces import FUTURE_FLAGS, WHOLE_LINES, Piece, compile_class, compile_function
+from nnsight_engine.wire.pieces import (
+    FUTURE_FLAGS,
+    WHOLE_LINES,
+    Piece,
+    compile_again,
+    compile_class,
+    compile_function,
+)
 from nnsight_engine.wire.shelf import SHELF
 
 _LONGEST_SHOWN = 200
@@ -109,7 +116,7 @@ def _make_function(decoder: Decoder, _index: int, parts: list[Any]) -> FunctionT
     piece = piece_of(decoder, fields)
     by_name = cells_by_name(names, cells)
     with compiling(decoder, piece):
-        code = compile_function(piece, names)
+        code = compile_again(compile_function, piece, names)
     SHELF.put(piece.filename, piece.line, piece.text)
     closure = tuple(by_name[name] for name in code.co_freevars)
     return FunctionType(code, vars(module), code.co_name, None, closure)
@@ -136,7 +143,7 @@ def _make_class(decoder: Decoder, _index: int, parts: list[Any]) -> type:
     by_name = cells_by_name(names, cells)
     bind_globals(vars(module), needed, list(values))
     with compiling(decoder, piece):
-        code = compile_class(piece, names)
+        code = compile_again(compile_class, piece, names)
     SHELF.put(piece.filename, piece.line, piece.text)
     closure = tuple(by_name[name] for name in code.co_freevars)
     made = FunctionType(code, vars(module), code.co_name, None, closure)()

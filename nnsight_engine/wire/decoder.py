@@ -37,6 +37,14 @@ class _Missing:
 MISSING: Final = _Missing()
 
 
+_PAYLOAD: Final = object()
+_AS_SENT: Final = {Kind.NONE: None, Kind.TRUE: True, Kind.FALSE: False} | dict.fromkeys(
+    (Kind.INT, Kind.FLOAT, Kind.STR, Kind.BYTES), _PAYLOAD
+)
+_READY: Final = [_AS_SENT.get(kind, MISSING) for kind in Kind]
+"""For each kind, what needs no making: most nodes are numbers and strings, which their payload is."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Maker:
     """How nodes of one kind become objects.
@@ -54,6 +62,10 @@ class Maker:
     fill: Callable[[Decoder, Any, list[Any]], None] | None = None
     partly: bool = False
     copies: bool = False
+
+
+_NEVER: Final = Maker(lambda _decoder, _index, _parts: MISSING, num_first=0)
+"""For kinds that are ready from the start; what they refer to is looked at by nobody."""
 
 
 class Decoder:
@@ -87,10 +99,13 @@ class Decoder:
         self.state: dict[Any, Any] = {}
         self.depths: dict[int, int] = {}
         self.work: dict[int, int] = {}
-        self._makers = [makers[kind] for kind in Kind]
+        self._makers = [makers.get(kind) or _NEVER for kind in Kind]
         self._kinds = table.kinds
         self._children = table.children
-        self._objects: list[Any] = [MISSING] * len(table.kinds)
+        self._objects: list[Any] = [
+            payload if (ready := _READY[kind]) is _PAYLOAD else ready
+            for kind, payload in zip(table.kinds, table.payloads, strict=True)
+        ]
         self._filled = bytearray(len(table.kinds))
         self._entered = bytearray(len(table.kinds))
         self._stack: list[tuple[int, int]] = []

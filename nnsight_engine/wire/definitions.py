@@ -8,9 +8,11 @@ The text that is found is compiled and compared, so that a file edited since is 
 from __future__ import annotations
 
 import ast
+import functools
+import itertools
 import linecache
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -27,6 +29,8 @@ from nnsight_engine.wire.pieces import (
 )
 
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
+_Found = tuple[_Definition, str | None, str]
+"""A definition, the class around it, and its qualified name."""
 _ALLOWS_AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
@@ -46,11 +50,11 @@ def piece_of_function(code: CodeType, globals_: dict[str, Any]) -> Piece:
             f"its source, {code.co_filename!r}, is not to be had; define it in a file or a cell"
         )
     if code.co_name == "<lambda>":
-        near = [one for one in _definitions(source.tree) if _is_lambda_near(one[0], code)]
+        near = [one for one in _beginning_at(source, code) if isinstance(one[0], ast.Lambda)]
         # Python 3.12 does not say where constants that are returned stand.
         found = [one for one in near if _is_body_of(one[0], code)] or near
     else:
-        found = [one for one in _definitions(source.tree) if _is_def_of(one[0], code)]
+        found = [one for one in _beginning_at(source, code) if _is_def_of(one[0], code)]
     for node, class_name, _ in sorted(found, key=lambda one: _size(one[0])):
         piece = _piece(source, node, code.co_name, code.co_qualname, class_name, code.co_flags)
         if _defines(piece, code, exactly=len(found) > 1):
@@ -68,8 +72,10 @@ def piece_of_class(kind: type) -> tuple[Piece, CodeType, dict[str, Any]]:
         NoSourceError: It is not to be had.
     """
     for source, globals_ in _sources_of(kind):
-        found = [node for node, _, name in _definitions(source.tree) if name == kind.__qualname__]
-        nodes = [node for node in found if isinstance(node, ast.ClassDef)]
+        every = itertools.chain.from_iterable(_by_first_line(source.tree).values())
+        nodes = [
+            node for node, _, name in every if name == kind.__qualname__ and isinstance(node, ast.ClassDef)
+        ]
         if not nodes:
             continue
         node = _chosen(nodes, kind, source.filename)
@@ -94,7 +100,20 @@ def functions_of(kind: type) -> Iterator[FunctionType]:
                 yield inner
 
 
-def _definitions(tree: ast.Module) -> Iterator[tuple[_Definition, str | None, str]]:
+def _beginning_at(source: SourceText, code: CodeType) -> Sequence[_Found]:
+    return _by_first_line(source.tree).get(code.co_firstlineno, ())
+
+
+@functools.lru_cache(maxsize=64)
+def _by_first_line(tree: ast.Module) -> Mapping[int, Sequence[_Found]]:
+    """Return the definitions of a file by their first line; files are large, and sent from many times."""
+    found: dict[int, list[_Found]] = {}
+    for one in _definitions(tree):
+        found.setdefault(first_line(one[0]), []).append(one)
+    return found
+
+
+def _definitions(tree: ast.Module) -> Iterator[_Found]:
     """Yield every definition with the class around it and its qualified name."""
     waiting: list[tuple[ast.AST, str | None, str]] = [(tree, None, "")]
     while waiting:
@@ -110,13 +129,7 @@ def _definitions(tree: ast.Module) -> Iterator[tuple[_Definition, str | None, st
 
 
 def _is_def_of(node: _Definition, code: CodeType) -> bool:
-    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or node.name != code.co_name:
-        return False
-    return first_line(node) == code.co_firstlineno
-
-
-def _is_lambda_near(node: _Definition, code: CodeType) -> bool:
-    return isinstance(node, ast.Lambda) and node.lineno == code.co_firstlineno
+    return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name
 
 
 def _is_body_of(node: _Definition, code: CodeType) -> bool:

@@ -51,7 +51,7 @@ def is_importable(module: str) -> bool:
         return False
     file = getattr(found, "__file__", None)
     files = [file] if file else list(getattr(found, "__path__", ()))
-    return bool(files) and all(os.path.realpath(one).startswith(_installed_folders()) for one in files)
+    return bool(files) and all(map(_is_installed, files))
 
 
 def name_of(value: Any) -> tuple[str, str] | None:
@@ -91,6 +91,11 @@ _PLACES_OF_C: tuple[ModuleType, ...] = (
     types,
     typing,
 )
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_installed(file: str) -> bool:
+    return os.path.realpath(file).startswith(_installed_folders())
 
 
 @functools.cache

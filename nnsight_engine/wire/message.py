@@ -12,14 +12,13 @@ import sys
 from typing import Any
 
 import numpy as np
-import safetensors
-import safetensors.torch
 import torch
 import zstandard
 
 from nnsight_engine.wire.errors import DecodeError, EncodeError
 from nnsight_engine.wire.kinds import PAYLOADS, Kind
 from nnsight_engine.wire.limits import Limits
+from nnsight_engine.wire.segments import read_segments, write_segments
 
 MAGIC = b"NNSW"
 VERSION = 1
@@ -74,7 +73,7 @@ def pack(table: Table, limits: Limits, *, compress: bool = False) -> bytes:
     Raises:
         EncodeError: They would be too many.
     """
-    parts: list[bytes] = [bytes(table.kinds)]
+    parts: list[bytes | memoryview] = [bytes(table.kinds)]
     arities = np.fromiter(map(len, table.children), "<u4", len(table.children))
     edges = np.fromiter(
         (child for children in table.children for child in children), "<u4", int(arities.sum())
@@ -87,18 +86,19 @@ def pack(table: Table, limits: Limits, *, compress: bool = False) -> bytes:
         raise EncodeError(f"a string has more than the {limits.max_text_bytes:,} bytes that one may have")
     lengths = np.fromiter(map(len, texts), "<u4", len(texts))
     parts += [ints.tobytes(), floats.tobytes(), lengths.tobytes(), *texts]
-    tensors = safetensors.torch.save(table.tensors) if table.tensors else b""
-    counts = (len(edges), len(ints), len(floats), len(texts), sum(map(len, texts)), len(tensors))
+    tensors = write_segments(table.tensors)
+    counts = (len(edges), len(ints), len(floats), len(texts), sum(map(len, texts)), sum(map(len, tensors)))
+    parts += tensors
     codec = _ZSTD if compress else _NO_CODEC
     head = _HEAD.pack(MAGIC, VERSION, 0, codec, table.python, len(table.kinds), table.root, *counts)
-    num_bytes = sum(map(len, parts)) + len(head) + len(tensors)
+    num_bytes = sum(map(len, parts)) + len(head)
     if num_bytes > limits.max_bytes:
         raise EncodeError(
             f"the message would have {num_bytes:,} bytes and may have {limits.max_bytes:,}; send less at once"
         )
     if compress:
-        return head + zstandard.ZstdCompressor(level=_LEVEL).compress(b"".join((*parts, tensors)))
-    return b"".join((head, *parts, tensors))
+        return head + zstandard.ZstdCompressor(level=_LEVEL).compress(b"".join(parts))
+    return b"".join((head, *parts))
 
 
 def _payloads(table: Table, kinds: tuple[Kind, ...]) -> list[Any]:
@@ -132,7 +132,7 @@ def unpack(data: bytes | bytearray | memoryview, limits: Limits) -> Table:
     if len(view) > limits.max_bytes:
         raise DecodeError(f"the message has {len(view):,} bytes and may have {limits.max_bytes:,}")
     head, view = _opened(view, limits)
-    python, num_nodes, root, num_edges, *num_scalars, num_text_bytes, num_tensor_bytes = head
+    python, num_nodes, root, num_edges, *num_scalars, num_text_bytes, _ = head
     cursor = _Cursor(view, 0)
     kinds = cursor.array("u1", num_nodes)
     arities = cursor.array("<u4", num_nodes).astype(np.int64)
@@ -148,7 +148,7 @@ def unpack(data: bytes | bytearray | memoryview, limits: Limits) -> Table:
         kinds=kinds.tolist(),
         children=[flat[end - size : end] for end, size in zip(ends, arities.tolist(), strict=True)],
         payloads=payloads,
-        tensors=_tensors(cursor.bytes(num_tensor_bytes)) if num_tensor_bytes else {},
+        tensors=read_segments(view[cursor.at :]),
         root=root,
         python=python,
     )
@@ -221,10 +221,3 @@ def _read_payloads(
         except UnicodeDecodeError as error:
             raise DecodeError(f"the message is broken: a text is not UTF-8 ({error})") from error
     return payloads
-
-
-def _tensors(data: bytes) -> dict[str, torch.Tensor]:
-    try:
-        return safetensors.torch.load(data)
-    except Exception as error:  # of safetensors, or torch, in any of their types
-        raise DecodeError(f"the message is broken: its tensors cannot be read ({error})") from error

@@ -12,8 +12,10 @@ import __future__
 import ast
 import dataclasses
 import dis
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
+from typing import Any
 
 from nnsight_engine.tracing.parsing import parse
 
@@ -29,6 +31,8 @@ but a reader of an older Python evaluates them."""
 _TYPE_PARAMETERS = "<generic parameters of "
 """Begins the name of the code around a generic class or function, from 3.12 on; it runs at once too."""
 WHOLE_LINES = -1
+LONGEST_KEPT = 16 * 1024
+"""Characters of a piece whose code is kept; what strangers can make us keep has a limit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +58,10 @@ class Piece:
     qualname: str
     class_name: str | None
     flags: int
+
+    def parts(self) -> tuple[Any, ...]:
+        """Return the fields in order, which is how a piece travels."""
+        return tuple([getattr(self, name) for name in self.__slots__])
 
 
 def statement_at(text: str, line: int, filename: str) -> ast.stmt:
@@ -119,6 +127,21 @@ def compile_class(piece: Piece, variables: Sequence[str]) -> CodeType:
     maker = ast.FunctionDef(name=_MAKER, args=_arguments([]), body=body, decorator_list=[])
     code = _inner(_inner(_compiled([maker], piece, variables), _OWNER), _MAKER)
     return _renamed(code, _inner(code, node.name).co_qualname, piece.qualname)
+
+
+def compile_again(
+    compiler: Callable[[Piece, tuple[str, ...]], CodeType], piece: Piece, variables: tuple[str, ...]
+) -> CodeType:
+    """Compile a piece with one of the above; the same piece often comes again, with the next request."""
+    compiled = _compiled_before if len(piece.text) <= LONGEST_KEPT else _compiled_before.__wrapped__
+    return compiled(compiler, piece, variables)
+
+
+@functools.lru_cache(maxsize=512)
+def _compiled_before(
+    compiler: Callable[[Piece, tuple[str, ...]], CodeType], piece: Piece, variables: tuple[str, ...]
+) -> CodeType:
+    return compiler(piece, variables)
 
 
 def named_bases(piece: Piece) -> dict[str, int]:
