@@ -46,6 +46,9 @@ class TraceEntry(msgspec.Struct, frozen=True):
         edits: The edits that run beside the block, in the order in which they have each value.
         is_rehearsal: Whether the request ends once its block has nothing new to ask for, see ``request``.
         is_scan: Whether the shapes of all modules' values are asked for too.
+        wanted: Names whose values are to come home although nobody saved them.
+        prints: Whether what the block prints is told, rather than printed by the worker.
+        compresses: Whether what is left of the trace is to be compressed.
     """
 
     key: str
@@ -57,6 +60,9 @@ class TraceEntry(msgspec.Struct, frozen=True):
     edits: list[EditEntry] = []
     is_rehearsal: bool = False
     is_scan: bool = False
+    wanted: list[str] = []
+    prints: bool = False
+    compresses: bool = False
 
     def to_plain(self) -> dict[str, Any]:
         """Return what vLLM carries."""
