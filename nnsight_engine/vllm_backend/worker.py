@@ -50,6 +50,10 @@ class InterventionWorker(_PlatformWorker):
         counts: dict[str, int] = self.model_runner.interventions.num_live()
         return {**counts, **self.model_runner.traces.num_live()}
 
+    def hold_trace(self, key: str, data: bytes) -> None:
+        """Take the blocks of a trace ahead of its requests, which bring none; over vLLM's RPC."""
+        self.model_runner.traces.hold(key, data)
+
     def collect_trace(self, key: str, results: dict[str, Any], index: int | None = None) -> bytes:
         """Return what a trace or one of its blocks saved, once its requests have ended; over vLLM's RPC."""
         saved: bytes = self.model_runner.traces.collect(key, results, index)

@@ -1,7 +1,7 @@
 """What a traced request brings in ``SamplingParams.extra_args``, and what its block leaves behind.
 
-The whole trace travels with each of its requests, because nobody knows which of them the engine runs first;
-the worker reads it once.
+The whole trace travels with each of its requests, because nobody knows which of them the engine runs first,
+or ahead of them; the worker reads it once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
         key: The trace.
         index: Which of its blocks is the request's.
         num_choices: How many requests run the block, ``n`` of its sampling.
-        data: All of them, see ``wire``.
+        data: All of them, see ``wire``; nothing if the worker was given them before, see ``hold``.
         groups: For each block, its variables' names and the numbers of the surrounding variables they stand
             for: equal numbers are one variable.
         streams: Whether what the block saves is told after each step.

@@ -91,6 +91,7 @@ class WorkerTraces:
         self._num_arrived = 0
         self._live: dict[str, TracedRequest] = {}
         self._ended: list[str] = []
+        self._held: dict[str, bytes] = {}
         self.telling = Telling()
 
     def _new_model(self, names: Names) -> WorkerModel:
@@ -108,7 +109,11 @@ class WorkerTraces:
 
     def num_live(self) -> dict[str, int]:
         """Return how much is held, for tests and metrics."""
-        held = {"traced": len(self._live), "traces": len(self._by_key), "prints": len(self.telling)}
+        held = {
+            "traced": len(self._live),
+            "traces": len(self._by_key.keys() | self._held.keys()),
+            "prints": len(self.telling),
+        }
         return {**held, "edits": self.edits.num_kept}
 
     # A step.
@@ -163,11 +168,17 @@ class WorkerTraces:
         context = self._contexts.get((entry.key, choice))
         if context is not None:
             return context, None
+        if not entry.data:
+            entry = msgspec.structs.replace(entry, data=self._held.get(entry.key, b""))
         # On a thread, because reading a trace runs code of its sender's, and outside of inference mode.
         context, error = self._threads.take().start(lambda: TraceContext(entry, self.model)).empty()
         if context is not None:
             self._contexts[(entry.key, choice)] = context
         return context, error
+
+    def hold(self, key: str, data: bytes) -> None:
+        """Keep the blocks of a trace for its requests, so that they need not all bring them."""
+        self._held[key] = data
 
     # What a client leaves in the engine.
 
@@ -271,6 +282,8 @@ class WorkerTraces:
             results: What each request returned, by ``"<block>/<choice>"``, for blocks that wait for it.
             index: The one block to close; the trace goes on until it is dropped. None ends the trace.
         """
+        if index is None:
+            self._held.pop(key, None)
         every = self._by_key.pop(key, None)
         if every is None:
             return encode({"blocks": [], "before": None})
@@ -280,24 +293,8 @@ class WorkerTraces:
         members = [self._members.pop(request_id) for request_id in request_ids]
         for request_id in request_ids:
             self._live.pop(request_id, None)
-        blocks = []
-        for member in sorted(members, key=lambda one: (one.entry.index, one.choice)):
-            error = member.error
-            if member.request is not None:
-                member.request.close(_Result(results.get(f"{member.entry.index}/{member.choice}")))
-                error = member.request.error
-            saves = {}
-            if member.context is not None and member.request is not None and not _is_too_much(error):
-                saves = member.context.saves(member.entry.index)
-            blocks.append(
-                {
-                    "index": member.entry.index,
-                    "choice": member.choice,
-                    "saves": saves,
-                    "error": None if error is None else self._told(error),
-                    "shapes": {} if member.shapes is None else first_values(member.shapes),
-                }
-            )
+        in_order = sorted(members, key=lambda one: (one.entry.index, one.choice))
+        blocks = [self._closed(member, results) for member in in_order]
         for request_id in request_ids:
             self.telling.close(request_id, key)
         contexts = [context for name, context in self._contexts.items() if name[0] == key]
@@ -310,6 +307,23 @@ class WorkerTraces:
         num_bytes = sum(one.request.holdings.result_bytes for one in members if one.request is not None)
         compress = any(member.entry.compresses for member in members)
         return self._encoded({"blocks": blocks, "before": before}, num_bytes, compress=compress)
+
+    def _closed(self, member: _Member, results: Mapping[str, Any]) -> dict[str, Any]:
+        """End a block, and return what came of it."""
+        error = member.error
+        if member.request is not None:
+            member.request.close(_Result(results.get(f"{member.entry.index}/{member.choice}")))
+            error = member.request.error
+        saves = {}
+        if member.context is not None and member.request is not None and not _is_too_much(error):
+            saves = member.context.saves(member.entry.index)
+        return {
+            "index": member.entry.index,
+            "choice": member.choice,
+            "saves": saves,
+            "error": None if error is None else self._told(error),
+            "shapes": {} if member.shapes is None else first_values(member.shapes),
+        }
 
     def _encoded(self, message: dict[str, Any], num_bytes: int, *, compress: bool) -> bytes:
         """Return a trace's results as bytes; writing them runs code of the objects saved, so on a thread."""
@@ -335,6 +349,7 @@ class WorkerTraces:
 
     def drop(self, key: str) -> None:
         """Close what is left of a trace, which nobody will collect."""
+        self._held.pop(key, None)
         if key in self._by_key:
             self.collect(key, {})
         self.telling.take_left(key)

@@ -198,6 +198,9 @@ class StageTraces:
         del key, results, index
         return b""
 
+    def hold(self, key: str, data: bytes) -> None:
+        """Do nothing: blocks are read elsewhere."""
+
     def adopt(self, data: bytes) -> None:
         """Do nothing: names are for blocks."""
 
