@@ -59,18 +59,31 @@ class TraceContext:
         self._publishers = publishers(self._invokes)
         self._saved: list[Any] = received.shared[SAVED]
         self._marks = Marks(self._saved)
+        self._wanted = frozenset(entry.wanted)
 
-    def mediator(self, index: int, choice: int, threads: Threads) -> ThreadMediator:
-        """Return what runs a block; each choice of its request draws its own random numbers."""
+    def mediator(
+        self, index: int, choice: int, threads: Threads, enter: Callable[[], None]
+    ) -> ThreadMediator:
+        """Return what runs a block; each choice of its request draws its own random numbers.
+
+        Args:
+            index: The block.
+            choice: Which of its request's ``n``.
+            threads: What it runs on.
+            enter: Called on its thread before it runs.
+        """
         invoke = self._invokes[index]
         function = compiled(invoke.info, invoke.own)
         seed = zlib.crc32(f"{self.key}/{index}/{choice}".encode())
-        mediator = EditMediator(self._saving(function, invoke), invoke.info, threads, seed=seed)
+        mediator = EditMediator(self._saving(function, invoke, enter), invoke.info, threads, seed=seed)
         mediator.publish = self._publishers[index]
         return mediator
 
-    def _saving(self, function: Callable[[], Any], invoke: _Invoke) -> Callable[[], Any]:
+    def _saving(
+        self, function: Callable[[], Any], invoke: _Invoke, enter: Callable[[], None]
+    ) -> Callable[[], Any]:
         def run() -> None:
+            enter()
             invoke.marked = self._marks.enter()
             function()
 
@@ -81,12 +94,12 @@ class TraceContext:
         return list(self._invokes[index].marked.values())
 
     def saves(self, index: int) -> dict[str, Any]:
-        """Return the variables of a block that were saved, by name."""
+        """Return the variables of a block that were saved or are wanted, by name."""
         invoke, marked = self._invokes[index], self._marks.all()
         own: dict[str, Any] = {}
         for name in invoke.stored:
             value = content(invoke.own[name])
-            if value is not UNBOUND and holds_marked(value, marked):
+            if value is not UNBOUND and (name in self._wanted or holds_marked(value, marked)):
                 own[name] = value
         return own
 
