@@ -18,11 +18,12 @@ from nnsight_engine.remote_backend.outcomes import (
     read_outcomes,
     saved_containers,
 )
+from nnsight_engine.remote_backend.received import SAVED
 from nnsight_engine.tracing.tracer import Tracer
 from nnsight_engine.vllm_backend.engines import answer
 from nnsight_engine.vllm_backend.prompts import Request
 from nnsight_engine.vllm_backend.traces.caches import HOME_CLASSES
-from nnsight_engine.vllm_backend.traces.entry import SAVED, TRACE_KEY, TraceEntry
+from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY, TraceEntry
 from nnsight_engine.vllm_backend.traces.points import place_named, place_of
 from nnsight_engine.wire import DATA_ONLY, encode_trace
 

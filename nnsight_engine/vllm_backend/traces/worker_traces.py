@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from nnsight_engine.interleaving.threads import Threads
+from nnsight_engine.remote_backend.received import encoded_outcomes
 from nnsight_engine.vllm_backend.outline import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.traces.board import Board
 from nnsight_engine.vllm_backend.traces.context import TraceContext
@@ -31,7 +32,7 @@ from nnsight_engine.vllm_backend.traces.news import News
 from nnsight_engine.vllm_backend.traces.points import place_of
 from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
 from nnsight_engine.vllm_backend.traces.scans import first_values, scanned
-from nnsight_engine.wire import EncodeError, encode, encode_error
+from nnsight_engine.wire import encode, encode_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -316,7 +317,7 @@ class WorkerTraces:
         stack = self._threads.take()
         stack.left_s += num_bytes / _BYTES_WRITTEN_A_SECOND
         data: bytes | None
-        data, error = stack.start(lambda: _encoded(message)).empty()
+        data, error = stack.start(lambda: encoded_outcomes(message, _home_reference)).empty()
         if data is not None:
             return data
         for block in message["blocks"]:
@@ -350,24 +351,6 @@ class WorkerTraces:
 
 def _is_too_much(error: BaseException | None) -> bool:
     return isinstance(error, TraceBytesError)
-
-
-def _encoded(message: dict[str, Any]) -> bytes:
-    """Return what a trace left behind as bytes; a block that saved what cannot travel fails alone."""
-    try:
-        return encode(message, reference=_home_reference)
-    except EncodeError:
-        logger.debug("something saved cannot be sent", exc_info=True)
-    for block in message["blocks"]:
-        try:
-            encode(block["saves"], reference=_home_reference)
-        except EncodeError as error:
-            block["saves"] = {}
-            block["error"] = block["error"] or encode_error(error)
-    try:
-        return encode(message, reference=_home_reference)
-    except EncodeError:
-        return encode({**message, "before": None}, reference=_home_reference)
 
 
 class _Result:
