@@ -8,13 +8,14 @@ server would, and raises ``ApiError`` for what our vocabulary names.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol
 
 from starlette.requests import Request
 
 from api_schemas.capabilities import Capabilities
 from api_schemas.interventions import Intervention
+from app.engine.traces import TraceEngine
 
 JsonObject = dict[str, Any]
 """A JSON object as ``json.loads`` gives it."""
@@ -71,6 +72,9 @@ class EngineClient(Protocol):
         self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request
     ) -> EngineReply:
         """Answer a chat completion request."""
+
+    def trace_engines(self) -> Mapping[str, TraceEngine]:
+        """Return what runs traces, by name; known before the start, used only when ready."""
 
     async def start(self) -> None:
         """Load the model; must not hold up the event loop, and raises where it fails."""

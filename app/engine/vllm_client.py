@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -34,6 +34,8 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import Intervention
 from app.engine.client import EngineReply, JsonObject
 from app.engine.intervening_requests import InterveningChatRequest, InterveningCompletionRequest
+from app.engine.traces import TraceEngine
+from app.engine.vllm_traces import VLLMTraceEngine
 from app.errors import DONE_FRAME, error_frame
 from app.services.capabilities import describe
 from app.services.responses import choice_json
@@ -68,6 +70,7 @@ class VLLMEngineClient:
         self.started = asyncio.Event()
         # Never served: vLLM's handlers look up their state on an application.
         self._vllm_app = FastAPI()
+        self._traces: dict[str, TraceEngine] = {"vllm": VLLMTraceEngine(lambda: self.engine)}
 
     @property
     def ready(self) -> bool:
@@ -135,6 +138,10 @@ class VLLMEngineClient:
     def capabilities(self) -> Capabilities:
         """Return what this model offers to interventions."""
         return describe(self.engine.spec, self._settings)
+
+    def trace_engines(self) -> Mapping[str, TraceEngine]:
+        """Return what runs traces, by name."""
+        return self._traces
 
     async def models(self) -> JsonObject:
         """Return vLLM's own list of models."""
