@@ -44,7 +44,7 @@ class SentPart(NamedTuple):
     """A block that was sent: its own variables, and the surrounding ones that they stand for."""
 
     info: Info
-    own: dict[str, CellType]
+    own: Mapping[str, CellType]
     outer: Mapping[str, CellType]
 
     def as_sent(self) -> SentBlock:
