@@ -49,7 +49,7 @@ def serve(tmp_path: Path) -> Serve:
         transport = httpx.ASGITransport(app)
         async with (
             app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+            httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
         ):
             await asyncio.sleep(0)
             yield Server(app, engine, client)
