@@ -44,10 +44,10 @@ from app.services.served_model import ServedModel
 from app.settings import Settings
 from app.storage.results import ResultStore
 from nnsight_engine.remote_backend.identity import fingerprint_of
+from nnsight_engine.vllm_backend.answers import answer
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
 from nnsight_engine.vllm_backend.call import InterventionCall
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
-from nnsight_engine.vllm_backend.engines import answer
 
 logger = logging.getLogger(__name__)
 

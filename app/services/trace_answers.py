@@ -51,7 +51,7 @@ async def answer_trace(context: Context, http: Request) -> Response:
     del request  # large, perhaps
     opened = await while_connected(http.receive, _opened(frames))
     return ClosingStream(
-        _answer(opened, frames),
+        _answer([event_frame(JobStatus.RECEIVED, job=job_id), *opened], frames),
         media_type=MEDIA_TYPE,
         headers={
             "NNsight-Job-Id": job_id,
@@ -112,12 +112,11 @@ async def _answer(opened: list[Frame], frames: Frames) -> AsyncGenerator[bytes |
 
 
 async def _completed(opened: list[Frame], frames: Frames) -> Frames:
-    """Yield all frames of a trace, with what the engine does not say: that it has come, and that it is over.
+    """Yield all frames of a trace, with what the engine does not say: that it is over.
 
     Raises:
         ApiError: The engine ended it without a result.
     """
-    yield event_frame(JobStatus.RECEIVED)
     for frame in opened:
         yield frame
     async for frame in frames:

@@ -1,31 +1,28 @@
-"""Which model a block was written against: what tells two of them apart without a look at their weights."""
+"""Which model a trace is meant for: its name, and a fingerprint of its shape.
+
+A folder has another name on every machine, so two sides that loaded the same checkpoint from folders compare
+what its config says of its shape.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Any, Final
 
-import msgspec
-
 _FIELDS: Final = (
-    "architectures",
-    "hidden_size",
     "model_type",
-    "num_attention_heads",
+    "hidden_size",
     "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
     "vocab_size",
 )
 
 
 def fingerprint_of(config: Any) -> str:
-    """Return a digest of a model's shape, equal for a client's copy and a server's.
-
-    Args:
-        config: The model's, of the transformers library.
-    """
+    """Return a hash of a model's shape, from its config of the transformers library."""
     text = config.get_text_config()
     shape = {name: getattr(text, name, None) for name in _FIELDS}
-    return hashlib.sha256(msgspec.json.encode(shape, order="sorted")).hexdigest()
-
-
-__all__ = ["fingerprint_of"]
+    return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CellType
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,9 @@ from nnsight_engine.core.cells import UNBOUND, content
 from nnsight_engine.core.saves import holds_marked
 from nnsight_engine.interleaving.sharing import publishers
 from nnsight_engine.interleaving.threads import ThreadMediator, Threads
+from nnsight_engine.remote_backend.outcomes import SAVED
 from nnsight_engine.tracing.tracer import Info, compiled
-from nnsight_engine.vllm_backend.traces.entry import SAVED, Marks, TraceEntry
+from nnsight_engine.vllm_backend.traces.entry import Marks, TraceEntry
 from nnsight_engine.vllm_backend.traces.points import place_named
 from nnsight_engine.vllm_backend.traces.points_edits import EditMediator
 from nnsight_engine.vllm_backend.traces.tracer import BlockTracer
@@ -93,14 +94,26 @@ class TraceContext:
         return list(self._invokes[index].marked.values())
 
     def saves(self, index: int) -> dict[str, Any]:
-        """Return the variables of a block that were saved or are wanted, by name."""
-        invoke, marked = self._invokes[index], self._marks.all()
-        own: dict[str, Any] = {}
+        """Return the variables of a block that were saved, by name."""
+        marked = self._marks.all()
+        return {name: value for name, value in self._stored(index) if holds_marked(value, marked)}
+
+    def flows(self, index: int) -> dict[str, Any]:
+        """Return the variables of a block that were not saved and are wanted all the same, by name."""
+        if not self._wanted:
+            return {}
+        saved = self.saves(index)
+        return {
+            name: value for name, value in self._stored(index) if name in self._wanted and name not in saved
+        }
+
+    def _stored(self, index: int) -> Iterator[tuple[str, Any]]:
+        """Yield the variables that a block has assigned."""
+        invoke = self._invokes[index]
         for name in invoke.stored:
             value = content(invoke.own[name])
-            if value is not UNBOUND and (name in self._wanted or holds_marked(value, marked)):
-                own[name] = value
-        return own
+            if value is not UNBOUND:
+                yield name, value
 
     @property
     def saved_before(self) -> list[Any]:

@@ -25,9 +25,9 @@ from nnsight_engine.vllm_backend.traces.edits import KeptEdits
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.errors import TraceBytesError
 from nnsight_engine.vllm_backend.traces.holdings import Holdings
-from nnsight_engine.vllm_backend.traces.model import LOGITS, SAMPLES, WorkerModel
+from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
-from nnsight_engine.vllm_backend.traces.points import place_of
+from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES, place_of
 from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
 from nnsight_engine.vllm_backend.traces.scans import first_values, scanned
 from nnsight_engine.vllm_backend.traces.telling import Parcel, Telling
@@ -314,13 +314,15 @@ class WorkerTraces:
         if member.request is not None:
             member.request.close(_Result(results.get(f"{member.entry.index}/{member.choice}")))
             error = member.request.error
-        saves = {}
+        saves, flows = {}, {}
         if member.context is not None and member.request is not None and not _is_too_much(error):
             saves = member.context.saves(member.entry.index)
+            flows = member.context.flows(member.entry.index)
         return {
             "index": member.entry.index,
             "choice": member.choice,
             "saves": saves,
+            "flows": flows,
             "error": None if error is None else self._told(error),
             "shapes": {} if member.shapes is None else first_values(member.shapes),
         }
@@ -334,7 +336,7 @@ class WorkerTraces:
         if data is not None:
             return data
         for block in message["blocks"]:
-            block["saves"] = {}
+            block["saves"], block["flows"] = {}, {}
             block["error"] = block["error"] or self._told(error)
         return encode({**message, "before": None})
 
@@ -377,9 +379,9 @@ def _encoded(message: dict[str, Any], *, compress: bool) -> bytes:
         logger.debug("something saved cannot be sent", exc_info=True)
     for block in message["blocks"]:
         try:
-            write(block["saves"])
+            write([block["saves"], block["flows"]])
         except EncodeError as error:
-            block["saves"] = {}
+            block["saves"], block["flows"] = {}, {}
             block["error"] = block["error"] or encode_error(error)
     try:
         return write(message, compress=compress)
