@@ -60,7 +60,7 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.BODY_TOO_LARGE: 413,
     ErrorCode.CAPTURE_TOO_LARGE: 400,
     ErrorCode.CODE_NOT_ALLOWED: 403,
-    ErrorCode.QUEUE_FULL: 503,
+    ErrorCode.QUEUE_FULL: 429,
     ErrorCode.RESULT_NOT_FOUND: 404,
     ErrorCode.MODEL_NOT_FOUND: 404,
     ErrorCode.NOT_FOUND: 404,
