@@ -43,7 +43,7 @@ class ErrorCode(enum.StrEnum):
     INTERVENTION_FAILED = "intervention_failed"
     INVALID_TRACE = "invalid_trace"
     CODE_NOT_ALLOWED = "code_not_allowed"
-    ENGINE_FULL = "engine_full"
+    QUEUE_FULL = "queue_full"
     RESULT_NOT_FOUND = "result_not_found"
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
@@ -60,7 +60,7 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.BODY_TOO_LARGE: 413,
     ErrorCode.CAPTURE_TOO_LARGE: 400,
     ErrorCode.CODE_NOT_ALLOWED: 403,
-    ErrorCode.ENGINE_FULL: 503,
+    ErrorCode.QUEUE_FULL: 429,
     ErrorCode.RESULT_NOT_FOUND: 404,
     ErrorCode.MODEL_NOT_FOUND: 404,
     ErrorCode.NOT_FOUND: 404,
