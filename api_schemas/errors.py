@@ -42,6 +42,9 @@ class ErrorCode(enum.StrEnum):
     PROMPT_WAS_CHUNKED = "prompt_was_chunked"
     INTERVENTION_FAILED = "intervention_failed"
     CODEC_NOT_ALLOWED = "codec_not_allowed"
+    INVALID_TRACE = "invalid_trace"
+    CODE_NOT_ALLOWED = "code_not_allowed"
+    QUEUE_FULL = "queue_full"
     RESULT_NOT_FOUND = "result_not_found"
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
@@ -58,6 +61,8 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.BODY_TOO_LARGE: 413,
     ErrorCode.CAPTURE_TOO_LARGE: 400,
     ErrorCode.CODEC_NOT_ALLOWED: 403,
+    ErrorCode.CODE_NOT_ALLOWED: 403,
+    ErrorCode.QUEUE_FULL: 429,
     ErrorCode.RESULT_NOT_FOUND: 404,
     ErrorCode.MODEL_NOT_FOUND: 404,
     ErrorCode.NOT_FOUND: 404,

@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from app.engine.client import EngineClient
 from app.lifecycle import Lifecycle
+from app.services.traces import TraceService
 from app.settings import Settings
 from app.storage.results import ResultStore
 
@@ -22,6 +23,7 @@ class Context:
     engine: EngineClient
     store: ResultStore
     lifecycle: Lifecycle
+    traces: TraceService
 
 
 async def _context_of(request: Request) -> Context:

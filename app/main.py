@@ -13,7 +13,8 @@ from app.errors import install_error_handlers
 from app.lifecycle import Lifecycle
 from app.middleware import GateMiddleware
 from app.openapi import DocumentedApp
-from app.routes import capabilities, chat, completions, health, models, results
+from app.routes import capabilities, chat, completions, health, models, results, status, traces
+from app.services.traces import TraceService
 from app.settings import Settings
 from app.storage.results import ResultStore
 
@@ -24,6 +25,8 @@ _ROUTERS = (
     capabilities.router,
     results.router,
     health.router,
+    traces.router,
+    status.router,
 )
 
 
@@ -48,7 +51,8 @@ def create_app(
         shutdown.
     """
     store = store or new_store(settings)
-    context = Context(settings, engine, store, Lifecycle(engine, on_engine_failure))
+    lifecycle = Lifecycle(engine, on_engine_failure)
+    context = Context(settings, engine, store, lifecycle, TraceService(engine.trace_engines()))
     app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)
     app.state.context = context
     app.add_middleware(GateMiddleware, lifecycle=context.lifecycle)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -18,10 +18,12 @@ from starlette.requests import Request
 from api_schemas.capabilities import Capabilities
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import Intervention
-from app.engine.client import EngineReply, JsonObject
-from app.engine.fake_results import CAPABILITIES, MODEL, collected
+from app.engine.client import DescribedModel, EngineReply, JsonObject
+from app.engine.fake_results import CAPABILITIES, FINGERPRINT, MODEL, collected
+from app.engine.fake_traces import FakeTraceEngine
 from app.errors import DONE_FRAME
 from app.services.responses import choice_json
+from app.services.served_model import ServedModel
 from app.settings import Settings
 from app.storage.results import ResultStore
 
@@ -95,6 +97,9 @@ class FakeEngineClient:
         settings: Passed to the results.
         store: Takes large results.
         behaviour: Knobs; ready and healthy by default.
+
+    Attributes:
+        traces: What runs traces; tests put others in, and change how they behave.
     """
 
     def __init__(
@@ -104,6 +109,7 @@ class FakeEngineClient:
         self.behaviour = behaviour or FakeBehaviour()
         self.num_running = 0
         self.num_calls = 0
+        self.traces = {"vllm": FakeTraceEngine()}
         self._settings = settings
         self._store = store
         self._has_started = False
@@ -127,6 +133,18 @@ class FakeEngineClient:
         """Return a list of one model."""
         card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "nnsight-engine"}
         return {"object": "list", "data": [card]}
+
+    def served(self) -> ServedModel:
+        """Return the made-up model's name."""
+        return ServedModel((MODEL,), f"/models/{MODEL}", FINGERPRINT)
+
+    async def describe_model(self) -> DescribedModel:
+        """Return the made-up model's modules."""
+        return DescribedModel([("", "FakeForCausalLM", "", ""), ("model", "FakeModel", "", "")], {})
+
+    def trace_engines(self) -> Mapping[str, FakeTraceEngine]:
+        """Return ``traces``."""
+        return self.traces
 
     async def start(self) -> None:
         """Become ready, unless the behaviour says otherwise."""

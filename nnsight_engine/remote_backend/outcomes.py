@@ -31,6 +31,7 @@ class Outcome:
         saves: What was saved, by name.
         error: What it raised.
         shapes: First values of the modules that its request passed, if they were asked for.
+        flows: What it assigned and did not save, and later traces of its session use, by name.
     """
 
     index: int
@@ -38,14 +39,20 @@ class Outcome:
     saves: dict[str, Any]
     error: BaseException | None
     shapes: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    flows: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class SentPart(NamedTuple):
     """A block that was sent: its own variables, and the surrounding ones that they stand for."""
 
     info: Info
-    own: dict[str, CellType]
+    own: Mapping[str, CellType]
     outer: Mapping[str, CellType]
+
+    def bind(self, name: str, value: Any) -> None:
+        """Assign one of its variables; a name that it does not have is somebody's mistake or malice."""
+        if name in self.own:
+            self.own[name].cell_contents = value
 
     def as_sent(self) -> SentBlock:
         """Return what of it travels."""
@@ -57,6 +64,11 @@ def parts_of(tracer: InterleavingTracer) -> list[SentPart]:
     if not tracer.invokers:
         return [SentPart(tracer.info, tracer.info.variables, tracer.info.variables)]
     return [SentPart(invoker.info, invoker.own, invoker.outer) for invoker in tracer.invokers]
+
+
+def wanted_of(parts: Sequence[SentPart]) -> list[str]:
+    """Return the names that are to come home although nobody saved them, see ``Info.wanted``."""
+    return sorted({name for part in parts for name in part.info.wanted})
 
 
 def raise_first(outcomes: Sequence[Outcome]) -> None:
@@ -104,6 +116,7 @@ def read_outcomes(
             saves={name: own.get(id(value), value) for name, value in block["saves"].items()},
             error=None if block["error"] is None else restore_error(block["error"]),
             shapes=block["shapes"],
+            flows={name: own.get(id(value), value) for name, value in block.get("flows", {}).items()},
         )
         for block in message["blocks"]
     ]
@@ -117,15 +130,29 @@ def bring_home(parts: Sequence[SentPart], outcomes: Sequence[Outcome]) -> None:
         LostTraceError: There is nothing of a block.
     """
     for index, part in enumerate(parts):
-        choices = [outcome.saves for outcome in outcomes if outcome.index == index]
-        for name, value in by_name(choices).items():
-            if name in part.own:
-                part.own[name].cell_contents = value
-                SAVES.mark(value)
+        mine = [outcome for outcome in outcomes if outcome.index == index]
+        for name, value in by_name([outcome.flows for outcome in mine]).items():
+            part.bind(name, value)
+        for name, value in by_name([outcome.saves for outcome in mine]).items():
+            part.bind(name, value)
+            SAVES.mark(value)
     raise_first(outcomes)
     missing = set(range(len(parts))) - {outcome.index for outcome in outcomes}
     if missing:
         raise LostTraceError.of(missing)
+
+
+def named(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Return everything that was saved, by name, the last block's where several have one of a name.
+
+    Raises:
+        BaseException: What a block raised, the first one's.
+    """
+    raise_first(outcomes)
+    found: dict[str, Any] = {}
+    for index in sorted({outcome.index for outcome in outcomes}):
+        found |= by_name([outcome.saves for outcome in outcomes if outcome.index == index])
+    return found
 
 
 def by_name(choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from types import CellType
 from typing import TYPE_CHECKING, Any
 
-from nnsight_engine.core.cells import UNBOUND, content
-from nnsight_engine.core.saves import holds_marked
 from nnsight_engine.interleaving.sharing import publishers
 from nnsight_engine.interleaving.threads import ThreadMediator, Threads
 from nnsight_engine.remote_backend.codecs import decode_blocks
-from nnsight_engine.tracing.tracer import Info, compiled
-from nnsight_engine.vllm_backend.traces.entry import SAVED, Marks, TraceEntry
+from nnsight_engine.remote_backend.received import SAVED, ReceivedInvoke, invokes_of
+from nnsight_engine.tracing.tracer import compiled
+from nnsight_engine.vllm_backend.traces.entry import Marks, TraceEntry
 from nnsight_engine.vllm_backend.traces.points import place_named
 from nnsight_engine.vllm_backend.traces.points_edits import EditMediator
 from nnsight_engine.vllm_backend.traces.tracer import BlockTracer
 
 if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.model import WorkerModel
-
-
-class _Invoke:
-    """A block's variables, and the surrounding ones that they stand for."""
-
-    def __init__(self, info: Info, groups: dict[str, int], outer: dict[int, CellType]) -> None:
-        self.info = info
-        self.own = info.variables
-        self.outer = {name: outer.setdefault(groups.get(name, -1), CellType()) for name in info.variables}
-        self.stored = info.block.stored
-        self.marked: dict[int, Any] = {}
 
 
 class TraceContext:
@@ -52,25 +39,35 @@ class TraceContext:
         self._tracer = BlockTracer(model)
         # Entries are made by the server, which has checked whose codec it is, and by nobody else.
         received = decode_blocks(entry.codec, entry.data, resolve=self._resolved, trusted=True)
-        outer: dict[int, CellType] = {}
-        self._invokes = [
-            _Invoke(info, groups, outer) for info, groups in zip(received.blocks, entry.groups, strict=True)
-        ]
+        self._invokes = invokes_of(received.blocks, entry.groups)
         self._publishers = publishers(self._invokes)
         self._saved: list[Any] = received.shared[SAVED]
         self._marks = Marks(self._saved)
+        self._wanted = frozenset(entry.wanted)
 
-    def mediator(self, index: int, choice: int, threads: Threads) -> ThreadMediator:
-        """Return what runs a block; each choice of its request draws its own random numbers."""
+    def mediator(
+        self, index: int, choice: int, threads: Threads, enter: Callable[[], None]
+    ) -> ThreadMediator:
+        """Return what runs a block; each choice of its request draws its own random numbers.
+
+        Args:
+            index: The block.
+            choice: Which of its request's ``n``.
+            threads: What it runs on.
+            enter: Called on its thread before it runs.
+        """
         invoke = self._invokes[index]
         function = compiled(invoke.info, invoke.own)
         seed = zlib.crc32(f"{self.key}/{index}/{choice}".encode())
-        mediator = EditMediator(self._saving(function, invoke), invoke.info, threads, seed=seed)
+        mediator = EditMediator(self._saving(function, invoke, enter), invoke.info, threads, seed=seed)
         mediator.publish = self._publishers[index]
         return mediator
 
-    def _saving(self, function: Callable[[], Any], invoke: _Invoke) -> Callable[[], Any]:
+    def _saving(
+        self, function: Callable[[], Any], invoke: ReceivedInvoke, enter: Callable[[], None]
+    ) -> Callable[[], Any]:
         def run() -> None:
+            enter()
             invoke.marked = self._marks.enter()
             function()
 
@@ -82,13 +79,11 @@ class TraceContext:
 
     def saves(self, index: int) -> dict[str, Any]:
         """Return the variables of a block that were saved, by name."""
-        invoke, marked = self._invokes[index], self._marks.all()
-        own: dict[str, Any] = {}
-        for name in invoke.stored:
-            value = content(invoke.own[name])
-            if value is not UNBOUND and holds_marked(value, marked):
-                own[name] = value
-        return own
+        return self._invokes[index].saves(self._marks.all())
+
+    def flows(self, index: int) -> dict[str, Any]:
+        """Return the variables of a block that were not saved and are wanted all the same, by name."""
+        return self._invokes[index].flows(self._marks.all(), self._wanted)
 
     @property
     def saved_before(self) -> list[Any]:

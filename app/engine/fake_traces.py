@@ -1,0 +1,86 @@
+"""A trace engine without a model: outcomes that were written beforehand, for tests of what is above it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+from api_schemas.jobs import JobStatus
+from app.services.traces import event_frame
+from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
+from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
+from nnsight_engine.wire import encode
+
+
+@dataclasses.dataclass(slots=True)
+class FakeTraceBehaviour:
+    """What a test wants of every trace; may be changed while they run.
+
+    Attributes:
+        saves: What each block has saved in the end, by name.
+        logs: What is printed, one ``LOG`` each.
+        error: Raised before the first frame.
+        late_error: Raised instead of the result.
+        hangs: Whether traces wait instead of giving a result, until they are cancelled.
+        delay_s: Waited before each frame.
+    """
+
+    saves: dict[str, Any] = dataclasses.field(default_factory=dict)
+    logs: list[str] = dataclasses.field(default_factory=list)
+    error: Exception | None = None
+    late_error: Exception | None = None
+    hangs: bool = False
+    delay_s: float = 0.0
+
+
+class FakeTraceEngine:
+    """A ``TraceEngine`` that runs nothing.
+
+    Args:
+        name: What clients ask for it by.
+        behaviour: Knobs; every trace succeeds by default.
+
+    Attributes:
+        num_running: Traces that run now.
+        heads: Of all traces that came.
+    """
+
+    def __init__(self, name: str = "vllm", behaviour: FakeTraceBehaviour | None = None) -> None:
+        """Start without traces."""
+        self.name = name
+        self.behaviour = behaviour or FakeTraceBehaviour()
+        self.num_running = 0
+        self.heads: list[TraceHead] = []
+
+    async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:  # noqa: ARG002 - the protocol's
+        """Yield what the behaviour says."""
+        behaviour = self.behaviour
+        self.heads.append(request.head)
+        self.num_running += 1
+        try:
+            await asyncio.sleep(behaviour.delay_s)
+            if behaviour.error is not None:
+                raise behaviour.error
+            for frame in self._told():
+                yield frame
+                await asyncio.sleep(behaviour.delay_s)
+            if behaviour.hangs:
+                await asyncio.Event().wait()
+            if behaviour.late_error is not None:
+                raise behaviour.late_error
+            yield json_frame(FrameKind.OUTPUTS, {})
+            yield Frame(FrameKind.RESULT, self._result(request.head))
+        finally:
+            self.num_running -= 1
+
+    def _told(self) -> Iterator[Frame]:
+        yield event_frame(JobStatus.RUNNING, engine=self.name)
+        for line in self.behaviour.logs:
+            yield event_frame(JobStatus.LOG, message=line)
+
+    def _result(self, head: TraceHead) -> bytes:
+        one = {"choice": 0, "saves": self.behaviour.saves, "error": None, "shapes": {}}
+        num_blocks = max(1, len(head.invokes))
+        return encode({"blocks": [{"index": index, **one} for index in range(num_blocks)], "before": None})

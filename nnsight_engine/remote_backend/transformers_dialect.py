@@ -1,0 +1,103 @@
+"""How models of the transformers library send their traces: invokes' inputs beside the blocks, as they are.
+
+The server's model reads them as one here would, so nothing is prepared on this side but the check that it
+could be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nnsight_engine.envoys.tracers.invoker import Invoker
+from nnsight_engine.interleaving.barrier import Barrier
+from nnsight_engine.remote_backend.identity import fingerprint_of
+from nnsight_engine.remote_backend.outcomes import SentPart
+from nnsight_engine.remote_backend.places import HOME_CLASSES, Places, reference_of
+from nnsight_engine.remote_backend.sent import Dialect, Inputs, Resolve
+from nnsight_engine.wire import DATA_ONLY, EncodeError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nnsight_engine.envoys.envoy import Envoy
+    from nnsight_engine.envoys.tracers.editing import Edit
+    from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+    from nnsight_engine.envoys.tracers.session import Session
+    from nnsight_engine.tracing.tracer import Tracer
+
+
+class TransformersDialect(Dialect):
+    """Traces of one model.
+
+    Args:
+        model: The model, with its weights or without.
+        name: What the server is to know it by.
+        rename: The user's own names for modules.
+    """
+
+    name = "transformers"
+    policy = DATA_ONLY.allowing(HOME_CLASSES)
+
+    def __init__(self, model: Envoy, name: str, rename: Mapping[str, Any] | None) -> None:
+        """Speak for a model."""
+        self.model = name
+        self._envoy = model
+        self._rename = rename
+        config = getattr(model._module, "config", None)  # noqa: SLF001 - an envoy of ours
+        self.fingerprint = "" if config is None else fingerprint_of(config)
+
+    def inputs(self, tracer: InterleavingTracer) -> Inputs:
+        """Return what a trace runs on; see ``Dialect``."""
+        invokers = [one for one in tracer.invokers if isinstance(one, Invoker)]
+        sources: list[Tracer] = [*invokers] or [tracer]
+        method = self._method(tracer)
+        shared = {
+            "inputs": [(one.args, one.kwargs) for one in sources],
+            "kwargs": tracer.kwargs if invokers else {},
+            "validate": tracer.validate,
+            "traced": tracer.model,
+            "fn": tracer.function if method is None else None,
+            **self._names(),
+        }
+        edits = [
+            SentPart(edit.info, edit.info.variables, edit.info.variables) for edit in _edits_of(tracer.model)
+        ]
+        return Inputs(shared=shared, method=method or "", edits=edits)
+
+    def session(self, session: Session) -> Inputs:
+        """Return what a session needs; see ``Dialect``."""
+        if _edits_of(session.model):
+            raise EncodeError(
+                "the model has edits, which a session on a server would run without: make them within the "
+                "session, or trace one by one"
+            )
+        return Inputs(shared=self._names())
+
+    def _names(self) -> dict[str, Any]:
+        return {"rename": None if self._rename is None else dict(self._rename)}
+
+    def _method(self, tracer: InterleavingTracer) -> str | None:
+        """Return what is traced: a method's name, nothing for a call of the module, None for a function."""
+        function, model = tracer.function, tracer.model
+        if function == model._run_module:  # noqa: SLF001 - an envoy of ours
+            return ""
+        owner = getattr(function, "__self__", None)
+        if owner is not model and owner is not model._module:  # noqa: SLF001 - the same
+            return None
+        return str(function.__name__).removeprefix("__nnsight_").removesuffix("__")
+
+    def reference(self, value: Any, barriers: list[Barrier]) -> tuple[str, ...] | None:
+        """Return the name of something that the server has itself; see ``places``."""
+        return reference_of(value, self._envoy, barriers)
+
+    def resolver(self, outputs: Mapping[str, Any]) -> Resolve:
+        """Return what finds the things that results name; see ``Dialect``."""
+        del outputs
+        return Places(self._envoy)
+
+
+def _edits_of(model: Envoy) -> Sequence[Edit]:
+    root = model if model._is_root else model._root  # noqa: SLF001 - envoys of ours
+    edits: Sequence[Edit] = root._default_mediators  # noqa: SLF001 - the same
+    return edits
