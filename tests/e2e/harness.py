@@ -26,6 +26,7 @@ from nnsight_engine.plans.collected import (
     CollectedResults,
     LensResult,
     ProbeResult,
+    TraceResult,
     TensorResult,
 )
 from nnsight_engine.plans.collector import RequestCollector
@@ -59,7 +60,7 @@ class Reply:
     failure: Any
     num_cached_tokens: int
 
-    def result(self, name: str) -> CaptureResult | ProbeResult | LensResult:
+    def result(self, name: str) -> CaptureResult | ProbeResult | LensResult | TraceResult:
         """Return the result called ``name``."""
         assert self.collected is not None, self.failure
         return next(result for result in self.collected.results if result.name == name)
