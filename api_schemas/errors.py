@@ -41,6 +41,7 @@ class ErrorCode(enum.StrEnum):
     ENGINE_CAPTURE_FULL = "engine_capture_full"
     PROMPT_WAS_CHUNKED = "prompt_was_chunked"
     INTERVENTION_FAILED = "intervention_failed"
+    CODEC_NOT_ALLOWED = "codec_not_allowed"
     INVALID_TRACE = "invalid_trace"
     CODE_NOT_ALLOWED = "code_not_allowed"
     QUEUE_FULL = "queue_full"
@@ -59,6 +60,7 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.INVALID_SHAPE: 422,
     ErrorCode.BODY_TOO_LARGE: 413,
     ErrorCode.CAPTURE_TOO_LARGE: 400,
+    ErrorCode.CODEC_NOT_ALLOWED: 403,
     ErrorCode.CODE_NOT_ALLOWED: 403,
     ErrorCode.QUEUE_FULL: 429,
     ErrorCode.RESULT_NOT_FOUND: 404,

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 MIB: Final = 1024 * 1024
@@ -63,6 +63,13 @@ class Settings(BaseSettings):
         default=GIB,
         ge=0,
         description="Most captured bytes that all requests together may hold in the engine.",
+    )
+    allow_cloudpickle: bool = Field(
+        default=False,
+        description="Whether traces may come as pickles, which run any code, from holders of certain keys.",
+    )
+    cloudpickle_keys: tuple[SecretStr, ...] = Field(
+        default=(), description="Keys whose holders may send traces as pickles, a JSON list of strings."
     )
     allow_code: bool | None = Field(
         default=None,

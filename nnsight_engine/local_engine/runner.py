@@ -17,6 +17,7 @@ from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.local_engine.errors import TraceCancelledError
 from nnsight_engine.local_engine.pristine import Pristine
 from nnsight_engine.local_engine.received_tracer import Input, ReceivedTracer
+from nnsight_engine.remote_backend.codecs import decode_blocks
 from nnsight_engine.remote_backend.places import Places, place_of
 from nnsight_engine.remote_backend.received import (
     SAVED,
@@ -27,7 +28,7 @@ from nnsight_engine.remote_backend.received import (
 )
 from nnsight_engine.tracing.tracebacks import clean
 from nnsight_engine.tracing.tracer import compiled
-from nnsight_engine.wire import TRUSTED, DecodeError, ReceivedTrace, decode_trace, encode_error
+from nnsight_engine.wire import DecodeError, ReceivedTrace, encode_error
 
 if TYPE_CHECKING:
     from nnsight_engine.modeling.language import LanguageModel
@@ -70,7 +71,8 @@ class TraceRunner:
         is_session = head.kind == "session"
         tracer = None if is_session else ReceivedTracer(model)
         places = Places(model, Session(model) if tracer is None else tracer)
-        received = decode_trace(request.blocks, resolve=places, policy=TRUSTED)
+        # The server has checked whose codec it is, see ``app.auth.codecs``.
+        received = decode_blocks(head.codec, request.blocks, resolve=places, trusted=True)
         trace = _Trace(head, received)
         SAVES.marked.update({id(value): value for value in (*trace.saved, *received.saved)})
         error = self._outcome(lambda: self._session(trace) if tracer is None else self._trace(trace, tracer))

@@ -143,7 +143,7 @@ class TraceRequest:
         rest = view[_START.size + size :]
         try:
             head = msgspec.json.decode(view[_START.size : _START.size + size], type=TraceHead)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DecodeError(f"the trace's head is broken: {error}") from error
         if not head.parts or sum(head.parts) != len(rest):
             raise DecodeError("the trace is broken: its parts have other sizes than its head says")
