@@ -41,6 +41,9 @@ class ErrorCode(enum.StrEnum):
     ENGINE_CAPTURE_FULL = "engine_capture_full"
     PROMPT_WAS_CHUNKED = "prompt_was_chunked"
     INTERVENTION_FAILED = "intervention_failed"
+    INVALID_TRACE = "invalid_trace"
+    CODE_NOT_ALLOWED = "code_not_allowed"
+    ENGINE_FULL = "engine_full"
     RESULT_NOT_FOUND = "result_not_found"
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
@@ -56,6 +59,8 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.INVALID_SHAPE: 422,
     ErrorCode.BODY_TOO_LARGE: 413,
     ErrorCode.CAPTURE_TOO_LARGE: 400,
+    ErrorCode.CODE_NOT_ALLOWED: 403,
+    ErrorCode.ENGINE_FULL: 503,
     ErrorCode.RESULT_NOT_FOUND: 404,
     ErrorCode.MODEL_NOT_FOUND: 404,
     ErrorCode.NOT_FOUND: 404,
@@ -71,6 +76,7 @@ STATUS: Final[dict[ErrorCode, int]] = {
 """HTTP status of each code; what is not listed is 400."""
 
 _TYPES: Final = {
+    403: "permission_error",
     404: "not_found_error",
     422: "invalid_request_error",
     500: "server_error",

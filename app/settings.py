@@ -64,6 +64,29 @@ class Settings(BaseSettings):
         ge=0,
         description="Most captured bytes that all requests together may hold in the engine.",
     )
+    allow_code: bool | None = Field(
+        default=None,
+        description="Whether clients may send traces, which are code; unset, only while the server listens "
+        "on a loopback address.",
+    )
+    max_trace_request_bytes: int = Field(
+        default=GIB, ge=1024, description="Largest trace that a client may send, with its tensors."
+    )
+    max_trace_requests: int = Field(
+        default=256,
+        ge=1,
+        description="Most requests that one trace may make on vLLM, each invoke's `n` counted.",
+    )
+    max_trace_bytes: int = Field(
+        default=4 * GIB, ge=0, description="Most bytes that one traced request may hold in the engine."
+    )
+    trace_step_s: float = Field(
+        default=10.0, gt=0, description="How long a block may compute within one step of the engine."
+    )
+    compress_results: bool = Field(
+        default=False,
+        description="Whether what traces save is compressed for clients that can read it: for slow networks.",
+    )
     drain_timeout_s: float = Field(
         default=30.0, ge=0, description="How long shutdown waits for requests that are already running."
     )

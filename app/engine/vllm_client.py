@@ -35,6 +35,7 @@ from api_schemas.interventions import Intervention
 from app.engine.client import EngineReply, JsonObject
 from app.engine.intervening_requests import InterveningChatRequest, InterveningCompletionRequest
 from app.engine.traces import TraceEngine
+from app.engine.vllm_errors import engine_dead
 from app.engine.vllm_traces import VLLMTraceEngine
 from app.errors import DONE_FRAME, error_frame
 from app.services.capabilities import describe
@@ -70,7 +71,7 @@ class VLLMEngineClient:
         self.started = asyncio.Event()
         # Never served: vLLM's handlers look up their state on an application.
         self._vllm_app = FastAPI()
-        self._traces: dict[str, TraceEngine] = {"vllm": VLLMTraceEngine(lambda: self.engine)}
+        self._traces: dict[str, TraceEngine] = {"vllm": VLLMTraceEngine(lambda: self.engine, settings)}
 
     @property
     def ready(self) -> bool:
@@ -92,7 +93,10 @@ class VLLMEngineClient:
     async def start(self) -> None:
         """Load the model and generate one token."""
         limits = EngineLimits(
-            self._settings.max_capture_bytes_per_request, self._settings.max_capture_bytes_engine
+            self._settings.max_capture_bytes_per_request,
+            self._settings.max_capture_bytes_engine,
+            trace_step_s=self._settings.trace_step_s,
+            max_trace_bytes=self._settings.max_trace_bytes,
         )
         for name, value in engine_options(limits).items():
             if name != "additional_config":
@@ -223,9 +227,7 @@ class VLLMEngineClient:
         except (ApiError, asyncio.CancelledError):
             raise
         except EngineDeadError as error:
-            raise ApiError(
-                ErrorCode.ENGINE_DEAD, "The engine has stopped and this server must be restarted."
-            ) from error
+            raise engine_dead() from error
         except Exception as error:
             cause = error.__cause__
             if isinstance(cause, ApiError):

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.core.saves import SAVES
 from nnsight_engine.envoys.envoy import Envoy
+from nnsight_engine.envoys.tracers.editing import Edit
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.local_engine.errors import TraceCancelledError
 from nnsight_engine.local_engine.pristine import Pristine
-from nnsight_engine.local_engine.received_tracer import Input, ReceivedTracer
+from nnsight_engine.local_engine.received_tracer import ReceivedTracer
+from nnsight_engine.remote_backend.outcomes import SAVED
 from nnsight_engine.remote_backend.places import Places, place_of
 from nnsight_engine.remote_backend.received import (
-    SAVED,
     ReceivedInvoke,
     encoded_outcomes,
     invokes_of,
     outcome_of,
 )
 from nnsight_engine.tracing.tracebacks import clean
-from nnsight_engine.tracing.tracer import compiled
 from nnsight_engine.wire import TRUSTED, DecodeError, ReceivedTrace, decode_trace, encode_error
 
 if TYPE_CHECKING:
@@ -67,26 +67,28 @@ class TraceRunner:
 
     def _run(self, request: TraceRequest) -> bytes:
         head, model = request.head, self._model
-        is_session = head.kind == "session"
-        tracer = None if is_session else ReceivedTracer(model)
-        places = Places(model, Session() if tracer is None else tracer)
+        tracer = Session(model) if head.kind == "session" else ReceivedTracer(model)
+        places = Places(model, tracer)
         received = decode_trace(request.blocks, resolve=places, policy=TRUSTED)
         trace = _Trace(head, received)
         SAVES.marked.update({id(value): value for value in (*trace.saved, *received.saved)})
-        error = self._outcome(lambda: self._session(trace) if tracer is None else self._trace(trace, tracer))
+        error = self._outcome(trace, tracer)
         told = None if error is None else encode_error(error)
         del error  # whose traceback holds the block's frames, and what they hold
         blocks = [
-            outcome_of(index, invoke.saves(SAVES.marked, head.wanted), told if index == 0 else None)
+            outcome_of(index, invoke, head.wanted, told if index == 0 else None)
             for index, invoke in enumerate(trace.invokes)
         ]
         message = {"blocks": blocks, "before": list(trace.saved)}
         return encoded_outcomes(message, lambda value: place_of(value, model))
 
-    def _outcome(self, run: Callable[[], Any]) -> BaseException | None:
+    def _outcome(self, trace: _Trace, tracer: Session | ReceivedTracer) -> BaseException | None:
         """Run the blocks; returns what they raised."""
         try:
-            run()
+            if isinstance(tracer, Session):
+                self._session(trace, tracer)
+            else:
+                self._trace(trace, tracer)
         except TraceCancelledError:
             raise
         except BaseException as error:  # noqa: BLE001 - it goes to whoever wrote the block
@@ -97,18 +99,18 @@ class TraceRunner:
         model, shared = self._model, trace.shared
         model._rename(shared.get("rename"))  # noqa: SLF001 - an envoy of ours
         traced = shared.get("traced", model)
-        function = shared.get("fn")
-        tracer.receive(trace.invokes, trace.inputs, shared.get("kwargs") or {}, trace.edits)
-        tracer.trace(
-            _function_of(traced, trace.head.method) if function is None else function,
-            traced,
-            validate=bool(shared.get("validate")),
-        )
+        tracer.receive(trace.invokes, shared.get("kwargs") or {}, trace.edits)
+        if not isinstance(traced, Envoy):
+            raise DecodeError("the trace is broken: what it traces is no module")
+        function = _function_of(traced, trace.head.method)
+        tracer.trace(function, traced, validate=bool(shared.get("validate")))
 
-    def _session(self, trace: _Trace) -> None:
-        self._model._rename(trace.shared.get("rename"))  # noqa: SLF001 - an envoy of ours
+    def _session(self, trace: _Trace, session: Session) -> None:
+        model = self._model
+        model._rename(trace.shared.get("rename"))  # noqa: SLF001 - an envoy of ours
+        model._default_mediators.extend(Edit(session, info) for info in trace.edits)  # noqa: SLF001 - the same
         (block,) = trace.invokes
-        compiled(block.info, block.own)()
+        session.compile_on(block.info)()
 
 
 class _Trace:
@@ -122,7 +124,7 @@ class _Trace:
         self.head = head
         self.shared: Mapping[str, Any] = received.shared
         num_own = len(received.blocks) - head.num_edits
-        if num_own < 1 or (head.kind == "session" and len(received.blocks) != 1):
+        if num_own < 1 or (head.kind == "session" and num_own != 1):
             raise DecodeError(
                 f"the trace is broken: it has {len(received.blocks)} blocks, and says that "
                 f"{head.num_edits} of them are edits of a {head.kind}"
@@ -130,10 +132,12 @@ class _Trace:
         self.invokes: Sequence[ReceivedInvoke] = invokes_of(received.blocks[:num_own], head.groups[:num_own])
         self.edits = received.blocks[num_own:]
         self.saved: Collection[Any] = self.shared.get(SAVED) or []
-        self.inputs: list[Input] = [] if head.kind == "session" else _inputs(self.shared, num_own)
+        if head.kind == "trace":
+            for invoke, (args, kwargs) in zip(self.invokes, _inputs(self.shared, num_own), strict=True):
+                invoke.args, invoke.kwargs = args, kwargs
 
 
-def _inputs(shared: Mapping[str, Any], num_invokes: int) -> list[Input]:
+def _inputs(shared: Mapping[str, Any], num_invokes: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     given = shared.get("inputs")
     if (
         not isinstance(given, list)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from types import CellType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from nnsight_engine.core.cells import content
 from nnsight_engine.core.saves import SAVES
@@ -19,6 +19,9 @@ from nnsight_engine.remote_backend.errors import LostTraceError
 from nnsight_engine.tracing.tracer import Info
 from nnsight_engine.wire import DATA_ONLY, DecodeError, Policy, SentBlock, decode, restore_error
 from nnsight_engine.wire.decoder import Resolve
+
+SAVED: Final = "saved"
+"""Name, among a trace's shared values, of the list of containers that were saved before its blocks ran."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class Outcome:
         saves: What was saved, by name.
         error: What it raised.
         shapes: First values of the modules that its request passed, if they were asked for.
+        flows: What it assigned and did not save, and later traces of its session use, by name.
     """
 
     index: int
@@ -38,6 +42,7 @@ class Outcome:
     saves: dict[str, Any]
     error: BaseException | None
     shapes: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    flows: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class SentPart(NamedTuple):
@@ -46,6 +51,11 @@ class SentPart(NamedTuple):
     info: Info
     own: Mapping[str, CellType]
     outer: Mapping[str, CellType]
+
+    def bind(self, name: str, value: Any) -> None:
+        """Assign one of its variables; a name that it does not have is somebody's mistake or malice."""
+        if name in self.own:
+            self.own[name].cell_contents = value
 
     def as_sent(self) -> SentBlock:
         """Return what of it travels."""
@@ -104,6 +114,7 @@ def read_outcomes(
             saves={name: own.get(id(value), value) for name, value in block["saves"].items()},
             error=None if block["error"] is None else restore_error(block["error"]),
             shapes=block["shapes"],
+            flows={name: own.get(id(value), value) for name, value in block.get("flows", {}).items()},
         )
         for block in message["blocks"]
     ]
@@ -117,15 +128,29 @@ def bring_home(parts: Sequence[SentPart], outcomes: Sequence[Outcome]) -> None:
         LostTraceError: There is nothing of a block.
     """
     for index, part in enumerate(parts):
-        choices = [outcome.saves for outcome in outcomes if outcome.index == index]
-        for name, value in by_name(choices).items():
-            if name in part.own:
-                part.own[name].cell_contents = value
-                SAVES.mark(value)
+        mine = [outcome for outcome in outcomes if outcome.index == index]
+        for name, value in by_name([outcome.flows for outcome in mine]).items():
+            part.bind(name, value)
+        for name, value in by_name([outcome.saves for outcome in mine]).items():
+            part.bind(name, value)
+            SAVES.mark(value)
     raise_first(outcomes)
     missing = set(range(len(parts))) - {outcome.index for outcome in outcomes}
     if missing:
         raise LostTraceError.of(missing)
+
+
+def named(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Return everything that was saved, by name, the last block's where several have one of a name.
+
+    Raises:
+        BaseException: What a block raised, the first one's.
+    """
+    raise_first(outcomes)
+    found: dict[str, Any] = {}
+    for index in sorted({outcome.index for outcome in outcomes}):
+        found |= by_name([outcome.saves for outcome in outcomes if outcome.index == index])
+    return found
 
 
 def by_name(choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

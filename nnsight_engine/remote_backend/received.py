@@ -7,20 +7,17 @@ with ``encoded_outcomes``, which ``outcomes`` reads on the other side.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import CellType
-from typing import Any, Final
+from typing import Any
 
 from nnsight_engine.core.cells import UNBOUND, content
-from nnsight_engine.core.saves import holds_marked
+from nnsight_engine.core.saves import SAVES, holds_marked
 from nnsight_engine.tracing.tracer import Info
 from nnsight_engine.wire import DecodeError, EncodeError, encode, encode_error
 from nnsight_engine.wire.encoder import Reference
 
 logger = logging.getLogger(__name__)
-
-SAVED: Final = "saved"
-"""Name, among a trace's shared values, of the list of containers that were saved before its blocks ran."""
 
 
 class ReceivedInvoke:
@@ -31,10 +28,12 @@ class ReceivedInvoke:
         outer: The surrounding variables, by name; there is nothing in them.
         own: The block's own.
         stored: The names that it may assign.
+        args: The input of its invoke, where it has one.
+        kwargs: Keyword arguments that belong to the input.
         marked: What it has saved, by identity, if whoever runs it keeps that apart.
     """
 
-    __slots__ = ("info", "marked", "outer", "own", "stored")
+    __slots__ = ("args", "info", "kwargs", "marked", "outer", "own", "stored")
 
     def __init__(self, info: Info, groups: Mapping[str, int], outer: dict[int, CellType]) -> None:
         """Give the variables of one number one cell, ``outer``'s."""
@@ -42,21 +41,21 @@ class ReceivedInvoke:
         self.own = info.variables
         self.outer = {name: outer.setdefault(groups.get(name, -1), CellType()) for name in info.variables}
         self.stored = info.block.stored
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
         self.marked: dict[int, Any] = {}
 
-    def saves(self, marked: Mapping[int, Any], wanted: Collection[str] = ()) -> dict[str, Any]:
-        """Return the variables that are to go home, by name.
+    def saves(self, marked: Mapping[int, Any]) -> dict[str, Any]:
+        """Return the variables that were saved, by name; ``marked`` is what was saved, by identity."""
+        return {name: value for name, value in self._assigned() if holds_marked(value, marked)}
 
-        Args:
-            marked: What was saved, by identity.
-            wanted: Names that go home in any case.
-        """
-        values = {name: content(self.own[name]) for name in self.stored}
-        return {
-            name: value
-            for name, value in values.items()
-            if value is not UNBOUND and (name in wanted or holds_marked(value, marked))
-        }
+    def flows(self, wanted: Collection[str], saves: Collection[str]) -> dict[str, Any]:
+        """Return the variables that later traces of a session use, those left out that were saved."""
+        return {name: value for name, value in self._assigned() if name in wanted and name not in saves}
+
+    def _assigned(self) -> Iterator[tuple[str, Any]]:
+        values = ((name, content(self.own[name])) for name in self.stored)
+        return ((name, value) for name, value in values if value is not UNBOUND)
 
     def finish(self) -> None:
         """Keep the variables after the run, as whoever has run it reads them."""
@@ -81,10 +80,19 @@ def invokes_of(blocks: Sequence[Info], groups: Sequence[Mapping[str, int]]) -> l
 
 
 def outcome_of(
-    index: int, saves: Mapping[str, Any], error: dict[str, Any] | None, *, choice: int = 0
+    index: int, invoke: ReceivedInvoke, wanted: Collection[str], error: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return what came of a block, as a message has it; ``error`` is of ``encode_error``."""
-    return {"index": index, "choice": choice, "saves": saves, "error": error, "shapes": {}}
+    """Return what came of a block that has just run here, as a message has it.
+
+    Args:
+        index: Which of the trace's it is.
+        invoke: The block.
+        wanted: Names of variables that are to go home, saved or not.
+        error: What it raised, of ``encode_error``.
+    """
+    saves = invoke.saves(SAVES.marked)
+    flows = invoke.flows(wanted, saves)
+    return {"index": index, "choice": 0, "saves": saves, "flows": flows, "error": error, "shapes": {}}
 
 
 def encoded_outcomes(message: dict[str, Any], reference: Reference, *, compress: bool = False) -> bytes:
@@ -94,11 +102,12 @@ def encoded_outcomes(message: dict[str, Any], reference: Reference, *, compress:
     except EncodeError:
         logger.debug("something saved cannot be sent", exc_info=True)
     for block in message["blocks"]:
-        try:
-            encode(block["saves"], reference=reference)
-        except EncodeError as error:
-            block["saves"] = {}
-            block["error"] = block["error"] or encode_error(error)
+        for part in ("saves", "flows"):
+            try:
+                encode(block[part], reference=reference)
+            except EncodeError as error:
+                block[part] = {}
+                block["error"] = block["error"] or encode_error(error)
     try:
         return encode(message, reference=reference, compress=compress)
     except EncodeError:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CellType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -28,11 +29,17 @@ if TYPE_CHECKING:
 
 
 class DefinedInvoke(Sharer, Protocol):
-    """An invoke of a trace that is about to run."""
+    """An invoke of a trace that is about to run.
 
-    @property
-    def info(self) -> Info:
-        """The block."""
+    Attributes:
+        info: The block.
+        args: Its input.
+        kwargs: Keyword arguments that belong to the input.
+    """
+
+    info: Info
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
     def finish(self) -> None:
         """Take note that the trace is over."""
@@ -71,6 +78,7 @@ class InterleavingTracer(Tracer):
         self.validate = validate
         self.mediators: list[Mediator] = []
         self.invokers: list[DefinedInvoke] = []
+        self.barriers: list[Barrier] = []
         self.batcher = model._new_batcher()
 
     @property
@@ -115,7 +123,9 @@ class InterleavingTracer(Tracer):
 
     def barrier(self, n_participants: int) -> Barrier:
         """Make a barrier for this many invokes; each calls it, and waits there for the others."""
-        return Barrier(self.interleaver, n_participants)
+        barrier = Barrier(self.interleaver, n_participants)
+        self.barriers.append(barrier)
+        return barrier
 
     def cache(
         self,
@@ -167,6 +177,25 @@ class InterleavingTracer(Tracer):
         Raises:
             ValueError: The model runs already, or there is no input for it.
         """
+        with self.collected(function):
+            try:
+                if self.validate:
+                    self._validate()
+                self._share(self.mediators, self.invokers)
+                return self._run_model()
+            except NameError as error:
+                self._explain(error)
+                raise
+
+    @contextlib.contextmanager
+    def collected(self, function: Callable[[], Any]) -> Iterator[None]:
+        """Have the blocks and inputs of the trace, to run them here or to send them elsewhere.
+
+        At the end, what the invokes' own variables hold is where the invokes were written.
+
+        Raises:
+            ValueError: The model runs already, or there is no input for it.
+        """
         with self.interleaver.exclusive:
             if self.interleaver.interleaving:
                 raise ValueError(
@@ -176,13 +205,7 @@ class InterleavingTracer(Tracer):
                 )
             self._collect(function)
             try:
-                if self.validate:
-                    self._validate()
-                self._share(self.mediators, self.invokers)
-                return self._run_model()
-            except NameError as error:
-                self._explain(error)
-                raise
+                yield
             finally:
                 for invoker in self.invokers:
                     invoker.finish()
@@ -203,6 +226,7 @@ class InterleavingTracer(Tracer):
         self.interleaver.forget()
         self.mediators.clear()
         self.invokers.clear()
+        self.barriers.clear()
         self.batcher.forget()
 
     def _collect(self, function: Callable[[], Any]) -> None:
@@ -226,7 +250,7 @@ class InterleavingTracer(Tracer):
 
     def _interleave(self, converted: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
         interleaver, model = self.interleaver, self.model
-        mediators = [edit.mediator(interleaver) for edit in self._edits()]
+        mediators = [edit.mediator(interleaver) for edit in self.edits]
         interleaver.initialize([*mediators, *self.mediators], self, self.batcher)
         self._on_initialized()
         inputs = self.batcher.inputs
@@ -234,7 +258,8 @@ class InterleavingTracer(Tracer):
         args, kwargs = inputs if converted is None else map_tensors(inputs, converted)
         return model.interleave(self.function, *args, **{**self.batcher.shared_kwargs, **kwargs})
 
-    def _edits(self) -> Sequence[Edit]:
+    @property
+    def edits(self) -> Sequence[Edit]:
         """Return the blocks that run in every trace of the model."""
         model = self.model
         return model._default_mediators if model._is_root else model._root._default_mediators

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.interleaving.sharing import publishers
 from nnsight_engine.interleaving.threads import ThreadMediator, Threads
-from nnsight_engine.remote_backend.received import SAVED, ReceivedInvoke, invokes_of
+from nnsight_engine.remote_backend.outcomes import SAVED
+from nnsight_engine.remote_backend.received import ReceivedInvoke, invokes_of
 from nnsight_engine.tracing.tracer import compiled
 from nnsight_engine.vllm_backend.traces.entry import Marks, TraceEntry
 from nnsight_engine.vllm_backend.traces.points import place_named
@@ -42,18 +43,31 @@ class TraceContext:
         self._publishers = publishers(self._invokes)
         self._saved: list[Any] = received.shared[SAVED]
         self._marks = Marks(self._saved)
+        self._wanted = frozenset(entry.wanted)
 
-    def mediator(self, index: int, choice: int, threads: Threads) -> ThreadMediator:
-        """Return what runs a block; each choice of its request draws its own random numbers."""
+    def mediator(
+        self, index: int, choice: int, threads: Threads, enter: Callable[[], None]
+    ) -> ThreadMediator:
+        """Return what runs a block; each choice of its request draws its own random numbers.
+
+        Args:
+            index: The block.
+            choice: Which of its request's ``n``.
+            threads: What it runs on.
+            enter: Called on its thread before it runs.
+        """
         invoke = self._invokes[index]
         function = compiled(invoke.info, invoke.own)
         seed = zlib.crc32(f"{self.key}/{index}/{choice}".encode())
-        mediator = EditMediator(self._saving(function, invoke), invoke.info, threads, seed=seed)
+        mediator = EditMediator(self._saving(function, invoke, enter), invoke.info, threads, seed=seed)
         mediator.publish = self._publishers[index]
         return mediator
 
-    def _saving(self, function: Callable[[], Any], invoke: ReceivedInvoke) -> Callable[[], Any]:
+    def _saving(
+        self, function: Callable[[], Any], invoke: ReceivedInvoke, enter: Callable[[], None]
+    ) -> Callable[[], Any]:
         def run() -> None:
+            enter()
             invoke.marked = self._marks.enter()
             function()
 
@@ -66,6 +80,10 @@ class TraceContext:
     def saves(self, index: int) -> dict[str, Any]:
         """Return the variables of a block that were saved, by name."""
         return self._invokes[index].saves(self._marks.all())
+
+    def flows(self, index: int) -> dict[str, Any]:
+        """Return the variables of a block that are wanted, and were not saved, by name."""
+        return self._invokes[index].flows(self._wanted, self.saves(index))
 
     @property
     def saved_before(self) -> list[Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.vllm_backend.traces.board import Board
-from nnsight_engine.vllm_backend.traces.model import LOGITS
+from nnsight_engine.vllm_backend.traces.points import LOGITS
 from nnsight_engine.vllm_backend.traces.ranks import Call, Fetch, GoOn, Order, Ranks
 from nnsight_engine.vllm_backend.traces.spread import Presence, Spread
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
@@ -86,6 +86,9 @@ class FollowingTraces(Presence, WorkerTraces):
         super().__init__(points, config, limits, board=FollowingBoard())
         self.board.spread = Spread(ranks, self.model, points)
         self._in_step = False
+
+    def hold(self, key: str, data: bytes) -> None:
+        """Do nothing: blocks are read by the leading rank."""
 
     def adopt(self, data: bytes) -> None:
         """Do nothing: names are for blocks."""
