@@ -27,7 +27,7 @@ from nnsight_engine.remote_backend.received import (
     outcome_of,
 )
 from nnsight_engine.tracing.tracebacks import clean
-from nnsight_engine.wire import TRUSTED, DecodeError, ReceivedTrace, decode_trace, encode_error
+from nnsight_engine.wire import TRUSTED, DecodeError, Limits, ReceivedTrace, decode_trace, encode_error
 
 if TYPE_CHECKING:
     from nnsight_engine.modeling.language import LanguageModel
@@ -39,14 +39,24 @@ class TraceRunner:
 
     Args:
         model: The model, with its weights.
+        max_result_bytes: What a trace may save.
+        compresses: Whether results are compressed for clients that can read it.
     """
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(
+        self, model: LanguageModel, *, max_result_bytes: int = Limits().max_bytes, compresses: bool = False
+    ) -> None:
         """Take the model; nobody else is to use it from now on."""
         self._model = model
+        self._limits = Limits(max_bytes=max_result_bytes)
+        self._compresses = compresses
         self._pristine = Pristine(model)
-        self.is_worn = False
+        self._is_worn = False
+
+    @property
+    def is_worn(self) -> bool:
         """Whether a trace has changed the weights, so that others must not see them."""
+        return self._is_worn
 
     def run(self, request: TraceRequest) -> bytes:
         """Return what came of a trace's blocks, see ``outcomes``.
@@ -61,9 +71,19 @@ class TraceRunner:
             return self._run(request)
         finally:
             SAVES.exit()
-            self._model._rename(None)  # noqa: SLF001 - an envoy of ours
-            self.is_worn |= not self._pristine.restore()
-            gc.collect()  # errors and blocks refer to each other, and hold activations
+            self._tidy()
+
+    def recover(self) -> None:
+        """Make ready again after a trace that was cut off, wherever that was."""
+        while SAVES.depth:
+            SAVES.exit()
+        self._tidy()
+        self._is_worn |= self._model.interleaving
+
+    def _tidy(self) -> None:
+        self._model._rename(None)  # noqa: SLF001 - an envoy of ours
+        self._is_worn |= not self._pristine.restore()
+        gc.collect()  # errors and blocks refer to each other, and hold activations
 
     def _run(self, request: TraceRequest) -> bytes:
         head, model = request.head, self._model
@@ -80,7 +100,12 @@ class TraceRunner:
             for index, invoke in enumerate(trace.invokes)
         ]
         message = {"blocks": blocks, "before": list(trace.saved)}
-        return encoded_outcomes(message, lambda value: place_of(value, model))
+        return encoded_outcomes(
+            message,
+            lambda value: place_of(value, model),
+            compress=self._compresses and "zstd" in head.accepts,
+            limits=self._limits,
+        )
 
     def _outcome(self, trace: _Trace, tracer: Session | ReceivedTracer) -> BaseException | None:
         """Run the blocks; returns what they raised."""

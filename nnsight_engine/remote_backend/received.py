@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from types import CellType
-from typing import Any
+from typing import Any, Final
 
 from nnsight_engine.core.cells import UNBOUND, content
 from nnsight_engine.core.saves import SAVES, holds_marked
 from nnsight_engine.tracing.tracer import Info
-from nnsight_engine.wire import DecodeError, EncodeError, encode, encode_error
+from nnsight_engine.wire import DecodeError, EncodeError, Limits, encode, encode_error
 from nnsight_engine.wire.encoder import Reference
+from nnsight_engine.wire.values import DEFAULT_LIMITS
 
 logger = logging.getLogger(__name__)
+
+_PARTS: Final = ("saves", "flows")
 
 
 class ReceivedInvoke:
@@ -95,20 +99,38 @@ def outcome_of(
     return {"index": index, "choice": 0, "saves": saves, "flows": flows, "error": error, "shapes": {}}
 
 
-def encoded_outcomes(message: dict[str, Any], reference: Reference, *, compress: bool = False) -> bytes:
+def encoded_outcomes(
+    message: dict[str, Any],
+    reference: Reference,
+    *,
+    compress: bool = False,
+    limits: Limits = DEFAULT_LIMITS,
+) -> bytes:
     """Return what blocks left behind as bytes; one that saved what cannot travel fails alone."""
+    write = partial(encode, reference=reference, limits=limits)
     try:
-        return encode(message, reference=reference, compress=compress)
+        return write(message, compress=compress)
     except EncodeError:
         logger.debug("something saved cannot be sent", exc_info=True)
     for block in message["blocks"]:
-        for part in ("saves", "flows"):
+        for part in _PARTS:
             try:
-                encode(block[part], reference=reference)
+                write(block[part])
             except EncodeError as error:
-                block[part] = {}
-                block["error"] = block["error"] or encode_error(error)
+                _failed(block, error)
     try:
-        return encode(message, reference=reference, compress=compress)
+        return write(message, compress=compress)
     except EncodeError:
-        return encode({**message, "before": None}, reference=reference, compress=compress)
+        message["before"] = None
+    try:
+        return write(message, compress=compress)
+    except EncodeError as error:  # they are too much together
+        for block in message["blocks"]:
+            _failed(block, error)
+        return write(message)
+
+
+def _failed(block: dict[str, Any], error: EncodeError) -> None:
+    for part in _PARTS:
+        block[part] = {}
+    block["error"] = block["error"] or encode_error(error)
