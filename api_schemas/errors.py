@@ -43,7 +43,6 @@ class ErrorCode(enum.StrEnum):
     INTERVENTION_FAILED = "intervention_failed"
     INVALID_TRACE = "invalid_trace"
     CODE_NOT_ALLOWED = "code_not_allowed"
-    ENGINE_FULL = "engine_full"
     QUEUE_FULL = "queue_full"
     TRACE_TIMED_OUT = "trace_timed_out"
     TRACE_PROCESS_ENDED = "trace_process_ended"
@@ -64,7 +63,6 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.BODY_TOO_LARGE: 413,
     ErrorCode.CAPTURE_TOO_LARGE: 400,
     ErrorCode.CODE_NOT_ALLOWED: 403,
-    ErrorCode.ENGINE_FULL: 503,
     ErrorCode.QUEUE_FULL: 429,
     ErrorCode.TRACE_TIMED_OUT: 504,
     ErrorCode.TRACE_PROCESS_ENDED: 500,

@@ -14,7 +14,7 @@ from app.errors import install_error_handlers
 from app.lifecycle import Lifecycle
 from app.middleware import GateMiddleware
 from app.openapi import DocumentedApp
-from app.routes import capabilities, chat, completions, health, models, results
+from app.routes import capabilities, chat, completions, health, models, results, status, traces
 from app.services.traces import TraceService
 from app.settings import Settings
 from app.storage.results import ResultStore
@@ -26,6 +26,8 @@ _ROUTERS = (
     capabilities.router,
     results.router,
     health.router,
+    traces.router,
+    status.router,
 )
 
 

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 API_PREFIX: Final = "/v1/"
 RESULTS_PREFIX: Final = "/v1/results/"
+STATUS_PATH: Final = "/v1/status"
 
 
 class GateMiddleware:
@@ -36,7 +37,7 @@ class GateMiddleware:
             await self._app(scope, receive, send)
             return
         path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
-        if not path.startswith(API_PREFIX):
+        if not path.startswith(API_PREFIX) or path == STATUS_PATH:
             await self._answer(scope, receive, send)
             return
         refusal = self._refusal(path)

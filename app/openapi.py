@@ -14,6 +14,8 @@ from pydantic import BaseModel
 from api_schemas.chat import ChatCompletionRequest
 from api_schemas.completions import CompletionRequest
 from api_schemas.errors import ErrorResponse
+from nnsight_engine.remote_backend.frames import MEDIA_TYPE as FRAMES_TYPE
+from nnsight_engine.remote_backend.messages import MEDIA_TYPE as TRACE_TYPE
 
 _REF: Final = "#/components/schemas/{model}"
 _DOCUMENTED: Final[tuple[type[BaseModel], ...]] = (CompletionRequest, ChatCompletionRequest)
@@ -32,6 +34,25 @@ GENERATION_ERRORS: Final[dict[int | str, dict[str, Any]]] = {
     400: {"model": ErrorResponse, "description": "Something in the request cannot be served."},
     413: {"model": ErrorResponse, "description": "The body is too large."},
     422: {"model": ErrorResponse, "description": "The JSON has the wrong shape."},
+    503: {"model": ErrorResponse, "description": "Starting, draining, full or dead."},
+}
+
+TRACE_BODY: Final = {
+    "requestBody": {
+        "required": True,
+        "content": {TRACE_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+
+TRACE_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
+    200: {
+        "description": "Frames, see docs/remote.md; what goes wrong from here on is one of them.",
+        "content": {FRAMES_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+    },
+    400: {"model": ErrorResponse, "description": "Something in the trace cannot be served."},
+    403: {"model": ErrorResponse, "description": "The server takes no code."},
+    404: {"model": ErrorResponse, "description": "The trace is for another model."},
+    413: {"model": ErrorResponse, "description": "The trace is too large."},
     503: {"model": ErrorResponse, "description": "Starting, draining, full or dead."},
 }
 

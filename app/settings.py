@@ -84,8 +84,8 @@ class Settings(BaseSettings):
         default=10.0, gt=0, description="How long a block may compute within one step of the engine."
     )
     compress_results: bool = Field(
-        default=False,
-        description="Whether what traces save is compressed for clients that can read it: for slow networks.",
+        default=True,
+        description="Whether what traces save is compressed for clients that ask for it: those far away do.",
     )
     local_engine: bool = Field(
         default=False,

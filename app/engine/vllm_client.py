@@ -32,7 +32,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from api_schemas.capabilities import Capabilities
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import Intervention
-from app.engine.client import EngineReply, JsonObject
+from app.engine.client import DescribedModel, EngineReply, JsonObject
 from app.engine.intervening_requests import InterveningChatRequest, InterveningCompletionRequest
 from app.engine.traces import TraceEngine
 from app.engine.vllm_errors import engine_dead
@@ -40,8 +40,11 @@ from app.engine.vllm_traces import VLLMTraceEngine
 from app.errors import DONE_FRAME, error_frame
 from app.services.capabilities import describe
 from app.services.responses import choice_json
+from app.services.served_model import ServedModel
 from app.settings import Settings
 from app.storage.results import ResultStore
+from nnsight_engine.remote_backend.identity import fingerprint_of
+from nnsight_engine.vllm_backend.answers import answer
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
 from nnsight_engine.vllm_backend.call import InterventionCall
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
@@ -68,6 +71,7 @@ class VLLMEngineClient:
         self._engine: InterventionAsyncLLM | None = None
         self._is_ready = False
         self._loading: asyncio.Task[InterventionAsyncLLM] | None = None
+        self._described: DescribedModel | None = None
         self.started = asyncio.Event()
         # Never served: vLLM's handlers look up their state on an application.
         self._vllm_app = FastAPI()
@@ -142,6 +146,21 @@ class VLLMEngineClient:
     def capabilities(self) -> Capabilities:
         """Return what this model offers to interventions."""
         return describe(self.engine.spec, self._settings)
+
+    def served(self) -> ServedModel:
+        """Return what the model is called; its fingerprint once it is loaded."""
+        names = self._args.served_model_name or [self._args.model]
+        config = None if self._engine is None else self._engine.vllm_config.model_config.hf_config
+        fingerprint = "" if config is None else fingerprint_of(config)
+        return ServedModel(tuple(names), self._args.model, fingerprint)
+
+    async def describe_model(self) -> DescribedModel:
+        """Return the model's modules and points, as blocks see them."""
+        if self._described is None:
+            outline = answer(await self.engine.collective_rpc("outline_model"))
+            spec = answer(await self.engine.collective_rpc("describe_traces"))
+            self._described = DescribedModel([tuple(entry) for entry in outline], spec)
+        return self._described
 
     def trace_engines(self) -> Mapping[str, TraceEngine]:
         """Return what runs traces, by name."""

@@ -30,7 +30,7 @@ def translated(error: Exception, field: str) -> ApiError | None:
     if isinstance(error, EngineDeadError):
         return engine_dead()
     if isinstance(error, GracefulHTTPError):
-        return ApiError(ErrorCode.ENGINE_FULL, str(error), field)
+        return ApiError(ErrorCode.QUEUE_FULL, str(error), field)
     if isinstance(error, VLLMClientError):
         parameter = getattr(error, "parameter", None)
         known = parameter in SamplingParams.__struct_fields__

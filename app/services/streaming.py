@@ -33,7 +33,9 @@ class ClosingStream(StreamingResponse):
 
     def __init__(
         self,
-        source: AsyncGenerator[str, None] | AsyncGenerator[bytes, None],
+        source: AsyncGenerator[str, None]
+        | AsyncGenerator[bytes, None]
+        | AsyncGenerator[bytes | memoryview, None],
         *,
         media_type: str,
         headers: dict[str, str] | None = None,

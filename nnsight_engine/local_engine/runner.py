@@ -18,9 +18,9 @@ from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.local_engine.errors import TraceCancelledError
 from nnsight_engine.local_engine.pristine import Pristine
 from nnsight_engine.local_engine.received_tracer import ReceivedTracer
-from nnsight_engine.remote_backend.outcomes import SAVED
 from nnsight_engine.remote_backend.places import Places, place_of
 from nnsight_engine.remote_backend.received import (
+    SAVED,
     ReceivedInvoke,
     encoded_outcomes,
     invokes_of,
@@ -96,7 +96,12 @@ class TraceRunner:
         told = None if error is None else encode_error(error)
         del error  # whose traceback holds the block's frames, and what they hold
         blocks = [
-            outcome_of(index, invoke, head.wanted, told if index == 0 else None)
+            outcome_of(
+                index,
+                invoke.saves(SAVES.marked),
+                told if index == 0 else None,
+                flows=invoke.flows(SAVES.marked, head.wanted),
+            )
             for index, invoke in enumerate(trace.invokes)
         ]
         message = {"blocks": blocks, "before": list(trace.saved)}
@@ -127,7 +132,8 @@ class TraceRunner:
         tracer.receive(trace.invokes, shared.get("kwargs") or {}, trace.edits)
         if not isinstance(traced, Envoy):
             raise DecodeError("the trace is broken: what it traces is no module")
-        function = _function_of(traced, trace.head.method)
+        given = shared.get("fn")
+        function = _function_of(traced, trace.head.method) if given is None else given
         tracer.trace(function, traced, validate=bool(shared.get("validate")))
 
     def _session(self, trace: _Trace, session: Session) -> None:

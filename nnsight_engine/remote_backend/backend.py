@@ -11,6 +11,7 @@ the trace is one request, and over when its answer is here. Otherwise it is a jo
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 from collections.abc import AsyncIterator, Generator, Iterator
 from types import SimpleNamespace
@@ -24,10 +25,10 @@ from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.http import HttpTransport
 from nnsight_engine.remote_backend.jobs import RemoteJob
-from nnsight_engine.remote_backend.outcomes import named, raise_first
+from nnsight_engine.remote_backend.outcomes import by_name, named, raise_first
+from nnsight_engine.remote_backend.saves_so_far import OutputReader, StreamedOutput
 from nnsight_engine.remote_backend.sent import Dialect, SentRemotely, gathered, read_frames, refused
 from nnsight_engine.tracing.tracer import Backend, Tracer
-from nnsight_engine.wire import decode
 
 if TYPE_CHECKING:
     from nnsight_engine.remote_backend.codecs import Codec
@@ -110,8 +111,7 @@ class RemoteBackend(Backend):
         if tracer is None:
             return self._stream() if self.streams else self.job.poll()
         function = super().__call__(tracer)
-        root = tracer.model._root  # type: ignore[attr-defined] # noqa: SLF001 - traces and sessions have one
-        dialect: Dialect = root.remote_dialect()
+        dialect = _dialect_of(tracer)
         model = self._model_key or dialect.model
         if not model:
             raise ValueError(
@@ -212,17 +212,27 @@ class RemoteBackend(Backend):
                 "block"
             )
         frames: list[Frame] = []
+        reader = OutputReader()
+        last: list[StreamedOutput] = []
         with Display() as display:
             async for frame in self.transport.stream(sent.request):
                 if frame.kind is FrameKind.EVENT:
                     self._heard(frame.json(), display)
                 elif frame.kind is FrameKind.OUTPUT:
-                    yield _output(decode(frame.data))
+                    output = reader.read(frame.data)
+                    if not output.finished:
+                        yield _shown(output)
+                    else:
+                        last.append(output)  # it is to have everything, which comes with the result
                 elif frame.kind is FrameKind.ERROR:
                     raise refused(frame)
                 else:
                     frames.append(frame)
-        raise_first(sent.read(frames))
+        outcomes = sent.read(frames)
+        raise_first(outcomes)
+        for output in last:
+            choices = [outcome.saves for outcome in outcomes if outcome.index == output.invoke]
+            yield dataclasses.replace(_shown(output), saves=by_name(choices))
 
 
 def chosen_backend(
@@ -253,6 +263,23 @@ def chosen_backend(
     return backend
 
 
+def _dialect_of(tracer: Tracer) -> Dialect:
+    """Return how the traces of a tracer's model are said to a server.
+
+    Raises:
+        TypeError: The model is not one that a server could have.
+    """
+    root = getattr(getattr(tracer, "model", None), "_root", None)
+    speak = getattr(root, "remote_dialect", None)
+    if speak is None:
+        raise TypeError(
+            f"{type(root).__name__} cannot be traced on a server: it runs LanguageModel and VLLM, which have "
+            "a checkpoint's name"
+        )
+    dialect: Dialect = speak()
+    return dialect
+
+
 def is_near(address: str) -> bool:
     """Tell whether a server is on this machine, to which nothing need be compressed."""
     host = httpx.URL(address).host if "://" in address else ""
@@ -262,8 +289,23 @@ def is_near(address: str) -> bool:
         return False
 
 
-def _output(plain: dict[str, Any]) -> Any:
-    choices = [SimpleNamespace(**choice) for choice in plain["choices"]]
-    return SimpleNamespace(
-        invoke=plain["invoke"], finished=plain["finished"], saves=plain["saves"], outputs=choices
-    )
+@dataclasses.dataclass(frozen=True, slots=True)
+class RemoteStreamedOutput:
+    """One output of a request as it comes; what vLLM's have, and what its block has saved.
+
+    Attributes:
+        invoke: The block's number in its trace.
+        outputs: The choices that it tells of, with ``index``, ``text``, ``token_ids``, ``finish_reason``.
+        finished: Whether the request has ended.
+        saves: What the block has saved up to here, by name.
+    """
+
+    invoke: int
+    outputs: list[SimpleNamespace]
+    finished: bool
+    saves: dict[str, Any]
+
+
+def _shown(output: StreamedOutput) -> RemoteStreamedOutput:
+    choices = [SimpleNamespace(**choice) for choice in output.choices]
+    return RemoteStreamedOutput(output.invoke, choices, output.finished, output.saves)

@@ -7,13 +7,13 @@ with ``encoded_outcomes``, which ``outcomes`` reads on the other side.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from types import CellType
+from types import CellType, MappingProxyType
 from typing import Any, Final
 
 from nnsight_engine.core.cells import UNBOUND, content
-from nnsight_engine.core.saves import SAVES, holds_marked
+from nnsight_engine.core.saves import holds_marked
 from nnsight_engine.tracing.tracer import Info
 from nnsight_engine.wire import DecodeError, EncodeError, Limits, encode, encode_error
 from nnsight_engine.wire.encoder import Reference
@@ -21,7 +21,8 @@ from nnsight_engine.wire.values import DEFAULT_LIMITS
 
 logger = logging.getLogger(__name__)
 
-_PARTS: Final = ("saves", "flows")
+SAVED: Final = "saved"
+"""Name, among a trace's shared values, of the list of containers that were saved before its blocks ran."""
 
 
 class ReceivedInvoke:
@@ -50,16 +51,17 @@ class ReceivedInvoke:
         self.marked: dict[int, Any] = {}
 
     def saves(self, marked: Mapping[int, Any]) -> dict[str, Any]:
-        """Return the variables that were saved, by name; ``marked`` is what was saved, by identity."""
-        return {name: value for name, value in self._assigned() if holds_marked(value, marked)}
+        """Return the variables that were saved, by name; ``marked`` is what was, by identity."""
+        return {name: value for name, value in self._assigned().items() if holds_marked(value, marked)}
 
-    def flows(self, wanted: Collection[str], saves: Collection[str]) -> dict[str, Any]:
-        """Return the variables that later traces of a session use, those left out that were saved."""
-        return {name: value for name, value in self._assigned() if name in wanted and name not in saves}
+    def flows(self, marked: Mapping[int, Any], wanted: Collection[str]) -> dict[str, Any]:
+        """Return variables that were not saved, and that later traces of a session use."""
+        values = {name: value for name, value in self._assigned().items() if name in wanted}
+        return {name: value for name, value in values.items() if not holds_marked(value, marked)}
 
-    def _assigned(self) -> Iterator[tuple[str, Any]]:
-        values = ((name, content(self.own[name])) for name in self.stored)
-        return ((name, value) for name, value in values if value is not UNBOUND)
+    def _assigned(self) -> dict[str, Any]:
+        values = {name: content(self.own[name]) for name in self.stored}
+        return {name: value for name, value in values.items() if value is not UNBOUND}
 
     def finish(self) -> None:
         """Keep the variables after the run, as whoever has run it reads them."""
@@ -84,19 +86,22 @@ def invokes_of(blocks: Sequence[Info], groups: Sequence[Mapping[str, int]]) -> l
 
 
 def outcome_of(
-    index: int, invoke: ReceivedInvoke, wanted: Collection[str], error: dict[str, Any] | None
+    index: int,
+    saves: Mapping[str, Any],
+    error: dict[str, Any] | None,
+    *,
+    choice: int = 0,
+    flows: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return what came of a block that has just run here, as a message has it.
-
-    Args:
-        index: Which of the trace's it is.
-        invoke: The block.
-        wanted: Names of variables that are to go home, saved or not.
-        error: What it raised, of ``encode_error``.
-    """
-    saves = invoke.saves(SAVES.marked)
-    flows = invoke.flows(wanted, saves)
-    return {"index": index, "choice": 0, "saves": saves, "flows": flows, "error": error, "shapes": {}}
+    """Return what came of a block, as a message has it; ``error`` is of ``encode_error``."""
+    return {
+        "index": index,
+        "choice": choice,
+        "saves": saves,
+        "error": error,
+        "shapes": {},
+        "flows": dict(flows),
+    }
 
 
 def encoded_outcomes(
@@ -113,11 +118,10 @@ def encoded_outcomes(
     except EncodeError:
         logger.debug("something saved cannot be sent", exc_info=True)
     for block in message["blocks"]:
-        for part in _PARTS:
-            try:
-                write(block[part])
-            except EncodeError as error:
-                _failed(block, error)
+        try:
+            write([block["saves"], block["flows"]])
+        except EncodeError as error:
+            _failed(block, error)
     try:
         return write(message, compress=compress)
     except EncodeError:
@@ -131,6 +135,5 @@ def encoded_outcomes(
 
 
 def _failed(block: dict[str, Any], error: EncodeError) -> None:
-    for part in _PARTS:
-        block[part] = {}
+    block["saves"] = block["flows"] = {}
     block["error"] = block["error"] or encode_error(error)

@@ -6,24 +6,25 @@ could be.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from nnsight_engine.envoys.cache import Cache, CacheView, Entry
+from nnsight_engine.envoys.tracers.invoker import Invoker
 from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.remote_backend.identity import fingerprint_of
 from nnsight_engine.remote_backend.outcomes import SentPart
-from nnsight_engine.remote_backend.places import Places, reference_of
+from nnsight_engine.remote_backend.places import HOME_CLASSES, Places, reference_of
 from nnsight_engine.remote_backend.sent import Dialect, Inputs, Resolve
-from nnsight_engine.wire import DATA_ONLY, EncodeError
+from nnsight_engine.wire import DATA_ONLY
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.envoys.tracers.editing import Edit
     from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
-
-HOME_CLASSES: Final = (Cache, CacheView, Entry)
-"""What comes home beside data: these hold data and nothing else."""
+    from nnsight_engine.envoys.tracers.session import Session
+    from nnsight_engine.tracing.tracer import Tracer
 
 
 class TransformersDialect(Dialect):
@@ -48,41 +49,35 @@ class TransformersDialect(Dialect):
 
     def inputs(self, tracer: InterleavingTracer) -> Inputs:
         """Return what a trace runs on; see ``Dialect``."""
-        has_invokes = bool(tracer.invokers)
-        sources = tracer.invokers if has_invokes else [tracer]
-        return Inputs(
-            shared={
-                "inputs": [(one.args, one.kwargs) for one in sources],
-                "kwargs": tracer.kwargs if has_invokes else {},
-                "validate": tracer.validate,
-                "traced": tracer.model,
-                "rename": self._names(),
-            },
-            method=self._method(tracer),
-            edits=_sent(tracer.edits),
-        )
+        invokers = [one for one in tracer.invokers if isinstance(one, Invoker)]
+        sources: list[Tracer] = [*invokers] or [tracer]
+        method = self._method(tracer)
+        shared = {
+            "inputs": [(one.args, one.kwargs) for one in sources],
+            "kwargs": tracer.kwargs if invokers else {},
+            "validate": tracer.validate,
+            "traced": tracer.model,
+            "fn": tracer.function if method is None else None,
+            **self._names(),
+        }
+        return Inputs(shared=shared, method=method or "", edits=_sent(tracer.edits))
 
-    def session_inputs(self) -> Inputs:
-        """Return what a session runs with; see ``Dialect``."""
-        return Inputs(shared={"rename": self._names()}, edits=_sent(self._envoy._default_mediators))  # noqa: SLF001 - an envoy of ours
+    def session(self, session: Session) -> Inputs:
+        """Return what a session needs; see ``Dialect``."""
+        return Inputs(shared=self._names(), edits=_sent(session.model._default_mediators))  # noqa: SLF001 - an envoy of ours
 
-    def _names(self) -> dict[str, Any] | None:
-        return None if self._rename is None else dict(self._rename)
+    def _names(self) -> dict[str, Any]:
+        return {"rename": None if self._rename is None else dict(self._rename)}
 
-    def _method(self, tracer: InterleavingTracer) -> str:
-        """Return what of the module is traced: the name of a method, nothing for a call of it."""
-        function = tracer.function
-        if function == tracer.model._run_module:  # noqa: SLF001 - an envoy of ours
+    def _method(self, tracer: InterleavingTracer) -> str | None:
+        """Return what is traced: a method's name, nothing for a call of the module, None for a function."""
+        function, model = tracer.function, tracer.model
+        if function == model._run_module:  # noqa: SLF001 - an envoy of ours
             return ""
-        name = str(getattr(function, "__name__", ""))
-        name = name.removeprefix("__nnsight_").removesuffix("__")
-        owner, model = getattr(function, "__self__", None), tracer.model
-        if not any(owner is one for one in (model, model._module)):  # noqa: SLF001 - the same
-            raise EncodeError(
-                "the trace runs a function of its own, `fn=`, and a server runs the model or one of its "
-                "methods: leave `fn=` out, or put what it does into a session's block"
-            )
-        return name
+        owner = getattr(function, "__self__", None)
+        if owner is not model and owner is not model._module:  # noqa: SLF001 - the same
+            return None
+        return str(function.__name__).removeprefix("__nnsight_").removesuffix("__")
 
     def reference(self, value: Any, barriers: list[Barrier]) -> tuple[str, ...] | None:
         """Return the name of something that the server has itself; see ``places``."""

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.interleaving.sharing import publishers
 from nnsight_engine.interleaving.threads import ThreadMediator, Threads
-from nnsight_engine.remote_backend.outcomes import SAVED
-from nnsight_engine.remote_backend.received import ReceivedInvoke, invokes_of
+from nnsight_engine.remote_backend.received import SAVED, ReceivedInvoke, invokes_of
 from nnsight_engine.tracing.tracer import compiled
 from nnsight_engine.vllm_backend.traces.entry import Marks, TraceEntry
 from nnsight_engine.vllm_backend.traces.points import place_named
@@ -82,8 +81,8 @@ class TraceContext:
         return self._invokes[index].saves(self._marks.all())
 
     def flows(self, index: int) -> dict[str, Any]:
-        """Return the variables of a block that are wanted, and were not saved, by name."""
-        return self._invokes[index].flows(self._wanted, self.saves(index))
+        """Return the variables of a block that were not saved and are wanted all the same, by name."""
+        return self._invokes[index].flows(self._marks.all(), self._wanted)
 
     @property
     def saved_before(self) -> list[Any]:

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from nnsight_engine.interleaving.threads import Threads
-from nnsight_engine.remote_backend.received import encoded_outcomes
+from nnsight_engine.remote_backend.received import encoded_outcomes, outcome_of
 from nnsight_engine.vllm_backend.outline import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.traces.board import Board
 from nnsight_engine.vllm_backend.traces.context import TraceContext
@@ -315,18 +315,14 @@ class WorkerTraces:
         if member.request is not None:
             member.request.close(_Result(results.get(f"{member.entry.index}/{member.choice}")))
             error = member.request.error
-        saves, flows = {}, {}
+        saves: dict[str, Any] = {}
+        flows: dict[str, Any] = {}
         if member.context is not None and member.request is not None and not _is_too_much(error):
             saves = member.context.saves(member.entry.index)
             flows = member.context.flows(member.entry.index)
-        return {
-            "index": member.entry.index,
-            "choice": member.choice,
-            "saves": saves,
-            "flows": flows,
-            "error": None if error is None else self._told(error),
-            "shapes": {} if member.shapes is None else first_values(member.shapes),
-        }
+        told = None if error is None else self._told(error)
+        outcome = outcome_of(member.entry.index, saves, told, choice=member.choice, flows=flows)
+        return outcome | {"shapes": {} if member.shapes is None else first_values(member.shapes)}
 
     def _encoded(self, message: dict[str, Any], num_bytes: int, *, compress: bool) -> bytes:
         """Return a trace's results as bytes; writing them runs code of the objects saved, so on a thread."""
@@ -339,7 +335,7 @@ class WorkerTraces:
         if data is not None:
             return data
         for block in message["blocks"]:
-            block["saves"], block["flows"] = {}, {}
+            block["saves"] = block["flows"] = {}
             block["error"] = block["error"] or self._told(error)
         return encode({**message, "before": None})
 

@@ -390,3 +390,28 @@ def test_bytes_that_are_no_blocks_are_refused(bench: Bench) -> None:
     for blocks in (b"", b"NNSW", encode_trace([]), encode({"a": 1})):
         with pytest.raises(DecodeError):
             bench.runner.run(TraceRequest(TraceHead(model="", dialect="transformers"), [blocks]))
+
+
+def test_sessions_bring_edits_and_names(bench: Bench) -> None:
+    names = {"mlp": "feedforward"}
+    client = LanguageModel(bench.path, rename=names)
+    with client.edit() as edited:
+        client.layers[0].output[:] *= 0.5
+    with edited.session(backend=bench.elsewhere()):
+        with edited.trace(TEXT):
+            there = edited.layers[1].feedforward.output.save()
+    with bench.local.trace(TEXT):
+        bench.local.layers[0].output[:] *= 0.5
+        here = bench.local.layers[1].mlp.output.save()
+    assert torch.equal(here, there)
+    assert not bench.runner._model._default_mediators
+
+
+def test_a_function_of_ones_own_is_traced(bench: Bench) -> None:
+    def twice(input_ids: Any, **_: Any) -> Any:
+        return (input_ids, input_ids)
+
+    model = bench.client
+    with model.trace(TEXT, fn=twice, backend=bench.elsewhere()) as tracer:
+        result = tracer.result.save()
+    assert len(result) == 2
