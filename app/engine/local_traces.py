@@ -126,6 +126,8 @@ class LocalTraceEngine:
         job = _Job(request)
         self._check_takes_more()
         self._queue.add(request.sender, job)
+        if self._child is None:
+            job.tell(JobStatus.QUEUED, "the model is being loaded")
         self._tell_positions()
         try:
             while (item := await job.frames.get()) is not None:

@@ -80,6 +80,7 @@ async def read_trace(context: Context, http: Request) -> TraceRequest:
     except DecodeError as error:
         raise ApiError(ErrorCode.INVALID_TRACE, str(error)) from error
     context.engine.served().check(request.head)
+    request.sender = "" if http.client is None else http.client.host
     return request
 
 

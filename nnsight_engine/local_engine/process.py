@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import io
 import logging
 import os
@@ -84,6 +85,8 @@ class _Process:
             logger.exception("the model could not be loaded")
             self._say({FAILED: f"{type(error).__name__}: {error}"})
             return
+        gc.collect()
+        gc.freeze()  # what is here stays, and need not be looked at after each trace
         sys.stdout = stdout = _TraceStdout(sys.stdout, self._log)
         self._say({READY: True})
         while True:
