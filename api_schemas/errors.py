@@ -45,6 +45,9 @@ class ErrorCode(enum.StrEnum):
     INVALID_TRACE = "invalid_trace"
     CODE_NOT_ALLOWED = "code_not_allowed"
     QUEUE_FULL = "queue_full"
+    TRACE_TIMED_OUT = "trace_timed_out"
+    TRACE_PROCESS_ENDED = "trace_process_ended"
+    LOCAL_ENGINE_FAILED = "local_engine_failed"
     RESULT_NOT_FOUND = "result_not_found"
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
@@ -63,6 +66,9 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.CODEC_NOT_ALLOWED: 403,
     ErrorCode.CODE_NOT_ALLOWED: 403,
     ErrorCode.QUEUE_FULL: 429,
+    ErrorCode.TRACE_TIMED_OUT: 504,
+    ErrorCode.TRACE_PROCESS_ENDED: 500,
+    ErrorCode.LOCAL_ENGINE_FAILED: 503,
     ErrorCode.RESULT_NOT_FOUND: 404,
     ErrorCode.MODEL_NOT_FOUND: 404,
     ErrorCode.NOT_FOUND: 404,
@@ -81,8 +87,10 @@ _TYPES: Final = {
     403: "permission_error",
     404: "not_found_error",
     422: "invalid_request_error",
+    429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 
 

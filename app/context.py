@@ -9,6 +9,7 @@ from fastapi import Depends
 from starlette.requests import Request
 
 from app.engine.client import EngineClient
+from app.engine.local_traces import LocalTraceEngine
 from app.lifecycle import Lifecycle
 from app.services.traces import TraceService
 from app.settings import Settings
@@ -24,6 +25,7 @@ class Context:
     store: ResultStore
     lifecycle: Lifecycle
     traces: TraceService
+    local: LocalTraceEngine | None = None
 
 
 async def _context_of(request: Request) -> Context:

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 from app.context import Context
 from app.engine.client import EngineClient
+from app.engine.local_traces import LocalTraceEngine
 from app.errors import install_error_handlers
 from app.lifecycle import Lifecycle
 from app.middleware import GateMiddleware
@@ -36,6 +37,7 @@ def create_app(
     store: ResultStore | None = None,
     *,
     on_engine_failure: Callable[[], None] | None = None,
+    local: LocalTraceEngine | None = None,
 ) -> FastAPI:
     """Return the server for one engine; its lifespan starts and closes engine and store.
 
@@ -45,6 +47,7 @@ def create_app(
         store: Where large results lie; made from the settings where absent. Engines that store
             results need the same one.
         on_engine_failure: Called where the engine does not start, e.g. to end the process.
+        local: Runs traces of models of the transformers library; not started yet.
 
     Returns:
         The application. ``app.state.context.lifecycle.begin_drain()`` refuses new work ahead of the
@@ -52,7 +55,8 @@ def create_app(
     """
     store = store or new_store(settings)
     lifecycle = Lifecycle(engine, on_engine_failure)
-    context = Context(settings, engine, store, lifecycle, TraceService(engine.trace_engines()))
+    engines = {**engine.trace_engines(), **({} if local is None else {local.name: local})}
+    context = Context(settings, engine, store, lifecycle, TraceService(engines), local)
     app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)
     app.state.context = context
     app.add_middleware(GateMiddleware, lifecycle=context.lifecycle)
@@ -74,10 +78,14 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     context: Context = app.state.context
     await context.store.start()
     context.lifecycle.start()
+    if context.local is not None:
+        context.local.start(after=context.lifecycle.started())
     try:
         yield
     finally:
         try:
             await context.lifecycle.stop(context.settings.drain_timeout_s)
         finally:
+            if context.local is not None:
+                await context.local.close()
             await context.store.close()
