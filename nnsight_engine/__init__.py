@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from nnsight_engine.modeling.diffusion import DiffusionModel
     from nnsight_engine.modeling.language import LanguageModel
     from nnsight_engine.modeling.vision_language import VisionLanguageModel
+    from nnsight_engine.remote_backend.backend import RemoteBackend
+    from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
+    from nnsight_engine.remote_backend.status import is_model_running, status
+    from nnsight_engine.wire.homes import register_by_value, unregister_by_value
 
 __version__ = "0.1.0"
 
@@ -36,11 +40,18 @@ __all__ = [
     "Envoy",
     "LanguageModel",
     "NNsight",
+    "RemoteBackend",
+    "RemoteConnectionError",
+    "RemoteError",
     "VisionLanguageModel",
     "__version__",
     "bundled_model_path",
     "eproperty",
+    "is_model_running",
+    "register_by_value",
     "save",
+    "status",
+    "unregister_by_value",
 ]
 
 _HOMES = {
@@ -51,11 +62,18 @@ _HOMES = {
     "Envoy": "nnsight_engine.envoys.envoy",
     "LanguageModel": "nnsight_engine.modeling.language",
     "NNsight": "nnsight_engine.modeling.base",
+    "RemoteBackend": "nnsight_engine.remote_backend.backend",
+    "RemoteConnectionError": "nnsight_engine.remote_backend.errors",
+    "RemoteError": "nnsight_engine.remote_backend.errors",
     "VLLM": "nnsight_engine.vllm_backend.vllm",
     "VisionLanguageModel": "nnsight_engine.modeling.vision_language",
     "bundled_model_path": "nnsight_engine.modeling.bundled",
     "eproperty": "nnsight_engine.envoys.eproperty",
+    "is_model_running": "nnsight_engine.remote_backend.status",
     "load_ipython_extension": "nnsight_engine.envoys.completion",
+    "register_by_value": "nnsight_engine.wire.homes",
+    "status": "nnsight_engine.remote_backend.status",
+    "unregister_by_value": "nnsight_engine.wire.homes",
 }
 # Names that old code may use; listed nowhere and never kept here, since most are those of builtins.
 _DEPRECATED = frozenset(

@@ -241,7 +241,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
     def session(self, *, backend: Backend | None = None) -> Session:
         """Group traces, with values flowing from one to the next: ``with model.session():``."""
         refuse_statement(sys._getframe(1), "session")
-        return Session(backend=backend)
+        return Session(self, backend=backend)
 
     def _apply_apart(self, *args: Any, **kwargs: Any) -> Any:
         """Apply the module to values of a block's own; a hook for modules that need another way."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from types import CellType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from nnsight_engine.core.cells import content
 from nnsight_engine.core.saves import SAVES
@@ -19,6 +19,9 @@ from nnsight_engine.remote_backend.errors import LostTraceError
 from nnsight_engine.tracing.tracer import Info
 from nnsight_engine.wire import DATA_ONLY, DecodeError, Policy, SentBlock, decode, restore_error
 from nnsight_engine.wire.decoder import Resolve
+
+SAVED: Final = "saved"
+"""Name, among a trace's shared values, of the list of containers that were saved before its blocks ran."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,6 +129,19 @@ def bring_home(parts: Sequence[SentPart], outcomes: Sequence[Outcome]) -> None:
     missing = set(range(len(parts))) - {outcome.index for outcome in outcomes}
     if missing:
         raise LostTraceError.of(missing)
+
+
+def named(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Return everything that was saved, by name, the last block's where several have one of a name.
+
+    Raises:
+        BaseException: What a block raised, the first one's.
+    """
+    raise_first(outcomes)
+    found: dict[str, Any] = {}
+    for index in sorted({outcome.index for outcome in outcomes}):
+        found |= by_name([outcome.saves for outcome in outcomes if outcome.index == index])
+    return found
 
 
 def by_name(choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -114,6 +114,37 @@ class Block:
             self.compiled[index] = block
         return block
 
+    def used_after(self, index: int) -> frozenset[str]:
+        """Return the names that may be read once the ``with`` statement ``index`` has been passed."""
+        visitor = _Elsewhere(self.nested[index].node)
+        for statement in self.origin.body:
+            visitor.visit(statement)
+        return mangled(frozenset(visitor.names), self.context.class_name)
+
+
+class _Elsewhere(ast.NodeVisitor):
+    """Gathers the names outside of a statement, and all names of the loops that it stands in."""
+
+    def __init__(self, node: ast.With) -> None:
+        self._place = (node.lineno, node.col_offset)
+        self._is_inside = False
+        self.names: set[str] = set()
+
+    def visit(self, node: ast.AST) -> None:
+        if isinstance(node, ast.With) and (node.lineno, node.col_offset) == self._place:
+            self._is_inside = True
+            return
+        if isinstance(node, ast.For | ast.While):
+            outside, self._is_inside = self._is_inside, False
+            self.generic_visit(node)
+            if self._is_inside:
+                self.names |= names_in([node])
+            self._is_inside |= outside
+            return
+        if isinstance(node, ast.Name):
+            self.names.add(node.id)
+        self.generic_visit(node)
+
 
 def _other(name: str, binder: CellType | None) -> CellType:
     """Return the cell of a name that is not a variable yet, or is no variable."""

@@ -39,9 +39,10 @@ class Info:
             cells instead.
         globals_: The module's variables.
         site: Where the frame opened the trace; None for a block inside a block.
+        wanted: Names that code around the block may read when it has run, saved or not: in a session.
     """
 
-    __slots__ = ("block", "frame", "globals_", "site", "variables")
+    __slots__ = ("block", "frame", "globals_", "site", "variables", "wanted")
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class Info:
         self.variables = variables
         self.frame = frame
         self.globals_ = globals_
+        self.wanted: frozenset[str] = frozenset()
 
     @property
     def source(self) -> list[str]:
@@ -91,9 +93,11 @@ class Tracer:
 
     info: Info
     deferred = False
+    shares_all = False
+    """Whether blocks inside this one leave it everything that they assign, saved or not."""
     _binds: str | None = None
     _put_back: Callable[[], None] | None = None
-    _bound: tuple[Block, dict[str, CellType], dict[str, Any]] | None = None
+    _bound: tuple[Block, dict[str, CellType], dict[str, Any], frozenset[str]] | None = None
 
     def __init__(self, *args: Any, backend: Backend | None = None, **kwargs: Any) -> None:
         """Keep the arguments for ``execute``.
@@ -114,8 +118,9 @@ class Tracer:
             WithBlockNotFoundError: There is no ``with`` statement there, or its source is not to be had.
         """
         if self._bound is not None:
-            (block, cells, globals_), self._bound = self._bound, None
+            (block, cells, globals_, wanted), self._bound = self._bound, None
             self.info = Info(block, cells, None, globals_)
+            self.info.wanted = wanted & frozenset(block.stored)
             return
         site = SITES.known(frame)
         if site is None:
@@ -132,7 +137,8 @@ class Tracer:
 
     def compile_on(self, info: Info, variables: dict[str, CellType] | None = None) -> Callable[[], Any]:
         """Return the block as a function, on the variables of ``info`` or on others."""
-        return compiled(info, variables if variables is not None else info.variables)
+        own = variables if variables is not None else info.variables
+        return compiled(info, own, shares_all=self.shares_all)
 
     def execute(self, function: Callable[[], Any]) -> Any:
         """Run the compiled block; here, as it stands."""
@@ -249,25 +255,28 @@ _EXECUTE = ExecutionBackend()
 """Runs every trace that was not given a backend; it keeps nothing."""
 
 
-def compiled(info: Info, variables: dict[str, CellType]) -> Callable[[], Any]:
-    """Return a block as a function on these variables."""
-    binder = CellType(_Binder(info)) if info.block.nested else None
+def compiled(info: Info, variables: dict[str, CellType], *, shares_all: bool = False) -> Callable[[], Any]:
+    """Return a block as a function on these variables; see ``Tracer.shares_all``."""
+    binder = CellType(_Binder(info, shares_all=shares_all)) if info.block.nested else None
     return info.block.function(variables, binder, info.globals_)
 
 
 class _Binder:
     """Hands a nested trace the variables of the block it stands in."""
 
-    __slots__ = ("info",)
+    __slots__ = ("info", "shares_all")
 
-    def __init__(self, info: Info) -> None:
+    def __init__(self, info: Info, *, shares_all: bool) -> None:
         self.info = info
+        self.shares_all = shares_all
 
     def __call__(self, capture: FunctionType, index: int, value: Any) -> Any:
         if isinstance(value, Tracer):
             names, info = capture.__code__.co_freevars, self.info
             cells = dict(zip(names, capture.__closure__ or ()))  # noqa: B905 - as many, and this is faster
-            value._bound = (info.block.inner(index, names), cells, info.globals_)  # noqa: SLF001 - a tracer's own part
+            block = info.block.inner(index, names)
+            wanted = info.block.used_after(index) if self.shares_all else info.wanted
+            value._bound = (block, cells, info.globals_, wanted)  # noqa: SLF001 - a tracer's own part
         return value
 
 

@@ -89,6 +89,8 @@ class EditBook:
                 f"first, model.remove_edit({edit.name!r}), or choose another name"
             )
         self._edits[edit.name] = edit
+        if not model.dispatched:  # it is sent along, or installed when an engine starts
+            return
         try:
             model.ask_workers("keep_edit", edit.name, edit.data)
         except BaseException:
@@ -126,7 +128,7 @@ class Edits:
         """Return those of a copy of the model."""
         return Edits(self.book, self.always)
 
-    def chosen(self, names: Any) -> list[EditEntry]:
+    def chosen(self, names: Any) -> list[EngineEdit]:
         """Return the edits of a request, those of all traces first; each once.
 
         Raises:
@@ -143,7 +145,7 @@ class Edits:
                     "model; clear_edits() forgets the one that is gone"
                 )
         edits = [*self.always, *(self.book[name] for name in given)]
-        return list({edit.digest: edit.entry for edit in edits}.values())
+        return list({edit.digest: edit for edit in edits}.values())
 
     def remove(self, model: VLLM, name: str) -> None:
         """Take an edit out of the engine, and out of the model's traces."""

@@ -151,11 +151,6 @@ class AsyncEngine:
         self._loop.close()
 
 
-def answer(answers: Sequence[T]) -> T:
-    """Return what workers said to a call: all the same, or only one of them has anything to say."""
-    return next((one for one in answers if one), answers[0])
-
-
 async def _next(generator: AsyncGenerator[T, None], turn: asyncio.Lock) -> tuple[bool, Any]:
     """Return whether there is a next item, and it."""
     async with turn:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from vllm import SamplingParams
 
 _OTHER_NAMES = {"max_new_tokens": "max_tokens"}
 """Transformers' names of what vLLM calls otherwise."""
@@ -20,29 +19,19 @@ class Request:
     Attributes:
         prompt: As vLLM takes it: ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``, perhaps more.
         sampling: Sampling parameters by name, over the trace's own.
-        params: Sampling parameters as an object, which go before any given by name.
+        params: vLLM's sampling parameters as an object, which go before any given by name.
         edits: Names of the edits to run beside the block; None for those of the trace.
     """
 
     prompt: dict[str, Any]
     sampling: Mapping[str, Any]
-    params: SamplingParams | None = None
+    params: Any = None
     edits: Any = None
 
-    def sampling_params(self, shared: Mapping[str, Any]) -> SamplingParams:
-        """Return the request's sampling parameters, a copy of its own.
-
-        Args:
-            shared: The trace's, which the request's own override.
-
-        Raises:
-            TypeError: There is no such parameter.
-            ValueError: vLLM refuses a value.
-        """
-        if self.params is not None:
-            return self.params.clone()
-        named = {_OTHER_NAMES.get(name, name): value for name, value in {**shared, **self.sampling}.items()}
-        return SamplingParams(**named)
+    def named(self, shared: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the sampling parameters given by name, over the trace's own."""
+        given = {**shared, **self.sampling}
+        return {_OTHER_NAMES.get(name, name): value for name, value in given.items()}
 
 
 def as_prompt(given: Any) -> dict[str, Any]:
@@ -72,3 +61,13 @@ def as_prompt(given: Any) -> dict[str, Any]:
             "`for prompt in prompts: with tracer.invoke(prompt): ...`"
         )
     raise TypeError(f"a prompt is text, token ids or one of vLLM's prompts, got {type(given).__name__}")
+
+
+def refuse_function(options: Mapping[str, Any]) -> None:
+    """Refuse to trace anything but generation.
+
+    Raises:
+        TypeError: A function is given.
+    """
+    if options.get("fn") is not None:
+        raise TypeError("fn= is not supported on vLLM: a trace there is a request, and the engine runs it")

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
-from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.remote_backend.outcomes import (
+    SAVED,
     Outcome,
     bring_home,
     groups_of,
@@ -18,12 +18,13 @@ from nnsight_engine.remote_backend.outcomes import (
     read_outcomes,
     saved_containers,
 )
-from nnsight_engine.tracing.tracer import Tracer
-from nnsight_engine.vllm_backend.engines import answer
+from nnsight_engine.vllm_backend.answers import answer
 from nnsight_engine.vllm_backend.prompts import Request
+from nnsight_engine.vllm_backend.sampling import sampling_params
 from nnsight_engine.vllm_backend.traces.caches import HOME_CLASSES
-from nnsight_engine.vllm_backend.traces.entry import SAVED, TRACE_KEY, TraceEntry
-from nnsight_engine.vllm_backend.traces.points import place_named, place_of
+from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY, TraceEntry
+from nnsight_engine.vllm_backend.traces.points import place_named
+from nnsight_engine.vllm_backend.traces.references import reference_of
 from nnsight_engine.wire import DATA_ONLY, encode_trace
 
 if TYPE_CHECKING:
@@ -41,17 +42,6 @@ class RequestTracer(InterleavingTracer):
     """``with model.trace(prompt) as tracer:`` on ``VLLM``; each invoke is a request of its own."""
 
     model: VLLM
-
-    def barrier(self, n_participants: int) -> Barrier:
-        """Make a barrier for this many invokes, whose requests must be in the engine together."""
-        barrier = super().barrier(n_participants)
-        self._barriers.append(barrier)
-        return barrier
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Trace requests, see ``VLLM.trace``."""
-        super().__init__(*args, **kwargs)
-        self._barriers: list[Barrier] = []
 
     def _run_model(self) -> Any:
         """Send the requests, wait for all of them, and bring home what their blocks saved."""
@@ -78,14 +68,7 @@ class RequestTracer(InterleavingTracer):
 
     def reference(self, value: Any) -> tuple[str, ...] | None:
         """Name what is not sent but found in the worker."""
-        place = place_of(value)
-        if place is not None:
-            return place
-        if isinstance(value, Tracer):
-            return ("tracer",)
-        if isinstance(value, Barrier):
-            return ("barrier", str(self._barriers.index(value)), str(value.participants))
-        return None
+        return reference_of(value, self.model, self.barriers)
 
 
 class Purpose(enum.Enum):
@@ -128,7 +111,7 @@ class SentTrace:
         )
         shared = {**tracer.batcher.shared_kwargs}
         edits = shared.pop("edits", None)
-        self.params = [request.sampling_params(shared) for request in requests]
+        self.params = [sampling_params(request, shared) for request in requests]
         groups = groups_of([part.outer for part in self._parts])
         for index, params in enumerate(self.params):
             if purpose is not Purpose.RUN:

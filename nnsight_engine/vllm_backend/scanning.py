@@ -36,13 +36,3 @@ class RequestScanner(RequestTracer):
         first = next(tensors(layer.get("output")), None)
         if first is not None:
             points.scanned = (num_tokens, first.dtype)
-
-
-def refuse_function(options: Mapping[str, Any]) -> None:
-    """Refuse to trace anything but generation.
-
-    Raises:
-        TypeError: A function is given.
-    """
-    if options.get("fn") is not None:
-        raise TypeError("fn= is not supported on vLLM: a trace there is a request, and the engine runs it")

@@ -16,7 +16,8 @@ from vllm.sampling_params import RequestOutputKind
 from nnsight_engine.remote_backend.errors import LostTraceError
 from nnsight_engine.remote_backend.outcomes import by_name, raise_first
 from nnsight_engine.tracing.tracer import ExecutionBackend, Tracer
-from nnsight_engine.vllm_backend.engines import AsyncEngine, answer
+from nnsight_engine.vllm_backend.answers import answer
+from nnsight_engine.vllm_backend.engines import AsyncEngine
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
 
 if TYPE_CHECKING:

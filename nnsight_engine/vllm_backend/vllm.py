@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
-from vllm import EngineArgs
 
-from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.envoys.aliases import Rename
 from nnsight_engine.envoys.envoy import EnvoyMap, refuse_statement
+from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.modeling.wrapper import WrapperModule
+from nnsight_engine.remote_backend.backend import Remote, RemoteBackend, chosen_backend
 from nnsight_engine.tracing.tracer import Backend
-from nnsight_engine.vllm_backend.compat import (
-    EngineLimits,
-    check_supported,
-    engine_options,
-    own_environment,
-    ray_executor,
-)
+from nnsight_engine.vllm_backend.answers import answer
+from nnsight_engine.vllm_backend.client_names import ClientNames, check_envoys
 from nnsight_engine.vllm_backend.edits import Edits, EngineEditingTracer
-from nnsight_engine.vllm_backend.engines import AsyncEngine, SyncEngine, answer
-from nnsight_engine.vllm_backend.outline import outlined
-from nnsight_engine.vllm_backend.prompts import Request, as_prompt
-from nnsight_engine.vllm_backend.request_tracer import RequestTracer
-from nnsight_engine.vllm_backend.scanning import RequestScanner, refuse_function
-from nnsight_engine.vllm_backend.stream_tracer import StreamBackend, StreamTracer
-from nnsight_engine.vllm_backend.traces.model import LOGITS, SAMPLES
-from nnsight_engine.vllm_backend.traces.names import Names, check_envoys
-from nnsight_engine.vllm_backend.traces.points import EnginePoints, StandardNames
+from nnsight_engine.vllm_backend.outline import OutlineEntry, outlined
+from nnsight_engine.vllm_backend.prompts import Request, as_prompt, refuse_function
+from nnsight_engine.vllm_backend.remote import VLLMDialect, local_tokenizer
+from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES, EnginePoints, StandardNames
 from nnsight_engine.wire import restore_error
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nnsight_engine.remote_backend.transport import Transport
+    from nnsight_engine.vllm_backend.compat import EngineLimits
+    from nnsight_engine.vllm_backend.engines import AsyncEngine, SyncEngine
+    from nnsight_engine.vllm_backend.request_tracer import RequestTracer
+    from nnsight_engine.vllm_backend.scanning import RequestScanner
     from nnsight_engine.vllm_backend.traces.entry import EditEntry
 
-_HOSTS: Final[Mapping[str, type[SyncEngine | AsyncEngine]]] = {"sync": SyncEngine, "async": AsyncEngine}
+_MODES = ("sync", "async")
 
 
 class VLLM(StandardNames):
@@ -53,6 +51,8 @@ class VLLM(StandardNames):
 
     Args:
         model: A model's name or folder, as vLLM takes it.
+        remote: Where traces run unless they say otherwise: a server's address, True for that of
+            ``CONFIG.API.HOST``. vLLM need not be installed here then.
         mode: ``"sync"``: a trace's requests have ended when its ``with`` statement has. ``"async"``: they run
             while somebody iterates, ``async for output in tracer.backend(): output.saves``.
         dispatch: Start the engine now; otherwise with the first trace.
@@ -77,6 +77,7 @@ class VLLM(StandardNames):
         self,
         model: str,
         *,
+        remote: Remote = None,
         mode: Literal["sync", "async"] = "sync",
         dispatch: bool = False,
         rename: Rename | None = None,
@@ -85,16 +86,18 @@ class VLLM(StandardNames):
         **engine_args: Any,
     ) -> None:
         """Prepare; the engine starts with ``dispatch``."""
-        if mode not in _HOSTS:
+        if mode not in _MODES:
             raise ValueError(f'mode is "sync" or "async", got {mode!r}')
         super().__init__(torch.nn.Module(), rename=rename)
         check_envoys(envoys)
         mine = self.__dict__
-        mine["_client_names"] = Names(rename, envoys)
+        mine["remote"] = remote
+        mine["_is_known"] = False
+        mine["_client_names"] = ClientNames(rename, envoys)
         mine["_edits"] = Edits()
         mine["mode"] = mode
         mine["_engine_args"] = {"model": str(model), **engine_args}
-        mine["_limits"] = limits or EngineLimits()
+        mine["_limits"] = limits
         mine["_starting"] = threading.RLock()
         mine["engine"] = None
         if dispatch:
@@ -107,32 +110,50 @@ class VLLM(StandardNames):
         with self.__dict__["_starting"]:
             if self.dispatched:
                 return
-            names = self.__dict__["_client_names"].write()
-            own_environment()
-            arguments = {**self.__dict__["_engine_args"]}
-            ours = engine_options(self.__dict__["_limits"])
-            ours["additional_config"] = {
-                **arguments.pop("additional_config", {}),
-                **ours["additional_config"],
-            }
-            if arguments.get("distributed_executor_backend") == "ray":
-                arguments["distributed_executor_backend"] = ray_executor()
-            config = EngineArgs(**arguments, **ours).create_engine_config()
-            check_supported(config, traces_only=True)
-            if self.__dict__["_client_names"].envoys is not None and config.parallel_config.world_size > 1:
-                raise UnsupportedOptionError(
-                    "envoys= is not supported with tensor_parallel_size or pipeline_parallel_size above 1 "
-                    "yet: our own classes know where the parts of modules are; use one rank"
-                )
-            host = _HOSTS[self.__dict__["mode"]]({**arguments, **ours})
+            names: ClientNames = self.__dict__["_client_names"]
+            message = names.write()
+            host = _starting().start(
+                self.__dict__["_engine_args"],
+                self.__dict__["_limits"],
+                self.__dict__["mode"],
+                has_envoys=names.envoys is not None,
+            )
             self.__dict__["host"], self.__dict__["engine"] = host, host.inner
-            entries = answer(host.call("outline_model"))
-            self._update(outlined([tuple(entry) for entry in entries]))
-            for name in (LOGITS, SAMPLES):
-                self._add_envoy(WrapperModule(), name)
-            self._equip_workers(names)
-            spec = ModelSpec.from_plain(answer(host.call("describe_traces")))
-            self.__dict__["_points"] = EnginePoints.on_client(self, entries[0][1], spec)
+            entries = [tuple(entry) for entry in answer(host.call("outline_model"))]
+            self._know(entries, ModelSpec.from_plain(answer(host.call("describe_traces"))))
+            self._equip_workers(message)
+
+    def _know(self, entries: Sequence[OutlineEntry], spec: ModelSpec) -> None:
+        """Have the tree and the points of the engine's model."""
+        self._update(outlined(entries))
+        for name in (LOGITS, SAMPLES):
+            self._add_envoy(WrapperModule(), name)
+        self.__dict__["_points"] = EnginePoints.on_client(self, entries[0][1], spec)
+        self.__dict__["_is_known"] = True
+
+    def _learn(self, transport: Transport) -> None:
+        """Have the tree and the points of a server's model, unless some engine's are known already."""
+        if self.original is not None:
+            self.original._learn(transport)  # noqa: SLF001 - a model of ours
+            self._follow()
+            return
+        with self.__dict__["_starting"]:
+            if not self.__dict__["_is_known"]:
+                plain = transport.outline()
+                entries = [tuple(entry) for entry in plain["outline"]]
+                self._know(entries, ModelSpec.from_plain(plain["spec"]))
+
+    def _prepare(self) -> None:
+        """Know the model's modules, from where its traces run."""
+        if self.__dict__["remote"]:
+            self._learn(self._remote_backend().transport)
+        else:
+            self.dispatch()
+
+    def _remote_backend(self) -> RemoteBackend:
+        backend = chosen_backend(None, None, self.__dict__["remote"])
+        assert isinstance(backend, RemoteBackend)  # noqa: S101 - there is a server
+        return backend
 
     def _equip_workers(self, names: bytes | None) -> None:
         """Have an engine that has just started know this model's names and edits, or end it."""
@@ -164,28 +185,34 @@ class VLLM(StandardNames):
     def _standard_points(self) -> EnginePoints | None:
         """Return the points; the engine knows them, so it starts if need be."""
         if "engine" in self.__dict__:
-            self.dispatch()
+            self._prepare()
         return super()._standard_points()
 
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
+        if self.__dict__["remote"] and not self.dispatched:
+            return local_tokenizer(self)
         self.dispatch()
         return self.host.tokenizer
 
     def trace(  # type: ignore[override] # a trace is a request, which has other options
         self,
         *args: Any,
+        remote: Remote = None,
+        blocking: bool = True,
         backend: Backend | None = None,
         tracer_cls: type[RequestTracer] | None = None,
         **kwargs: Any,
-    ) -> RequestTracer:
+    ) -> InterleavingTracer:
         """Open a trace: ``with model.trace(prompt, temperature=0) as tracer:``.
 
         One token is generated unless ``max_tokens`` says otherwise.
 
         Args:
             *args: The prompt; without one, the block defines invokes, one request each.
+            remote: Where it runs: a server's address, True for that of ``CONFIG.API.HOST``, False for here.
+            blocking: Wait for its end; otherwise, on a server, it is a job, see ``RemoteBackend``.
             backend: What runs the compiled block.
             tracer_cls: The kind of trace.
             **kwargs: Sampling parameters, for all invokes that have none of their own; ``edits=["calm"]``,
@@ -198,11 +225,39 @@ class VLLM(StandardNames):
         refuse_statement(sys._getframe(1), "trace")  # noqa: SLF001 - the caller is what it is about
         refuse_function(kwargs)
         kwargs.setdefault("max_tokens", kwargs.pop("max_new_tokens", 1))
+        streams = blocking and self.__dict__["mode"] == "async"
+        backend = chosen_backend(backend, remote, self.__dict__["remote"], blocking=blocking, streams=streams)
+        if isinstance(backend, RemoteBackend):
+            self._learn(backend.transport)
+            return super().trace(*args, backend=backend, **kwargs)
         self.dispatch()
-        tracer_cls = tracer_cls or (StreamTracer if isinstance(self.host, AsyncEngine) else RequestTracer)
-        if backend is None and issubclass(tracer_cls, StreamTracer):
-            backend = StreamBackend()
-        return super().trace(*args, backend=backend, tracer_cls=tracer_cls, **kwargs)  # type: ignore[return-value]
+        chosen, backend = _starting().tracing_with(self.host, tracer_cls, backend)
+        return super().trace(*args, backend=backend, tracer_cls=chosen, **kwargs)
+
+    def session(
+        self, *, remote: Remote = None, blocking: bool = True, backend: Backend | None = None
+    ) -> Session:
+        """Group traces: ``with model.session(remote=True):`` sends all of them as one request.
+
+        Only the session says where it runs. What one trace assigned the next can use, saved or not.
+        """
+        refuse_statement(sys._getframe(1), "session")  # noqa: SLF001 - the caller is what it is about
+        chosen = chosen_backend(backend, remote, self.__dict__["remote"], blocking=blocking)
+        return super().session(backend=chosen)
+
+    def remote_dialect(self) -> VLLMDialect:
+        """Return how this model's traces are said to a server.
+
+        Raises:
+            ValueError: The server cannot know the modules by the client's names.
+        """
+        names: ClientNames = self.__dict__["_client_names"]
+        if names.rename or names.envoys is not None:
+            raise ValueError(
+                "rename= and envoys= of VLLM are not for remote traces yet: the server's workers know "
+                "vLLM's names. Use a model without them"
+            )
+        return VLLMDialect(self, self.__dict__["_engine_args"]["model"])
 
     def scan(  # type: ignore[override] # another kind of scan
         self, *args: Any, **kwargs: Any
@@ -218,7 +273,8 @@ class VLLM(StandardNames):
             **kwargs: As for ``trace``.
         """
         refuse_statement(sys._getframe(1), "scan")  # noqa: SLF001 - the caller is what it is about
-        scanner: RequestScanner = self.trace(*args, tracer_cls=RequestScanner, **kwargs)  # type: ignore[assignment]
+        self.dispatch()
+        scanner: RequestScanner = self.trace(*args, remote=False, tracer_cls=_starting().SCANNER, **kwargs)  # type: ignore[assignment]
         return scanner
 
     def edit(
@@ -240,7 +296,7 @@ class VLLM(StandardNames):
             EditLimitError: The engine keeps as many as it may.
         """
         refuse_statement(sys._getframe(1), "edit")  # noqa: SLF001 - the caller is what it is about
-        self.dispatch()
+        self._prepare()
         return EngineEditingTracer(self, name=name, inplace=inplace, backend=backend)
 
     @property
@@ -272,7 +328,7 @@ class VLLM(StandardNames):
         Raises:
             ValueError: There is none of one of the names.
         """
-        return self.own_edits.chosen(names)
+        return [edit.entry for edit in self.own_edits.chosen(names)]
 
     def ask_workers(self, method: str, *args: Any) -> None:
         """Have every worker do something.
@@ -302,9 +358,15 @@ class VLLM(StandardNames):
         if original is None:
             return False
         original.dispatch()
+        self._follow()
+        return True
+
+    def _follow(self) -> None:
+        """Have what the original has, but for edits."""
+        original = self.original
+        assert original is not None  # noqa: S101 - this is a copy
         own = {"_edits", "_original"}
         self.__dict__.update({name: value for name, value in original.__dict__.items() if name not in own})
-        return True
 
     # How invokes become requests.
 
@@ -324,6 +386,11 @@ class VLLM(StandardNames):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         requests, shared = batched_input
         return (*requests, *inputs), {**shared, **kwargs}
+
+
+def _starting() -> Any:
+    """Return what starts engines; it needs vLLM, which a client of a server need not have."""
+    return importlib.import_module("nnsight_engine.vllm_backend.starting")
 
 
 __all__ = ["VLLM"]

@@ -12,7 +12,7 @@ from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from nnsight_engine.remote_backend.outcomes import Outcome
-from nnsight_engine.vllm_backend.engines import answer
+from nnsight_engine.vllm_backend.answers import answer
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
 from nnsight_engine.vllm_backend.vllm import VLLM
 

@@ -18,12 +18,19 @@ NAMES = [
     "Envoy",
     "LanguageModel",
     "NNsight",
+    "RemoteBackend",
+    "RemoteConnectionError",
+    "RemoteError",
     "VLLM",
     "VisionLanguageModel",
     "__version__",
     "bundled_model_path",
     "eproperty",
+    "is_model_running",
+    "register_by_value",
     "save",
+    "status",
+    "unregister_by_value",
 ]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from nnsight_engine.core.cells import copied
@@ -58,6 +59,7 @@ class InterleavingTracer(Tracer):
         self.validate = validate
         self.mediators: list[Mediator] = []
         self.invokers: list[Invoker] = []
+        self.barriers: list[Barrier] = []
         self.batcher = model._new_batcher()
 
     @property
@@ -102,7 +104,9 @@ class InterleavingTracer(Tracer):
 
     def barrier(self, n_participants: int) -> Barrier:
         """Make a barrier for this many invokes; each calls it, and waits there for the others."""
-        return Barrier(self.interleaver, n_participants)
+        barrier = Barrier(self.interleaver, n_participants)
+        self.barriers.append(barrier)
+        return barrier
 
     def cache(
         self,
@@ -154,6 +158,25 @@ class InterleavingTracer(Tracer):
         Raises:
             ValueError: The model runs already, or there is no input for it.
         """
+        with self.collected(function):
+            try:
+                if self.validate:
+                    self._validate()
+                _share(self.mediators, self.invokers)
+                return self._run_model()
+            except NameError as error:
+                self._explain(error)
+                raise
+
+    @contextlib.contextmanager
+    def collected(self, function: Callable[[], Any]) -> Iterator[None]:
+        """Have the blocks and inputs of the trace, to run them here or to send them elsewhere.
+
+        At the end, what the invokes' own variables hold is where the invokes were written.
+
+        Raises:
+            ValueError: The model runs already, or there is no input for it.
+        """
         with self.interleaver.exclusive:
             if self.interleaver.interleaving:
                 raise ValueError(
@@ -163,13 +186,7 @@ class InterleavingTracer(Tracer):
                 )
             self._collect(function)
             try:
-                if self.validate:
-                    self._validate()
-                _share(self.mediators, self.invokers)
-                return self._run_model()
-            except NameError as error:
-                self._explain(error)
-                raise
+                yield
             finally:
                 for invoker in self.invokers:
                     invoker.finish()
@@ -190,6 +207,7 @@ class InterleavingTracer(Tracer):
         self.interleaver.forget()
         self.mediators.clear()
         self.invokers.clear()
+        self.barriers.clear()
         self.batcher.forget()
 
     def _collect(self, function: Callable[[], Any]) -> None:

@@ -1,9 +1,83 @@
-"""Models that could run on another machine."""
+"""Models whose traces can run on a server: ``model.trace(prompt, remote="http://host:8000")``."""
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
+from nnsight_engine.envoys.envoy import refuse_statement
+from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.modeling.mixins.meta import MetaMixin
+from nnsight_engine.remote_backend.backend import Remote, chosen_backend
+from nnsight_engine.remote_backend.transformers_dialect import TransformersDialect
+from nnsight_engine.tracing.tracer import Backend
 
 
 class RemoteableMixin(MetaMixin):
-    """A model of which the structure is known here, and whose weights may be elsewhere."""
+    """A model of which the structure is known here, and whose weights may be elsewhere.
+
+    Attributes:
+        remote: Where its traces run that do not say so themselves.
+    """
+
+    def __init__(self, source: Any, *args: Any, remote: Remote = None, **kwargs: Any) -> None:
+        """Wrap a module, or load one.
+
+        Args:
+            source: A module, or whatever the class's loader takes.
+            *args: For the loader.
+            remote: Where traces run unless they say otherwise: a server's address, True for that of
+                ``CONFIG.API.HOST``. No weights are needed then.
+            **kwargs: See ``MetaMixin``.
+        """
+        mine = self.__dict__
+        mine["remote"] = remote
+        mine["_own_names"] = (kwargs.get("rename"), kwargs.get("envoys"))
+        super().__init__(source, *args, **kwargs)
+
+    def trace(
+        self,
+        *args: Any,
+        remote: Remote = None,
+        blocking: bool = True,
+        backend: Backend | None = None,
+        **kwargs: Any,
+    ) -> InterleavingTracer:
+        """Open a trace, see ``Envoy.trace``.
+
+        Args:
+            *args: The input; without one, the block defines invokes.
+            remote: Where it runs: a server's address, True for that of ``CONFIG.API.HOST``, False for here.
+            blocking: Wait for its end; otherwise it is a job, see ``RemoteBackend``.
+            backend: What runs the compiled block; ``RemoteBackend(...)`` says more than ``remote`` can.
+            **kwargs: As for ``Envoy.trace``.
+        """
+        refuse_statement(sys._getframe(1), "trace")  # noqa: SLF001 - the caller is what it is about
+        chosen = chosen_backend(backend, remote, self.__dict__["remote"], blocking=blocking)
+        return super().trace(*args, backend=chosen, **kwargs)
+
+    def session(
+        self, *, remote: Remote = None, blocking: bool = True, backend: Backend | None = None
+    ) -> Session:
+        """Group traces: ``with model.session(remote=True):`` sends all of them as one request.
+
+        Only the session says where it runs. What one trace assigned the next can use, on the server too.
+        """
+        refuse_statement(sys._getframe(1), "session")  # noqa: SLF001 - the caller is what it is about
+        chosen = chosen_backend(backend, remote, self.__dict__["remote"], blocking=blocking)
+        return super().session(backend=chosen)
+
+    def remote_dialect(self) -> TransformersDialect:
+        """Return how this model's traces are said to a server.
+
+        Raises:
+            ValueError: The server cannot stand for its modules as this model does.
+        """
+        rename, envoys = self.__dict__["_own_names"]
+        if envoys is not None:
+            raise ValueError(
+                "envoys= is not for remote traces yet: a server has our own classes for modules. Use a model "
+                "without it"
+            )
+        return TransformersDialect(self, self.__dict__.get("repo_id") or "", rename)

@@ -11,8 +11,9 @@ from nnsight_engine.core.cells import UNBOUND, content
 from nnsight_engine.core.saves import holds_marked
 from nnsight_engine.interleaving.sharing import publishers
 from nnsight_engine.interleaving.threads import ThreadMediator, Threads
+from nnsight_engine.remote_backend.outcomes import SAVED
 from nnsight_engine.tracing.tracer import Info, compiled
-from nnsight_engine.vllm_backend.traces.entry import SAVED, Marks, TraceEntry
+from nnsight_engine.vllm_backend.traces.entry import Marks, TraceEntry
 from nnsight_engine.vllm_backend.traces.points import place_named
 from nnsight_engine.vllm_backend.traces.points_edits import EditMediator
 from nnsight_engine.vllm_backend.traces.tracer import BlockTracer

@@ -14,8 +14,6 @@ import msgspec
 from nnsight_engine.core.saves import SAVES
 
 TRACE_KEY: Final = "nnsight_engine_trace"
-SAVED: Final = "saved"
-"""Name, among a trace's shared values, of the list of containers that were saved before its blocks ran."""
 
 
 class EditEntry(msgspec.Struct, frozen=True):

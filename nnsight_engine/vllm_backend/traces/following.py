@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.vllm_backend.traces.board import Board
-from nnsight_engine.vllm_backend.traces.model import LOGITS
+from nnsight_engine.vllm_backend.traces.points import LOGITS
 from nnsight_engine.vllm_backend.traces.ranks import Call, Fetch, GoOn, Order, Ranks
 from nnsight_engine.vllm_backend.traces.spread import Presence, Spread
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces

@@ -20,7 +20,7 @@ from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.vllm_backend.families import ModelPoints
 from nnsight_engine.vllm_backend.traces.board import Board
 from nnsight_engine.vllm_backend.traces.names import Names
-from nnsight_engine.vllm_backend.traces.points import StandardNames
+from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES, StandardNames
 from nnsight_engine.vllm_backend.traces.points_kernels import KernelProbes
 from nnsight_engine.vllm_backend.traces.points_unembedding import VocabularyEnvoy
 from nnsight_engine.vllm_backend.traces.points_worker import WorkerPoints
@@ -31,8 +31,6 @@ from nnsight_engine.vllm_backend.traces.stages.elsewhere import (
     spanning_paths,
 )
 
-LOGITS: Final = "logits"
-SAMPLES: Final = "samples"
 _NONE: Final[Mapping[str, torch.nn.Module]] = types.MappingProxyType({})
 
 

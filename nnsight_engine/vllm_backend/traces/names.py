@@ -9,41 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from nnsight_engine.envoys.aliases import Rename
 from nnsight_engine.envoys.envoy import Envoy, EnvoyMap
+from nnsight_engine.vllm_backend.client_names import ClientNames
 from nnsight_engine.vllm_backend.traces.points_unembedding import VocabularyEnvoy
-from nnsight_engine.wire import TRUSTED, DecodeError, decode, encode
+from nnsight_engine.wire import TRUSTED, DecodeError, decode
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Names:
-    """What a client adds to the tree.
-
-    Attributes:
-        rename: Further names for modules, see ``envoys.aliases``.
-        envoys: The classes that stand for modules: by vLLM's class, or one for all.
-    """
-
-    rename: Rename | None = None
-    envoys: EnvoyMap = None
-
-    def write(self) -> bytes | None:
-        """Return them as a message, None if there are none.
-
-        Raises:
-            EncodeError: Something in them cannot travel.
-        """
-        if not self.rename and self.envoys is None:
-            return None
-        envoys: Any = self.envoys
-        if isinstance(envoys, Mapping):
-            envoys = list(envoys.items())
-        return encode({"rename": dict(self.rename or {}), "envoys": envoys})
+class Names(ClientNames):
+    """What a client adds to the tree, in a worker."""
 
     @staticmethod
     def read(data: bytes) -> Names:
@@ -93,19 +72,3 @@ class Names:
 
 def _mixed(envoy: type[Envoy]) -> type[Envoy]:
     return type(envoy.__name__, (envoy, VocabularyEnvoy), {})
-
-
-def check_envoys(envoys: Any) -> None:
-    """Check what a client gave as ``envoys``.
-
-    Raises:
-        TypeError: It is no class of envoys, nor a mapping from modules' classes to such.
-    """
-    classes = list(envoys.values()) if isinstance(envoys, Mapping) else [envoys]
-    keys = list(envoys) if isinstance(envoys, Mapping) else []
-    fits = all(isinstance(one, type) and issubclass(one, Envoy) for one in classes)
-    if envoys is not None and not (fits and all(isinstance(key, type) for key in keys)):
-        raise TypeError(
-            "envoys is a subclass of Envoy, or maps classes of vLLM's modules to such, "
-            f"{{LlamaMLP: MyEnvoy}}; got {envoys!r}"
-        )

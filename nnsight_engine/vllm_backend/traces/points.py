@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from nnsight_engine.envoys.architectures.places import Point
     from nnsight_engine.vllm_backend.families import Family
 
+SAMPLES: Final = "samples"
 _STANDARD: Final = ("points", "layers", "norm", "embed")
 _LAYERS: Final = "layers"
 _POINTS: Final = "points"
@@ -372,4 +373,14 @@ def _leaf_of(name: str) -> str:
     return name.split(".", 2)[-1] if name.startswith(f"{_LAYERS}.") else name
 
 
-__all__ = ["EnginePoints", "Layers", "Part", "StandardNames", "place_named", "place_of", "standard_name"]
+__all__ = [
+    "LOGITS",
+    "SAMPLES",
+    "EnginePoints",
+    "Layers",
+    "Part",
+    "StandardNames",
+    "place_named",
+    "place_of",
+    "standard_name",
+]

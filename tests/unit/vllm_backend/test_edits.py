@@ -56,7 +56,7 @@ def test_a_request_has_each_edit_once_and_brings_those_without_a_name() -> None:
     book, workers = EditBook(), FakeWorkers()
     book.add(workers, edit("calm"))  # type: ignore[arg-type] # a fake
     mine = Edits(book, [edit("edit 1", b"mine", is_resident=False), edit("calm")])
-    found = mine.chosen("calm")
+    found = [edit.entry for edit in mine.chosen("calm")]
     assert [(one.name, one.data) for one in found] == [("edit 1", b"mine"), ("calm", None)]
     with pytest.raises(ValueError, match="no edit 'wild'; the engine keeps 'calm'"):
         mine.chosen(["wild"])

@@ -1,0 +1,268 @@
+"""``RemoteBackend``: runs a trace on a server, and brings home what it saved.
+
+``with model.trace(prompt, remote=True):`` makes one; it can be made by hand as well, ``backend=``. Blocking,
+the trace is one request, and over when its answer is here. Otherwise it is a job, which goes on without us::
+
+    with model.trace("Hello", remote=True, blocking=False) as tracer:
+        output = model.lm_head.output.save()
+    result = tracer.backend.wait()  # or tracer.backend(), None until it is done, or await tracer.backend
+    result["output"]
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import AsyncIterator, Generator, Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
+
+import httpx
+
+from api_schemas.jobs import JobStatus
+from nnsight_engine.remote_backend.display import Display
+from nnsight_engine.remote_backend.errors import RemoteError
+from nnsight_engine.remote_backend.frames import Frame, FrameKind
+from nnsight_engine.remote_backend.http import HttpTransport
+from nnsight_engine.remote_backend.jobs import RemoteJob
+from nnsight_engine.remote_backend.outcomes import named, raise_first
+from nnsight_engine.remote_backend.sent import Dialect, SentRemotely, gathered, read_frames, refused
+from nnsight_engine.tracing.tracer import Backend, Tracer
+from nnsight_engine.wire import decode
+
+if TYPE_CHECKING:
+    from nnsight_engine.remote_backend.codecs import Codec
+    from nnsight_engine.remote_backend.transport import Transport
+
+Engine = Literal["auto", "vllm", "local"]
+Remote = bool | str | None
+"""Where a trace runs: on the server of this address, on that of ``CONFIG.API.HOST``, or here."""
+
+
+class RemoteBackend(Backend):
+    """Sends compiled blocks to a server.
+
+    Args:
+        host: The server's address; ``CONFIG.API.HOST`` by default.
+        key: What it knows us by; ``CONFIG.API.KEY`` by default.
+        blocking: Whether the trace is over when its ``with`` statement is.
+        streams: Whether outputs are iterated over as they come, ``async for output in tracer.backend()``.
+        engine: What is to run it, ``"vllm"`` or ``"local"``; the server chooses by default.
+        codec: ``"cloudpickle"`` for what the wire format refuses, on servers that allow it.
+        model_key: What the server calls the model, if not by its name here.
+        job_id: A job submitted earlier, whose result is wanted: ``RemoteBackend(job_id=...)()``.
+        transport: What carries traces; HTTP by default.
+    """
+
+    def __init__(  # noqa: PLR0913 - options, all by name but one
+        self,
+        host: str | None = None,
+        *,
+        key: str | None = None,
+        blocking: bool = True,
+        streams: bool = False,
+        engine: Engine = "auto",
+        codec: Codec = "wire",
+        model_key: str | None = None,
+        job_id: str | None = None,
+        transport: Transport | None = None,
+    ) -> None:
+        """Connect when there is a trace."""
+        self.transport: Transport = transport if transport is not None else HttpTransport(host, key)
+        self.blocking = blocking
+        self.streams = streams
+        self._id: str | None = None
+        self._status: JobStatus | None = None
+        self._engine: str | None = None
+        self._asked: Engine = engine
+        self._codec: Codec = codec
+        self._model_key = model_key
+        self._sent: SentRemotely | None = None
+        self._job: RemoteJob | None = None
+        if job_id is not None:
+            self._job = RemoteJob(self._http(), job_id, lambda frames: named(read_frames(frames)))
+
+    @property
+    def job_id(self) -> str | None:
+        """The trace's name on the server, once it has one."""
+        return self._id if self._job is None else self._job.id
+
+    @property
+    def job_status(self) -> JobStatus | None:
+        """Where the trace was when last heard of."""
+        return self._status if self._job is None else self._job.status
+
+    @property
+    def engine(self) -> str | None:
+        """What ran it, once that is known: ``vllm`` or ``local``."""
+        return self._engine if self._job is None else self._job.engine
+
+    def __call__(self, tracer: Tracer | None = None) -> Any:
+        """Run a trace; or, after one, give what it left.
+
+        Returns:
+            Without a tracer: of a job its result, ``{"id": job_id, name: value, ...}``, or None while it is
+            not done; of a stream, an iterator over its outputs, once.
+
+        Raises:
+            RemoteError: The server does not run it.
+            BaseException: What a block raised.
+        """
+        if tracer is None:
+            return self._stream() if self.streams else self.job.poll()
+        function = super().__call__(tracer)
+        dialect: Dialect = tracer.model.remote_dialect()  # type: ignore[attr-defined] # of traces and sessions
+        model = self._model_key or dialect.model
+        if not model:
+            raise ValueError(
+                "a server finds a model by its name, and this one was made from a module that has none: load "
+                "it by name, or say what the server calls it, backend=RemoteBackend(model_key=...)"
+            )
+        with gathered(tracer, function) as trace:
+            sent = SentRemotely(
+                trace,
+                dialect,
+                engine=self._asked,
+                codec=self._codec,
+                model=model,
+                streams=self.streams,
+                accepts=() if is_near(self.transport.name) else ("zstd",),
+            )
+            if self.streams:
+                self._sent = sent
+            elif self.blocking:
+                return self._run(sent)
+            else:
+                self._submit(sent)
+        return None
+
+    # A trace that is waited for.
+
+    def _run(self, sent: SentRemotely) -> Any:
+        with Display() as display:
+            frames: list[Frame] = []
+            for frame in self.transport.run(sent.request, display.progress):
+                if frame.kind is FrameKind.EVENT:
+                    self._heard(frame.json(), display)
+                elif frame.kind is not FrameKind.OUTPUT:
+                    frames.append(frame)
+            outcomes = sent.read(frames)
+        sent.bring_home(outcomes)
+        return None
+
+    def _heard(self, event: dict[str, Any], display: Display) -> None:
+        status = event.get("status")
+        if status in set(JobStatus) and status != JobStatus.LOG:
+            self._status = JobStatus(str(status))
+        self._id = event.get("job") or self._id
+        self._engine = event.get("engine") or self._engine
+        display.event({"job": self.job_id, **event})
+
+    # A job.
+
+    def _submit(self, sent: SentRemotely) -> None:
+        http = self._http()
+        with Display() as display:
+            job = http.submit(sent.request, display.progress)
+        self._job = RemoteJob(
+            http, str(job["id"]), lambda frames: named(sent.read(frames)), JobStatus(job["status"])
+        )
+
+    def _http(self) -> HttpTransport:
+        if not isinstance(self.transport, HttpTransport):
+            raise RemoteError(
+                "jobs are for servers over HTTP: leave blocking=False out, or trace outside of the session"
+            )
+        return self.transport
+
+    @property
+    def job(self) -> RemoteJob:
+        """The job that the trace became.
+
+        Raises:
+            ValueError: It became none.
+        """
+        if self._job is None:
+            raise ValueError("there is no job: trace with blocking=False, or give a job_id")
+        return self._job
+
+    def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Wait for the job's end, and return its result; see ``RemoteJob.wait``."""
+        return self.job.wait(timeout_s)
+
+    def events(self, after: int = 0) -> Iterator[dict[str, Any]]:
+        """Yield what happens to the job, as it happens, up to its end."""
+        return self.job.events(after)
+
+    def cancel(self) -> None:
+        """End the job."""
+        self.job.cancel()
+
+    def __await__(self) -> Generator[Any, None, dict[str, Any]]:
+        """Wait for the job's end without holding up the event loop; returns its result."""
+        return self.job.__await__()
+
+    # A stream.
+
+    async def _stream(self) -> AsyncIterator[Any]:
+        sent, self._sent = self._sent, None
+        if sent is None:
+            raise ValueError(
+                "there is nothing to stream: a trace's outputs can be iterated over once, after its `with` "
+                "block"
+            )
+        frames: list[Frame] = []
+        with Display() as display:
+            async for frame in self.transport.stream(sent.request):
+                if frame.kind is FrameKind.EVENT:
+                    self._heard(frame.json(), display)
+                elif frame.kind is FrameKind.OUTPUT:
+                    yield _output(decode(frame.data))
+                elif frame.kind is FrameKind.ERROR:
+                    raise refused(frame)
+                else:
+                    frames.append(frame)
+        raise_first(sent.read(frames))
+
+
+def chosen_backend(
+    backend: Backend | None,
+    remote: Remote,
+    default: Remote,
+    *,
+    blocking: bool = True,
+    streams: bool = False,
+) -> Backend | None:
+    """Return what runs a trace; None for here and now.
+
+    Args:
+        backend: What the user gave.
+        remote: Where the trace is to run.
+        default: Where the model's traces run that do not say so.
+        blocking: Whether it is waited for.
+        streams: Whether its outputs are.
+
+    Raises:
+        ValueError: It is not to be waited for, and runs here.
+    """
+    wanted = default if remote is None else remote
+    if backend is None and wanted:
+        return RemoteBackend(wanted if isinstance(wanted, str) else None, blocking=blocking, streams=streams)
+    if backend is None and not blocking:
+        raise ValueError("blocking=False is for traces on a server: give `remote=`, its address")
+    return backend
+
+
+def is_near(address: str) -> bool:
+    """Tell whether a server is on this machine, to which nothing need be compressed."""
+    host = httpx.URL(address).host if "://" in address else ""
+    try:
+        return not host or host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _output(plain: dict[str, Any]) -> Any:
+    choices = [SimpleNamespace(**choice) for choice in plain["choices"]]
+    return SimpleNamespace(
+        invoke=plain["invoke"], finished=plain["finished"], saves=plain["saves"], outputs=choices
+    )

@@ -1,0 +1,335 @@
+"""Traces over HTTP. One connection pool for each server and process; answers are read as they come.
+
+What is safe to repeat is repeated: requests that never reached the server, those that it was not ready for
+(503 with its reason), reads, and jobs, whose submission carries a key. A trace that may have begun is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Final
+
+import httpx
+
+from nnsight_engine.core.config import CONFIG
+from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
+from nnsight_engine.remote_backend.frames import Frame, FrameReader
+from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceRequest
+from nnsight_engine.remote_backend.transport import Progress
+from nnsight_engine.wire import DecodeError
+
+_CONNECT_S: Final = 10.0
+_READ_S: Final = 3600.0
+"""Between two frames: a block may compute for long, and nobody tells in between."""
+_MAX_FRAME_BYTES: Final = 16 * 2**30
+_CHUNK_BYTES: Final = 2**20
+_RETRIES: Final = 4
+_FIRST_PAUSE_S: Final = 0.2
+_MAX_PAUSE_S: Final = 10.0
+_RETRIED_CODES: Final = frozenset({"queue_full", "starting", "draining"})
+
+
+class HttpTransport:
+    """Talks to one server.
+
+    Args:
+        url: Where it is, ``http://127.0.0.1:8000``; what ``CONFIG.API.HOST`` says by default.
+        key: What it knows us by; ``CONFIG.API.KEY`` by default.
+    """
+
+    def __init__(self, url: str | None = None, key: str | None = None) -> None:
+        """Connect when first needed.
+
+        Raises:
+            ValueError: The address is none.
+        """
+        self.url = normalized(url if url is not None else CONFIG.API.HOST)
+        self._key = CONFIG.API.KEY if key is None else key
+
+    @property
+    def name(self) -> str:
+        """The server's address."""
+        return self.url
+
+    # Traces.
+
+    def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
+        """Send a trace, and yield the frames of the answer; see ``Transport``."""
+        response = self._patiently(lambda: self._post("/v1/traces", request, progress, stream=True))
+        try:
+            yield from _frames(response.iter_raw(), progress)
+        except httpx.TransportError as error:
+            raise RemoteConnectionError(
+                f"the connection to {self.url} broke before the trace's end: {error}"
+            ) from error
+        finally:
+            response.close()
+
+    async def stream(self, request: TraceRequest) -> AsyncIterator[Frame]:
+        """Send a trace, and yield the frames of the answer as they come; see ``Transport``."""
+        reader = FrameReader(_MAX_FRAME_BYTES)
+        async with httpx.AsyncClient(timeout=_timeout(), headers=self._headers()) as client:
+            try:
+                content = request.to_bytes()
+                async with client.stream(
+                    "POST", self.url + "/v1/traces", content=content, headers={"content-type": MEDIA_TYPE}
+                ) as response:
+                    if response.status_code >= httpx.codes.BAD_REQUEST:
+                        await response.aread()
+                        raise _refusal(response)
+                    async for chunk in response.aiter_raw():
+                        for frame in reader.feed(chunk):
+                            yield frame
+            except httpx.TransportError as error:
+                raise self._unreachable(error) from error
+
+    # Jobs.
+
+    def submit(self, request: TraceRequest, progress: Progress | None = None) -> dict[str, Any]:
+        """Have the server run a trace as a job; returns the job."""
+        key = {"Idempotency-Key": uuid.uuid4().hex}
+        answer = self._patiently(
+            lambda: self._post("/v1/jobs", request, progress, headers=key), is_repeatable=True
+        )
+        return _object(answer)
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        """Return where a job is."""
+        return self.get_json(f"/v1/jobs/{job_id}")
+
+    def cancel(self, job_id: str) -> dict[str, Any]:
+        """End a job; returns where it is."""
+        path = f"{self.url}/v1/jobs/{job_id}/cancel"
+        return _object(self._patiently(lambda: self._send("POST", path), is_repeatable=True))
+
+    def result(self, job_id: str, progress: Progress | None = None) -> list[Frame]:
+        """Return the frames of a job's result; a download that breaks goes on where it was."""
+        reader = FrameReader(_MAX_FRAME_BYTES)
+        frames: list[Frame] = []
+        num_bytes = 0
+
+        def fetch() -> httpx.Response:
+            nonlocal num_bytes
+            headers = {"range": f"bytes={num_bytes}-"} if num_bytes else {}
+            path = f"{self.url}/v1/jobs/{job_id}/result"
+            response = self._send("GET", path, headers=headers, stream=True)
+            try:
+                for chunk in response.iter_raw():
+                    num_bytes += len(chunk)
+                    frames.extend(reader.feed(chunk))
+                    _report(reader, progress)
+            finally:
+                response.close()
+            return response
+
+        self._patiently(fetch, is_repeatable=True)
+        if not reader.is_between:
+            raise DecodeError("the job's result ends within a frame")
+        return frames
+
+    def events(self, job_id: str, after: int = 0, end: float | None = None) -> Iterator[dict[str, Any]]:
+        """Yield what happens to a job, from after the event of this number to the last one.
+
+        Args:
+            job_id: The job.
+            after: The number of the last event that is known.
+            end: When to give up, by the monotonic clock.
+
+        Raises:
+            TimeoutError: The job goes on beyond ``end``.
+        """
+        last = after
+        pauses = _pauses()
+        while True:
+            try:
+                for event in self._events(job_id, last, end):
+                    last = event["id"]
+                    yield event
+                return  # noqa: TRY300 - the stream's end is the job's
+            except httpx.TransportError as error:
+                if end is not None and time.monotonic() >= end:
+                    raise TimeoutError(f"job {job_id} is not done yet; it goes on") from error
+                pause = next(pauses, None)
+                if pause is None:
+                    raise self._unreachable(error) from error
+                time.sleep(pause)
+
+    def _events(self, job_id: str, after: int, end: float | None) -> Iterator[dict[str, Any]]:
+        path = f"{self.url}/v1/jobs/{job_id}/events?after={after}"
+        # Heartbeats come in between; only a deadline of the caller's is shorter.
+        read_s = _READ_S if end is None else max(end - time.monotonic(), 0.001)
+        response = self._send(
+            "GET", path, headers={"accept": "text/event-stream"}, stream=True, read_s=read_s
+        )
+        try:
+            for line in response.iter_lines():
+                if end is not None and time.monotonic() >= end:
+                    raise httpx.ReadTimeout("the caller's time is up")
+                if line.startswith("data:"):
+                    event: dict[str, Any] = json.loads(line.removeprefix("data:"))
+                    yield event
+        finally:
+            response.close()
+
+    # What there is.
+
+    def outline(self) -> dict[str, Any]:
+        """Return what the server says of its model; see ``Transport``."""
+        return self.get_json("/v1/traces/outline")
+
+    def get_json(self, path: str) -> dict[str, Any]:
+        """Return the JSON object at a path."""
+        return _object(self._patiently(lambda: self._send("GET", self.url + path), is_repeatable=True))
+
+    # Requests.
+
+    def _headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self._key}"} if self._key else {}
+
+    def _post(
+        self,
+        path: str,
+        request: TraceRequest,
+        progress: Progress | None,
+        *,
+        headers: dict[str, str] | None = None,
+        stream: bool = False,
+    ) -> httpx.Response:
+        chunks = request.chunks()
+        num_bytes = sum(map(len, chunks))
+        sent = {"content-type": MEDIA_TYPE, "content-length": str(num_bytes), **(headers or {})}
+        content: Any = b"".join(chunks)
+        if num_bytes > _CHUNK_BYTES:
+            content = _pieces(content, progress)
+        return self._send("POST", self.url + path, headers=sent, content=content, stream=stream)
+
+    def _send(
+        self,
+        method: str,
+        url: str,
+        *,
+        headers: dict[str, str] | None = None,
+        content: Any = None,
+        stream: bool = False,
+        read_s: float = _READ_S,
+    ) -> httpx.Response:
+        client = _client(os.getpid())
+        sent = {**self._headers(), **(headers or {})}
+        request = client.build_request(method, url, headers=sent, content=content, timeout=_timeout(read_s))
+        response = client.send(request, stream=stream)
+        if response.status_code >= httpx.codes.BAD_REQUEST:
+            with contextlib.closing(response):
+                response.read()
+                raise _refusal(response)
+        return response
+
+    def _patiently(
+        self, send: Callable[[], httpx.Response], *, is_repeatable: bool = False
+    ) -> httpx.Response:
+        """Send, and again where that is safe, with growing pauses."""
+        pauses = _pauses()
+        while True:
+            try:
+                return send()
+            except httpx.TransportError as error:
+                # Of these, the server has seen nothing.
+                unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
+                pause = next(pauses, None) if unsent or is_repeatable else None
+                if pause is None:
+                    raise self._unreachable(error) from error
+            except RemoteError as error:
+                pause = next(pauses, None) if error.code in _RETRIED_CODES else None
+                if pause is None:
+                    raise
+            time.sleep(pause)
+
+    def _unreachable(self, error: httpx.TransportError) -> RemoteConnectionError:
+        return RemoteConnectionError(
+            f"{self.url} cannot be reached, or broke off: {str(error) or type(error).__name__}. Is the "
+            "server running, and is this its address? `remote=` and CONFIG.API.HOST say where it is."
+        )
+
+
+def normalized(url: str) -> str:
+    """Return a server's address without its trailing slash or ``/v1``; ``http`` is understood.
+
+    Raises:
+        ValueError: It is none.
+    """
+    full = url if "://" in url else f"http://{url}"
+    try:
+        parsed = httpx.URL(full)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"a server's address is like http://127.0.0.1:8000, got {url!r}") from error
+    if parsed.scheme not in {"http", "https"} or not parsed.host:
+        raise ValueError(f"a server's address is like http://127.0.0.1:8000, got {url!r}")
+    return full.rstrip("/").removesuffix("/v1")
+
+
+@functools.cache
+def _client(pid: int) -> httpx.Client:
+    """Return this process's connections; a forked one needs its own."""
+    del pid
+    return httpx.Client(timeout=_timeout(), limits=httpx.Limits(max_keepalive_connections=32))
+
+
+def _timeout(read_s: float = _READ_S) -> httpx.Timeout:
+    return httpx.Timeout(read_s, connect=_CONNECT_S)
+
+
+def _pauses() -> Iterator[float]:
+    pause = _FIRST_PAUSE_S
+    for _ in range(_RETRIES):
+        yield min(pause, _MAX_PAUSE_S) * random.uniform(0.5, 1.5)  # noqa: S311 - so that clients do not come together
+        pause *= 2
+
+
+def _pieces(content: bytes, progress: Progress | None) -> Iterator[bytes]:
+    for start in range(0, len(content), _CHUNK_BYTES):
+        yield content[start : start + _CHUNK_BYTES]
+        if progress is not None:
+            progress("upload", min(start + _CHUNK_BYTES, len(content)), len(content))
+
+
+def _frames(chunks: Iterator[bytes], progress: Progress | None) -> Iterator[Frame]:
+    reader = FrameReader(_MAX_FRAME_BYTES)
+    for chunk in chunks:
+        yield from reader.feed(chunk)
+        _report(reader, progress)
+
+
+def _report(reader: FrameReader, progress: Progress | None) -> None:
+    pending = reader.pending
+    if progress is not None and pending is not None and pending[1] > _CHUNK_BYTES:
+        progress("download", *pending)
+
+
+def _refusal(response: httpx.Response) -> RemoteError:
+    """Return what a server answered instead of doing what it was asked for."""
+    try:
+        error = response.json()["error"]
+        message, code, param = str(error["message"]), str(error["code"]), error.get("param")
+    except (ValueError, KeyError, TypeError):
+        text = response.text[:500] or response.reason_phrase
+        message, code, param = f"{response.url} answered {response.status_code}: {text}", None, None
+    return RemoteError(message, code=code, status=response.status_code, param=param)
+
+
+def _object(response: httpx.Response) -> dict[str, Any]:
+    try:
+        value = response.json()
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise RemoteError(
+            f"{response.url} answered with something that is no JSON object; is it an NNsight Engine?",
+            status=response.status_code,
+        )
+    return value

@@ -1,0 +1,117 @@
+"""A job on a server, as its client sees it: asked after, waited for, ended, and its result read."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from api_schemas.jobs import JobStatus
+from nnsight_engine.remote_backend.display import Display
+from nnsight_engine.remote_backend.errors import RemoteError
+from nnsight_engine.remote_backend.frames import Frame
+from nnsight_engine.remote_backend.http import HttpTransport
+
+Read = Callable[[Sequence[Frame]], dict[str, Any]]
+_FIRST_POLL_S: Final = 0.05
+_MAX_POLL_S: Final = 2.0
+
+
+class RemoteJob:
+    """One job.
+
+    Args:
+        http: The server.
+        job_id: Its name there.
+        read: Returns what was saved, by name, from the frames of a result; raises what the blocks raised.
+        status: Where it is, as far as is known.
+
+    Attributes:
+        id: Its name on the server.
+        status: Where it was when last asked after.
+        engine: What runs it, once that is known.
+    """
+
+    def __init__(self, http: HttpTransport, job_id: str, read: Read, status: JobStatus | None = None) -> None:
+        """Ask nothing yet."""
+        self.id = job_id
+        self.status = status
+        self.engine: str | None = None
+        self._http = http
+        self._read = read
+        self._result: dict[str, Any] | None = None
+
+    def poll(self) -> dict[str, Any] | None:
+        """Return the result, ``{"id": job_id, name: value, ...}``, or None while there is none.
+
+        Raises:
+            RemoteError: The job ended without one.
+            BaseException: What a block raised.
+        """
+        if self._result is None:
+            job = self._http.job(self.id)
+            self.status, self.engine = JobStatus(job["status"]), job.get("engine")
+            if not self.status.is_final:
+                return None
+            if not job.get("result_bytes"):
+                raise _ended(job)
+            with Display() as display:
+                frames = self._http.result(self.id, display.progress)
+            self._result = {"id": self.id, **self._read(frames)}
+        return self._result
+
+    def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Wait for the job's end, showing what it does, and return its result; see ``poll``.
+
+        Raises:
+            TimeoutError: It takes longer; the job goes on.
+        """
+        with Display() as display:
+            for event in self.events(timeout_s=timeout_s):
+                display.event(event)
+        result = self.poll()
+        if result is None:  # the server was stopped, and the stream with it
+            raise RemoteError(f"job {self.id} is {self.status} still, and its events have ended")
+        return result
+
+    def events(self, after: int = 0, timeout_s: float | None = None) -> Iterator[dict[str, Any]]:
+        """Yield what happens to the job, as it happens, up to its end.
+
+        Args:
+            after: The number of an event; those before it and itself are left out.
+            timeout_s: How long to wait for the end.
+
+        Raises:
+            TimeoutError: It takes longer.
+        """
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        for event in self._http.events(self.id, after, end):
+            if event["status"] != JobStatus.LOG:
+                self.status = JobStatus(event["status"])
+            self.engine = event.get("engine") or self.engine
+            yield event
+
+    def cancel(self) -> None:
+        """End the job, wherever it is."""
+        self.status = JobStatus(self._http.cancel(self.id)["status"])
+
+    def __await__(self) -> Generator[Any, None, dict[str, Any]]:
+        """Wait for the job's end without holding up the event loop; returns its result, see ``poll``."""
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> dict[str, Any]:
+        pause = _FIRST_POLL_S
+        while True:
+            result = await asyncio.to_thread(self.poll)
+            if result is not None:
+                return result
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, _MAX_POLL_S)
+
+
+def _ended(job: Mapping[str, Any]) -> RemoteError:
+    """Return why a job has ended without a result."""
+    error = job.get("error") or {}
+    message = error.get("message") or f"job {job['id']} ended as {job['status']} and left no result"
+    return RemoteError(str(message), code=error.get("code"))

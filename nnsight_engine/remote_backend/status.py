@@ -1,0 +1,129 @@
+"""What a server is doing and which models it runs: ``nnsight_engine.status()``."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import rich.box
+from rich.console import Console
+from rich.table import Table
+
+from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
+from nnsight_engine.remote_backend.http import HttpTransport
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelStatus:
+    """A model that a server has.
+
+    Attributes:
+        name: What the server calls it.
+        names: All names by which traces may call it.
+        running: Whether requests are answered.
+        engines: What runs traces of it: ``vllm``, ``local``.
+    """
+
+    name: str
+    names: Sequence[str]
+    running: bool
+    engines: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerStatus:
+    """What a server says of itself; prints as a table.
+
+    Attributes:
+        url: Its address.
+        phase: ``starting``, ``ready``, ``draining`` or ``dead``.
+        version: Of this package there.
+        python: The server's version of Python.
+        in_flight: Requests being answered.
+        queued: Traces and jobs that wait.
+        models: What it runs.
+    """
+
+    url: str
+    phase: str
+    version: str
+    python: str
+    in_flight: int
+    queued: int
+    models: Sequence[ModelStatus]
+
+    def _table(self) -> Table:
+        title = (
+            f"{self.url}  {self.phase}  nnsight-engine {self.version}, Python {self.python}\n"
+            f"{self.in_flight} in flight, {self.queued} queued"
+        )
+        table = Table(title=title, title_justify="left", box=rich.box.SIMPLE)
+        for column in ("model", "also called", "running", "traces run on"):
+            table.add_column(column)
+        for model in self.models:
+            others = ", ".join(name for name in model.names if name != model.name)
+            table.add_row(model.name, others, "yes" if model.running else "no", ", ".join(model.engines))
+        return table
+
+    def __str__(self) -> str:
+        """Return the table."""
+        console = Console(file=io.StringIO(), width=110, force_terminal=False)
+        with console.capture() as captured:
+            console.print(self._table())
+        return captured.get().rstrip()
+
+    __repr__ = __str__
+
+
+def status(host: str | None = None, *, key: str | None = None) -> ServerStatus:
+    """Return what a server is doing and which models it runs.
+
+    Args:
+        host: Its address; ``CONFIG.API.HOST`` by default.
+        key: What it knows us by; ``CONFIG.API.KEY`` by default.
+
+    Raises:
+        RemoteConnectionError: It cannot be reached.
+        RemoteError: It refuses to say.
+    """
+    transport = HttpTransport(host, key)
+    plain = transport.get_json("/v1/status")
+    try:
+        return _status(transport.url, plain)
+    except (KeyError, TypeError) as error:
+        raise RemoteError(f"{transport.url} told no status that this version reads: {error!r}") from error
+
+
+def _status(url: str, plain: dict[str, Any]) -> ServerStatus:
+    return ServerStatus(
+        url=url,
+        phase=str(plain["phase"]),
+        version=str(plain["version"]),
+        python=str(plain["python"]),
+        in_flight=int(plain["in_flight"]),
+        queued=int(plain["queued"]),
+        models=[
+            ModelStatus(str(one["name"]), list(one["names"]), bool(one["running"]), list(one["engines"]))
+            for one in plain["models"]
+        ],
+    )
+
+
+def is_model_running(name: str, host: str | None = None, *, key: str | None = None) -> bool:
+    """Tell whether a server answers requests to a model; one that cannot be reached does not.
+
+    Args:
+        name: The model, by any of its names.
+        host: The server's address; ``CONFIG.API.HOST`` by default.
+        key: What it knows us by; ``CONFIG.API.KEY`` by default.
+
+    Raises:
+        RemoteError: The server refuses to say.
+    """
+    try:
+        models = status(host, key=key).models
+    except RemoteConnectionError:
+        return False
+    return any(model.running and name in {model.name, *model.names} for model in models)

@@ -1,0 +1,53 @@
+"""A client's own names and classes for modules, ``rename=`` and ``envoys=``, as they go to the workers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from nnsight_engine.envoys.aliases import Rename
+from nnsight_engine.envoys.envoy import Envoy, EnvoyMap
+from nnsight_engine.wire import encode
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClientNames:
+    """What a client adds to the tree.
+
+    Attributes:
+        rename: Further names for modules, see ``envoys.aliases``.
+        envoys: The classes that stand for modules: by vLLM's class, or one for all.
+    """
+
+    rename: Rename | None = None
+    envoys: EnvoyMap = None
+
+    def write(self) -> bytes | None:
+        """Return them as a message, None if there are none.
+
+        Raises:
+            EncodeError: Something in them cannot travel.
+        """
+        if not self.rename and self.envoys is None:
+            return None
+        envoys: Any = self.envoys
+        if isinstance(envoys, Mapping):
+            envoys = list(envoys.items())
+        return encode({"rename": dict(self.rename or {}), "envoys": envoys})
+
+
+def check_envoys(envoys: Any) -> None:
+    """Check what a client gave as ``envoys``.
+
+    Raises:
+        TypeError: It is no class of envoys, nor a mapping from modules' classes to such.
+    """
+    classes = list(envoys.values()) if isinstance(envoys, Mapping) else [envoys]
+    keys = list(envoys) if isinstance(envoys, Mapping) else []
+    fits = all(isinstance(one, type) and issubclass(one, Envoy) for one in classes)
+    if envoys is not None and not (fits and all(isinstance(key, type) for key in keys)):
+        raise TypeError(
+            "envoys is a subclass of Envoy, or maps classes of vLLM's modules to such, "
+            f"{{LlamaMLP: MyEnvoy}}; got {envoys!r}"
+        )

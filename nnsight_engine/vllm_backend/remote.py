@@ -1,0 +1,174 @@
+"""How ``VLLM`` sends its traces to a server: each invoke is a request of the server's engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from transformers import AutoConfig, AutoTokenizer
+
+from nnsight_engine.interleaving.barrier import Barrier
+from nnsight_engine.remote_backend.identity import fingerprint_of
+from nnsight_engine.remote_backend.messages import SentEdit, SentInvoke
+from nnsight_engine.remote_backend.sent import Dialect, Inputs, Resolve
+from nnsight_engine.vllm_backend.traces.caches import HOME_CLASSES
+from nnsight_engine.vllm_backend.traces.points import place_named
+from nnsight_engine.vllm_backend.traces.references import reference_of
+from nnsight_engine.wire import DATA_ONLY, EncodeError
+
+if TYPE_CHECKING:
+    from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+    from nnsight_engine.vllm_backend.prompts import Request
+    from nnsight_engine.vllm_backend.vllm import VLLM
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteChoice:
+    """One of a request's completions.
+
+    Attributes:
+        index: Which of its ``n``.
+        text: What was generated.
+        token_ids: The same as tokens.
+        finish_reason: Why it ended, as vLLM says it.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteOutput:
+    """What a request returned, as ``tracer.result`` gives it; the same fields as vLLM's ``RequestOutput``.
+
+    Attributes:
+        prompt: Its text, if it was given as text.
+        prompt_token_ids: Its tokens.
+        outputs: The completions.
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[RemoteChoice]
+
+
+class VLLMDialect(Dialect):
+    """Traces of one model.
+
+    Args:
+        model: The model.
+        name: What the server is to know it by.
+    """
+
+    name = "vllm"
+    policy = DATA_ONLY.allowing(HOME_CLASSES)
+
+    def __init__(self, model: VLLM, name: str) -> None:
+        """Speak for a model."""
+        self.model = name
+        self._envoy = model
+        # Another machine has other folders, so one is told by what lies in it.
+        self.fingerprint = fingerprint_of(AutoConfig.from_pretrained(name)) if Path(name).is_dir() else ""
+
+    def inputs(self, tracer: InterleavingTracer) -> Inputs:
+        """Return the requests of a trace; see ``Dialect``."""
+        if tracer.validate:
+            raise EncodeError("validate=True is not for traces of VLLM on a server: leave it out")
+        inputs = tracer.batcher.inputs
+        assert inputs is not None  # noqa: S101 - there is one request at least
+        requests: tuple[Request, ...] = inputs[0]
+        shared = {**tracer.batcher.shared_kwargs}
+        edits = shared.pop("edits", None)
+        parts: dict[str, bytes] = {}
+        invokes = []
+        for request in requests:
+            chosen = self._envoy.own_edits.chosen(edits if request.edits is None else request.edits)
+            parts |= {edit.digest: edit.data for edit in chosen}
+            numbers = {digest: 1 + at for at, digest in enumerate(parts)}
+            invokes.append(
+                SentInvoke(
+                    prompt=_prompt(request.prompt),
+                    sampling=_sampling(request, shared),
+                    edits=[
+                        SentEdit(name=edit.name, digest=edit.digest, part=numbers[edit.digest])
+                        for edit in chosen
+                    ],
+                )
+            )
+        return Inputs(invokes=invokes, parts=list(parts.values()))
+
+    def reference(self, value: Any, barriers: list[Barrier]) -> tuple[str, ...] | None:
+        """Return the name of something that the worker has itself."""
+        return reference_of(value, self._envoy, barriers)
+
+    def resolver(self, outputs: Mapping[str, Any]) -> Resolve:
+        """Return what finds the things that results name; see ``Dialect``."""
+
+        def resolve(reference: tuple[str, ...]) -> Any:
+            kind, name = reference
+            if kind == "result":
+                return _output(name, outputs)
+            return place_named(self._envoy, kind, name)
+
+        return resolve
+
+
+def local_tokenizer(model: VLLM) -> Any:
+    """Return the tokenizer of a model that runs elsewhere, from its files here."""
+    return AutoTokenizer.from_pretrained(model.remote_dialect().model)
+
+
+def _prompt(prompt: Mapping[str, Any]) -> str | list[int]:
+    """Return a prompt as JSON.
+
+    Raises:
+        EncodeError: It is neither text nor tokens.
+    """
+    known = {name: value for name, value in prompt.items() if value is not None}
+    if list(known) == ["prompt"]:
+        return str(known["prompt"])
+    if list(known) == ["prompt_token_ids"]:
+        return [int(token) for token in known["prompt_token_ids"]]
+    raise EncodeError(
+        f"a prompt goes to a server as text or as token ids, and this one has {', '.join(known)}"
+    )
+
+
+def _sampling(request: Request, shared: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sampling parameters as JSON.
+
+    Raises:
+        EncodeError: One of them is none.
+    """
+    given = request.named(shared) if request.params is None else msgspec.to_builtins(request.params)
+    try:
+        plain: dict[str, Any] = msgspec.to_builtins(given)
+    except TypeError as error:
+        raise EncodeError(f"a sampling parameter cannot travel: {error}") from error
+    return {name: value for name, value in plain.items() if not name.startswith("_")}
+
+
+def _output(name: str, outputs: Mapping[str, Any]) -> RemoteOutput:
+    """Return what a request returned, of all its choices."""
+    choices = [(key, plain) for key, plain in outputs.items() if key.partition("/")[0] == name]
+    if not choices:
+        raise LookupError(f"the server told nothing of what request {name} returned")
+    first = choices[0][1]
+    return RemoteOutput(
+        prompt=first["prompt"],
+        prompt_token_ids=list(first["prompt_token_ids"]),
+        outputs=[
+            RemoteChoice(
+                index=int(key.partition("/")[2]),
+                text=plain["text"],
+                token_ids=list(plain["token_ids"]),
+                finish_reason=plain["finish_reason"],
+            )
+            for key, plain in choices
+        ],
+    )

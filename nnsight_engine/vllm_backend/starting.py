@@ -1,0 +1,65 @@
+"""Starting vLLM's engine for ``VLLM``: what needs vLLM itself, loaded when an engine is to run here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from vllm import EngineArgs
+
+from nnsight_engine.core.errors import UnsupportedOptionError
+from nnsight_engine.tracing.tracer import Backend
+from nnsight_engine.vllm_backend.compat import (
+    EngineLimits,
+    check_supported,
+    engine_options,
+    own_environment,
+    ray_executor,
+)
+from nnsight_engine.vllm_backend.engines import AsyncEngine, SyncEngine
+from nnsight_engine.vllm_backend.request_tracer import RequestTracer
+from nnsight_engine.vllm_backend.scanning import RequestScanner
+from nnsight_engine.vllm_backend.stream_tracer import StreamBackend, StreamTracer
+
+_HOSTS: Final[Mapping[str, type[SyncEngine | AsyncEngine]]] = {"sync": SyncEngine, "async": AsyncEngine}
+SCANNER: Final = RequestScanner
+
+
+def start(
+    engine_args: Mapping[str, Any], limits: EngineLimits | None, mode: str, *, has_envoys: bool
+) -> SyncEngine | AsyncEngine:
+    """Start an engine that runs blocks.
+
+    Args:
+        engine_args: vLLM's.
+        limits: What blocks may use.
+        mode: ``sync`` or ``async``.
+        has_envoys: Whether the client has classes of its own for modules.
+
+    Raises:
+        UnsupportedOptionError: An option under which blocks could be silently wrong.
+    """
+    own_environment()
+    arguments = dict(engine_args)
+    ours = engine_options(limits or EngineLimits())
+    ours["additional_config"] = {**arguments.pop("additional_config", {}), **ours["additional_config"]}
+    if arguments.get("distributed_executor_backend") == "ray":
+        arguments["distributed_executor_backend"] = ray_executor()
+    config = EngineArgs(**arguments, **ours).create_engine_config()
+    check_supported(config, traces_only=True)
+    if has_envoys and config.parallel_config.world_size > 1:
+        raise UnsupportedOptionError(
+            "envoys= is not supported with tensor_parallel_size or pipeline_parallel_size above 1 "
+            "yet: our own classes know where the parts of modules are; use one rank"
+        )
+    return _HOSTS[mode]({**arguments, **ours})
+
+
+def tracing_with(
+    host: SyncEngine | AsyncEngine, tracer_cls: type[RequestTracer] | None, backend: Backend | None
+) -> tuple[type[RequestTracer], Backend | None]:
+    """Return the kind of trace and what runs its block, those of the engine where none are given."""
+    tracer_cls = tracer_cls or (StreamTracer if isinstance(host, AsyncEngine) else RequestTracer)
+    if backend is None and issubclass(tracer_cls, StreamTracer):
+        backend = StreamBackend()
+    return tracer_cls, backend
