@@ -69,6 +69,13 @@ class JobSummary(BaseModel):
     client: str
 
 
+class JobError(BaseModel):
+    """Why a job failed: for people, and as one of the error codes."""
+
+    message: str
+    code: str
+
+
 class Job(BaseModel):
     """A trace that runs while nobody waits; times are seconds since 1970.
 
@@ -79,8 +86,7 @@ class Job(BaseModel):
         model: The server's name of the model that runs it.
         engine: What runs it, ``vllm`` or ``local``, once that is known.
         request: What its request says of itself.
-        message: Why it failed.
-        code: The same for programs, one of the error codes.
+        error: Why it ended without having completed.
         created_at: When it was accepted.
         started_at: When its blocks began to run.
         finished_at: When it ended.
@@ -100,8 +106,7 @@ class Job(BaseModel):
     model: str
     engine: str | None = None
     request: JobSummary
-    message: str | None = None
-    code: str | None = None
+    error: JobError | None = None
     created_at: float
     started_at: float | None = None
     finished_at: float | None = None
@@ -133,4 +138,4 @@ class JobList(BaseModel):
     has_more: bool
 
 
-__all__ = ["Job", "JobEvent", "JobList", "JobStatus", "JobSummary"]
+__all__ = ["Job", "JobError", "JobEvent", "JobList", "JobStatus", "JobSummary"]

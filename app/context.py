@@ -6,10 +6,11 @@ import dataclasses
 from typing import Annotated
 
 from fastapi import Depends
-from starlette.requests import Request
+from starlette.requests import HTTPConnection
 
 from app.engine.client import EngineClient
 from app.lifecycle import Lifecycle
+from app.services.jobs import JobService
 from app.services.traces import TraceService
 from app.settings import Settings
 from app.storage.results import ResultStore
@@ -24,10 +25,11 @@ class Context:
     store: ResultStore
     lifecycle: Lifecycle
     traces: TraceService
+    jobs: JobService
 
 
-async def _context_of(request: Request) -> Context:
-    context: Context = request.app.state.context
+async def _context_of(connection: HTTPConnection) -> Context:
+    context: Context = connection.app.state.context
     return context
 
 

@@ -13,7 +13,8 @@ from app.errors import install_error_handlers
 from app.lifecycle import Lifecycle
 from app.middleware import GateMiddleware
 from app.openapi import DocumentedApp
-from app.routes import capabilities, chat, completions, health, models, results
+from app.routes import capabilities, chat, completions, health, job_events, jobs, models, results
+from app.services.jobs import JobService
 from app.services.traces import TraceService
 from app.settings import Settings
 from app.storage.results import ResultStore
@@ -24,6 +25,8 @@ _ROUTERS = (
     models.router,
     capabilities.router,
     results.router,
+    jobs.router,
+    job_events.router,
     health.router,
 )
 
@@ -50,7 +53,9 @@ def create_app(
     """
     store = store or new_store(settings)
     lifecycle = Lifecycle(engine, on_engine_failure)
-    context = Context(settings, engine, store, lifecycle, TraceService(engine.trace_engines()))
+    traces = TraceService(engine.trace_engines())
+    jobs = JobService(settings, traces, lifecycle, lambda: engine.capabilities().model)
+    context = Context(settings, engine, store, lifecycle, traces, jobs)
     app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)
     app.state.context = context
     app.add_middleware(GateMiddleware, lifecycle=context.lifecycle)
@@ -70,12 +75,12 @@ def new_store(settings: Settings) -> ResultStore:
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     context: Context = app.state.context
-    await context.store.start()
-    context.lifecycle.start()
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(context.store.close)
+        await context.store.start()
+        stack.push_async_callback(context.lifecycle.close)
+        stack.push_async_callback(context.jobs.stop)
+        await context.jobs.start()
+        context.lifecycle.start()
+        stack.push_async_callback(context.lifecycle.drain, context.settings.drain_timeout_s)
         yield
-    finally:
-        try:
-            await context.lifecycle.stop(context.settings.drain_timeout_s)
-        finally:
-            await context.store.close()
