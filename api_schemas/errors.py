@@ -42,6 +42,7 @@ class ErrorCode(enum.StrEnum):
     PROMPT_WAS_CHUNKED = "prompt_was_chunked"
     INTERVENTION_FAILED = "intervention_failed"
     INVALID_TRACE = "invalid_trace"
+    CODE_NOT_ALLOWED = "code_not_allowed"
     QUEUE_FULL = "queue_full"
     JOB_STORE_FULL = "job_store_full"
     JOB_NOT_FOUND = "job_not_found"
@@ -67,6 +68,7 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.INVALID_SHAPE: 422,
     ErrorCode.BODY_TOO_LARGE: 413,
     ErrorCode.CAPTURE_TOO_LARGE: 400,
+    ErrorCode.CODE_NOT_ALLOWED: 403,
     ErrorCode.QUEUE_FULL: 429,
     ErrorCode.JOB_STORE_FULL: 503,
     ErrorCode.JOB_NOT_FOUND: 404,
@@ -91,6 +93,7 @@ STATUS: Final[dict[ErrorCode, int]] = {
 """HTTP status of each code; what is not listed is 400."""
 
 _TYPES: Final = {
+    403: "permission_error",
     404: "not_found_error",
     422: "invalid_request_error",
     429: "rate_limit_error",

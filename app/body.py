@@ -1,7 +1,8 @@
 """A request's body, from bytes to a JSON object, with every limit enforced before it can hurt.
 
 The size is counted while reading, the nesting before parsing (the parser recurses), numbers
-that JSON does not have are refused while parsing. Routes call ``read_object``, once per request.
+that JSON does not have are refused while parsing. Routes call ``read_object``, once per request;
+those whose bodies are no JSON, ``read_bytes`` or ``stream_bytes``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from collections.abc import AsyncGenerator
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -45,18 +47,21 @@ async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
             ``json_too_deep``, ``not_finite``, ``invalid_json``, ``invalid_shape``.
         ClientDisconnect: The client went away before the end.
     """
-    media_type = request.headers.get("content-type", "").split(";", maxsplit=1)[0].strip().lower()
-    if media_type != "application/json":
-        raise ApiError(
-            ErrorCode.BAD_REQUEST,
-            f"A request needs the header 'Content-Type: application/json', got {media_type!r}.",
-        )
-    body = await _read_bytes(request, limits.max_bytes)
+    check_media_type(request, "application/json")
+    body = await read_bytes(request, limits.max_bytes)
     await _check_depth(body, limits.max_depth)
     return parse_object(body)
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def check_media_type(request: Request, expected: str) -> None:
+    """Raise ApiError unless the request's body is of a content type."""
+    media_type = request.headers.get("content-type", "").split(";", maxsplit=1)[0].strip().lower()
+    if media_type != expected:
+        message = f"A request needs the header 'Content-Type: {expected}', got {media_type!r}."
+        raise ApiError(ErrorCode.BAD_REQUEST, message)
+
+
+def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     """Parse UTF-8 JSON whose depth is already checked; raises as ``read_object`` does."""
     try:
         # A byte order mark is let through, as json.loads does for bytes; UTF-16 is not, because
@@ -74,7 +79,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def exceeds_depth(body: bytes, max_depth: int) -> bool:
+def exceeds_depth(body: bytes | bytearray, max_depth: int) -> bool:
     """Return whether arrays and objects nest deeper than ``max_depth``, in linear time.
 
     Counts brackets outside strings, up to where a parser would stop at an error; works in chunks,
@@ -97,23 +102,35 @@ def exceeds_depth(body: bytes, max_depth: int) -> bool:
     return False
 
 
-async def _read_bytes(request: Request, max_bytes: int) -> bytes:
+async def read_bytes(request: Request, max_bytes: int) -> bytearray:
+    """Return the request's body, read no further than ``max_bytes``.
+
+    Raises:
+        ApiError: ``body_too_large``.
+        ClientDisconnect: The client went away before the end.
+    """
+    body = bytearray()  # which grows in place: a list of chunks, joined, would take its size twice
+    async for chunk in stream_bytes(request, max_bytes):
+        body += chunk
+    return body
+
+
+async def stream_bytes(request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:
+    """Yield the request's body as it comes; raises as ``read_bytes`` does."""
     # An over-long body is answered without being read; the server discards the rest of it, so that
     # clients which write before they read still see the answer.
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > max_bytes:
         raise _too_large(f"{declared[:20]} bytes", max_bytes)
-    chunks: list[bytes] = []
     num_bytes = 0
     async for chunk in request.stream():
         num_bytes += len(chunk)
         if num_bytes > max_bytes:
             raise _too_large(f"at least {num_bytes} bytes", max_bytes)
-        chunks.append(chunk)
-    return b"".join(chunks)
+        yield chunk
 
 
-async def _check_depth(body: bytes, max_depth: int) -> None:
+async def _check_depth(body: bytes | bytearray, max_depth: int) -> None:
     too_deep = (
         exceeds_depth(body, max_depth)
         if len(body) < _THREAD_BYTES
@@ -129,7 +146,7 @@ async def _check_depth(body: bytes, max_depth: int) -> None:
 def _too_large(got: str, max_bytes: int) -> ApiError:
     return ApiError(
         ErrorCode.BODY_TOO_LARGE,
-        f"A request's body may have {max_bytes} bytes, got {got}; send tensors as base64 and fewer of them.",
+        f"A request's body may have {max_bytes} bytes, got {got}; send fewer or smaller tensors.",
     )
 
 

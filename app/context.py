@@ -33,5 +33,12 @@ async def _context_of(connection: HTTPConnection) -> Context:
     return context
 
 
+async def _owner_of() -> str:
+    return ""
+
+
+Owner = Annotated[str, Depends(_owner_of)]
+"""A route's parameter: whose jobs the caller's are. Nobody is told apart yet, and all share one name."""
+
 Served = Annotated[Context, Depends(_context_of)]
 """A route's parameter that receives the server's parts."""

@@ -13,7 +13,18 @@ from app.errors import install_error_handlers
 from app.lifecycle import Lifecycle
 from app.middleware import GateMiddleware
 from app.openapi import DocumentedApp
-from app.routes import capabilities, chat, completions, health, job_events, jobs, models, results
+from app.routes import (
+    capabilities,
+    chat,
+    completions,
+    health,
+    job_events,
+    jobs,
+    models,
+    results,
+    status,
+    traces,
+)
 from app.services.jobs import JobService
 from app.services.traces import TraceService
 from app.settings import Settings
@@ -28,6 +39,8 @@ _ROUTERS = (
     jobs.router,
     job_events.router,
     health.router,
+    traces.router,
+    status.router,
 )
 
 
@@ -53,9 +66,9 @@ def create_app(
     """
     store = store or new_store(settings)
     lifecycle = Lifecycle(engine, on_engine_failure)
-    traces = TraceService(engine.trace_engines())
-    jobs = JobService(settings, traces, lifecycle, lambda: engine.capabilities().model)
-    context = Context(settings, engine, store, lifecycle, traces, jobs)
+    trace_service = TraceService(engine.trace_engines())
+    job_service = JobService(settings, trace_service, lifecycle, engine.served)
+    context = Context(settings, engine, store, lifecycle, trace_service, job_service)
     app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)
     app.state.context = context
     app.add_middleware(GateMiddleware, lifecycle=context.lifecycle)

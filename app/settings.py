@@ -71,6 +71,29 @@ class Settings(BaseSettings):
         ge=0,
         description="Most captured bytes that all requests together may hold in the engine.",
     )
+    allow_code: bool | None = Field(
+        default=None,
+        description="Whether clients may send traces, which are code; unset, only while the server listens "
+        "on a loopback address.",
+    )
+    max_trace_request_bytes: int = Field(
+        default=GIB, ge=1024, description="Largest trace that a client may send, with its tensors."
+    )
+    max_trace_requests: int = Field(
+        default=256,
+        ge=1,
+        description="Most requests that one trace may make on vLLM, each invoke's `n` counted.",
+    )
+    max_trace_bytes: int = Field(
+        default=4 * GIB, ge=0, description="Most bytes that one traced request may hold in the engine."
+    )
+    trace_step_s: float = Field(
+        default=10.0, gt=0, description="How long a block may compute within one step of the engine."
+    )
+    compress_results: bool = Field(
+        default=True,
+        description="Whether what traces save is compressed for clients that ask for it: those far away do.",
+    )
     data_dir: Path = Field(
         default_factory=_default_data_dir,
         description="Where jobs lie, and the database; what is in it survives the server.",
@@ -79,9 +102,6 @@ class Settings(BaseSettings):
         default="",
         repr=False,  # it may hold a password
         description="SQLAlchemy's URL of the database; empty for SQLite in `data_dir`.",
-    )
-    max_trace_request_bytes: int = Field(
-        default=GIB, ge=1024, description="Largest trace that a client may send, its variables included."
     )
     max_running_jobs: int = Field(default=16, ge=1, description="Most jobs that run at once.")
     max_queued_jobs: int = Field(default=1000, ge=0, description="Most jobs that wait to run.")
@@ -92,7 +112,9 @@ class Settings(BaseSettings):
         default=20 * GIB, ge=0, description="Most bytes of all jobs' requests and results."
     )
     drain_timeout_s: float = Field(
-        default=30.0, ge=0, description="How long shutdown waits for requests and jobs that are already running."
+        default=30.0,
+        ge=0,
+        description="How long shutdown waits for requests and jobs that are already running.",
     )
 
 

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from api_schemas.capabilities import Capabilities
 from api_schemas.interventions import Intervention
 from app.engine.traces import TraceEngine
+from app.services.served_model import ServedModel
 
 JsonObject = dict[str, Any]
 """A JSON object as ``json.loads`` gives it."""
@@ -38,6 +39,20 @@ class EngineReply:
     body: JsonObject | None = None
     stream: AsyncIterator[str] | None = None
     headers: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DescribedModel:
+    """What blocks may name in a model.
+
+    Attributes:
+        outline: Its modules, parents first: path, class, description, and the path of the same module if it
+            was listed before, or nothing.
+        spec: Sizes and standard points, ``ModelSpec`` as plain values.
+    """
+
+    outline: list[tuple[str, str, str, str]]
+    spec: dict[str, Any]
 
 
 class EngineClient(Protocol):
@@ -72,6 +87,12 @@ class EngineClient(Protocol):
         self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request
     ) -> EngineReply:
         """Answer a chat completion request."""
+
+    def served(self) -> ServedModel:
+        """Return what the model is called; its fingerprint only when ready."""
+
+    async def describe_model(self) -> DescribedModel:
+        """Return the model's modules and points; only called when ready."""
 
     def trace_engines(self) -> Mapping[str, TraceEngine]:
         """Return what runs traces, by name; known before the start, used only when ready."""

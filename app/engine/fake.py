@@ -18,11 +18,12 @@ from starlette.requests import Request
 from api_schemas.capabilities import Capabilities
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import Intervention
-from app.engine.client import EngineReply, JsonObject
-from app.engine.fake_results import CAPABILITIES, MODEL, collected
+from app.engine.client import DescribedModel, EngineReply, JsonObject
+from app.engine.fake_results import CAPABILITIES, FINGERPRINT, MODEL, collected
 from app.engine.fake_traces import FakeTraceEngine
 from app.errors import DONE_FRAME
 from app.services.responses import choice_json
+from app.services.served_model import ServedModel
 from app.settings import Settings
 from app.storage.results import ResultStore
 
@@ -132,6 +133,14 @@ class FakeEngineClient:
         """Return a list of one model."""
         card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "nnsight-engine"}
         return {"object": "list", "data": [card]}
+
+    def served(self) -> ServedModel:
+        """Return the made-up model's name."""
+        return ServedModel((MODEL,), f"/models/{MODEL}", FINGERPRINT)
+
+    async def describe_model(self) -> DescribedModel:
+        """Return the made-up model's modules."""
+        return DescribedModel([("", "FakeForCausalLM", "", ""), ("model", "FakeModel", "", "")], {})
 
     def trace_engines(self) -> Mapping[str, FakeTraceEngine]:
         """Return ``traces``."""

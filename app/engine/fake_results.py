@@ -20,6 +20,7 @@ from nnsight_engine.plans.collected import (
 )
 
 MODEL: Final = "fake-model"
+FINGERPRINT: Final = "of-the-fake-model"
 WIDTH: Final = 8
 _NUM_LAYERS: Final = 4
 _VOCAB_SIZE: Final = 1000

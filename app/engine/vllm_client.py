@@ -32,15 +32,19 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from api_schemas.capabilities import Capabilities
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import Intervention
-from app.engine.client import EngineReply, JsonObject
+from app.engine.client import DescribedModel, EngineReply, JsonObject
 from app.engine.intervening_requests import InterveningChatRequest, InterveningCompletionRequest
 from app.engine.traces import TraceEngine
+from app.engine.vllm_errors import engine_dead
 from app.engine.vllm_traces import VLLMTraceEngine
 from app.errors import DONE_FRAME, error_frame
 from app.services.capabilities import describe
 from app.services.responses import choice_json
+from app.services.served_model import ServedModel
 from app.settings import Settings
 from app.storage.results import ResultStore
+from nnsight_engine.remote_backend.identity import fingerprint_of
+from nnsight_engine.vllm_backend.answers import answer
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
 from nnsight_engine.vllm_backend.call import InterventionCall
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
@@ -67,10 +71,11 @@ class VLLMEngineClient:
         self._engine: InterventionAsyncLLM | None = None
         self._is_ready = False
         self._loading: asyncio.Task[InterventionAsyncLLM] | None = None
+        self._described: DescribedModel | None = None
         self.started = asyncio.Event()
         # Never served: vLLM's handlers look up their state on an application.
         self._vllm_app = FastAPI()
-        self._traces: dict[str, TraceEngine] = {"vllm": VLLMTraceEngine(lambda: self.engine)}
+        self._traces: dict[str, TraceEngine] = {"vllm": VLLMTraceEngine(lambda: self.engine, settings)}
 
     @property
     def ready(self) -> bool:
@@ -92,7 +97,10 @@ class VLLMEngineClient:
     async def start(self) -> None:
         """Load the model and generate one token."""
         limits = EngineLimits(
-            self._settings.max_capture_bytes_per_request, self._settings.max_capture_bytes_engine
+            self._settings.max_capture_bytes_per_request,
+            self._settings.max_capture_bytes_engine,
+            trace_step_s=self._settings.trace_step_s,
+            max_trace_bytes=self._settings.max_trace_bytes,
         )
         for name, value in engine_options(limits).items():
             if name != "additional_config":
@@ -138,6 +146,21 @@ class VLLMEngineClient:
     def capabilities(self) -> Capabilities:
         """Return what this model offers to interventions."""
         return describe(self.engine.spec, self._settings)
+
+    def served(self) -> ServedModel:
+        """Return what the model is called; its fingerprint once it is loaded."""
+        names = self._args.served_model_name or [self._args.model]
+        config = None if self._engine is None else self._engine.vllm_config.model_config.hf_config
+        fingerprint = "" if config is None else fingerprint_of(config)
+        return ServedModel(tuple(names), self._args.model, fingerprint)
+
+    async def describe_model(self) -> DescribedModel:
+        """Return the model's modules and points, as blocks see them."""
+        if self._described is None:
+            outline = answer(await self.engine.collective_rpc("outline_model"))
+            spec = answer(await self.engine.collective_rpc("describe_traces"))
+            self._described = DescribedModel([tuple(entry) for entry in outline], spec)
+        return self._described
 
     def trace_engines(self) -> Mapping[str, TraceEngine]:
         """Return what runs traces, by name."""
@@ -223,9 +246,7 @@ class VLLMEngineClient:
         except (ApiError, asyncio.CancelledError):
             raise
         except EngineDeadError as error:
-            raise ApiError(
-                ErrorCode.ENGINE_DEAD, "The engine has stopped and this server must be restarted."
-            ) from error
+            raise engine_dead() from error
         except Exception as error:
             cause = error.__cause__
             if isinstance(cause, ApiError):

@@ -1,13 +1,47 @@
-"""Traces on vLLM: one request for each invoke, whose blocks run in the engine's workers."""
+"""Traces on vLLM: one request for each invoke, whose blocks run in the engine's workers.
+
+What a client sends reaches the workers unread, and so does what comes of it on the way back: no code of a
+client's ever runs in this process, and big values are not taken apart. However a trace ends, its requests are
+ended with it, and the workers forget it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from api_schemas.errors import ApiError, ErrorCode
-from nnsight_engine.remote_backend.frames import Frame
-from nnsight_engine.remote_backend.messages import TraceRequest
+from api_schemas.jobs import JobStatus
+from app.engine.vllm_errors import translated
+from app.engine.vllm_sampling import sampling_params
+from app.errors import internal_error
+from app.services.traces import event_frame
+from app.settings import Settings
+from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
+from nnsight_engine.remote_backend.messages import SentEdit, SentInvoke, TraceHead, TraceRequest
+from nnsight_engine.remote_backend.saves_so_far import output_data
+from nnsight_engine.vllm_backend.answers import answer
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
+from nnsight_engine.vllm_backend.running_trace import Begun, Output, RunningTrace, SlowReaderError
+from nnsight_engine.vllm_backend.trace_router import Told
+from nnsight_engine.vllm_backend.traced_requests import GatheredOutput, apart, carry, results_of
+from nnsight_engine.vllm_backend.traces.entry import EditEntry, TraceEntry
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+logger = logging.getLogger(__name__)
+
+_MAX_EDITS: Final = 64
+"""Edits beside one block; each has a thread."""
 
 
 class VLLMTraceEngine:
@@ -15,15 +49,226 @@ class VLLMTraceEngine:
 
     Args:
         engine: Gives the engine; raises ApiError while there is none.
+        settings: The server's.
     """
 
     name = "vllm"
 
-    def __init__(self, engine: Callable[[], InterventionAsyncLLM]) -> None:
+    def __init__(self, engine: Callable[[], InterventionAsyncLLM], settings: Settings) -> None:
         """Wait for traces."""
         self._engine = engine
+        self._settings = settings
 
     async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
-        """Run a trace; see ``TraceEngine``."""
-        raise ApiError(ErrorCode.UNSUPPORTED_COMBINATION, "This server runs no traces on vLLM yet.", "engine")
-        yield  # pragma: no cover
+        """Run a trace; see ``TraceEngine``.
+
+        Raises:
+            ApiError: The message is no trace for vLLM, vLLM refuses one of its requests, or the engine died.
+        """
+        check_head(request.head)
+        run = _Run(self._engine(), _Trace(request, job_id, self._settings))
+        try:
+            async with contextlib.aclosing(run.frames()) as frames:
+                async for frame in frames:
+                    yield frame
+        except SlowReaderError as error:
+            raise ApiError(ErrorCode.CAPTURE_TOO_LARGE, str(error)) from error
+        except Exception as error:
+            refusal = translated(error, run.field)
+            if refusal is None:
+                logger.exception("a trace failed")
+                raise internal_error() from error
+            raise refusal from error
+
+
+def check_head(head: TraceHead) -> None:
+    """Raise ApiError for a head that is of no trace for vLLM, before anything is made of it."""
+    if head.kind != "trace":
+        message = f"vLLM runs no {head.kind}s in the server yet: send its traces one by one."
+        raise ApiError(ErrorCode.UNSUPPORTED_COMBINATION, message, "kind")
+    if head.codec != "wire":
+        message = f"vLLM's workers read blocks that are written as 'wire', got {head.codec!r}."
+        raise ApiError(ErrorCode.UNSUPPORTED_COMBINATION, message, "codec")
+    if not head.invokes or len(head.groups) != len(head.invokes) or head.num_edits:
+        raise ApiError(
+            ErrorCode.INVALID_TRACE,
+            "A trace on vLLM has a request and a group of variables for each block and no edits among its "
+            f"blocks, got {len(head.invokes)} requests, {len(head.groups)} groups, {head.num_edits} edits.",
+            "invokes",
+        )
+    for index, invoke in enumerate(head.invokes):
+        if len(invoke.edits) > _MAX_EDITS:
+            message = f"A request may choose {_MAX_EDITS} edits, got {len(invoke.edits)}."
+            raise ApiError(ErrorCode.INVALID_VALUE, message, f"invokes.{index}.edits")
+    try:
+        msgspec.msgpack.encode([head.groups, head.wanted, [invoke.prompt for invoke in head.invokes]])
+    except (ValueError, OverflowError) as error:  # as it would fail on the way to the engine
+        raise ApiError(ErrorCode.INVALID_TRACE, f"The trace's head is broken: {error}.") from error
+
+
+class _Trace:
+    """A client's trace as requests for vLLM.
+
+    Attributes:
+        key: What the workers know it by.
+        streams: Whether the client is told of outputs as they come.
+        prompts: One for each request.
+        params: Likewise.
+        held: The blocks, if they go to the workers ahead of several requests and not with the only one.
+    """
+
+    def __init__(self, request: TraceRequest, job_id: str, settings: Settings) -> None:
+        """Make them; raises ApiError for what vLLM has no use for, and for more than the settings allow."""
+        head = request.head
+        self.key, self.streams = job_id, head.streams
+        self.params = [
+            sampling_params(invoke.sampling, f"invokes.{index}") for index, invoke in enumerate(head.invokes)
+        ]
+        num_requests = sum(params.n for params in self.params)
+        if num_requests > settings.max_trace_requests:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                f"The trace's invokes make {num_requests} requests, each as many as its `n`; one trace may "
+                f"have {settings.max_trace_requests} (max_trace_requests).",
+                "invokes",
+            )
+        edits = [[_edit(edit, request) for edit in invoke.edits] for invoke in head.invokes]
+        num_bytes = sum(
+            params.n * len(edit.data or b"")
+            for params, chosen in zip(self.params, edits, strict=True)
+            for edit in chosen
+        )
+        if num_bytes > settings.max_trace_request_bytes:
+            raise ApiError(
+                ErrorCode.BODY_TOO_LARGE,
+                f"The edits of all requests together have {num_bytes:,} bytes; they may have "
+                f"{settings.max_trace_request_bytes:,}.",
+                "invokes",
+            )
+        data = bytes(request.blocks)
+        self.held = data if num_requests > 1 else None
+        self.prompts = []
+        for index, (invoke, params) in enumerate(zip(head.invokes, self.params, strict=True)):
+            if not head.streams:
+                params.output_kind = RequestOutputKind.FINAL_ONLY
+            entry = TraceEntry(
+                self.key, index, params.n, data if self.held is None else b"", head.groups, head.streams,
+                edits[index], wanted=head.wanted, prints=True,
+                compresses=settings.compress_results and "zstd" in head.accepts,
+            )  # fmt: skip
+            carry(params, entry)
+            self.prompts.append(apart(_prompt(invoke), entry))
+
+    @property
+    def request_ids(self) -> list[str]:
+        """What vLLM calls the requests."""
+        return [f"{self.key}-{index}" for index in range(len(self.params))]
+
+
+class _Run:
+    """A trace while it runs.
+
+    Attributes:
+        field: What of the client's message failed, if something did.
+    """
+
+    def __init__(self, engine: InterventionAsyncLLM, trace: _Trace) -> None:
+        self._engine = engine
+        self._trace = trace
+        self._gathered = [
+            GatheredOutput(is_delta=params.output_kind is RequestOutputKind.DELTA) for params in trace.params
+        ]
+        self._news: dict[int, list[tuple[int, bytes]]] = {}
+        self.field = "invokes"
+
+    async def frames(self) -> AsyncGenerator[Frame, None]:
+        """Run it and yield what is to be told."""
+        trace, engine = self._trace, self._engine
+        starts = [functools.partial(self._request, index) for index in range(len(trace.params))]
+        is_over = False
+        try:
+            if trace.held is not None:
+                await engine.collective_rpc("hold_trace", args=(trace.key, trace.held))
+            running = RunningTrace(engine.traces, trace.key, starts)
+            async with contextlib.aclosing(running.events()) as events:
+                async for event in events:
+                    for frame in self._told(event):
+                        yield frame
+            results = results_of({index: one.output for index, one in enumerate(self._gathered)})
+            data, printed = answer(await engine.collective_rpc("finish_trace", args=(trace.key, results)))
+            is_over = True
+            for frame in _logs(printed):
+                yield frame
+            yield json_frame(FrameKind.OUTPUTS, results)
+            yield Frame(FrameKind.RESULT, data)
+        finally:
+            if not is_over:
+                # Also if the caller is being cancelled: what runs in the engine must end.
+                await asyncio.shield(asyncio.ensure_future(_forget(engine, trace)))
+
+    def _told(self, event: Begun | Told | Output) -> Iterator[Frame]:
+        """Yield what a client is told of an event."""
+        if isinstance(event, Begun):
+            yield event_frame(JobStatus.RUNNING, engine=VLLMTraceEngine.name)
+        elif isinstance(event, Told):
+            if event.news is not None:
+                self._news.setdefault(event.block, []).append((event.choice, event.news))
+            yield from _logs(event.printed)
+        else:
+            self._gathered[event.block].add(event.output)
+            if self._trace.streams:
+                yield Frame(FrameKind.OUTPUT, self._streamed(event.block, event.output))
+
+    def _streamed(self, block: int, output: RequestOutput) -> bytes:
+        choices = [
+            {
+                "index": choice.index,
+                "text": choice.text,
+                "token_ids": choice.token_ids,
+                "finish_reason": choice.finish_reason,
+            }
+            for choice in output.outputs
+        ]
+        news = self._news.pop(block, [])
+        num_choices = self._trace.params[block].n
+        return output_data(block, num_choices, choices, news, finished=output.finished)
+
+    async def _request(self, index: int, come: Callable[[], None]) -> AsyncGenerator[RequestOutput, None]:
+        trace = self._trace
+        outputs = self._engine.generate_traced(
+            trace.prompts[index], trace.params[index], trace.request_ids[index], come
+        )
+        try:
+            async for output in outputs:
+                yield output
+        except Exception:
+            self.field = f"invokes.{index}"
+            raise
+        finally:
+            await outputs.aclose()
+
+
+async def _forget(engine: InterventionAsyncLLM, trace: _Trace) -> None:
+    """End what is left of a trace in the engine."""
+    try:
+        # vLLM itself ends a request of a cancelled caller only if that was waiting for its outputs.
+        await engine.abort(trace.request_ids)
+        await engine.collective_rpc("drop_trace", args=(trace.key,))
+    except EngineDeadError:
+        return
+    except Exception:
+        logger.exception("the engine could not be told that a trace is over")
+
+
+def _logs(printed: str) -> Iterator[Frame]:
+    if printed:
+        yield event_frame(JobStatus.LOG, message=printed.removesuffix("\n"))
+
+
+def _prompt(invoke: SentInvoke) -> dict[str, Any]:
+    given = invoke.prompt
+    return {"prompt": given} if isinstance(given, str) else {"prompt_token_ids": given}
+
+
+def _edit(edit: SentEdit, request: TraceRequest) -> EditEntry:
+    return EditEntry(edit.name, edit.digest, bytes(request.parts[edit.part]))

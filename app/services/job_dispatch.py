@@ -41,7 +41,7 @@ class JobDispatcher:
         store: Removes those that were to be removed while they ran.
         feed: Told of everything that happens.
         lifecycle: Says whether jobs may begin, and counts those that run as in flight.
-        model: Returns the name of the model served; asked only when the engine serves.
+        model: Returns the name of the model served.
         max_running: Most jobs at once.
     """
 
@@ -130,9 +130,7 @@ class JobDispatcher:
         if self._is_stopping:
             return False  # given back by stop()
         self._served_at[job.owner] = time.monotonic()
-        run = JobRun(
-            job, traces=self._traces, files=self._files, leases=self._leases, told=self._feed.told
-        )
+        run = JobRun(job, traces=self._traces, files=self._files, leases=self._leases, told=self._feed.told)
         self._runs[job.id] = run
         self._running[job.id] = asyncio.create_task(self._run(job, run), name=f"job-{job.id}")
         return True

@@ -22,7 +22,7 @@ from api_schemas.jobs import JobEvent, JobStatus
 from app.errors import internal_error
 from app.services.traces import TraceService
 from app.storage.job_files import JobFiles, ResultFile
-from app.storage.job_leases import JobEnd, JobLeases, LeaseLostError
+from app.storage.job_leases import MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError
 from app.storage.jobs import CANCELLED_MESSAGE
 from app.storage.tables import JobRow
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
@@ -34,6 +34,7 @@ _MAX_LOGS: Final = 10_000
 _MAX_LOG_CHARS: Final = 16 * 2**20
 _TOO_MANY_LOGS: Final = "… (what the block prints from here on is not kept)"
 _MAX_PENDING: Final = 500
+_BUSY_S: Final = 1.0
 
 
 class Ending(enum.Enum):
@@ -80,6 +81,7 @@ class JobRun:
         self._task: asyncio.Task[None] | None = None
         self._ending: Ending | None = None
         self._is_over = False
+        self._was_interrupted = False
 
     def end_early(self, ending: Ending) -> None:
         """End it now; too late once its end is being written down, harmless when repeated."""
@@ -115,13 +117,12 @@ class JobRun:
         except asyncio.CancelledError:
             return self._ended_early()
         except ApiError as error:
-            return JobEnd(JobStatus.ERROR, error.message, error.code)
+            return self._refused(error)
         except LeaseLostError:
             raise
         except Exception:
             logger.exception("job %s failed for a fault of ours", self._job.id)
-            error = internal_error()
-            return JobEnd(JobStatus.ERROR, error.message, error.code)
+            return self._refused(internal_error())
         finally:
             self._is_over = True
         failure = self._failure
@@ -139,6 +140,18 @@ class JobRun:
         if head.streams:
             # Nobody reads outputs as they come, so none need be made.
             request = TraceRequest(msgspec.structs.replace(head, streams=False), request.parts)
+        while True:
+            try:
+                await self._play_once(request, result)
+            except ApiError as error:
+                # The engine's own queue is full of others' traces: a job has time.
+                if error.code is not ErrorCode.QUEUE_FULL:
+                    raise
+                await asyncio.sleep(_BUSY_S)
+            else:
+                return
+
+    async def _play_once(self, request: TraceRequest, result: ResultFile) -> None:
         async with contextlib.aclosing(self._traces.run(request, self._job.id)) as frames:
             async for frame in frames:
                 if frame.kind is FrameKind.ERROR:
@@ -179,6 +192,13 @@ class JobRun:
             event.message = _TOO_MANY_LOGS
         await self._events.add(event)
 
+    def _refused(self, error: ApiError) -> JobEnd | None:
+        """Return how a job ended that its engine did not run, or not to its end."""
+        self._was_interrupted = error.code is ErrorCode.ENGINE_DEAD
+        if self._was_interrupted and self._job.reruns and self._job.num_interruptions + 1 < MAX_INTERRUPTIONS:
+            return None
+        return JobEnd(JobStatus.ERROR, error.message, error.code)
+
     def _ended_early(self) -> JobEnd | None:
         """Return how a job ended that was told to; raises where it is the event loop that ends."""
         if self._ending is None:
@@ -194,7 +214,7 @@ class JobRun:
     async def _write_down(self, end: JobEnd | None) -> None:
         await self._events.settle()
         if end is None:
-            await self._leases.give_back(self._job)
+            await self._leases.give_back(self._job, was_interrupted=self._was_interrupted)
         else:
             await self._leases.end(self._job, end)
 

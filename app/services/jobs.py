@@ -21,6 +21,7 @@ from app.errors import error_bytes, printable
 from app.lifecycle import Lifecycle
 from app.services.job_dispatch import JobDispatcher
 from app.services.job_feed import JobFeed
+from app.services.served_model import ServedModel
 from app.services.traces import TraceService
 from app.settings import Settings
 from app.storage.database import Database
@@ -68,27 +69,25 @@ class JobService:
         settings: The server's.
         traces: Runs them.
         lifecycle: Says whether they may run.
-        model: Returns the name of the model served; asked only when the engine serves.
+        served: Returns what the model is called.
     """
 
     def __init__(
-        self, settings: Settings, traces: TraceService, lifecycle: Lifecycle, model: Callable[[], str]
+        self,
+        settings: Settings,
+        traces: TraceService,
+        lifecycle: Lifecycle,
+        served: Callable[[], ServedModel],
     ) -> None:
         """Remember the parts; nothing is opened before ``start``."""
         self._settings = settings
         self._traces = traces
         self._lifecycle = lifecycle
         self._database = Database(settings.data_dir, settings.database_url)
-        self._files = JobFiles(
-            settings.data_dir,
-            max_request_bytes=settings.max_trace_request_bytes,
-            max_bytes=settings.job_store_bytes,
-        )
-        self._store = JobStore(
-            self._database, max_queued=settings.max_queued_jobs, ttl_s=settings.job_ttl_s
-        )
+        self._files = JobFiles(settings.data_dir, max_bytes=settings.job_store_bytes)
+        self._store = JobStore(self._database, max_queued=settings.max_queued_jobs, ttl_s=settings.job_ttl_s)
         self._feed = JobFeed(self._store)
-        self._model = model
+        self._served = served
         self._dispatcher: JobDispatcher | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -125,7 +124,7 @@ class JobService:
             store=self._store,
             feed=self._feed,
             lifecycle=self._lifecycle,
-            model=self._model,
+            model=lambda: self._served().names[0],
             max_running=self._settings.max_running_jobs,
         )
         self._dispatcher.start()
@@ -155,10 +154,11 @@ class JobService:
             reruns: Whether it runs again by itself where the server dies while it runs.
 
         Raises:
-            ApiError: ``invalid_trace``, ``body_too_large``, ``queue_full``, ``job_store_full``,
-                ``idempotency_conflict``, or what no engine here runs.
+            ApiError: ``invalid_trace``, ``model_not_found``, ``queue_full``, ``job_store_full``,
+                ``idempotency_conflict``, or what no engine here runs; what ``chunks`` raises.
         """
-        model = self._model()
+        served = self._served()
+        model = served.names[0]
         if key is None:
             # With a key it may be one that waits already, which only its bytes tell.
             await self._store.check_room(model)
@@ -166,7 +166,8 @@ class JobService:
             try:
                 head = (await self._files.head_of(upload)).head
             except DecodeError as error:
-                raise ApiError(ErrorCode.INVALID_TRACE, f"The body is no trace: {error}.") from error
+                raise ApiError(ErrorCode.INVALID_TRACE, str(error)) from error
+            served.check(head)
             self._traces.engine_for(head)
             new = NewJob(
                 id=secrets.token_urlsafe(_ID_BYTES),
@@ -252,7 +253,7 @@ class JobService:
         if not JobStatus(row.status).is_final:
             raise ApiError(
                 ErrorCode.JOB_NOT_FINISHED,
-                f"The job is {row.status} and has no result yet; GET /v1/jobs/{job_id}/events tells when it has.",
+                f"The job is {row.status} and has no result yet; GET /v1/jobs/{job_id}/events follows it.",
             )
         tag = f'"{job_id}.{row.attempt}.{row.num_events}"'
         if row.result_bytes is None:

@@ -55,9 +55,11 @@ class TraceService:
             await frames.aclose()
 
 
-def event_frame(status: JobStatus, *, message: str | None = None, engine: str | None = None) -> Frame:
+def event_frame(
+    status: JobStatus, *, message: str | None = None, engine: str | None = None, job: str | None = None
+) -> Frame:
     """Return something that happened to a trace as a frame."""
-    event = {"status": status, "time": time.time(), "message": message, "engine": engine}
+    event = {"status": status, "time": time.time(), "message": message, "engine": engine, "job": job}
     return json_frame(FrameKind.EVENT, {key: value for key, value in event.items() if value is not None})
 
 

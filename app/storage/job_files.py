@@ -148,15 +148,13 @@ class JobFiles:
 
     Args:
         directory: The server's folder.
-        max_request_bytes: Most bytes of one request.
         max_bytes: Most bytes of all jobs.
     """
 
-    def __init__(self, directory: Path, *, max_request_bytes: int, max_bytes: int) -> None:
-        """Remember the limits; the disk is first touched by ``start``."""
+    def __init__(self, directory: Path, *, max_bytes: int) -> None:
+        """Remember the limit; the disk is first touched by ``start``."""
         self.space = Space(max_bytes)
         self._directory = directory
-        self._max_request_bytes = max_request_bytes
         self._own: ProcessFolder | None = None
 
     async def start(self) -> ProcessFolder:
@@ -177,7 +175,7 @@ class JobFiles:
         """Receive a request's bytes; what nobody has adopted by the end of the block is removed.
 
         Raises:
-            ApiError: ``body_too_large``, ``job_store_full``.
+            ApiError: ``job_store_full``.
         """
         if self._own is None:
             raise RuntimeError("the files must be started before they are used; call start()")
@@ -188,12 +186,6 @@ class JobFiles:
             file = await asyncio.to_thread(path.open, "xb", buffering=0)
             with file:
                 async for piece in _joined(chunks):
-                    if taken + len(piece) > self._max_request_bytes:
-                        raise ApiError(
-                            ErrorCode.BODY_TOO_LARGE,
-                            f"A trace may have {self._max_request_bytes} bytes; send fewer or smaller "
-                            "variables with it.",
-                        )
                     self.space.take(len(piece))
                     taken += len(piece)
                     await asyncio.to_thread(_append, file, piece, digest)

@@ -1,4 +1,4 @@
-"""Jobs in the database, as the servers see them that run them: claimed by one, kept, told of, ended, given back.
+"""Jobs in the database, as the servers that run them see them: claimed, kept, told of, ended, given back.
 
 Whoever runs a job holds its lease. Everything it writes asks for the lease in the same statement, so a server
 that was taken for dead, and whose job another has begun anew, changes nothing any more.
@@ -24,14 +24,14 @@ from app.storage.tables import JobRow
 LEASE_S: Final = 30.0
 """After so long without a word of its holder a lease is over."""
 
-_MAX_INTERRUPTIONS: Final = 3
+MAX_INTERRUPTIONS: Final = 3
 """A job that was running when the server died, so often, does not begin by itself again: it may be why."""
 
 _STOPPED: Final = "The server stopped; the job runs again when one serves its model."
 _DIED: Final = "The server died; the job runs again."
 _INTERRUPTED: Final = (
-    "The server died while the job ran, and what its blocks had computed is lost; run it again, or submit jobs "
-    "so that they run again by themselves (`?rerun=true`)."
+    "The server died while the job ran, and what its blocks had computed is lost. POST …/rerun runs it again; "
+    "a job submitted with ?rerun=true does so by itself, though not for ever."
 )
 
 
@@ -141,14 +141,23 @@ class JobLeases:
         event, values = ended(end.status, self._ttl_s, code=end.code, message=end.message)
         await self._change(job, [event], result_bytes=end.result_bytes, **values)
 
-    async def give_back(self, job: JobRow) -> None:
+    async def give_back(self, job: JobRow, *, was_interrupted: bool) -> None:
         """Let a job wait again, so that another server, or this one after a restart, runs it.
+
+        Args:
+            job: The job.
+            was_interrupted: Whether it may be why it could not go on.
 
         Raises:
             LeaseLostError: It was no longer ours.
         """
         await self._change(
-            job, [now(JobStatus.QUEUED, _STOPPED)], lease_by=None, lease_until=None, started_at=None
+            job,
+            [now(JobStatus.QUEUED, _STOPPED)],
+            lease_by=None,
+            lease_until=None,
+            started_at=None,
+            num_interruptions=JobRow.num_interruptions + was_interrupted,
         )
 
     async def give_back_all(self) -> None:
@@ -217,7 +226,7 @@ class JobLeases:
             event, values = ended(
                 JobStatus.CANCELLED, self._ttl_s, code=ErrorCode.JOB_CANCELLED, message=CANCELLED_MESSAGE
             )
-        elif num < _MAX_INTERRUPTIONS and (job.reruns or job.status != JobStatus.RUNNING):
+        elif num < MAX_INTERRUPTIONS and (job.reruns or job.status != JobStatus.RUNNING):
             event = now(JobStatus.QUEUED, _DIED)
             values = {"lease_by": None, "lease_until": None, "started_at": None}
         else:
@@ -235,4 +244,4 @@ class JobLeases:
             raise LeaseLostError(job.id)
 
 
-__all__ = ["LEASE_S", "JobEnd", "JobLeases", "LeaseLostError"]
+__all__ = ["LEASE_S", "MAX_INTERRUPTIONS", "JobEnd", "JobLeases", "LeaseLostError"]

@@ -6,7 +6,7 @@ An accepted job is in the database before its client is told. What runs jobs is 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Final
+from typing import Final
 
 from sqlalchemy import ColumnElement, delete, func, select
 from sqlalchemy.exc import IntegrityError
@@ -220,7 +220,9 @@ class JobStore:
             over = (JobRow.expires_at <= now_s) | JobRow.removed
             return _removed(
                 session,
-                list(session.scalars(select(JobRow).where(over, JobRow.status.in_(FINAL)).limit(_MAX_EXPIRED))),
+                list(
+                    session.scalars(select(JobRow).where(over, JobRow.status.in_(FINAL)).limit(_MAX_EXPIRED))
+                ),
             )
 
         return await self._database.write(write)
@@ -274,9 +276,7 @@ class JobStore:
     def _accept(self, session: Session, new: NewJob) -> Accepted:
         if new.idempotency_key is not None:
             before = session.scalar(
-                select(JobRow).where(
-                    JobRow.owner == new.owner, JobRow.idempotency_key == new.idempotency_key
-                )
+                select(JobRow).where(JobRow.owner == new.owner, JobRow.idempotency_key == new.idempotency_key)
             )
             if before is not None:
                 return _same(before, new)

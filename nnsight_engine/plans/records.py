@@ -84,8 +84,8 @@ class StepResults:
     failures: dict[str, Failure]
     ended: list[str] = dataclasses.field(default_factory=list)
     """Traced requests whose blocks failed or stopped them."""
-    news: dict[str, tuple[str, int, bytes]] = dataclasses.field(default_factory=dict)
-    """What the blocks of traced requests that are watched have newly saved: trace, block, content."""
+    news: dict[str, tuple[str, int, bytes | None, str]] = dataclasses.field(default_factory=dict)
+    """What the blocks of traced requests that are watched tell: trace, block, what is newly saved, prints."""
 
 
 class PendingResults:

@@ -24,10 +24,10 @@ from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.http import HttpTransport
 from nnsight_engine.remote_backend.jobs import RemoteJob
-from nnsight_engine.remote_backend.outcomes import named, raise_first
+from nnsight_engine.remote_backend.outcomes import by_name, named, raise_first
+from nnsight_engine.remote_backend.saves_so_far import OutputReader, StreamedOutput
 from nnsight_engine.remote_backend.sent import Dialect, SentRemotely, gathered, read_frames, refused
 from nnsight_engine.tracing.tracer import Backend, Tracer
-from nnsight_engine.wire import decode
 
 if TYPE_CHECKING:
     from nnsight_engine.remote_backend.codecs import Codec
@@ -211,17 +211,27 @@ class RemoteBackend(Backend):
                 "block"
             )
         frames: list[Frame] = []
+        reader = OutputReader()
+        last: list[StreamedOutput] = []
         with Display() as display:
             async for frame in self.transport.stream(sent.request):
                 if frame.kind is FrameKind.EVENT:
                     self._heard(frame.json(), display)
                 elif frame.kind is FrameKind.OUTPUT:
-                    yield _output(decode(frame.data))
+                    output = reader.read(frame.data)
+                    if not output.finished:
+                        yield _output(output, output.saves)
+                    else:
+                        last.append(output)  # it is to have everything, which comes with the result
                 elif frame.kind is FrameKind.ERROR:
                     raise refused(frame)
                 else:
                     frames.append(frame)
-        raise_first(sent.read(frames))
+        outcomes = sent.read(frames)
+        raise_first(outcomes)
+        for output in last:
+            choices = [outcome.saves for outcome in outcomes if outcome.index == output.invoke]
+            yield _output(output, by_name(choices))
 
 
 def chosen_backend(
@@ -261,8 +271,6 @@ def is_near(address: str) -> bool:
         return False
 
 
-def _output(plain: dict[str, Any]) -> Any:
-    choices = [SimpleNamespace(**choice) for choice in plain["choices"]]
-    return SimpleNamespace(
-        invoke=plain["invoke"], finished=plain["finished"], saves=plain["saves"], outputs=choices
-    )
+def _output(output: StreamedOutput, saves: dict[str, Any]) -> Any:
+    choices = [SimpleNamespace(**choice) for choice in output.choices]
+    return SimpleNamespace(invoke=output.invoke, finished=output.finished, saves=saves, outputs=choices)

@@ -111,28 +111,24 @@ class HttpTransport:
 
     def result(self, job_id: str, progress: Progress | None = None) -> list[Frame]:
         """Return the frames of a job's result; a download that breaks goes on where it was."""
-        reader = FrameReader(_MAX_FRAME_BYTES)
-        frames: list[Frame] = []
-        num_bytes = 0
+        download = _Download()
 
         def fetch() -> httpx.Response:
-            nonlocal num_bytes
-            headers = {"range": f"bytes={num_bytes}-"} if num_bytes else {}
+            nonlocal download
+            headers = {"range": f"bytes={download.num_bytes}-"} if download.num_bytes else {}
             path = f"{self.url}/v1/jobs/{job_id}/result"
             response = self._send("GET", path, headers=headers, stream=True)
-            try:
+            with contextlib.closing(response):
+                if response.status_code != httpx.codes.PARTIAL_CONTENT:
+                    download = _Download()
                 for chunk in response.iter_raw():
-                    num_bytes += len(chunk)
-                    frames.extend(reader.feed(chunk))
-                    _report(reader, progress)
-            finally:
-                response.close()
+                    download.take(chunk, progress)
             return response
 
         self._patiently(fetch, is_repeatable=True)
-        if not reader.is_between:
+        if not download.reader.is_between:
             raise DecodeError("the job's result ends within a frame")
-        return frames
+        return download.frames
 
     def events(self, job_id: str, after: int = 0, end: float | None = None) -> Iterator[dict[str, Any]]:
         """Yield what happens to a job, from after the event of this number to the last one.
@@ -255,6 +251,20 @@ class HttpTransport:
             f"{self.url} cannot be reached, or broke off: {str(error) or type(error).__name__}. Is the "
             "server running, and is this its address? `remote=` and CONFIG.API.HOST say where it is."
         )
+
+
+class _Download:
+    """Frames that arrive over several connections."""
+
+    def __init__(self) -> None:
+        self.reader = FrameReader(_MAX_FRAME_BYTES)
+        self.frames: list[Frame] = []
+        self.num_bytes = 0
+
+    def take(self, chunk: bytes, progress: Progress | None) -> None:
+        self.num_bytes += len(chunk)
+        self.frames.extend(self.reader.feed(chunk))
+        _report(self.reader, progress)
 
 
 def normalized(url: str) -> str:

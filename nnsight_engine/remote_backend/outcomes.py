@@ -34,6 +34,7 @@ class Outcome:
         saves: What was saved, by name.
         error: What it raised.
         shapes: First values of the modules that its request passed, if they were asked for.
+        flows: What it assigned and did not save, and later traces of its session use, by name.
     """
 
     index: int
@@ -41,6 +42,7 @@ class Outcome:
     saves: dict[str, Any]
     error: BaseException | None
     shapes: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    flows: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class SentPart(NamedTuple):
@@ -49,6 +51,11 @@ class SentPart(NamedTuple):
     info: Info
     own: dict[str, CellType]
     outer: Mapping[str, CellType]
+
+    def bind(self, name: str, value: Any) -> None:
+        """Assign one of its variables; a name that it does not have is somebody's mistake or malice."""
+        if name in self.own:
+            self.own[name].cell_contents = value
 
     def as_sent(self) -> SentBlock:
         """Return what of it travels."""
@@ -107,6 +114,7 @@ def read_outcomes(
             saves={name: own.get(id(value), value) for name, value in block["saves"].items()},
             error=None if block["error"] is None else restore_error(block["error"]),
             shapes=block["shapes"],
+            flows={name: own.get(id(value), value) for name, value in block.get("flows", {}).items()},
         )
         for block in message["blocks"]
     ]
@@ -120,11 +128,12 @@ def bring_home(parts: Sequence[SentPart], outcomes: Sequence[Outcome]) -> None:
         LostTraceError: There is nothing of a block.
     """
     for index, part in enumerate(parts):
-        choices = [outcome.saves for outcome in outcomes if outcome.index == index]
-        for name, value in by_name(choices).items():
-            if name in part.own:
-                part.own[name].cell_contents = value
-                SAVES.mark(value)
+        mine = [outcome for outcome in outcomes if outcome.index == index]
+        for name, value in by_name([outcome.flows for outcome in mine]).items():
+            part.bind(name, value)
+        for name, value in by_name([outcome.saves for outcome in mine]).items():
+            part.bind(name, value)
+            SAVES.mark(value)
     raise_first(outcomes)
     missing = set(range(len(parts))) - {outcome.index for outcome in outcomes}
     if missing:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import msgspec
@@ -33,6 +33,7 @@ from nnsight_engine.vllm_backend.call import (
 from nnsight_engine.vllm_backend.compat import check_supported
 from nnsight_engine.vllm_backend.interning import ContentTable
 from nnsight_engine.vllm_backend.router import ResultRouter
+from nnsight_engine.vllm_backend.trace_router import TraceRouter
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 
 
@@ -41,6 +42,7 @@ class InterventionAsyncLLM(AsyncLLM):
 
     spec: ModelSpec
     router: ResultRouter
+    traces: TraceRouter
 
     @classmethod
     def create(
@@ -66,6 +68,9 @@ class InterventionAsyncLLM(AsyncLLM):
         self.spec = ModelSpec.from_plain(plain)
         self.router = ResultRouter(self.spec)
         self.router.attach(self.output_processor)
+        self.traces = TraceRouter()
+        self.traces.attach(self.output_processor)
+        self._coming: dict[str, Callable[[], None]] = {}
         self._calls: dict[str, InterventionCall] = {}
         self._contents = ContentTable()
         self._salt_secret = secrets.token_hex()
@@ -127,6 +132,34 @@ class InterventionAsyncLLM(AsyncLLM):
         if salt is not None:
             prompt = {**prompt, "cache_salt": salt}
         return self._generate(call, entry, prompt, sampling_params, request_id, **kwargs)
+
+    async def generate_traced(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, come: Callable[[], None]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generate for a request of a trace, whose entry the server has put into the parameters.
+
+        Args:
+            prompt: vLLM's.
+            sampling_params: Likewise.
+            request_id: Nobody else's.
+            come: Called when the engine has the request.
+        """
+        self._coming[request_id] = come
+        outputs = super().generate(prompt, sampling_params, request_id)
+        try:
+            async for output in outputs:
+                yield output
+        finally:
+            self._coming.pop(request_id, None)
+            await outputs.aclose()
+
+    async def add_request(self, request_id: str, *args: Any, **kwargs: Any) -> Any:
+        """Hand a request to the engine, as vLLM does, and say so where somebody wants to know."""
+        queue = await super().add_request(request_id, *args, **kwargs)
+        come = self._coming.pop(request_id, None)
+        if come is not None:
+            come()
+        return queue
 
     async def _generate(
         self,

@@ -21,8 +21,9 @@ from nnsight_engine.remote_backend.outcomes import (
 from nnsight_engine.vllm_backend.answers import answer
 from nnsight_engine.vllm_backend.prompts import Request
 from nnsight_engine.vllm_backend.sampling import sampling_params
+from nnsight_engine.vllm_backend.traced_requests import apart, carry, results_of
 from nnsight_engine.vllm_backend.traces.caches import HOME_CLASSES
-from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY, TraceEntry
+from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.points import place_named
 from nnsight_engine.vllm_backend.traces.references import reference_of
 from nnsight_engine.wire import DATA_ONLY, encode_trace
@@ -112,6 +113,7 @@ class SentTrace:
         shared = {**tracer.batcher.shared_kwargs}
         edits = shared.pop("edits", None)
         self.params = [sampling_params(request, shared) for request in requests]
+        self.prompts: list[dict[str, Any]] = []
         groups = groups_of([part.outer for part in self._parts])
         for index, params in enumerate(self.params):
             if purpose is not Purpose.RUN:
@@ -123,28 +125,12 @@ class SentTrace:
                 is_rehearsal=purpose is Purpose.CHECK and params.max_tokens != 1 and len(requests) == 1,
                 is_scan=purpose is Purpose.SCAN,
             )  # fmt: skip
-            params.extra_args = {**(params.extra_args or {}), TRACE_KEY: entry.to_plain()}
-            # A block may read any position, and write any: it shares no keys and values with anybody.
-            params.skip_reading_prefix_cache = True
-        self.prompts = [
-            {**request.prompt, "cache_salt": f"{self.key}{index:x}"} for index, request in enumerate(requests)
-        ]
+            carry(params, entry)
+            self.prompts.append(apart(requests[index].prompt, entry))
 
     def results(self, outputs: Outputs) -> dict[str, Any]:
         """Return the requests' outputs as plain values, for blocks that wait for them."""
-        known = outputs if isinstance(outputs, Mapping) else dict(enumerate(outputs))
-        return {
-            f"{index}/{choice.index}": {
-                "request": f"{index}",
-                "prompt": output.prompt,
-                "prompt_token_ids": list(output.prompt_token_ids or ()),
-                "text": choice.text,
-                "token_ids": list(choice.token_ids),
-                "finish_reason": choice.finish_reason,
-            }
-            for index, output in known.items()
-            for choice in output.outputs
-        }
+        return results_of(outputs if isinstance(outputs, Mapping) else dict(enumerate(outputs)))
 
     def read(self, data: bytes, outputs: Outputs) -> list[Outcome]:
         """Return what came of each block, and fill the containers that were saved before they ran.

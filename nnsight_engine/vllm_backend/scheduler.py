@@ -25,6 +25,7 @@ from nnsight_engine.plans.request_plan import PLAN_KEY, RequestPlan
 from nnsight_engine.vllm_backend.compat import brings, detach_results
 from nnsight_engine.vllm_backend.interning import ContentTable
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY, TraceEntry
+from nnsight_engine.vllm_backend.traces.telling import Parcel
 
 _READ_FAILURES: Final = frozenset({"capture_too_large", "engine_capture_full"})
 """Failures of reads alone: the request's writes happened all the same."""
@@ -64,7 +65,7 @@ class InterventionScheduler(Scheduler):
         self._writers: set[str] = set()
         self._traced: set[str] = set()
         self._gangs: dict[str, Gang] = {}
-        self._news: dict[str, list[tuple[str, int, bytes]]] = {}
+        self._news: dict[str, list[Parcel]] = {}
         self.contents = ContentTable()
 
     def add_request(self, request: Request) -> None:

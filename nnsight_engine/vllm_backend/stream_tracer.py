@@ -6,22 +6,27 @@ The ``with`` block only prepares the requests. They run while somebody iterates,
 
 from __future__ import annotations
 
-import asyncio
-import copy
-from collections.abc import AsyncGenerator, AsyncIterator
+import contextlib
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import RequestOutputKind
 
 from nnsight_engine.remote_backend.errors import LostTraceError
 from nnsight_engine.remote_backend.outcomes import by_name, raise_first
+from nnsight_engine.remote_backend.saves_so_far import SavesSoFar
 from nnsight_engine.tracing.tracer import ExecutionBackend, Tracer
 from nnsight_engine.vllm_backend.answers import answer
 from nnsight_engine.vllm_backend.engines import AsyncEngine
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
+from nnsight_engine.vllm_backend.running_trace import Output, RunningTrace
+from nnsight_engine.vllm_backend.trace_router import Told
+from nnsight_engine.vllm_backend.traced_requests import GatheredOutput, results_of
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
+
+    from nnsight_engine.vllm_backend.running_trace import Start
 
 
 class StreamTracer(RequestTracer):
@@ -73,7 +78,10 @@ class TraceStream:
         """Nothing runs before ``outputs`` is iterated over."""
         self._host = host
         self._sent = sent
-        self._queue: asyncio.Queue[RequestOutput | BaseException | None] = asyncio.Queue()
+        self._saves = SavesSoFar()
+        self._gathered = [
+            GatheredOutput(is_delta=params.output_kind is RequestOutputKind.DELTA) for params in sent.params
+        ]
 
     async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
         """Run the requests, and yield their outputs as they come.
@@ -81,82 +89,35 @@ class TraceStream:
         Raises:
             BaseException: What a block raised.
         """
-        sent, router = self._sent, self._host.router
-        router.open(sent.key)
-        running = [asyncio.create_task(self._run(index)) for index in range(len(sent.params))]
+        sent = self._sent
+        running = RunningTrace(
+            self._host.router, sent.key, [self._start(one) for one in range(len(sent.params))]
+        )
         try:
-            left = len(running)
-            while left:
-                item = await self._queue.get()
-                if item is None:
-                    left -= 1
-                elif isinstance(item, BaseException):
-                    raise item
-                else:
-                    yield item
+            async with contextlib.aclosing(running.events()) as events:
+                async for event in events:
+                    if isinstance(event, Output):
+                        index, output = event
+                        self._gathered[index].add(output)
+                        output.invoke, output.saves = index, await self._saved(index, output)
+                        yield output
+                    elif isinstance(event, Told) and event.news is not None:
+                        self._saves.add(event.block, event.choice, event.news)
         finally:
-            router.close(sent.key)
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
             await self._host.call_soon("drop_trace", sent.key)
 
-    async def _run(self, index: int) -> None:
-        """Put one request's outputs into the queue, then what it raised or None."""
-        try:
-            async for output in self._request(index):
-                self._queue.put_nowait(output)
-        except Exception as error:  # noqa: BLE001 - raised where the outputs are read
-            self._queue.put_nowait(error)
-        else:
-            self._queue.put_nowait(None)
+    def _start(self, index: int) -> Start:
+        sent, generate = self._sent, self._host.inner.generate
+        return lambda _: generate(sent.prompts[index], sent.params[index], f"{sent.key}-{index}")
 
-    async def _request(self, index: int) -> AsyncIterator[RequestOutput]:
-        sent, params = self._sent, self._sent.params[index]
-        gathered = _Gathered(is_delta=params.output_kind is RequestOutputKind.DELTA)
-        outputs = self._host.inner.generate(sent.prompts[index], params, f"{sent.key}-{index}")
-        try:
-            async for output in outputs:
-                for choice in output.outputs:  # vLLM goes on appending to its own list
-                    choice.token_ids = list(choice.token_ids)
-                gathered.add(output)
-                if output.finished:
-                    saves = await self._closed(index, gathered.output)
-                else:
-                    saves = by_name(self._host.router.saves(sent.key, index, params.n))
-                output.invoke, output.saves = index, saves
-                yield output
-        finally:
-            await outputs.aclose()
-
-    async def _closed(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        """End a block whose request has ended, and return what it saved; raises what it raised."""
-        sent, known = self._sent, {index: output}
-        data = answer(await self._host.call_soon("collect_trace", sent.key, sent.results(known), index))
+    async def _saved(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        """Return what a block has saved by now; once its request has ended, it is closed."""
+        if not output.finished:
+            return self._saves.of(index, self._sent.params[index].n)
+        sent, known = self._sent, {index: self._gathered[index].output}
+        data = answer(await self._host.call_soon("collect_trace", sent.key, results_of(known), index))
         outcomes = sent.read(data, known)
         if not outcomes:
             raise LostTraceError.of({index})
         raise_first(outcomes)
         return by_name([outcome.saves for outcome in outcomes])
-
-
-class _Gathered:
-    """A request's outputs so far as one, with all its choices."""
-
-    output: RequestOutput
-
-    def __init__(self, *, is_delta: bool) -> None:
-        self._is_delta = is_delta
-        self._choices: dict[int, Any] = {}
-
-    def add(self, output: RequestOutput) -> None:
-        """Take the next one."""
-        for choice in output.outputs:
-            before = self._choices.get(choice.index)
-            now = copy.copy(choice)
-            if self._is_delta and before is not None:
-                now.text = before.text + choice.text
-                now.token_ids = [*before.token_ids, *choice.token_ids]
-            self._choices[choice.index] = now
-        self.output = copy.copy(output)
-        self.output.outputs = [self._choices[index] for index in sorted(self._choices)]

@@ -1,48 +1,66 @@
-"""Where what a block has saved so far meets the stream of its request's outputs.
+"""Where what blocks tell while they run meets whoever waits for it.
 
-The worker tells after each step what is new, in ``news``; here it is put together again, so that each output
-of a stream can carry everything that its block has saved up to the tokens it holds.
+The worker sends along with a step's outputs what blocks have newly saved and printed. Here it is handed to
+the trace's listener, just before vLLM makes the outputs that it came with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from nnsight_engine.vllm_backend.parcels import on_parcels
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
-from nnsight_engine.vllm_backend.traces.news import apply_news
+
+logger = logging.getLogger(__name__)
+
+
+class Told(NamedTuple):
+    """What a block has told after a step.
+
+    Attributes:
+        block: The block.
+        choice: Which of its request's ``n``.
+        news: What it has newly saved, None if nothing.
+        printed: What it printed.
+    """
+
+    block: int
+    choice: int
+    news: bytes | None
+    printed: str
 
 
 class TraceRouter:
-    """Keeps what the blocks of open traces have saved, by trace, block and choice."""
+    """Knows who listens to open traces."""
 
     def __init__(self) -> None:
         """Start with no open trace."""
-        self._saves: dict[str, dict[tuple[int, int], dict[str, Any]]] = {}
+        self._listeners: dict[str, Callable[[Told], None]] = {}
 
     def __len__(self) -> int:
         """Return how many traces are open."""
-        return len(self._saves)
+        return len(self._listeners)
 
     def attach(self, output_processor: Any) -> None:
         """Take parcels out of everything that ``output_processor`` will process."""
         on_parcels(output_processor, TRACE_KEY, self._deliver)
 
-    def open(self, key: str) -> None:
-        """Keep what comes for a trace; ``close`` it in the end."""
-        self._saves[key] = {}
+    def open(self, key: str, listener: Callable[[Told], None]) -> None:
+        """Hand over what comes for a trace; ``close`` it in the end."""
+        self._listeners[key] = listener
 
     def close(self, key: str) -> None:
         """Forget a trace; what still arrives for it is dropped."""
-        self._saves.pop(key, None)
-
-    def saves(self, key: str, index: int, num_choices: int) -> list[dict[str, Any]]:
-        """Return what each choice of a block has saved so far, by name."""
-        known = self._saves.get(key, {})
-        return [dict(known.get((index, choice), {})) for choice in range(num_choices)]
+        self._listeners.pop(key, None)
 
     def _deliver(self, parcel: Sequence[Any], choice: int) -> None:
-        for key, index, data in parcel:
-            if key in self._saves:
-                apply_news(self._saves[key].setdefault((index, choice), {}), data)
+        for key, index, news, printed in parcel:
+            listener = self._listeners.get(key)
+            if listener is None:
+                continue
+            try:
+                listener(Told(index, choice, news, printed))
+            except Exception:  # vLLM's reader of outputs, whose end is the engine's, calls this
+                logger.exception("what a block told could not be handed over")

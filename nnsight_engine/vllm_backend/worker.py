@@ -50,10 +50,19 @@ class InterventionWorker(_PlatformWorker):
         counts: dict[str, int] = self.model_runner.interventions.num_live()
         return {**counts, **self.model_runner.traces.num_live()}
 
+    def hold_trace(self, key: str, data: bytes) -> None:
+        """Take the blocks of a trace ahead of its requests, which bring none; over vLLM's RPC."""
+        self.model_runner.traces.hold(key, data)
+
     def collect_trace(self, key: str, results: dict[str, Any], index: int | None = None) -> bytes:
         """Return what a trace or one of its blocks saved, once its requests have ended; over vLLM's RPC."""
         saved: bytes = self.model_runner.traces.collect(key, results, index)
         return saved
+
+    def finish_trace(self, key: str, results: dict[str, Any]) -> tuple[bytes, str] | None:
+        """Return what a trace saved, and what it printed last; called over vLLM's RPC."""
+        saved = self.collect_trace(key, results)
+        return (saved, self.model_runner.traces.telling.take_left(key)) if saved else None
 
     def drop_trace(self, key: str) -> None:
         """Forget a trace that nobody will collect; called over vLLM's RPC."""

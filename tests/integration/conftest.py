@@ -41,7 +41,7 @@ Serve = Callable[..., AbstractAsyncContextManager[Server]]
 def serve(tmp_path: Path) -> Serve:
     @contextlib.asynccontextmanager
     async def serving(behaviour: FakeBehaviour | None = None, **settings: float) -> AsyncIterator[Server]:
-        values = {"result_dir": tmp_path / "results", "drain_timeout_s": 1.0, **settings}
+        values = {"result_dir": tmp_path / "results", "data_dir": tmp_path / "data", "drain_timeout_s": 1.0, **settings}
         chosen = Settings.model_validate(values)
         store = new_store(chosen)
         engine = FakeEngineClient(chosen, store, behaviour)
@@ -49,7 +49,7 @@ def serve(tmp_path: Path) -> Serve:
         transport = httpx.ASGITransport(app)
         async with (
             app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+            httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
         ):
             await asyncio.sleep(0)
             yield Server(app, engine, client)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CellType
 from typing import TYPE_CHECKING, Any
 
@@ -59,18 +59,31 @@ class TraceContext:
         self._publishers = publishers(self._invokes)
         self._saved: list[Any] = received.shared[SAVED]
         self._marks = Marks(self._saved)
+        self._wanted = frozenset(entry.wanted)
 
-    def mediator(self, index: int, choice: int, threads: Threads) -> ThreadMediator:
-        """Return what runs a block; each choice of its request draws its own random numbers."""
+    def mediator(
+        self, index: int, choice: int, threads: Threads, enter: Callable[[], None]
+    ) -> ThreadMediator:
+        """Return what runs a block; each choice of its request draws its own random numbers.
+
+        Args:
+            index: The block.
+            choice: Which of its request's ``n``.
+            threads: What it runs on.
+            enter: Called on its thread before it runs.
+        """
         invoke = self._invokes[index]
         function = compiled(invoke.info, invoke.own)
         seed = zlib.crc32(f"{self.key}/{index}/{choice}".encode())
-        mediator = EditMediator(self._saving(function, invoke), invoke.info, threads, seed=seed)
+        mediator = EditMediator(self._saving(function, invoke, enter), invoke.info, threads, seed=seed)
         mediator.publish = self._publishers[index]
         return mediator
 
-    def _saving(self, function: Callable[[], Any], invoke: _Invoke) -> Callable[[], Any]:
+    def _saving(
+        self, function: Callable[[], Any], invoke: _Invoke, enter: Callable[[], None]
+    ) -> Callable[[], Any]:
         def run() -> None:
+            enter()
             invoke.marked = self._marks.enter()
             function()
 
@@ -82,13 +95,25 @@ class TraceContext:
 
     def saves(self, index: int) -> dict[str, Any]:
         """Return the variables of a block that were saved, by name."""
-        invoke, marked = self._invokes[index], self._marks.all()
-        own: dict[str, Any] = {}
+        marked = self._marks.all()
+        return {name: value for name, value in self._stored(index) if holds_marked(value, marked)}
+
+    def flows(self, index: int) -> dict[str, Any]:
+        """Return the variables of a block that were not saved and are wanted all the same, by name."""
+        if not self._wanted:
+            return {}
+        saved = self.saves(index)
+        return {
+            name: value for name, value in self._stored(index) if name in self._wanted and name not in saved
+        }
+
+    def _stored(self, index: int) -> Iterator[tuple[str, Any]]:
+        """Yield the variables that a block has assigned."""
+        invoke = self._invokes[index]
         for name in invoke.stored:
             value = content(invoke.own[name])
-            if value is not UNBOUND and holds_marked(value, marked):
-                own[name] = value
-        return own
+            if value is not UNBOUND:
+                yield name, value
 
     @property
     def saved_before(self) -> list[Any]:

@@ -70,9 +70,21 @@ class KeptEdits:
         self._data.pop(name, None)
 
     def mediators(
-        self, entry: TraceEntry, choice: int, model: WorkerModel, threads: Threads
+        self,
+        entry: TraceEntry,
+        choice: int,
+        model: WorkerModel,
+        threads: Threads,
+        enter: Callable[[], None],
     ) -> list[ThreadMediator]:
         """Return what runs the edits that a request chose, in order.
+
+        Args:
+            entry: The request.
+            choice: Which of its ``n``.
+            model: What ``model`` is in the edits.
+            threads: What they run on.
+            enter: Called on each one's thread before it runs.
 
         Raises:
             UnknownEditError: One of them is not here.
@@ -81,7 +93,7 @@ class KeptEdits:
         for number, chosen in enumerate(entry.edits):
             data = self._chosen(chosen)
             info: Info = threads.run(lambda data=data: _read(data, model))  # type: ignore[misc] # a default
-            run = _every_step(compiled(info, info.variables), model)
+            run = _every_step(compiled(info, info.variables), model, enter)
             seed = zlib.crc32(f"{entry.key}/{entry.index}/{choice}/{number}".encode())
             label = f"the edit {chosen.name!r}"
             made.append(EditMediator(run, info, threads, seed=seed, label=label))
@@ -104,10 +116,13 @@ def _read(data: bytes, model: WorkerModel) -> Info:
     return received.blocks[0]
 
 
-def _every_step(function: Callable[[], Any], model: WorkerModel) -> Callable[[], None]:
+def _every_step(
+    function: Callable[[], Any], model: WorkerModel, enter: Callable[[], None]
+) -> Callable[[], None]:
     """Return a function that runs an edit's block once for each step."""
 
     def run() -> None:
+        enter()
         SAVES.enter()  # values have a `save` in any trace; the marks end with the thread
         for _ in IteratorTracer(slice(None), model.interleaver):
             function()

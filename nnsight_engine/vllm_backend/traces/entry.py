@@ -1,7 +1,7 @@
 """What a traced request brings in ``SamplingParams.extra_args``, and what its block leaves behind.
 
-The whole trace travels with each of its requests, because nobody knows which of them the engine runs first;
-the worker reads it once.
+The whole trace travels with each of its requests, because nobody knows which of them the engine runs first,
+or ahead of them; the worker reads it once.
 """
 
 from __future__ import annotations
@@ -37,13 +37,16 @@ class TraceEntry(msgspec.Struct, frozen=True):
         key: The trace.
         index: Which of its blocks is the request's.
         num_choices: How many requests run the block, ``n`` of its sampling.
-        data: All of them, see ``wire``.
+        data: All of them, see ``wire``; nothing if the worker was given them before, see ``hold``.
         groups: For each block, its variables' names and the numbers of the surrounding variables they stand
             for: equal numbers are one variable.
         streams: Whether what the block saves is told after each step.
         edits: The edits that run beside the block, in the order in which they have each value.
         is_rehearsal: Whether the request ends once its block has nothing new to ask for, see ``request``.
         is_scan: Whether the shapes of all modules' values are asked for too.
+        wanted: Names whose values are to come home although nobody saved them.
+        prints: Whether what the block prints is told, rather than printed by the worker.
+        compresses: Whether what is left of the trace is to be compressed.
     """
 
     key: str
@@ -55,6 +58,9 @@ class TraceEntry(msgspec.Struct, frozen=True):
     edits: list[EditEntry] = []
     is_rehearsal: bool = False
     is_scan: bool = False
+    wanted: list[str] = []
+    prints: bool = False
+    compresses: bool = False
 
     def to_plain(self) -> dict[str, Any]:
         """Return what vLLM carries."""

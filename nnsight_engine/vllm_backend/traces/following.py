@@ -87,6 +87,9 @@ class FollowingTraces(Presence, WorkerTraces):
         self.board.spread = Spread(ranks, self.model, points)
         self._in_step = False
 
+    def hold(self, key: str, data: bytes) -> None:
+        """Do nothing: blocks are read by the leading rank."""
+
     def adopt(self, data: bytes) -> None:
         """Do nothing: names are for blocks."""
 

@@ -3,7 +3,8 @@
 A block that appends to a saved list for a thousand tokens would be costly to send whole a thousand times. So
 what is told after a step is what changed: a value that is new or another one, and the items that a list grew
 by. Items changed in place, things deep inside others, objects whose own code would have to run to write them,
-and what the wire's limits refuse show at the end, when everything is collected.
+and what the wire's limits refuse show at the end, when everything is collected. Whoever is told puts it
+together again, see ``remote_backend.saves_so_far``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from nnsight_engine.wire import DecodeError, EncodeError, decode, encode
+from nnsight_engine.wire import EncodeError, encode
 
 logger = logging.getLogger(__name__)
 
@@ -78,16 +79,3 @@ def _mark(value: Any) -> Any:
     if kind is list or kind is set:
         return (len(value),)
     return tuple(map(id, value.values())) if kind is dict else kind
-
-
-def apply_news(saves: dict[str, Any], data: bytes) -> None:
-    """Bring ``saves`` up to date with what ``News.of`` told."""
-    try:
-        message = decode(data)
-    except DecodeError:  # as above
-        logger.debug("something saved cannot be read", exc_info=True)
-        return
-    saves.update(message["whole"])
-    for name, items in message["grown"].items():
-        # A list of its own each time: outputs that have left keep theirs.
-        saves[name] = [*saves.get(name, ()), *items]

@@ -27,10 +27,10 @@ from nnsight_engine.vllm_backend.traces.errors import TraceBytesError
 from nnsight_engine.vllm_backend.traces.holdings import Holdings
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
-from nnsight_engine.vllm_backend.traces.news import News
 from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES, place_of
 from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
 from nnsight_engine.vllm_backend.traces.scans import first_values, scanned
+from nnsight_engine.vllm_backend.traces.telling import Parcel, Telling
 from nnsight_engine.wire import EncodeError, encode, encode_error
 
 if TYPE_CHECKING:
@@ -91,7 +91,8 @@ class WorkerTraces:
         self._num_arrived = 0
         self._live: dict[str, TracedRequest] = {}
         self._ended: list[str] = []
-        self._news: dict[str, News] = {}
+        self._held: dict[str, bytes] = {}
+        self.telling = Telling()
 
     def _new_model(self, names: Names) -> WorkerModel:
         """Return what ``model`` is in the blocks."""
@@ -108,7 +109,12 @@ class WorkerTraces:
 
     def num_live(self) -> dict[str, int]:
         """Return how much is held, for tests and metrics."""
-        return {"traced": len(self._live), "traces": len(self._by_key), "edits": self.edits.num_kept}
+        held = {
+            "traced": len(self._live),
+            "traces": len(self._by_key.keys() | self._held.keys()),
+            "prints": len(self.telling),
+        }
+        return {**held, "edits": self.edits.num_kept}
 
     # A step.
 
@@ -138,10 +144,11 @@ class WorkerTraces:
             if member.context is None:
                 self._ended.append(request_id)
                 return
-            mediator = member.context.mediator(entry.index, member.choice, self._threads)
+            enter = self.telling.open(request_id, entry)
+            mediator = member.context.mediator(entry.index, member.choice, self._threads, enter)
             self._num_arrived += 1
             holdings = Holdings(self._max_bytes, partial(member.context.marked, entry.index))
-            edits = self.edits.mediators(entry, member.choice, self.model, self._threads)
+            edits = self.edits.mediators(entry, member.choice, self.model, self._threads, enter)
             member.request = TracedRequest(self.board, mediator, self._num_arrived, holdings, edits)
             for before, edit in enumerate(edits):
                 edit.idx = before - len(edits)
@@ -151,8 +158,6 @@ class WorkerTraces:
                 member.shapes = scanned(member.request, self.model)
             member.request.open()
             self._live[request_id] = member.request
-            if entry.streams:
-                self._news[request_id] = News()
         except Exception as error:
             logger.debug("a trace could not be read", exc_info=True)
             member.error = error
@@ -163,11 +168,17 @@ class WorkerTraces:
         context = self._contexts.get((entry.key, choice))
         if context is not None:
             return context, None
+        if not entry.data:
+            entry = msgspec.structs.replace(entry, data=self._held.get(entry.key, b""))
         # On a thread, because reading a trace runs code of its sender's, and outside of inference mode.
         context, error = self._threads.take().start(lambda: TraceContext(entry, self.model)).empty()
         if context is not None:
             self._contexts[(entry.key, choice)] = context
         return context, error
+
+    def hold(self, key: str, data: bytes) -> None:
+        """Keep the blocks of a trace for its requests, so that they need not all bring them."""
+        self._held[key] = data
 
     # What a client leaves in the engine.
 
@@ -247,20 +258,18 @@ class WorkerTraces:
         ended, self._ended = [*self._ended, *over], []
         return ended
 
-    def news(self) -> dict[str, tuple[str, int, bytes]]:
-        """Return what watched blocks have saved since the last step: trace, block and what is new."""
+    def news(self) -> dict[str, Parcel]:
+        """Return what watched blocks tell since the last step."""
         told = {}
-        for request_id in self._news.keys() & self._live.keys():
-            member = self._members[request_id]
-            assert member.context is not None  # noqa: S101 - it is live
-            try:
-                data = self._news[request_id].of(member.context.saves(member.entry.index))
-            except Exception:
-                logger.exception("what a block has saved cannot be told; it is collected in the end")
-                del self._news[request_id]
-                continue
-            if data is not None:
-                told[request_id] = (member.entry.key, member.entry.index, data)
+        for request_id in self._live:
+            if self.telling.has_news(request_id):
+                member = self._members[request_id]
+                assert member.context is not None  # noqa: S101 - it is live
+                parcel = self.telling.told(
+                    request_id, member.entry, partial(member.context.saves, member.entry.index)
+                )
+                if parcel is not None:
+                    told[request_id] = parcel
         return told
 
     # What is left.
@@ -273,6 +282,8 @@ class WorkerTraces:
             results: What each request returned, by ``"<block>/<choice>"``, for blocks that wait for it.
             index: The one block to close; the trace goes on until it is dropped. None ends the trace.
         """
+        if index is None:
+            self._held.pop(key, None)
         every = self._by_key.pop(key, None)
         if every is None:
             return encode({"blocks": [], "before": None})
@@ -282,25 +293,10 @@ class WorkerTraces:
         members = [self._members.pop(request_id) for request_id in request_ids]
         for request_id in request_ids:
             self._live.pop(request_id, None)
-            self._news.pop(request_id, None)
-        blocks = []
-        for member in sorted(members, key=lambda one: (one.entry.index, one.choice)):
-            error = member.error
-            if member.request is not None:
-                member.request.close(_Result(results.get(f"{member.entry.index}/{member.choice}")))
-                error = member.request.error
-            saves = {}
-            if member.context is not None and member.request is not None and not _is_too_much(error):
-                saves = member.context.saves(member.entry.index)
-            blocks.append(
-                {
-                    "index": member.entry.index,
-                    "choice": member.choice,
-                    "saves": saves,
-                    "error": None if error is None else self._told(error),
-                    "shapes": {} if member.shapes is None else first_values(member.shapes),
-                }
-            )
+        in_order = sorted(members, key=lambda one: (one.entry.index, one.choice))
+        blocks = [self._closed(member, results) for member in in_order]
+        for request_id in request_ids:
+            self.telling.close(request_id, key)
         contexts = [context for name, context in self._contexts.items() if name[0] == key]
         # Containers of all blocks, which whoever has saved too much has filled.
         is_too_much = any(one.request is not None and _is_too_much(one.request.error) for one in members)
@@ -309,18 +305,38 @@ class WorkerTraces:
             for name in [name for name in self._contexts if name[0] == key]:
                 del self._contexts[name]
         num_bytes = sum(one.request.holdings.result_bytes for one in members if one.request is not None)
-        return self._encoded({"blocks": blocks, "before": before}, num_bytes)
+        compress = any(member.entry.compresses for member in members)
+        return self._encoded({"blocks": blocks, "before": before}, num_bytes, compress=compress)
 
-    def _encoded(self, message: dict[str, Any], num_bytes: int) -> bytes:
+    def _closed(self, member: _Member, results: Mapping[str, Any]) -> dict[str, Any]:
+        """End a block, and return what came of it."""
+        error = member.error
+        if member.request is not None:
+            member.request.close(_Result(results.get(f"{member.entry.index}/{member.choice}")))
+            error = member.request.error
+        saves, flows = {}, {}
+        if member.context is not None and member.request is not None and not _is_too_much(error):
+            saves = member.context.saves(member.entry.index)
+            flows = member.context.flows(member.entry.index)
+        return {
+            "index": member.entry.index,
+            "choice": member.choice,
+            "saves": saves,
+            "flows": flows,
+            "error": None if error is None else self._told(error),
+            "shapes": {} if member.shapes is None else first_values(member.shapes),
+        }
+
+    def _encoded(self, message: dict[str, Any], num_bytes: int, *, compress: bool) -> bytes:
         """Return a trace's results as bytes; writing them runs code of the objects saved, so on a thread."""
         stack = self._threads.take()
         stack.left_s += num_bytes / _BYTES_WRITTEN_A_SECOND
         data: bytes | None
-        data, error = stack.start(lambda: _encoded(message)).empty()
+        data, error = stack.start(lambda: _encoded(message, compress=compress)).empty()
         if data is not None:
             return data
         for block in message["blocks"]:
-            block["saves"] = {}
+            block["saves"], block["flows"] = {}, {}
             block["error"] = block["error"] or self._told(error)
         return encode({**message, "before": None})
 
@@ -335,8 +351,10 @@ class WorkerTraces:
 
     def drop(self, key: str) -> None:
         """Close what is left of a trace, which nobody will collect."""
+        self._held.pop(key, None)
         if key in self._by_key:
             self.collect(key, {})
+        self.telling.take_left(key)
 
     def _drop_uncollected(self) -> None:
         if len(self._by_key) <= _MAX_UNCOLLECTED:
@@ -352,22 +370,23 @@ def _is_too_much(error: BaseException | None) -> bool:
     return isinstance(error, TraceBytesError)
 
 
-def _encoded(message: dict[str, Any]) -> bytes:
+def _encoded(message: dict[str, Any], *, compress: bool) -> bytes:
     """Return what a trace left behind as bytes; a block that saved what cannot travel fails alone."""
+    write = partial(encode, reference=_home_reference)
     try:
-        return encode(message, reference=_home_reference)
+        return write(message, compress=compress)
     except EncodeError:
         logger.debug("something saved cannot be sent", exc_info=True)
     for block in message["blocks"]:
         try:
-            encode(block["saves"], reference=_home_reference)
+            write([block["saves"], block["flows"]])
         except EncodeError as error:
-            block["saves"] = {}
+            block["saves"], block["flows"] = {}, {}
             block["error"] = block["error"] or encode_error(error)
     try:
-        return encode(message, reference=_home_reference)
+        return write(message, compress=compress)
     except EncodeError:
-        return encode({**message, "before": None}, reference=_home_reference)
+        return write({**message, "before": None}, compress=compress)
 
 
 class _Result:

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from nnsight_engine.vllm_backend.traces.news import News, apply_news
+from nnsight_engine.remote_backend.saves_so_far import apply_news
+from nnsight_engine.vllm_backend.traces.news import News
 
 
 def told(news: News, saves: dict[str, Any], known: dict[str, Any]) -> int:

@@ -20,6 +20,7 @@ from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.rows import plain
 from nnsight_engine.vllm_backend.traces.stages.elsewhere import described, spanning_paths
 from nnsight_engine.vllm_backend.traces.stages.parcels import Keeper, Kept, Parcels
+from nnsight_engine.vllm_backend.traces.telling import Parcel
 from nnsight_engine.wire import encode_error
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class StageTraces:
 
     # Blocks are where the last stage is: nothing is left here.
 
-    def news(self) -> dict[str, tuple[str, int, bytes]]:
+    def news(self) -> dict[str, Parcel]:
         """Return nothing."""
         return {}
 
@@ -196,6 +197,9 @@ class StageTraces:
         """Return nothing."""
         del key, results, index
         return b""
+
+    def hold(self, key: str, data: bytes) -> None:
+        """Do nothing: blocks are read elsewhere."""
 
     def adopt(self, data: bytes) -> None:
         """Do nothing: names are for blocks."""

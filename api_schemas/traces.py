@@ -1,0 +1,69 @@
+"""What a server says of itself to clients that write blocks: its phase, its models, their modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+
+class ModelStatus(BaseModel):
+    """A model that a server has.
+
+    Attributes:
+        name: What it is called.
+        names: All names under which it is served.
+        running: Whether it answers requests now.
+        engines: What runs traces of it, ``vllm`` and ``local``.
+    """
+
+    name: str
+    names: list[str]
+    running: bool
+    engines: list[str]
+
+
+class ServerStatus(BaseModel):
+    """How a server is.
+
+    Attributes:
+        phase: ``starting``, ``ready``, ``draining`` or ``dead``.
+        version: Of this package.
+        python: Of the interpreter in which blocks run.
+        models: What it has.
+        in_flight: Requests that are being answered.
+        queued: Jobs that wait for their turn.
+    """
+
+    phase: str
+    version: str
+    python: str
+    models: list[ModelStatus]
+    in_flight: int
+    queued: int = 0
+
+
+class TraceOutline(BaseModel):
+    """What a client without the model needs to write blocks for it.
+
+    Attributes:
+        model: What it is called.
+        names: All names under which it is served.
+        fingerprint: Of its shape, see ``fingerprint_of``.
+        engines: What runs traces of it.
+        class_name: vLLM's class of it.
+        outline: vLLM's modules, parents first: path, class, description, and the path of the same module if
+            it was listed before, or nothing.
+        spec: Sizes, and the standard points.
+    """
+
+    model: str
+    names: list[str]
+    fingerprint: str
+    engines: list[str]
+    class_name: str
+    outline: list[tuple[str, str, str, str]]
+    spec: dict[str, Any]
+
+
+__all__ = ["ModelStatus", "ServerStatus", "TraceOutline"]

@@ -1,0 +1,75 @@
+"""A client's sampling parameters, checked before vLLM gets them.
+
+vLLM checks their values and, where they do not come through its own HTTP models, not their types; and what
+cannot be written for the engine's process is only noticed on the way there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+from vllm import SamplingParams
+from vllm.exceptions import VLLMClientError
+
+from api_schemas.errors import ApiError, ErrorCode
+from app.engine.vllm_errors import translated
+from nnsight_engine.plans.request_plan import PLAN_KEY
+from nnsight_engine.vllm_backend.call import TICKET_KEY
+from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
+
+_DERIVED: Final = frozenset({"skip_clone", "output_text_buffer_length", "skip_reading_prefix_cache"})
+"""What vLLM or we set; they come with parameters that were made on the other side."""
+
+_RESERVED: Final = frozenset({PLAN_KEY, TRACE_KEY, TICKET_KEY})
+_Scalar = str | int | float | bool
+_EXTRA: Final = dict[str, _Scalar | list[_Scalar] | None]
+
+
+def sampling_params(given: Mapping[str, Any], field: str) -> SamplingParams:
+    """Return a request's sampling parameters.
+
+    Args:
+        given: By name.
+        field: Where they stand in the request, for messages.
+
+    Raises:
+        ApiError: There is no such parameter, or it has a wrong type or value.
+    """
+    named = {name: value for name, value in given.items() if not (name in _DERIVED or name.startswith("_"))}
+    unknown = named.keys() - set(SamplingParams.__struct_fields__)
+    if unknown:
+        name = min(unknown)
+        raise ApiError(
+            ErrorCode.INVALID_VALUE, f"vLLM has no sampling parameter {name!r}.", f"{field}.sampling.{name}"
+        )
+    structured = named.get("structured_outputs")
+    if isinstance(structured, dict):
+        own = {name: value for name, value in structured.items() if not name.startswith("_")}
+        named["structured_outputs"] = own
+    try:
+        _check_extra(named.get("extra_args"), field)
+        msgspec.msgpack.encode(named)  # what this refuses would fail on the way to the engine
+        params: SamplingParams = msgspec.convert(named, SamplingParams, str_keys=True)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at `$")
+        raise ApiError(ErrorCode.INVALID_VALUE, what, f"{field}.sampling{place.rstrip('`')}") from error
+    except VLLMClientError as error:
+        raise translated(error, field) or error from error
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ApiError(ErrorCode.INVALID_VALUE, str(error), f"{field}.sampling") from error
+    return params
+
+
+def _check_extra(extra: Any, field: str) -> None:
+    """Raise for extra arguments that are none, or that are ours."""
+    if extra is None:
+        return
+    reserved = msgspec.convert(extra, _EXTRA).keys() & _RESERVED
+    if reserved:
+        raise ApiError(
+            ErrorCode.BAD_REQUEST,
+            f"extra_args may not name {min(reserved)!r}, which is the server's own",
+            f"{field}.sampling.extra_args",
+        )

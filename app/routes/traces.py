@@ -1,0 +1,41 @@
+"""``POST /v1/traces``: blocks of a client run here; ``GET /v1/traces/outline``: what they may name."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api_schemas.traces import TraceOutline
+from app.context import Served
+from app.openapi import TRACE_ANSWERS, TRACE_BODY
+from app.services.trace_answers import answer_trace
+
+router = APIRouter(prefix="/v1/traces", tags=["traces"])
+
+
+@router.post(
+    "",
+    summary="Run a trace, and answer with what becomes of it",
+    response_class=Response,
+    openapi_extra=TRACE_BODY,
+    responses=TRACE_ANSWERS,
+)
+async def run_trace(request: Request, context: Served) -> Response:
+    """Blocks in, a stream of frames out: events, outputs, and in the end what the blocks saved."""
+    return await answer_trace(context, request)
+
+
+@router.get("/outline", summary="The model's modules, for clients that write blocks without having it")
+async def get_outline(context: Served) -> TraceOutline:
+    """The modules as vLLM has them, with their paths, and the standard points."""
+    served, described = context.engine.served(), await context.engine.describe_model()
+    return TraceOutline(
+        model=served.names[0],
+        names=list(served.names),
+        fingerprint=served.fingerprint,
+        engines=list(context.engine.trace_engines()),
+        class_name=described.outline[0][1],
+        outline=described.outline,
+        spec=described.spec,
+    )

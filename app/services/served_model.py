@@ -1,0 +1,53 @@
+"""The model that a server has, and whether it is the one that a trace was written against."""
+
+from __future__ import annotations
+
+import dataclasses
+import posixpath
+
+from api_schemas.errors import ApiError, ErrorCode
+from nnsight_engine.remote_backend.messages import TraceHead
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What clients may call the model.
+
+    Attributes:
+        names: Under which it is served.
+        source: What it was loaded from: a repository's name, or a folder.
+        fingerprint: Of its shape, see ``fingerprint_of``; empty while that is not known.
+    """
+
+    names: tuple[str, ...]
+    source: str
+    fingerprint: str = ""
+
+    def check(self, head: TraceHead) -> None:
+        """Raise ApiError unless a trace's blocks are for this model.
+
+        A folder on the client's machine says nothing here, so for one the shape decides.
+        """
+        is_same_shape = bool(self.fingerprint) and head.fingerprint == self.fingerprint
+        if self._is_called(head.model) or (is_same_shape and _is_path(head.model)):
+            return
+        raise ApiError(
+            ErrorCode.MODEL_NOT_FOUND,
+            f"The trace is for the model {head.model!r}, and this server has {self.names[0]!r}; "
+            "GET /v1/status lists its names.",
+            "model",
+        )
+
+    def _is_called(self, name: str) -> bool:
+        return name in self.names or _normal(name) in {
+            _normal(self.source),
+            posixpath.basename(_normal(self.source)),
+        }
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(("/", "./", "../", "~")) or "\\" in name
+
+
+def _normal(name: str) -> str:
+    return posixpath.normpath(name)

@@ -1,0 +1,140 @@
+"""One trace over HTTP, from the request's bytes to a stream of frames.
+
+What goes wrong before the engine's first frame has a status of its own; afterwards it is an ``ERROR`` frame.
+A client that leaves, at whatever stage, ends the trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Iterator
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.jobs import JobStatus
+from app.body import check_media_type, read_bytes
+from app.context import Context
+from app.errors import error_bytes, internal_error
+from app.services.code_policy import check_code_allowed
+from app.services.disconnect import while_connected
+from app.services.streaming import ClosingStream
+from app.services.traces import event_frame
+from nnsight_engine.remote_backend.frames import MEDIA_TYPE, Frame, FrameKind
+from nnsight_engine.remote_backend.messages import MEDIA_TYPE as TRACE_TYPE
+from nnsight_engine.remote_backend.messages import TraceRequest
+from nnsight_engine.wire import DecodeError
+
+logger = logging.getLogger(__name__)
+
+_PIECE_BYTES: Final = 2**20
+"""What is written at once: the server waits for the client in between, and never copies all of a result."""
+
+Frames = AsyncGenerator[Frame, None]
+
+
+async def answer_trace(context: Context, http: Request) -> Response:
+    """Read a trace, have it run, and return the response, whose body goes on until the trace has ended.
+
+    Raises:
+        ApiError: The trace is refused, or fails before its first frame.
+        ClientDisconnect: The client went away; the trace has been ended.
+    """
+    request = await read_trace(context, http)
+    job_id = f"trace-{secrets.token_hex(16)}"
+    engine = context.traces.engine_for(request.head)
+    frames = context.traces.run(request, job_id)
+    del request  # large, perhaps
+    opened = await while_connected(http.receive, _opened(frames))
+    return ClosingStream(
+        _answer([event_frame(JobStatus.RECEIVED, job=job_id), *opened], frames),
+        media_type=MEDIA_TYPE,
+        headers={
+            "NNsight-Job-Id": job_id,
+            "NNsight-Engine": engine.name,
+            "Cache-Control": "no-store",
+            "X-Accel-Buffering": "no",
+        },
+        on_close=frames.aclose,
+    )
+
+
+async def read_trace(context: Context, http: Request) -> TraceRequest:
+    """Return the trace that a request brings, once it is known that the server would take it.
+
+    Raises:
+        ApiError: ``code_not_allowed``, ``bad_request`` (of another content type), ``body_too_large``,
+            ``invalid_trace``, ``model_not_found``.
+        ClientDisconnect: The client went away before the end.
+    """
+    check_code_allowed(context.settings, http)
+    # No form of a page can send this type: a browser asks first whether the page's site may.
+    check_media_type(http, TRACE_TYPE)
+    body = await read_bytes(http, context.settings.max_trace_request_bytes)
+    try:
+        request = TraceRequest.from_bytes(body)
+    except DecodeError as error:
+        raise ApiError(ErrorCode.INVALID_TRACE, str(error)) from error
+    context.engine.served().check(request.head)
+    return request
+
+
+async def _opened(frames: Frames) -> list[Frame]:
+    """Return the frames up to the first one of the engine's, which follows one of the service's."""
+    try:
+        return [await anext(frames), await anext(frames)]
+    except StopAsyncIteration as error:
+        raise internal_error() from error
+    except BaseException:
+        await frames.aclose()
+        raise
+
+
+async def _answer(opened: list[Frame], frames: Frames) -> AsyncGenerator[bytes | memoryview, None]:
+    """Yield a trace's frames as bytes; turn an error into the last of them."""
+    try:
+        async with contextlib.aclosing(_completed(opened, frames)) as told:
+            async for frame in told:
+                for piece in pieces(frame):
+                    yield piece
+    except ApiError as error:
+        logger.info("a trace ended with %s: %s", error.code, error.message)
+        yield b"".join(pieces(Frame(FrameKind.ERROR, error_bytes(error))))
+    except Exception:
+        logger.exception("unhandled error in a trace")
+        yield b"".join(pieces(Frame(FrameKind.ERROR, error_bytes(internal_error()))))
+    finally:
+        await frames.aclose()
+
+
+async def _completed(opened: list[Frame], frames: Frames) -> Frames:
+    """Yield all frames of a trace, with what the engine does not say: that it is over.
+
+    Raises:
+        ApiError: The engine ended it without a result.
+    """
+    for frame in opened:
+        yield frame
+    async for frame in frames:
+        if frame.kind is FrameKind.RESULT:
+            yield event_frame(JobStatus.COMPLETED)
+            yield frame
+            return
+        yield frame
+    logger.error("a trace ended without a result")
+    raise internal_error()
+
+
+def pieces(frame: Frame) -> Iterator[bytes | memoryview]:
+    """Yield a frame's bytes, as much at once as is to be written at once."""
+    data = memoryview(frame.data)
+    if len(data) < _PIECE_BYTES:
+        yield b"".join((frame.head(), data))
+        return
+    yield frame.head()
+    for start in range(0, len(data), _PIECE_BYTES):
+        yield data[start : start + _PIECE_BYTES]

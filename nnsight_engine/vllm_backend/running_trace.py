@@ -1,0 +1,150 @@
+"""A trace's requests while they run: all start together, and what comes of any of them comes in one stream.
+
+``VLLM(mode="async")`` and the server run traces through this. Nobody waits for a slow reader but the outputs
+of his own requests; what blocks tell meanwhile is kept for him, up to a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from nnsight_engine.vllm_backend.trace_router import Told, TraceRouter
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+    Start = Callable[[Callable[[], None]], AsyncGenerator[RequestOutput, None]]
+    """Begins a request, and gives its outputs; may call what it is given once the engine has the request."""
+
+MAX_PENDING_BYTES: Final = 2**30
+
+
+class SlowReaderError(RuntimeError):
+    """What blocks told of themselves was not read for too long."""
+
+    @classmethod
+    def over(cls, max_bytes: int) -> SlowReaderError:
+        """There would be more than this."""
+        return cls(
+            f"More than {max_bytes:,} bytes that the blocks saved wait to be read, so the trace was ended. "
+            "Read its outputs faster, or save less at each step."
+        )
+
+
+class Begun(NamedTuple):
+    """The engine has all requests."""
+
+
+class Output(NamedTuple):
+    """An output of one of the requests.
+
+    Attributes:
+        block: The request's block.
+        output: vLLM's.
+    """
+
+    block: int
+    output: RequestOutput
+
+
+_Item = Begun | Told | tuple[Output, asyncio.Event] | Exception | None
+"""Something to tell, an output with what is to be set when it is taken, or a request's end."""
+
+
+class RunningTrace:
+    """The requests of one trace.
+
+    Args:
+        router: Where what blocks tell arrives.
+        key: The trace.
+        starts: Begin the requests, one each.
+        max_pending_bytes: How much of what blocks told may wait to be read.
+    """
+
+    def __init__(
+        self,
+        router: TraceRouter,
+        key: str,
+        starts: Sequence[Start],
+        *,
+        max_pending_bytes: int = MAX_PENDING_BYTES,
+    ) -> None:
+        """Prepare; nothing runs before ``events`` is iterated over."""
+        self._router = router
+        self._key = key
+        self._starts = starts
+        self._max_pending = max_pending_bytes
+        self._num_pending = 0
+        self._num_coming = len(starts)
+        self._queue: asyncio.Queue[_Item] = (
+            asyncio.Queue()
+        )  # short: a request waits until its output is taken
+
+    async def events(self) -> AsyncGenerator[Begun | Told | Output, None]:
+        """Run the requests, and yield their outputs and what their blocks tell, as they come.
+
+        Left early, it ends them; what workers keep of the trace is the caller's to collect or to drop.
+
+        Raises:
+            Exception: What the first request to fail raised.
+            SlowReaderError: Too much waits to be read.
+        """
+        self._router.open(self._key, self._listen)
+        running = [asyncio.create_task(self._run(index, start)) for index, start in enumerate(self._starts)]
+        try:
+            left = len(running)
+            while left:
+                item = await self._queue.get()
+                if item is None:
+                    left -= 1
+                elif isinstance(item, Exception):
+                    raise item
+                elif isinstance(item, Begun | Told):
+                    self._num_pending -= _num_bytes(item) if isinstance(item, Told) else 0
+                    yield item
+                else:
+                    output, taken = item
+                    taken.set()
+                    yield output
+        finally:
+            self._router.close(self._key)
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    def _listen(self, told: Told) -> None:
+        self._num_pending += _num_bytes(told)
+        if self._num_pending > self._max_pending:
+            self._router.close(self._key)
+            self._queue.put_nowait(SlowReaderError.over(self._max_pending))
+            return
+        self._queue.put_nowait(told)
+
+    def _come(self) -> None:
+        """Take note that the engine has one more of the requests."""
+        self._num_coming -= 1
+        if self._num_coming == 0:
+            self._queue.put_nowait(Begun())
+
+    async def _run(self, index: int, start: Start) -> None:
+        """Put one request's outputs into the queue, then what it raised or None."""
+        outputs = start(self._come)
+        try:
+            async for output in outputs:
+                for choice in output.outputs:  # vLLM goes on appending to its own list
+                    choice.token_ids = list(choice.token_ids)
+                taken = asyncio.Event()
+                self._queue.put_nowait((Output(index, output), taken))
+                await taken.wait()
+        except Exception as error:  # noqa: BLE001 - raised where the events are read
+            self._queue.put_nowait(error)
+        else:
+            self._queue.put_nowait(None)
+        finally:
+            await outputs.aclose()
+
+
+def _num_bytes(told: Told) -> int:
+    return len(told.news or b"") + len(told.printed)
