@@ -21,6 +21,7 @@ from api_schemas.interventions import Intervention
 from app.engine.client import DescribedModel, EngineReply, JsonObject
 from app.engine.fake_results import CAPABILITIES, FINGERPRINT, MODEL, collected
 from app.engine.fake_traces import FakeTraceEngine
+from app.engine.traces import TraceEngine
 from app.errors import DONE_FRAME
 from app.services.responses import choice_json
 from app.services.served_model import ServedModel
@@ -109,7 +110,7 @@ class FakeEngineClient:
         self.behaviour = behaviour or FakeBehaviour()
         self.num_running = 0
         self.num_calls = 0
-        self.traces = {"vllm": FakeTraceEngine()}
+        self.traces: Mapping[str, TraceEngine] = {"vllm": FakeTraceEngine()}
         self._settings = settings
         self._store = store
         self._has_started = False
@@ -142,7 +143,7 @@ class FakeEngineClient:
         """Return the made-up model's modules."""
         return DescribedModel([("", "FakeForCausalLM", "", ""), ("model", "FakeModel", "", "")], {})
 
-    def trace_engines(self) -> Mapping[str, FakeTraceEngine]:
+    def trace_engines(self) -> Mapping[str, TraceEngine]:
         """Return ``traces``."""
         return self.traces
 

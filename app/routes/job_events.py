@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 from fastapi import APIRouter, Header, Query, WebSocket
@@ -16,7 +16,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from api_schemas.errors import ApiError
 from api_schemas.jobs import JobEvent
-from app.context import Owner, Served
+from app.context import Context, Owner, Served
 from app.errors import error_response
 from app.openapi import error_responses
 
@@ -37,8 +37,10 @@ LastSeen = Annotated[
 ]
 
 
-class _Ping(msgspec.Struct, tag_field="type", tag="ping"):
-    """``{"type": "ping"}``: what a client may send so far."""
+class _Ping(msgspec.Struct):
+    """What a client may send so far."""
+
+    type: Literal["ping"]
 
 
 @router.get(
@@ -72,11 +74,14 @@ async def follow_job_by_websocket(
         await websocket.send_denial_response(error_response(error))
         return
     await websocket.accept()
-    telling = asyncio.create_task(_tell(websocket, events))
+    telling = asyncio.create_task(_tell(websocket, events), name=f"tell-{job_id}")
     listening = asyncio.create_task(_listen(websocket))
     try:
         done, _ = await asyncio.wait((telling, listening), return_when=asyncio.FIRST_COMPLETED)
-        code = (listening if listening in done else telling).result()
+        code = listening.result() if listening in done else None
+        if telling in done:
+            telling.result()
+            code = _NORMAL if await _is_over(context, job_id, owner) else _GOING_AWAY
     finally:
         telling.cancel()
         listening.cancel()
@@ -91,14 +96,19 @@ async def _sent(events: AsyncGenerator[JobEvent, None]) -> AsyncGenerator[Server
             yield ServerSentEvent(event.model_dump_json(exclude_none=True), id=str(event.id))
 
 
-async def _tell(websocket: WebSocket, events: AsyncGenerator[JobEvent, None]) -> int | None:
-    """Send a job's events; returns the code to close with."""
-    code = _GOING_AWAY
+async def _is_over(context: Context, job_id: str, owner: str) -> bool:
+    """Return whether a job has ended; one that is removed, or whose server stops, has not."""
+    try:
+        return (await context.jobs.get(job_id, owner)).status.is_final
+    except ApiError:
+        return False
+
+
+async def _tell(websocket: WebSocket, events: AsyncGenerator[JobEvent, None]) -> None:
+    """Send a job's events."""
     async with contextlib.aclosing(events):
         async for event in events:
             await websocket.send_json({"type": "event", **event.model_dump(mode="json", exclude_none=True)})
-            code = _NORMAL if event.status.is_final else _GOING_AWAY
-    return code
 
 
 async def _listen(websocket: WebSocket) -> int | None:
@@ -106,7 +116,7 @@ async def _listen(websocket: WebSocket) -> int | None:
     while (message := await websocket.receive())["type"] != "websocket.disconnect":
         try:
             msgspec.json.decode(message.get("text") or b"", type=_Ping)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return _UNSUPPORTED
         await websocket.send_json({"type": "pong"})
     return None

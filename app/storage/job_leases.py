@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
-from sqlalchemy import func, or_, select, update
+from sqlalchemy import ColumnElement, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from api_schemas.errors import ErrorCode
@@ -30,8 +30,8 @@ MAX_INTERRUPTIONS: Final = 3
 _STOPPED: Final = "The server stopped; the job runs again when one serves its model."
 _DIED: Final = "The server died; the job runs again."
 _INTERRUPTED: Final = (
-    "The server died while the job ran, and what its blocks had computed is lost. POST …/rerun runs it again; "
-    "a job submitted with ?rerun=true does so by itself, though not for ever."
+    "The server died while the job ran, and what its blocks had computed is lost. POST …/rerun runs it "
+    "again; a job submitted with ?rerun=true does so by itself, though not for ever."
 )
 
 
@@ -80,24 +80,10 @@ class JobLeases:
                 JobRow.model == model,
                 JobRow.lease_by.is_(None),
             )
-            oldest = dict(
-                session.execute(
-                    select(JobRow.owner, func.min(JobRow.queued_at)).where(*waits).group_by(JobRow.owner)
-                )
-                .tuples()
-                .all()
-            )
+            oldest = _by_owner(session, func.min(JobRow.queued_at), *waits)
             if not oldest:
                 return None
-            running = dict(
-                session.execute(
-                    select(JobRow.owner, func.count())
-                    .where(JobRow.lease_by.is_not(None), JobRow.model == model)
-                    .group_by(JobRow.owner)
-                )
-                .tuples()
-                .all()
-            )
+            running = _by_owner(session, func.count(), JobRow.lease_by.is_not(None), JobRow.model == model)
             owner = min(
                 oldest, key=lambda name: (running.get(name, 0), served_at.get(name, 0.0), oldest[name])
             )
@@ -242,6 +228,14 @@ class JobLeases:
             )
         ):
             raise LeaseLostError(job.id)
+
+
+def _by_owner(
+    session: Session, value: ColumnElement[Any], *conditions: ColumnElement[bool]
+) -> dict[str, float]:
+    """Return a value of each owner's jobs that meet conditions."""
+    rows = session.execute(select(JobRow.owner, value).where(*conditions).group_by(JobRow.owner))
+    return {row[0]: row[1] for row in rows}
 
 
 __all__ = ["LEASE_S", "MAX_INTERRUPTIONS", "JobEnd", "JobLeases", "LeaseLostError"]

@@ -103,15 +103,13 @@ def test_processes_that_start_at_once_migrate_once(tmp_path: Path):
 
 
 async def test_a_database_of_a_newer_version_is_refused_by_name(tmp_path: Path):
-    _ = await asyncio.to_thread(_start_in_thread, tmp_path)
+    older = Database(tmp_path)
+    await older.start()
+    await older.close()
     with sqlite3.connect(tmp_path / FILE_NAME) as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
     with pytest.raises(DatabaseError, match=r"newer.*NNSIGHT_ENGINE_DATA_DIR"):
         await Database(tmp_path).start()
-
-
-def _start_in_thread(directory: Path) -> None:
-    _start(directory)
 
 
 async def test_what_is_no_database_is_refused_and_kept(tmp_path: Path):
