@@ -309,6 +309,32 @@ class Envoy(CallValues, EnvoyTree, Batchable):
 
     # The tree.
 
+    def _rename(self, rename: Rename | None) -> None:
+        """Give the modules of the tree these further names instead of those that they have.
+
+        Raises:
+            ValueError: A name cannot be looked up; the names are then as they were.
+        """
+        before = self._alias
+        aliases = Aliases(rename) if rename else None
+        envoys = list(self._walk())
+        try:
+            for envoy in envoys:
+                envoy.__dict__["_alias"] = aliases
+            for envoy in envoys:
+                check_aliases(envoy)
+        except (TypeError, ValueError):
+            for envoy in envoys:
+                envoy.__dict__["_alias"] = before
+            raise
+
+    def _forget_looks(self) -> None:
+        """Drop what people have looked at in this tree: rewritten forwards, values of a scan."""
+        for envoy in self._walk():
+            envoy.__dict__["_source"] = None
+            envoy._fake.clear()
+        self._root._sources.clear()
+
     def _add_envoy(self, module: torch.nn.Module, name: str) -> Envoy:
         """Stand for a child; a module that the tree has already keeps the envoy it has."""
         known = self._root._by_module
@@ -390,12 +416,10 @@ class Envoy(CallValues, EnvoyTree, Batchable):
 
     def _traceable(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method of the module that a ``with`` statement traces, and any other code calls."""
-        ours = getattr(type(self), f"__nnsight_{name}__", None)
-        traced = MethodType(ours, self) if ours is not None else method
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if SITES.feeds_with(sys._getframe(1)):
-                return self.trace(*args, fn=traced, **kwargs)
+                return self.trace(*args, fn=self._traced(name, method), **kwargs)
             interleaver = self._interleaver
             if interleaver.current is not None:
                 own = functools.partial(self._call_own, name, method)
@@ -405,6 +429,11 @@ class Envoy(CallValues, EnvoyTree, Batchable):
 
         call.__name__, call.__doc__ = name, method.__doc__
         return call
+
+    def _traced(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what runs where a method of the module is traced."""
+        ours = getattr(type(self), f"__nnsight_{name}__", None)
+        return MethodType(ours, self) if ours is not None else method
 
     def _call_own(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._call_method(name, method, args, kwargs)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
+from nnsight_engine.envoys.aliases import Rename
 from nnsight_engine.envoys.architectures.architecture import Architecture, architecture_of
 from nnsight_engine.envoys.architectures.points import Points
 from nnsight_engine.envoys.envoy import Envoy, EnvoyMap
@@ -63,6 +64,10 @@ class NNsight(Envoy):
             self.__dict__["_points"][name] = value
         else:
             super().__setattr__(name, value)
+
+    def _rename(self, rename: Rename | None) -> None:
+        architecture = self.__dict__["_points"].architecture
+        super()._rename(rename if architecture is None else architecture.rename_with(rename, type(self)))
 
     def _has_standard_logits(self) -> bool:
         name = "logits"

@@ -11,6 +11,7 @@ the trace is one request, and over when its answer is here. Otherwise it is a jo
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 from collections.abc import AsyncIterator, Generator, Iterator
 from types import SimpleNamespace
@@ -110,7 +111,7 @@ class RemoteBackend(Backend):
         if tracer is None:
             return self._stream() if self.streams else self.job.poll()
         function = super().__call__(tracer)
-        dialect: Dialect = tracer.model.remote_dialect()  # type: ignore[attr-defined] # of traces and sessions
+        dialect = _dialect_of(tracer)
         model = self._model_key or dialect.model
         if not model:
             raise ValueError(
@@ -220,7 +221,7 @@ class RemoteBackend(Backend):
                 elif frame.kind is FrameKind.OUTPUT:
                     output = reader.read(frame.data)
                     if not output.finished:
-                        yield _output(output, output.saves)
+                        yield _shown(output)
                     else:
                         last.append(output)  # it is to have everything, which comes with the result
                 elif frame.kind is FrameKind.ERROR:
@@ -231,7 +232,7 @@ class RemoteBackend(Backend):
         raise_first(outcomes)
         for output in last:
             choices = [outcome.saves for outcome in outcomes if outcome.index == output.invoke]
-            yield _output(output, by_name(choices))
+            yield dataclasses.replace(_shown(output), saves=by_name(choices))
 
 
 def chosen_backend(
@@ -262,6 +263,23 @@ def chosen_backend(
     return backend
 
 
+def _dialect_of(tracer: Tracer) -> Dialect:
+    """Return how the traces of a tracer's model are said to a server.
+
+    Raises:
+        TypeError: The model is not one that a server could have.
+    """
+    root = getattr(getattr(tracer, "model", None), "_root", None)
+    speak = getattr(root, "remote_dialect", None)
+    if speak is None:
+        raise TypeError(
+            f"{type(root).__name__} cannot be traced on a server: it runs LanguageModel and VLLM, which have "
+            "a checkpoint's name"
+        )
+    dialect: Dialect = speak()
+    return dialect
+
+
 def is_near(address: str) -> bool:
     """Tell whether a server is on this machine, to which nothing need be compressed."""
     host = httpx.URL(address).host if "://" in address else ""
@@ -271,6 +289,23 @@ def is_near(address: str) -> bool:
         return False
 
 
-def _output(output: StreamedOutput, saves: dict[str, Any]) -> Any:
+@dataclasses.dataclass(frozen=True, slots=True)
+class RemoteStreamedOutput:
+    """One output of a request as it comes; what vLLM's have, and what its block has saved.
+
+    Attributes:
+        invoke: The block's number in its trace.
+        outputs: The choices that it tells of, with ``index``, ``text``, ``token_ids``, ``finish_reason``.
+        finished: Whether the request has ended.
+        saves: What the block has saved up to here, by name.
+    """
+
+    invoke: int
+    outputs: list[SimpleNamespace]
+    finished: bool
+    saves: dict[str, Any]
+
+
+def _shown(output: StreamedOutput) -> RemoteStreamedOutput:
     choices = [SimpleNamespace(**choice) for choice in output.choices]
-    return SimpleNamespace(invoke=output.invoke, finished=output.finished, saves=saves, outputs=choices)
+    return RemoteStreamedOutput(output.invoke, choices, output.finished, output.saves)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from types import CellType
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from nnsight_engine.core.cells import content
 from nnsight_engine.core.saves import SAVES
@@ -19,9 +19,6 @@ from nnsight_engine.remote_backend.errors import LostTraceError
 from nnsight_engine.tracing.tracer import Info
 from nnsight_engine.wire import DATA_ONLY, DecodeError, Policy, SentBlock, decode, restore_error
 from nnsight_engine.wire.decoder import Resolve
-
-SAVED: Final = "saved"
-"""Name, among a trace's shared values, of the list of containers that were saved before its blocks ran."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +46,7 @@ class SentPart(NamedTuple):
     """A block that was sent: its own variables, and the surrounding ones that they stand for."""
 
     info: Info
-    own: dict[str, CellType]
+    own: Mapping[str, CellType]
     outer: Mapping[str, CellType]
 
     def bind(self, name: str, value: Any) -> None:
@@ -67,6 +64,11 @@ def parts_of(tracer: InterleavingTracer) -> list[SentPart]:
     if not tracer.invokers:
         return [SentPart(tracer.info, tracer.info.variables, tracer.info.variables)]
     return [SentPart(invoker.info, invoker.own, invoker.outer) for invoker in tracer.invokers]
+
+
+def wanted_of(parts: Sequence[SentPart]) -> list[str]:
+    """Return the names that are to come home although nobody saved them, see ``Info.wanted``."""
+    return sorted({name for part in parts for name in part.info.wanted})
 
 
 def raise_first(outcomes: Sequence[Outcome]) -> None:

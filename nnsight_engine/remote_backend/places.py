@@ -15,6 +15,7 @@ import torch
 
 from nnsight_engine.envoys.architectures.named_points import PointGroup
 from nnsight_engine.envoys.architectures.points import Points
+from nnsight_engine.envoys.cache import Cache, CacheView, Entry
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.operations import OperationEnvoy, SourceEnvoy
 from nnsight_engine.interleaving.barrier import Barrier
@@ -23,6 +24,9 @@ from nnsight_engine.tracing.tracer import Tracer
 from nnsight_engine.wire import EncodeError
 
 Reference = tuple[str, ...]
+
+HOME_CLASSES: Final = (Cache, CacheView, Entry)
+"""What comes home beside data: these hold data, and places in the model."""
 
 _PLACES: Final = (Envoy, Points, PointGroup, SourceEnvoy, OperationEnvoy)
 
@@ -197,4 +201,4 @@ def _tensor_named(module: torch.nn.Module, name: str) -> torch.Tensor:
     return found
 
 
-__all__ = ["Places", "Reference", "place_of", "reference_of"]
+__all__ = ["HOME_CLASSES", "Places", "Reference", "place_of", "reference_of"]

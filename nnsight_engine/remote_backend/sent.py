@@ -20,7 +20,6 @@ from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import SentInvoke, TraceHead, TraceRequest
 from nnsight_engine.remote_backend.outcomes import (
-    SAVED,
     Outcome,
     SentPart,
     bring_home,
@@ -28,7 +27,9 @@ from nnsight_engine.remote_backend.outcomes import (
     parts_of,
     read_outcomes,
     saved_containers,
+    wanted_of,
 )
+from nnsight_engine.remote_backend.received import SAVED
 from nnsight_engine.tracing.tracer import Tracer
 from nnsight_engine.wire import DATA_ONLY, DecodeError, EncodeError, Policy
 
@@ -79,6 +80,15 @@ class Dialect(ABC):
             EncodeError: The server cannot be given it.
         """
 
+    def session(self, session: Session) -> Inputs:
+        """Return what a session needs beside its block.
+
+        Raises:
+            EncodeError: The server cannot be given it.
+        """
+        del session
+        return Inputs()
+
     @abstractmethod
     def reference(self, value: Any, barriers: list[Barrier]) -> tuple[str, ...] | None:
         """Return the name of something that the server has itself."""
@@ -119,7 +129,7 @@ class SentRemotely:
         is_session = isinstance(tracer, Session)
         if isinstance(tracer, Session):
             self._parts = [SentPart(tracer.info, tracer.info.variables, tracer.info.variables)]
-            inputs, barriers = Inputs(), list[Barrier]()
+            inputs, barriers = dialect.session(tracer), list[Barrier]()
         else:
             self._parts = parts_of(tracer)
             inputs, barriers = dialect.inputs(tracer), tracer.barriers
@@ -142,7 +152,7 @@ class SentRemotely:
             invokes=list(inputs.invokes),
             method=inputs.method,
             num_edits=len(inputs.edits),
-            wanted=sorted({name for part in self._parts for name in part.info.wanted}),
+            wanted=wanted_of(self._parts),
             streams=streams,
             accepts=list(accepts),
             client=nnsight_engine.__version__,

@@ -7,22 +7,24 @@ could be.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from nnsight_engine.envoys.cache import Cache, CacheView, Entry
+from nnsight_engine.envoys.tracers.invoker import Invoker
 from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.remote_backend.identity import fingerprint_of
 from nnsight_engine.remote_backend.outcomes import SentPart
-from nnsight_engine.remote_backend.places import Places, reference_of
+from nnsight_engine.remote_backend.places import HOME_CLASSES, Places, reference_of
 from nnsight_engine.remote_backend.sent import Dialect, Inputs, Resolve
 from nnsight_engine.wire import DATA_ONLY, EncodeError
 
 if TYPE_CHECKING:
-    from nnsight_engine.envoys.envoy import Envoy
-    from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+    from collections.abc import Sequence
 
-HOME_CLASSES: Final = (Cache, CacheView, Entry)
-"""What comes home beside data: these hold data and nothing else."""
+    from nnsight_engine.envoys.envoy import Envoy
+    from nnsight_engine.envoys.tracers.editing import Edit
+    from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+    from nnsight_engine.envoys.tracers.session import Session
+    from nnsight_engine.tracing.tracer import Tracer
 
 
 class TransformersDialect(Dialect):
@@ -47,37 +49,43 @@ class TransformersDialect(Dialect):
 
     def inputs(self, tracer: InterleavingTracer) -> Inputs:
         """Return what a trace runs on; see ``Dialect``."""
-        has_invokes = bool(tracer.invokers)
-        sources = tracer.invokers if has_invokes else [tracer]
+        invokers = [one for one in tracer.invokers if isinstance(one, Invoker)]
+        sources: list[Tracer] = [*invokers] or [tracer]
+        method = self._method(tracer)
+        shared = {
+            "inputs": [(one.args, one.kwargs) for one in sources],
+            "kwargs": tracer.kwargs if invokers else {},
+            "validate": tracer.validate,
+            "traced": tracer.model,
+            "fn": tracer.function if method is None else None,
+            **self._names(),
+        }
         edits = [
-            SentPart(edit.info, edit.info.variables, edit.info.variables)
-            for edit in tracer.model._default_mediators  # noqa: SLF001 - an envoy of ours
+            SentPart(edit.info, edit.info.variables, edit.info.variables) for edit in _edits_of(tracer.model)
         ]
-        return Inputs(
-            shared={
-                "inputs": [(one.args, one.kwargs) for one in sources],
-                "kwargs": tracer.kwargs if has_invokes else {},
-                "validate": tracer.validate,
-                "rename": None if self._rename is None else dict(self._rename),
-            },
-            method=self._method(tracer),
-            edits=edits,
-        )
+        return Inputs(shared=shared, method=method or "", edits=edits)
 
-    def _method(self, tracer: InterleavingTracer) -> str:
-        """Return what of the module is traced: the name of a method, nothing for a call of it."""
-        function = tracer.function
-        if function == self._envoy._run_module:  # noqa: SLF001 - an envoy of ours
-            return ""
-        name = str(getattr(function, "__name__", ""))
-        name = name.removeprefix("__nnsight_").removesuffix("__")
-        owner = getattr(function, "__self__", None)
-        if owner not in (self._envoy, tracer.model, self._envoy._module):  # noqa: SLF001 - the same
+    def session(self, session: Session) -> Inputs:
+        """Return what a session needs; see ``Dialect``."""
+        if _edits_of(session.model):
             raise EncodeError(
-                "the trace runs a function of its own, `fn=`, and a server runs the model or one of its "
-                "methods: leave `fn=` out, or put what it does into a session's block"
+                "the model has edits, which a session on a server would run without: make them within the "
+                "session, or trace one by one"
             )
-        return name
+        return Inputs(shared=self._names())
+
+    def _names(self) -> dict[str, Any]:
+        return {"rename": None if self._rename is None else dict(self._rename)}
+
+    def _method(self, tracer: InterleavingTracer) -> str | None:
+        """Return what is traced: a method's name, nothing for a call of the module, None for a function."""
+        function, model = tracer.function, tracer.model
+        if function == model._run_module:  # noqa: SLF001 - an envoy of ours
+            return ""
+        owner = getattr(function, "__self__", None)
+        if owner is not model and owner is not model._module:  # noqa: SLF001 - the same
+            return None
+        return str(function.__name__).removeprefix("__nnsight_").removesuffix("__")
 
     def reference(self, value: Any, barriers: list[Barrier]) -> tuple[str, ...] | None:
         """Return the name of something that the server has itself; see ``places``."""
@@ -87,3 +95,9 @@ class TransformersDialect(Dialect):
         """Return what finds the things that results name; see ``Dialect``."""
         del outputs
         return Places(self._envoy)
+
+
+def _edits_of(model: Envoy) -> Sequence[Edit]:
+    root = model if model._is_root else model._root  # noqa: SLF001 - envoys of ours
+    edits: Sequence[Edit] = root._default_mediators  # noqa: SLF001 - the same
+    return edits

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.remote_backend.outcomes import (
-    SAVED,
     Outcome,
     bring_home,
     groups_of,
@@ -17,7 +16,9 @@ from nnsight_engine.remote_backend.outcomes import (
     raise_first,
     read_outcomes,
     saved_containers,
+    wanted_of,
 )
+from nnsight_engine.remote_backend.received import SAVED
 from nnsight_engine.vllm_backend.answers import answer
 from nnsight_engine.vllm_backend.prompts import Request
 from nnsight_engine.vllm_backend.sampling import sampling_params
@@ -114,6 +115,7 @@ class SentTrace:
         edits = shared.pop("edits", None)
         self.params = [sampling_params(request, shared) for request in requests]
         self.prompts: list[dict[str, Any]] = []
+        wanted = wanted_of(self._parts)
         groups = groups_of([part.outer for part in self._parts])
         for index, params in enumerate(self.params):
             if purpose is not Purpose.RUN:
@@ -123,7 +125,7 @@ class SentTrace:
             entry = TraceEntry(
                 self.key, index, params.n, data, groups, streams, chosen,
                 is_rehearsal=purpose is Purpose.CHECK and params.max_tokens != 1 and len(requests) == 1,
-                is_scan=purpose is Purpose.SCAN,
+                is_scan=purpose is Purpose.SCAN, wanted=wanted,
             )  # fmt: skip
             carry(params, entry)
             self.prompts.append(apart(requests[index].prompt, entry))

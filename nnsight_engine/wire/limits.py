@@ -31,6 +31,7 @@ _DATA_NAMES = frozenset(
 """What results are made of, beside what has a kind of its own. Not ``deque``: freeing nested ones overflows
 the stack, at a depth that a message can have."""
 _OUTPUT_MODULES = ("transformers.modeling_outputs", "transformers.cache_utils", "torch.return_types")
+_MODEL_MODULES = ("transformers.models.", "transformers.generation.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class Policy:
 
 def _is_data(module: str, name: str) -> bool:
     return (module, name) in _DATA_NAMES or (
-        module in _OUTPUT_MODULES or (module.startswith("transformers.models.") and name.endswith("Output"))
+        module in _OUTPUT_MODULES or (module.startswith(_MODEL_MODULES) and name.endswith("Output"))
     )
 
 

@@ -45,7 +45,7 @@ def serve(tmp_path: Path) -> Serve:
         behaviour: FakeBehaviour | None = None,
         *,
         traces: Mapping[str, TraceEngine] | None = None,
-        **settings: float | Path,
+        **settings: object,
     ) -> AsyncIterator[Server]:
         values = {
             "result_dir": tmp_path / "results",

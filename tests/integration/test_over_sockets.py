@@ -9,11 +9,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 import uvicorn
 
 from app.engine.fake import FakeBehaviour, FakeEngineClient
 from app.main import create_app, new_store
 from app.settings import Settings
+from tests.integration.trace_messages import HEADERS, message
 
 
 @contextlib.asynccontextmanager
@@ -38,7 +40,8 @@ async def listening(
 
 async def until_idle(engine: FakeEngineClient) -> None:
     async with asyncio.timeout(5):
-        while engine.num_running:  # noqa: ASYNC110 - the engine tells nobody when it is idle
+        # The engine tells nobody when it is idle.
+        while engine.num_running or engine.traces["vllm"].num_running:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -59,6 +62,49 @@ async def test_a_client_that_stops_reading_a_stream_ends_it(tmp_path: Path):
                 assert line.startswith("data: ")
                 break
             assert engine.num_running == 1
+        await until_idle(engine)
+
+
+async def test_a_client_that_gives_up_on_a_trace_ends_it(tmp_path: Path):
+    async with listening(tmp_path, FakeBehaviour()) as (client, engine):
+        engine.traces["vllm"].behaviour.delay_s = 30
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/v1/traces", content=message(), headers=HEADERS, timeout=0.2)
+        await until_idle(engine)
+        assert len(engine.traces["vllm"].heads) == 1
+
+
+async def test_a_client_that_leaves_a_running_trace_ends_it(tmp_path: Path):
+    async with listening(tmp_path, FakeBehaviour()) as (client, engine):
+        engine.traces["vllm"].behaviour.hangs = True
+        async with client.stream("POST", "/v1/traces", content=message(), headers=HEADERS) as response:
+            async for chunk in response.aiter_raw():
+                if b"RUNNING" in chunk:
+                    break
+            assert engine.traces["vllm"].num_running == 1
+        await until_idle(engine)
+
+
+async def test_a_client_that_leaves_while_it_sends_a_trace_leaves_nothing(tmp_path: Path):
+    async def half() -> AsyncIterator[bytes]:
+        yield message()[:20]
+        raise ConnectionError("the laptop was closed")
+
+    async with listening(tmp_path, FakeBehaviour()) as (client, engine):
+        with pytest.raises(ConnectionError):
+            await client.post("/v1/traces", content=half(), headers=HEADERS)
+        response = await client.post("/v1/traces", content=message(), headers=HEADERS)
+        assert response.status_code == 200
+        assert len(engine.traces["vllm"].heads) == 1
+
+
+async def test_a_client_that_leaves_a_large_result_ends_it(tmp_path: Path):
+    async with listening(tmp_path, FakeBehaviour()) as (client, engine):
+        engine.traces["vllm"].behaviour.saves = {"x": torch.zeros(2**24)}
+        async with client.stream("POST", "/v1/traces", content=message(), headers=HEADERS) as response:
+            async for chunk in response.aiter_raw():
+                if b"COMPLETED" in chunk:
+                    break
         await until_idle(engine)
 
 

@@ -32,22 +32,26 @@ _PER_NEURON: Final = {"mlp.gate", "mlp.up", table.NEURONS}
 
 
 class Points(NamedPoints):
-    """The standard points of one model. Calling it lists them, indexing reads and writes."""
+    """The standard points of one model. Calling it lists them, indexing reads and writes.
+
+    Attributes:
+        architecture: The points that it has; None has none.
+    """
 
     def __init__(self, root: Envoy, architecture: Architecture | None) -> None:
         """Offer the points that ``architecture`` has; None has none, which is said when somebody asks."""
         super().__init__()
         self._root = root
-        self._architecture = architecture
+        self.architecture = architecture
         self._tokens = TokenShape()
 
     def __contains__(self, name: object) -> bool:
         """Tell whether there is a point of that name."""
-        return self._architecture is not None and super().__contains__(name)
+        return self.architecture is not None and super().__contains__(name)
 
     def __repr__(self) -> str:
         """List the points, those of all layers in one line each."""
-        if self._architecture is None:
+        if self.architecture is None:
             return f"no standard points: {missing_for(self._root._module)}"
         return super().__repr__()
 
@@ -60,7 +64,7 @@ class Points(NamedPoints):
 
     def before_run(self) -> None:
         """Prepare for a run of the model: see what must be seen from its start."""
-        architecture = self._architecture
+        architecture = self.architecture
         if architecture is not None and architecture.family.is_mlp_flattened:
             self._tokens.shape = None
             layers = [self._envoy(architecture.layer_path(index)) for index in range(architecture.num_layers)]
@@ -75,13 +79,13 @@ class Points(NamedPoints):
     # Finding.
 
     def _known(self) -> Architecture:
-        if self._architecture is None:
+        if self.architecture is None:
             module = self._root._module
             raise NoStandardPointsError(
                 f"{type(module).__name__} has no standard points: {missing_for(module)}. Use the paths of "
                 "its own modules, which print(model) shows."
             )
-        return self._architecture
+        return self.architecture
 
     def _num_layers(self) -> int:
         return self._known().num_layers

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CellType
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from nnsight_engine.core.cells import copied
 from nnsight_engine.core.config import CONFIG
@@ -24,6 +25,18 @@ if TYPE_CHECKING:
     import torch
 
     from nnsight_engine.envoys.envoy import Envoy
+    from nnsight_engine.envoys.tracers.editing import Edit
+
+
+class DefinedInvoke(Sharer, Protocol):
+    """An invoke of a trace that is about to run."""
+
+    @property
+    def info(self) -> Info:
+        """The block."""
+
+    def finish(self) -> None:
+        """Take note that the trace is over."""
 
 
 class InterleavingTracer(Tracer):
@@ -58,7 +71,7 @@ class InterleavingTracer(Tracer):
         self.model = model
         self.validate = validate
         self.mediators: list[Mediator] = []
-        self.invokers: list[Invoker] = []
+        self.invokers: list[DefinedInvoke] = []
         self.barriers: list[Barrier] = []
         self.batcher = model._new_batcher()
 
@@ -162,7 +175,7 @@ class InterleavingTracer(Tracer):
             try:
                 if self.validate:
                     self._validate()
-                _share(self.mediators, self.invokers)
+                self._share(self.mediators, self.invokers)
                 return self._run_model()
             except NameError as error:
                 self._explain(error)
@@ -216,6 +229,9 @@ class InterleavingTracer(Tracer):
         else:
             self.batcher.shared_kwargs = self.kwargs
             function()
+        self._check_input()
+
+    def _check_input(self) -> None:
         if self.batcher.inputs is None:
             raise ValueError(
                 "The model did not execute: there is no input. Give one to the trace, `with "
@@ -228,8 +244,7 @@ class InterleavingTracer(Tracer):
 
     def _interleave(self, converted: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
         interleaver, model = self.interleaver, self.model
-        edits = model._default_mediators if model._is_root else model._root._default_mediators
-        mediators = [edit.mediator(interleaver) for edit in edits]
+        mediators = [edit.mediator(interleaver) for edit in self._edits()]
         interleaver.initialize([*mediators, *self.mediators], self, self.batcher)
         self._on_initialized()
         inputs = self.batcher.inputs
@@ -237,18 +252,35 @@ class InterleavingTracer(Tracer):
         args, kwargs = inputs if converted is None else map_tensors(inputs, converted)
         return model.interleave(self.function, *args, **{**self.batcher.shared_kwargs, **kwargs})
 
+    def _edits(self) -> Sequence[Edit]:
+        """Return the blocks that run in every trace of the model."""
+        model = self.model
+        return model._default_mediators if model._is_root else model._root._default_mediators
+
     def _on_initialized(self) -> None:
         """Make further preparations once the interleaver knows its blocks."""
+
+    def _shares_variables(self) -> bool:
+        """Tell whether invokes see each other's variables."""
+        return CONFIG.APP.CROSS_INVOKER
+
+    def _share(self, mediators: Sequence[Mediator], sharers: Sequence[Sharer]) -> None:
+        """Let several invokes see each other's variables, unless they are to be apart."""
+        if len(sharers) > 1 and self._shares_variables():
+            for mediator, publish in zip(mediators, publishers(sharers), strict=True):
+                mediator.publish = publish
 
     def _validate(self) -> None:
         """Run copies of the blocks on fake tensors."""
         real = self.mediators
-        copies = [_Rehearsal(mediator.info) for mediator in real]
+        copies = [_Rehearsal(one.info, one.outer, one.own) for one in self.invokers] or [
+            _Rehearsal(self.info, self.info.variables, self.info.variables)
+        ]
         self.mediators = [
             Mediator(self.compile_on(one.info, one.own), one.info, batch_group=mediator.batch_group)
             for one, mediator in zip(copies, real, strict=True)
         ]
-        _share(self.mediators, copies)
+        self._share(self.mediators, copies)
         try:
             run_on_fakes(self._interleave)
         finally:
@@ -258,18 +290,11 @@ class InterleavingTracer(Tracer):
 class _Rehearsal:
     """A block's variables for a run on fakes, which leaves its real ones alone."""
 
-    def __init__(self, info: Info) -> None:
+    def __init__(self, info: Info, outer: Mapping[str, CellType], own: Mapping[str, CellType]) -> None:
         self.info = info
-        self.outer = info.variables
-        self.own = copied(info.variables)
+        self.outer = outer
+        self.own = copied(own)
         self.stored = info.block.stored
-
-
-def _share(mediators: Sequence[Mediator], sharers: Sequence[Sharer]) -> None:
-    """Let several invokes see each other's variables, unless they are configured apart."""
-    if len(sharers) > 1 and CONFIG.APP.CROSS_INVOKER:
-        for mediator, publish in zip(mediators, publishers(sharers), strict=True):
-            mediator.publish = publish
 
 
 def run_on_fakes(run: Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]) -> Any:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
-from types import CellType
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from nnsight_engine.core.cells import UNBOUND, content
-from nnsight_engine.core.saves import holds_marked
 from nnsight_engine.interleaving.sharing import publishers
 from nnsight_engine.interleaving.threads import ThreadMediator, Threads
-from nnsight_engine.remote_backend.outcomes import SAVED
-from nnsight_engine.tracing.tracer import Info, compiled
+from nnsight_engine.remote_backend.received import SAVED, ReceivedInvoke, invokes_of
+from nnsight_engine.tracing.tracer import compiled
 from nnsight_engine.vllm_backend.traces.entry import Marks, TraceEntry
 from nnsight_engine.vllm_backend.traces.points import place_named
 from nnsight_engine.vllm_backend.traces.points_edits import EditMediator
@@ -21,17 +18,6 @@ from nnsight_engine.wire import TRUSTED, decode_trace
 
 if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.model import WorkerModel
-
-
-class _Invoke:
-    """A block's variables, and the surrounding ones that they stand for."""
-
-    def __init__(self, info: Info, groups: dict[str, int], outer: dict[int, CellType]) -> None:
-        self.info = info
-        self.own = info.variables
-        self.outer = {name: outer.setdefault(groups.get(name, -1), CellType()) for name in info.variables}
-        self.stored = info.block.stored
-        self.marked: dict[int, Any] = {}
 
 
 class TraceContext:
@@ -52,10 +38,7 @@ class TraceContext:
         self._model = model
         self._tracer = BlockTracer(model)
         received = decode_trace(entry.data, resolve=self._resolved, policy=TRUSTED)
-        outer: dict[int, CellType] = {}
-        self._invokes = [
-            _Invoke(info, groups, outer) for info, groups in zip(received.blocks, entry.groups, strict=True)
-        ]
+        self._invokes = invokes_of(received.blocks, entry.groups)
         self._publishers = publishers(self._invokes)
         self._saved: list[Any] = received.shared[SAVED]
         self._marks = Marks(self._saved)
@@ -80,7 +63,7 @@ class TraceContext:
         return mediator
 
     def _saving(
-        self, function: Callable[[], Any], invoke: _Invoke, enter: Callable[[], None]
+        self, function: Callable[[], Any], invoke: ReceivedInvoke, enter: Callable[[], None]
     ) -> Callable[[], Any]:
         def run() -> None:
             enter()
@@ -95,25 +78,11 @@ class TraceContext:
 
     def saves(self, index: int) -> dict[str, Any]:
         """Return the variables of a block that were saved, by name."""
-        marked = self._marks.all()
-        return {name: value for name, value in self._stored(index) if holds_marked(value, marked)}
+        return self._invokes[index].saves(self._marks.all())
 
     def flows(self, index: int) -> dict[str, Any]:
         """Return the variables of a block that were not saved and are wanted all the same, by name."""
-        if not self._wanted:
-            return {}
-        saved = self.saves(index)
-        return {
-            name: value for name, value in self._stored(index) if name in self._wanted and name not in saved
-        }
-
-    def _stored(self, index: int) -> Iterator[tuple[str, Any]]:
-        """Yield the variables that a block has assigned."""
-        invoke = self._invokes[index]
-        for name in invoke.stored:
-            value = content(invoke.own[name])
-            if value is not UNBOUND:
-                yield name, value
+        return self._invokes[index].flows(self._marks.all(), self._wanted)
 
     @property
     def saved_before(self) -> list[Any]:

@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from nnsight_engine.interleaving.threads import Threads
+from nnsight_engine.remote_backend.received import encoded_outcomes, outcome_of
 from nnsight_engine.vllm_backend.outline import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.traces.board import Board
 from nnsight_engine.vllm_backend.traces.context import TraceContext
@@ -31,7 +32,7 @@ from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES, place_of
 from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
 from nnsight_engine.vllm_backend.traces.scans import first_values, scanned
 from nnsight_engine.vllm_backend.traces.telling import Parcel, Telling
-from nnsight_engine.wire import EncodeError, encode, encode_error
+from nnsight_engine.wire import encode, encode_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -314,29 +315,27 @@ class WorkerTraces:
         if member.request is not None:
             member.request.close(_Result(results.get(f"{member.entry.index}/{member.choice}")))
             error = member.request.error
-        saves, flows = {}, {}
+        saves: dict[str, Any] = {}
+        flows: dict[str, Any] = {}
         if member.context is not None and member.request is not None and not _is_too_much(error):
             saves = member.context.saves(member.entry.index)
             flows = member.context.flows(member.entry.index)
-        return {
-            "index": member.entry.index,
-            "choice": member.choice,
-            "saves": saves,
-            "flows": flows,
-            "error": None if error is None else self._told(error),
-            "shapes": {} if member.shapes is None else first_values(member.shapes),
-        }
+        told = None if error is None else self._told(error)
+        outcome = outcome_of(member.entry.index, saves, told, choice=member.choice, flows=flows)
+        return outcome | {"shapes": {} if member.shapes is None else first_values(member.shapes)}
 
     def _encoded(self, message: dict[str, Any], num_bytes: int, *, compress: bool) -> bytes:
         """Return a trace's results as bytes; writing them runs code of the objects saved, so on a thread."""
         stack = self._threads.take()
         stack.left_s += num_bytes / _BYTES_WRITTEN_A_SECOND
         data: bytes | None
-        data, error = stack.start(lambda: _encoded(message, compress=compress)).empty()
+        data, error = stack.start(
+            lambda: encoded_outcomes(message, _home_reference, compress=compress)
+        ).empty()
         if data is not None:
             return data
         for block in message["blocks"]:
-            block["saves"], block["flows"] = {}, {}
+            block["saves"] = block["flows"] = {}
             block["error"] = block["error"] or self._told(error)
         return encode({**message, "before": None})
 
@@ -368,25 +367,6 @@ class WorkerTraces:
 
 def _is_too_much(error: BaseException | None) -> bool:
     return isinstance(error, TraceBytesError)
-
-
-def _encoded(message: dict[str, Any], *, compress: bool) -> bytes:
-    """Return what a trace left behind as bytes; a block that saved what cannot travel fails alone."""
-    write = partial(encode, reference=_home_reference)
-    try:
-        return write(message, compress=compress)
-    except EncodeError:
-        logger.debug("something saved cannot be sent", exc_info=True)
-    for block in message["blocks"]:
-        try:
-            write([block["saves"], block["flows"]])
-        except EncodeError as error:
-            block["saves"], block["flows"] = {}, {}
-            block["error"] = block["error"] or encode_error(error)
-    try:
-        return write(message, compress=compress)
-    except EncodeError:
-        return write({**message, "before": None}, compress=compress)
 
 
 class _Result:

@@ -1,0 +1,83 @@
+"""A trace that was written elsewhere and runs here, on a model of the transformers library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from nnsight_engine.envoys.tracers.editing import Edit
+from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+
+if TYPE_CHECKING:
+    from nnsight_engine.envoys.envoy import Envoy
+    from nnsight_engine.remote_backend.received import ReceivedInvoke
+    from nnsight_engine.tracing.tracer import Info
+
+Input = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class ReceivedTracer(InterleavingTracer):
+    """What ``tracer`` is in a block that came from elsewhere; it is made before its blocks are read.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: Envoy) -> None:
+        """Stand for the tracer that was left behind."""
+        super().__init__(model._run_module, model)  # noqa: SLF001 - an envoy of ours
+        self._received: Sequence[ReceivedInvoke] = ()
+        self._inputs: Sequence[Input] = ()
+        self._kept_edits: Sequence[Edit] = ()
+
+    def receive(
+        self,
+        invokes: Sequence[ReceivedInvoke],
+        inputs: Sequence[Input],
+        kwargs: dict[str, Any],
+        edits: Sequence[Info],
+    ) -> None:
+        """Take the blocks.
+
+        Args:
+            invokes: The blocks.
+            inputs: For each, the input of its invoke.
+            kwargs: Of the trace, for all invokes.
+            edits: Blocks that run beside those.
+        """
+        self._received, self._inputs, self.kwargs = invokes, inputs, kwargs
+        self._kept_edits = [Edit(self, info) for info in edits]
+
+    def invoke(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002 - refused whatever it is
+        """Refuse: the invokes are those that came."""
+        raise ValueError(
+            "Cannot invoke during an active model execution / interleaving. Invokes stand side by side in a "
+            "trace without an input of its own: `with model.trace() as tracer:`."
+        )
+
+    def trace(self, function: Callable[..., Any], model: Envoy, *, validate: bool) -> Any:
+        """Run ``function``, which runs ``model``, with the blocks beside it.
+
+        Raises:
+            BaseException: What a block raised, or the model did.
+        """
+        self.function, self.model, self.validate = function, model, validate
+        self.batcher = model._new_batcher()  # noqa: SLF001 - an envoy of ours
+        return self.execute(_nothing)
+
+    def _collect(self, function: Callable[[], Any]) -> None:  # noqa: ARG002 - the invokes are defined already
+        self.batcher.shared_kwargs = self.kwargs
+        for invoke, (args, kwargs) in zip(self._received, self._inputs, strict=True):
+            self.invokers.append(invoke)
+            self.add(self.compile_on(invoke.info, invoke.own), invoke.info, args, kwargs)
+        self._check_input()
+
+    def _edits(self) -> Sequence[Edit]:
+        return self._kept_edits
+
+    def _shares_variables(self) -> bool:
+        return True  # of which the client has decided, by saying which ones are the same
+
+
+def _nothing() -> None:
+    """Define no invokes."""

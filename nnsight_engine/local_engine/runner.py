@@ -1,0 +1,160 @@
+"""Runs a client's trace or session on a ``LanguageModel`` here, and says what came of it.
+
+The client has captured its blocks and nothing more; here they run as on its own machine: beside a pass of the
+model, in a batch with each other, with gradients if they ask for them. ``process`` calls this, one trace at
+a time, in a process that exists for that: reading a trace runs its sender's code.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nnsight_engine.core.saves import SAVES
+from nnsight_engine.envoys.envoy import Envoy
+from nnsight_engine.envoys.tracers.session import Session
+from nnsight_engine.local_engine.errors import TraceCancelledError
+from nnsight_engine.local_engine.pristine import Pristine
+from nnsight_engine.local_engine.received_tracer import Input, ReceivedTracer
+from nnsight_engine.remote_backend.places import Places, place_of
+from nnsight_engine.remote_backend.received import (
+    SAVED,
+    ReceivedInvoke,
+    encoded_outcomes,
+    invokes_of,
+    outcome_of,
+)
+from nnsight_engine.tracing.tracebacks import clean
+from nnsight_engine.tracing.tracer import compiled
+from nnsight_engine.wire import TRUSTED, DecodeError, ReceivedTrace, decode_trace, encode_error
+
+if TYPE_CHECKING:
+    from nnsight_engine.modeling.language import LanguageModel
+    from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
+
+
+class TraceRunner:
+    """Runs traces on one model, one after the other.
+
+    Args:
+        model: The model, with its weights.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        """Take the model; nobody else is to use it from now on."""
+        self._model = model
+        self._pristine = Pristine(model)
+        self.is_worn = False
+        """Whether a trace has changed the weights, so that others must not see them."""
+
+    def run(self, request: TraceRequest) -> bytes:
+        """Return what came of a trace's blocks, see ``outcomes``.
+
+        Raises:
+            DecodeError: The trace cannot be read.
+            TraceCancelledError: It was cancelled while it ran.
+        """
+        self._pristine.begin()
+        SAVES.enter()
+        try:
+            return self._run(request)
+        finally:
+            SAVES.exit()
+            self._model._rename(None)  # noqa: SLF001 - an envoy of ours
+            self.is_worn |= not self._pristine.restore()
+            gc.collect()  # errors and blocks refer to each other, and hold activations
+
+    def _run(self, request: TraceRequest) -> bytes:
+        head, model = request.head, self._model
+        is_session = head.kind == "session"
+        tracer = None if is_session else ReceivedTracer(model)
+        places = Places(model, Session(model) if tracer is None else tracer)
+        received = decode_trace(request.blocks, resolve=places, policy=TRUSTED)
+        trace = _Trace(head, received)
+        SAVES.marked.update({id(value): value for value in (*trace.saved, *received.saved)})
+        error = self._outcome(lambda: self._session(trace) if tracer is None else self._trace(trace, tracer))
+        told = None if error is None else encode_error(error)
+        del error  # whose traceback holds the block's frames, and what they hold
+        blocks = [
+            outcome_of(
+                index,
+                invoke.saves(SAVES.marked),
+                told if index == 0 else None,
+                flows=invoke.flows(SAVES.marked, head.wanted),
+            )
+            for index, invoke in enumerate(trace.invokes)
+        ]
+        message = {"blocks": blocks, "before": list(trace.saved)}
+        return encoded_outcomes(message, lambda value: place_of(value, model))
+
+    def _outcome(self, run: Callable[[], Any]) -> BaseException | None:
+        """Run the blocks; returns what they raised."""
+        try:
+            run()
+        except TraceCancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - it goes to whoever wrote the block
+            return clean(error, debug=False)
+        return None
+
+    def _trace(self, trace: _Trace, tracer: ReceivedTracer) -> None:
+        model, shared = self._model, trace.shared
+        model._rename(shared.get("rename"))  # noqa: SLF001 - an envoy of ours
+        traced = shared.get("traced", model)
+        function = shared.get("fn")
+        tracer.receive(trace.invokes, trace.inputs, shared.get("kwargs") or {}, trace.edits)
+        tracer.trace(
+            _function_of(traced, trace.head.method) if function is None else function,
+            traced,
+            validate=bool(shared.get("validate")),
+        )
+
+    def _session(self, trace: _Trace) -> None:
+        self._model._rename(trace.shared.get("rename"))  # noqa: SLF001 - an envoy of ours
+        (block,) = trace.invokes
+        compiled(block.info, block.own)()
+
+
+class _Trace:
+    """A trace as it was read, its parts checked.
+
+    Raises:
+        DecodeError: A part is not what it should be.
+    """
+
+    def __init__(self, head: TraceHead, received: ReceivedTrace) -> None:
+        self.head = head
+        self.shared: Mapping[str, Any] = received.shared
+        num_own = len(received.blocks) - head.num_edits
+        if num_own < 1 or (head.kind == "session" and len(received.blocks) != 1):
+            raise DecodeError(
+                f"the trace is broken: it has {len(received.blocks)} blocks, and says that "
+                f"{head.num_edits} of them are edits of a {head.kind}"
+            )
+        self.invokes: Sequence[ReceivedInvoke] = invokes_of(received.blocks[:num_own], head.groups[:num_own])
+        self.edits = received.blocks[num_own:]
+        self.saved: Collection[Any] = self.shared.get(SAVED) or []
+        self.inputs: list[Input] = [] if head.kind == "session" else _inputs(self.shared, num_own)
+
+
+def _inputs(shared: Mapping[str, Any], num_invokes: int) -> list[Input]:
+    given = shared.get("inputs")
+    if (
+        not isinstance(given, list)
+        or len(given) != num_invokes
+        or not all(isinstance(one, tuple) and len(one) == 2 for one in given)
+        or not all(isinstance(args, tuple) and isinstance(kwargs, dict) for args, kwargs in given)
+    ):
+        raise DecodeError(f"the trace is broken: it needs inputs for its {num_invokes} invokes")
+    return given
+
+
+def _function_of(model: Envoy, method: str) -> Callable[..., Any]:
+    """Return what runs the model: a call of the module, or a method of it."""
+    if not method:
+        return model._run_module  # noqa: SLF001 - an envoy of ours
+    return model._traced(method, getattr(model._module, method))  # noqa: SLF001 - the same
+
+
+__all__ = ["TraceRunner"]

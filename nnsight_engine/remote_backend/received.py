@@ -1,0 +1,116 @@
+"""Blocks that came from elsewhere: their variables, what they share, and what they leave behind.
+
+Whatever runs blocks for somebody else reads them with ``invokes_of``, runs them in its own way, and answers
+with ``encoded_outcomes``, which ``outcomes`` reads on the other side.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from types import CellType, MappingProxyType
+from typing import Any, Final
+
+from nnsight_engine.core.cells import UNBOUND, content
+from nnsight_engine.core.saves import holds_marked
+from nnsight_engine.tracing.tracer import Info
+from nnsight_engine.wire import DecodeError, EncodeError, encode, encode_error
+from nnsight_engine.wire.encoder import Reference
+
+logger = logging.getLogger(__name__)
+
+SAVED: Final = "saved"
+"""Name, among a trace's shared values, of the list of containers that were saved before its blocks ran."""
+
+
+class ReceivedInvoke:
+    """A block's variables, and the surrounding ones that they stand for; see ``interleaving.sharing``.
+
+    Attributes:
+        info: The block.
+        outer: The surrounding variables, by name; there is nothing in them.
+        own: The block's own.
+        stored: The names that it may assign.
+        marked: What it has saved, by identity, if whoever runs it keeps that apart.
+    """
+
+    __slots__ = ("info", "marked", "outer", "own", "stored")
+
+    def __init__(self, info: Info, groups: Mapping[str, int], outer: dict[int, CellType]) -> None:
+        """Give the variables of one number one cell, ``outer``'s."""
+        self.info = info
+        self.own = info.variables
+        self.outer = {name: outer.setdefault(groups.get(name, -1), CellType()) for name in info.variables}
+        self.stored = info.block.stored
+        self.marked: dict[int, Any] = {}
+
+    def saves(self, marked: Mapping[int, Any]) -> dict[str, Any]:
+        """Return the variables that were saved, by name; ``marked`` is what was, by identity."""
+        return {name: value for name, value in self._assigned().items() if holds_marked(value, marked)}
+
+    def flows(self, marked: Mapping[int, Any], wanted: Collection[str]) -> dict[str, Any]:
+        """Return variables that were not saved, and that later traces of a session use."""
+        values = {name: value for name, value in self._assigned().items() if name in wanted}
+        return {name: value for name, value in values.items() if not holds_marked(value, marked)}
+
+    def _assigned(self) -> dict[str, Any]:
+        values = {name: content(self.own[name]) for name in self.stored}
+        return {name: value for name, value in values.items() if value is not UNBOUND}
+
+    def finish(self) -> None:
+        """Keep the variables after the run, as whoever has run it reads them."""
+
+
+def invokes_of(blocks: Sequence[Info], groups: Sequence[Mapping[str, int]]) -> list[ReceivedInvoke]:
+    """Return the blocks with their variables.
+
+    Args:
+        blocks: The blocks.
+        groups: For each, its variables' names and the numbers of the surrounding variables they stand for.
+
+    Raises:
+        DecodeError: There are more of one than of the other.
+    """
+    if len(blocks) != len(groups):
+        raise DecodeError(
+            f"the trace is broken: it has {len(blocks)} blocks and says of {len(groups)} what they share"
+        )
+    outer: dict[int, CellType] = {}
+    return [ReceivedInvoke(info, names, outer) for info, names in zip(blocks, groups, strict=True)]
+
+
+def outcome_of(
+    index: int,
+    saves: Mapping[str, Any],
+    error: dict[str, Any] | None,
+    *,
+    choice: int = 0,
+    flows: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return what came of a block, as a message has it; ``error`` is of ``encode_error``."""
+    return {
+        "index": index,
+        "choice": choice,
+        "saves": saves,
+        "error": error,
+        "shapes": {},
+        "flows": dict(flows),
+    }
+
+
+def encoded_outcomes(message: dict[str, Any], reference: Reference, *, compress: bool = False) -> bytes:
+    """Return what blocks left behind as bytes; one that saved what cannot travel fails alone."""
+    try:
+        return encode(message, reference=reference, compress=compress)
+    except EncodeError:
+        logger.debug("something saved cannot be sent", exc_info=True)
+    for block in message["blocks"]:
+        try:
+            encode([block["saves"], block["flows"]], reference=reference)
+        except EncodeError as error:
+            block["saves"] = block["flows"] = {}
+            block["error"] = block["error"] or encode_error(error)
+    try:
+        return encode(message, reference=reference, compress=compress)
+    except EncodeError:
+        return encode({**message, "before": None}, reference=reference, compress=compress)

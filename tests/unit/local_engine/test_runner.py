@@ -1,0 +1,386 @@
+"""A block that is sent to the local engine does what it does on a model here, to the last bit."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from nnsight_engine.core.saves import save
+from nnsight_engine.interleaving.events import MissedProviderError
+from nnsight_engine.local_engine.runner import TraceRunner
+from nnsight_engine.modeling.language import LanguageModel
+from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
+from nnsight_engine.wire import DecodeError, EncodeError, encode, encode_trace
+from tests.families.checkpoints import write_checkpoint
+from tests.remote import Elsewhere
+
+TEXT, OTHER = " the tower of Paris", " I love"
+
+
+class Bench:
+    """The same checkpoint three times: the client's without weights, the engine's, and one to compare."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.client = LanguageModel(path)
+        self.local = LanguageModel(path, dispatch=True)
+        self.runner = TraceRunner(LanguageModel(path, dispatch=True))
+
+    @property
+    def ways(self) -> list[tuple[LanguageModel, dict[str, Any]]]:
+        """Return the two ways to run a block: here, and elsewhere."""
+        return [(self.local, {}), (self.client, {"backend": self.elsewhere()})]
+
+    def elsewhere(self, model: LanguageModel | None = None, **options: Any) -> Elsewhere:
+        return Elsewhere(model or self.client, self.runner.run, **options)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(write_checkpoint("llama", tmp_path_factory.mktemp("llama")))
+
+
+def test_reads_and_writes(bench: Bench) -> None:
+    found, factor = [], torch.tensor(3.0)
+    for model, how in bench.ways:
+        with model.trace(TEXT, **how):
+            norm = model.points["layers.0.attn.heads"].norm().save()
+            hidden = model.model.layers[1].output.clone().save()
+            model.model.layers[1].output[:] *= factor
+            logits = model.lm_head.output.save()
+        found.append((hidden, logits, norm))
+    for here, there in zip(*found, strict=True):
+        assert torch.equal(here, there)
+    assert bench.client.lm_head.weight.is_meta
+
+
+def test_invokes_are_one_batch_and_share_variables(bench: Bench) -> None:
+    found = []
+    for model, how in bench.ways:
+        seen: list[int] = []
+        with model.trace(**how) as tracer:
+            barrier = tracer.barrier(2)
+            kept = list().save()
+            for index, text in enumerate([TEXT, OTHER]):
+                with tracer.invoke(text):
+                    rows = model.lm_head.output.shape[0]
+                    kept.append((index, rows))
+            with tracer.invoke(TEXT):
+                embedded = model.model.embed_tokens.output
+                barrier()
+            with tracer.invoke(" the city of Rome"):
+                barrier()
+                model.model.embed_tokens.output = embedded * 2
+                logits = model.lm_head.output.save()
+            with tracer.invoke():
+                every = model.lm_head.output.save()
+        assert not seen
+        found.append((kept, logits, every))
+    assert found[0][0] == found[1][0] == [(0, 1), (1, 1)]
+    assert torch.equal(found[0][1], found[1][1])
+    assert torch.equal(found[0][2], found[1][2])
+
+
+def test_generation_with_steps(bench: Bench) -> None:
+    found = []
+    for model, how in bench.ways:
+        with model.generate(TEXT, max_new_tokens=4, min_new_tokens=4, **how) as tracer:
+            hidden = list().save()
+            for step in tracer.iter[1:3]:
+                hidden.append((step, model.model.layers[0].output[0, -1].sum().item()))
+            result = tracer.result.save()
+        with model.generate(TEXT, max_new_tokens=4, min_new_tokens=4, **how) as tracer:
+            tokens = model.generator.output.save()
+        found.append((hidden, result, tokens))
+    assert found[0][0] == found[1][0]
+    assert [step for step, _ in found[1][0]] == [1, 2]
+    assert torch.equal(found[0][1], found[1][1])
+    assert torch.equal(found[1][1], found[1][2])
+
+
+def test_all_next_and_stop(bench: Bench) -> None:
+    found = []
+    for model, how in bench.ways:
+        with model.generate(TEXT, max_new_tokens=3, min_new_tokens=3, **how) as tracer:
+            first = model.lm_head.output[0, -1].argmax(-1).save()
+            second = model.next().lm_head.output[0, -1].argmax(-1).save()
+        with model.generate(TEXT, max_new_tokens=3, min_new_tokens=3, **how) as tracer:
+            every = list().save()
+            for _ in tracer.all():
+                every.append(model.lm_head.output[0, -1].argmax(-1).item())
+        with model.trace(TEXT, **how) as tracer:
+            early = model.model.layers[0].output.save()
+            tracer.stop()
+        found.append((first.item(), second.item(), every, early.sum().item()))
+    assert found[0] == found[1]
+    assert len(found[1][2]) == 3
+
+
+def test_gradients_flow_and_leave_no_trace(bench: Bench) -> None:
+    found = []
+    for model, how in bench.ways:
+        with model.trace(TEXT, **how):
+            hidden = model.model.layers[1].output
+            hidden.requires_grad_(True)
+            loss = model.lm_head.output.sum()
+            with loss.backward():
+                grad = hidden.grad.clone().save()
+                hidden.grad[:] = hidden.grad * 2
+            weights = model.lm_head.weight.grad.clone().save()
+        found.append((grad, weights))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert found[1][0].abs().sum() > 0
+    engine = bench.runner._model
+    assert all(parameter.grad is None for parameter in engine._module.parameters())
+    assert not bench.runner.is_worn
+
+
+def test_plain_backward(bench: Bench) -> None:
+    model = bench.client
+    with model.trace(TEXT, backend=bench.elsewhere()):
+        model.lm_head.output.sum().backward()
+        first = model.lm_head.weight.grad.clone().save()
+    with model.trace(TEXT, backend=bench.elsewhere()):
+        model.lm_head.output.sum().backward()
+        second = model.lm_head.weight.grad.clone().save()
+    assert torch.equal(first, second)
+
+
+def test_calls_inside_a_forward(bench: Bench) -> None:
+    found = []
+    for model, how in bench.ways:
+        with model.trace(TEXT, **how):
+            value = model.model.layers[0].mlp.source.self_down_proj_0.output.save()
+        found.append(value)
+    assert torch.equal(*found)
+    assert not bench.runner._model._sources
+
+
+def test_caches_come_home(bench: Bench) -> None:
+    found = []
+    for model, how in bench.ways:
+        with model.trace(TEXT, **how) as tracer:
+            cache = tracer.cache(modules=[model.model.layers[0], model.lm_head], include_inputs=True)
+        assert torch.equal(cache["model.lm_head"].output, cache.model.lm_head.output)
+        found.append(cache)
+        del cache  # or the other block would be sent it
+    for path in found[0]:
+        assert torch.equal(found[0][path].output, found[1][path].output)
+        assert torch.equal(found[0][path].input, found[1][path].input)
+
+
+def test_skips_and_module_calls(bench: Bench) -> None:
+    found = []
+    for model, how in bench.ways:
+        with model.trace(TEXT, **how):
+            hidden = model.model.layers[0].output
+            model.model.layers[1].skip(hidden)
+            early = model.lm_head(model.model.norm(hidden)).save()
+            final = model.lm_head.output.save()
+        found.append((early, final))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_edits_come_along(bench: Bench) -> None:
+    found, scale = [], 0.5
+    for model, remote in ((bench.local, False), (bench.client, True)):
+        with model.edit() as edited:
+            model.model.layers[0].output[:] *= scale
+        how = {"backend": bench.elsewhere(edited)} if remote else {}
+        with edited.trace(TEXT, **how):
+            logits = edited.lm_head.output.save()
+        with model.trace(TEXT, **({"backend": bench.elsewhere()} if remote else {})):
+            plain = model.lm_head.output.save()
+        found.append((logits, plain))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert not torch.equal(*found[1])
+
+
+def test_further_names(bench: Bench) -> None:
+    names = {"mlp": "feedforward", ".model.layers": "blocks"}
+    client = LanguageModel(bench.path, rename=names)
+    with client.trace(TEXT, backend=bench.elsewhere(client, rename=names)):
+        named = client.blocks[1].feedforward.output.save()
+        standard = client.layers[1].output.save()
+    with bench.local.trace(TEXT):
+        plain = bench.local.model.layers[1].mlp.output.save()
+    assert torch.equal(named, plain)
+    assert standard.shape == plain.shape
+    with pytest.raises(AttributeError, match="blocks"):
+        _ = bench.runner._model.blocks
+
+
+def test_a_part_of_the_model_is_traced(bench: Bench) -> None:
+    found, value = [], torch.ones(1, 2, 128)
+    for model, how in bench.ways:
+        with model.model.layers[0].mlp.trace(value, **how):
+            inner = model.model.layers[0].mlp.output.save()
+        found.append(inner)
+    assert torch.equal(*found)
+
+
+def test_validation_runs_the_blocks_on_fakes_first(bench: Bench) -> None:
+    model = bench.client
+    ran: list[str] = []
+    with pytest.raises(RuntimeError, match="reduction dim"):
+        with model.trace(TEXT, validate=True, backend=bench.elsewhere()):
+            ran.append("before")
+            model.model.layers[0].output @ torch.ones(3, 3)
+    with model.trace(validate=True, backend=bench.elsewhere()) as tracer:
+        for text in (TEXT, OTHER):
+            with tracer.invoke(text):
+                shared = model.model.layers[0].output.sum()
+        with tracer.invoke(OTHER):
+            total = (model.model.layers[2].output.sum() + shared).save()
+    assert total.ndim == 0
+
+
+def test_errors_are_the_users_own(bench: Bench) -> None:
+    model = bench.client
+    with pytest.raises(ZeroDivisionError) as caught:
+        with model.trace(TEXT, backend=bench.elsewhere()):
+            before = model.model.layers[0].output.sum().save()
+            1 / 0  # the line
+    assert before.ndim == 0
+    entries = traceback.extract_tb(caught.value.__traceback__)
+    assert any("1 / 0  # the line" in (entry.line or "") for entry in entries)
+    assert not any("nnsight_engine" in entry.filename for entry in entries)
+    with pytest.raises(MissedProviderError, match="out of order"):
+        with model.trace(TEXT, backend=bench.elsewhere()):
+            model.model.layers[2].output
+            model.model.layers[0].output.save()
+
+
+def test_what_would_end_a_process_is_an_error(bench: Bench) -> None:
+    model = bench.client
+    with pytest.raises(Exception, match="3") as caught:
+        with model.trace(TEXT, backend=bench.elsewhere()):
+            raise SystemExit(3)
+    assert type(caught.value).__name__ == "SystemExit"
+
+
+def test_containers_saved_before_are_filled(bench: Bench) -> None:
+    model = bench.client
+    with model.session():
+        kept: dict[str, Any] = save({})
+        with model.trace(TEXT, backend=bench.elsewhere()):
+            kept["mean"] = model.lm_head.output.mean().item()
+        assert set(kept) == {"mean"}
+
+
+def test_what_cannot_travel_fails_by_name(bench: Bench) -> None:
+    model = bench.client
+    with pytest.raises(EncodeError, match="bad.*generator"):
+        with model.trace(TEXT, backend=bench.elsewhere()):
+            model.lm_head.output.save()
+            bad = (number for number in range(3)).save()
+
+
+def test_sessions_run_their_traces_here(bench: Bench) -> None:
+    model, found = bench.client, []
+    for one, how in bench.ways:
+        with one.session(**how):
+            with one.trace(TEXT):
+                hidden = one.model.layers[0].output
+            steps = list().save()
+            for factor in range(2):
+                with one.trace(OTHER):
+                    one.model.layers[0].output[:] = hidden[:, -1:] * factor
+                    last = one.lm_head.output[0, -1].save()
+                steps.append(last.sum().item())
+        found.append((steps, last))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+    with pytest.raises(ValueError, match="in the second") as caught:
+        with model.session(backend=bench.elsewhere()):
+            with model.trace(TEXT):
+                total = model.lm_head.output.sum()
+            with model.trace(TEXT):
+                raise ValueError(f"in the second {total.ndim}")
+    lines = [entry.line for entry in traceback.extract_tb(caught.value.__traceback__)]
+    assert any(line and "in the second" in line for line in lines)
+
+
+def test_wanted_names_come_home_unsaved(bench: Bench) -> None:
+    model = bench.client
+    with model.session():
+        with model.trace(TEXT, backend=bench.elsewhere(wanted=("hidden",))):
+            hidden = model.model.layers[0].output
+            other = hidden + 1
+        assert hidden.shape[-1] == 128
+        with pytest.raises(NameError):
+            _ = other
+
+
+def test_changed_weights_are_noticed(bench: Bench) -> None:
+    runner = TraceRunner(LanguageModel(bench.path, dispatch=True))
+    model = bench.client
+    with model.trace(TEXT, backend=Elsewhere(model, runner.run)):
+        model.lm_head._module.register_forward_hook(lambda *_: None)
+        model._module.train()
+        model._module.requires_grad_(False)
+        torch.set_grad_enabled(False)
+    assert not runner.is_worn
+    engine = runner._model
+    assert not engine.lm_head._module._forward_hooks
+    assert not engine._module.training
+    assert engine.lm_head.weight.requires_grad
+    with model.trace(TEXT, backend=Elsewhere(model, runner.run)):
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2)
+    assert runner.is_worn
+
+
+def test_random_numbers_are_each_traces_own(bench: Bench) -> None:
+    model = bench.client
+    drawn = []
+    for _ in range(2):
+        with model.trace(TEXT, backend=bench.elsewhere()):
+            drawn.append(torch.rand(1).item())
+            torch.manual_seed(0)
+            kept = list(drawn).save()
+        drawn = list(kept)
+    with model.trace(TEXT, backend=bench.elsewhere()):
+        after = torch.rand(1).item()
+        after = save(float(after))
+    seeded = torch.rand(1, generator=torch.Generator().manual_seed(0)).item()
+    assert after != seeded
+
+
+@pytest.mark.parametrize(
+    "inputs", [None, [1], [((), {}), ((), {})], [((), 3)], [[(), {}]]], ids=repr
+)  # fmt: skip
+def test_wrong_inputs_are_refused(bench: Bench, inputs: Any) -> None:
+    model = bench.client
+    with pytest.raises(DecodeError, match="needs inputs"):
+        with model.trace(TEXT, backend=bench.elsewhere(inputs=inputs)):
+            model.lm_head.output
+
+
+@pytest.mark.parametrize(
+    "head", [{"groups": []}, {"num_edits": 1}, {"num_edits": 9}, {"num_edits": 1, "kind": "session"}]
+)
+def test_heads_that_do_not_fit_are_refused(bench: Bench, head: dict[str, Any]) -> None:
+    model = bench.client
+
+    def send(request: TraceRequest) -> bytes:
+        changed = msgspec.structs.replace(request.head, **head)
+        return bench.runner.run(TraceRequest(changed, request.parts))
+
+    with pytest.raises(DecodeError, match="blocks"):
+        with model.trace(TEXT, backend=Elsewhere(model, send)):
+            model.lm_head.output
+
+
+def test_bytes_that_are_no_blocks_are_refused(bench: Bench) -> None:
+    for blocks in (b"", b"NNSW", encode_trace([]), encode({"a": 1})):
+        with pytest.raises(DecodeError):
+            bench.runner.run(TraceRequest(TraceHead(model="", dialect="transformers"), [blocks]))
