@@ -14,7 +14,19 @@ from app.errors import install_error_handlers
 from app.lifecycle import Lifecycle
 from app.middleware import GateMiddleware
 from app.openapi import DocumentedApp
-from app.routes import capabilities, chat, completions, health, models, results, status, traces
+from app.routes import (
+    capabilities,
+    chat,
+    completions,
+    health,
+    job_events,
+    jobs,
+    models,
+    results,
+    status,
+    traces,
+)
+from app.services.jobs import JobService
 from app.services.traces import TraceService
 from app.settings import Settings
 from app.storage.results import ResultStore
@@ -25,6 +37,8 @@ _ROUTERS = (
     models.router,
     capabilities.router,
     results.router,
+    jobs.router,
+    job_events.router,
     health.router,
     traces.router,
     status.router,
@@ -56,7 +70,9 @@ def create_app(
     store = store or new_store(settings)
     lifecycle = Lifecycle(engine, on_engine_failure)
     engines = {**engine.trace_engines(), **({} if local is None else {local.name: local})}
-    context = Context(settings, engine, store, lifecycle, TraceService(engines), local)
+    trace_service = TraceService(engines)
+    job_service = JobService(settings, trace_service, lifecycle, engine.served)
+    context = Context(settings, engine, store, lifecycle, trace_service, job_service, local)
     app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)
     app.state.context = context
     app.add_middleware(GateMiddleware, lifecycle=context.lifecycle)
@@ -76,16 +92,16 @@ def new_store(settings: Settings) -> ResultStore:
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     context: Context = app.state.context
-    await context.store.start()
-    context.lifecycle.start()
-    if context.local is not None:
-        context.local.start(after=context.lifecycle.started())
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(context.store.close)
+        await context.store.start()
+        stack.push_async_callback(context.lifecycle.close)
+        if context.local is not None:
+            stack.push_async_callback(context.local.close)
+        stack.push_async_callback(context.jobs.stop)
+        await context.jobs.start()
+        context.lifecycle.start()
+        if context.local is not None:
+            context.local.start(after=context.lifecycle.started())
+        stack.push_async_callback(context.lifecycle.drain, context.settings.drain_timeout_s)
         yield
-    finally:
-        try:
-            await context.lifecycle.stop(context.settings.drain_timeout_s)
-        finally:
-            if context.local is not None:
-                await context.local.close()
-            await context.store.close()
