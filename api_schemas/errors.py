@@ -46,6 +46,18 @@ class ErrorCode(enum.StrEnum):
     TRACE_FAILED = "trace_failed"
     CODE_NOT_ALLOWED = "code_not_allowed"
     QUEUE_FULL = "queue_full"
+    TRACE_TIMED_OUT = "trace_timed_out"
+    TRACE_PROCESS_ENDED = "trace_process_ended"
+    LOCAL_ENGINE_FAILED = "local_engine_failed"
+    JOB_STORE_FULL = "job_store_full"
+    JOB_NOT_FOUND = "job_not_found"
+    JOB_NOT_FINISHED = "job_not_finished"
+    JOB_NOT_RERUNNABLE = "job_not_rerunnable"
+    JOB_CANCELLED = "job_cancelled"
+    IDEMPOTENCY_CONFLICT = "idempotency_conflict"
+    BLOCK_FAILED = "block_failed"
+    INTERRUPTED = "interrupted"
+    RANGE_NOT_SATISFIABLE = "range_not_satisfiable"
     RESULT_NOT_FOUND = "result_not_found"
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
@@ -64,6 +76,17 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.CODEC_NOT_ALLOWED: 403,
     ErrorCode.CODE_NOT_ALLOWED: 403,
     ErrorCode.QUEUE_FULL: 429,
+    ErrorCode.TRACE_TIMED_OUT: 504,
+    ErrorCode.TRACE_PROCESS_ENDED: 500,
+    ErrorCode.LOCAL_ENGINE_FAILED: 503,
+    ErrorCode.JOB_STORE_FULL: 503,
+    ErrorCode.JOB_NOT_FOUND: 404,
+    ErrorCode.JOB_NOT_FINISHED: 409,
+    ErrorCode.JOB_NOT_RERUNNABLE: 409,
+    ErrorCode.JOB_CANCELLED: 409,
+    ErrorCode.IDEMPOTENCY_CONFLICT: 409,
+    ErrorCode.INTERRUPTED: 500,
+    ErrorCode.RANGE_NOT_SATISFIABLE: 416,
     ErrorCode.RESULT_NOT_FOUND: 404,
     ErrorCode.MODEL_NOT_FOUND: 404,
     ErrorCode.NOT_FOUND: 404,
@@ -82,8 +105,10 @@ _TYPES: Final = {
     403: "permission_error",
     404: "not_found_error",
     422: "invalid_request_error",
+    429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 
 

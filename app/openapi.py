@@ -37,17 +37,19 @@ GENERATION_ERRORS: Final[dict[int | str, dict[str, Any]]] = {
     503: {"model": ErrorResponse, "description": "Starting, draining, full or dead."},
 }
 
+BINARY: Final = {"type": "string", "format": "binary"}
+
 TRACE_BODY: Final = {
     "requestBody": {
         "required": True,
-        "content": {TRACE_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+        "content": {TRACE_TYPE: {"schema": BINARY}},
     }
 }
 
 TRACE_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
     200: {
         "description": "Frames, see docs/remote.md; what goes wrong from here on is one of them.",
-        "content": {FRAMES_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+        "content": {FRAMES_TYPE: {"schema": BINARY}},
     },
     400: {"model": ErrorResponse, "description": "Something in the trace cannot be served."},
     403: {"model": ErrorResponse, "description": "The server takes no code."},
@@ -55,6 +57,23 @@ TRACE_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
     413: {"model": ErrorResponse, "description": "The trace is too large."},
     503: {"model": ErrorResponse, "description": "Starting, draining, full or dead."},
 }
+
+
+_MEANINGS: Final = {
+    400: "Something in the request cannot be served.",
+    403: "The server takes no code.",
+    404: "No such job, or the trace is for another model.",
+    409: "The job's state, or what its key named before, does not allow it.",
+    413: "The body is too large.",
+    416: "The range begins behind the end.",
+    429: "Too many jobs wait: send it again later.",
+    503: "Starting, draining, full or dead.",
+}
+
+
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return what a route's documentation says of the errors that it may answer with."""
+    return {status: {"model": ErrorResponse, "description": _MEANINGS[status]} for status in statuses}
 
 
 class DocumentedApp(FastAPI):

@@ -18,8 +18,15 @@ GIB: Final = 1024 * MIB
 
 
 def _default_result_dir() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "nnsight-engine" / "results"
+    return _home("XDG_CACHE_HOME", "~/.cache") / "results"
+
+
+def _default_data_dir() -> Path:
+    return _home("XDG_DATA_HOME", "~/.local/share") / "server"
+
+
+def _home(variable: str, default: str) -> Path:
+    return Path(os.environ.get(variable) or default).expanduser() / "nnsight-engine"
 
 
 class Settings(BaseSettings):
@@ -94,8 +101,43 @@ class Settings(BaseSettings):
         default=True,
         description="Whether what traces save is compressed for clients that ask for it: those far away do.",
     )
+    local_engine: bool = Field(
+        default=False,
+        description="Whether a second copy of the model runs traces of `LanguageModel`, gradients included.",
+    )
+    local_engine_device: str = Field(
+        default="cpu", description="Where that copy lies: `cpu`, `cuda`, `cuda:1`, …"
+    )
+    local_engine_dtype: str = Field(
+        default="", description="Its type of weights, `float32` or `bfloat16`; empty for the checkpoint's."
+    )
+    max_queued_traces: int = Field(
+        default=64, ge=0, description="Most traces that wait for the local engine, which runs one at a time."
+    )
+    trace_time_limit_s: float = Field(
+        default=600.0, gt=0, description="How long a trace on the local engine may run."
+    )
+    data_dir: Path = Field(
+        default_factory=_default_data_dir,
+        description="Where jobs lie, and the database; what is in it survives the server.",
+    )
+    database_url: str = Field(
+        default="",
+        repr=False,  # it may hold a password
+        description="SQLAlchemy's URL of the database; empty for SQLite in `data_dir`.",
+    )
+    max_running_jobs: int = Field(default=16, ge=1, description="Most jobs that run at once.")
+    max_queued_jobs: int = Field(default=1000, ge=0, description="Most jobs that wait to run.")
+    job_ttl_s: float = Field(
+        default=86400.0, gt=0, description="How long a job is kept after its end, with its result."
+    )
+    job_store_bytes: int = Field(
+        default=20 * GIB, ge=0, description="Most bytes of all jobs' requests and results."
+    )
     drain_timeout_s: float = Field(
-        default=30.0, ge=0, description="How long shutdown waits for requests that are already running."
+        default=30.0,
+        ge=0,
+        description="How long shutdown waits for requests and jobs that are already running.",
     )
 
 
@@ -117,3 +159,42 @@ def set_engine_defaults() -> None:
     """Set vLLM's environment variables where the operator has not; before vLLM is imported."""
     for name, value in _ENGINE_DEFAULTS.items():
         os.environ.setdefault(name, value)
+
+
+_PASSED_ON: Final = frozenset(
+    {
+        "HOME",
+        "LANG",
+        "LD_LIBRARY_PATH",
+        "PATH",
+        "PYTHONHOME",
+        "PYTHONPATH",
+        "TMPDIR",
+        "TZ",
+        "USER",
+        "VIRTUAL_ENV",
+    }
+)
+_PASSED_ON_FAMILIES: Final = (
+    "CUDA_", "HF_HOME", "HF_HUB_CACHE", "HIP_", "HSA_", "HUGGINGFACE_HUB_CACHE", "KMP_", "LC_", "MKL_",
+    "NVIDIA_", "OMP_", "OPENBLAS_", "PYTORCH_", "ROCM_", "ROCR_", "TORCH_", "TRANSFORMERS_CACHE",
+    "XDG_CACHE_HOME",
+)  # fmt: skip
+
+
+def environment_for_traces() -> dict[str, str]:
+    """Return the environment for processes that run clients' code: what libraries need, and no secrets.
+
+    The model's files are here by then, so nothing is to be asked of a hub, and nobody's token is needed.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _PASSED_ON or name.startswith(_PASSED_ON_FAMILIES)
+    }
+    return {
+        **kept,
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }

@@ -82,6 +82,7 @@ async def read_trace(context: Context, http: Request) -> TraceRequest:
         raise ApiError(ErrorCode.INVALID_TRACE, str(error)) from error
     check_codec(request.head, http.headers.get("authorization"), context.settings)
     context.engine.served().check(request.head)
+    request.sender = "" if http.client is None else http.client.host
     return request
 
 
