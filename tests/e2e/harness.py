@@ -60,10 +60,12 @@ class Reply:
     failure: Any
     num_cached_tokens: int
 
-    def result(self, name: str) -> CaptureResult | ProbeResult | LensResult | TraceResult:
+    def result(self, name: str) -> CaptureResult | ProbeResult | LensResult:
         """Return the result called ``name``."""
         assert self.collected is not None, self.failure
-        return next(result for result in self.collected.results if result.name == name)
+        found = next(result for result in self.collected.results if result.name == name)
+        assert not isinstance(found, TraceResult)
+        return found
 
     def tensor(self, name: str, point: str) -> torch.Tensor:
         """Return a captured tensor as float32."""

@@ -124,7 +124,9 @@ async def test_a_stream_tells_what_is_new_with_each_chunk_and_all_with_the_last(
     events = await live.events(prompt=PROMPT, interventions=[op(WATCH)])
     choices = [event["choices"][0] for event in events]
     assert "".join(choice["text"] for choice in choices) == whole["text"]
-    *parts, last = [choice["interventions"]["results"]["t"] for choice in choices if "interventions" in choice]
+    *parts, last = [
+        choice["interventions"]["results"]["t"] for choice in choices if "interventions" in choice
+    ]
     assert last["saves"] == saves(whole)
     told: list[float] = []
     for part in parts:
@@ -217,7 +219,8 @@ async def test_bad_code_fails_its_own_request_with_its_line(
 async def test_neighbours_keep_their_tokens_and_stopping_ends_the_request(live: Live) -> None:
     prompts = [f"{PROMPT} {number}" for number in range(4)]
     alone = [(await live.post(prompt=prompt)).json()["choices"][0]["text"] for prompt in prompts]
-    stop = "for step in tracer.iter[:]:\n    model.layers[3].output[:] = 0\n    if step == 2:\n        tracer.stop()"
+    loop = "for step in tracer.iter[:]:\n    model.layers[3].output[:] = 0\n"
+    stop = f"{loop}    if step == 2:\n        tracer.stop()"
     traces = [asyncio.create_task(traced(live, stop, max_tokens=40)) for _ in range(3)]
     together = await asyncio.gather(*(live.post(prompt=prompt) for prompt in prompts))
     assert [response.json()["choices"][0]["text"] for response in together] == alone

@@ -45,8 +45,16 @@ def test_variables_are_json_or_tensors() -> None:
         ({"code": "x", "variables": {"a b": 1}}, ErrorCode.INVALID_VALUE, "variables"),
         ({"code": "x", "variables": {"class": 1}}, ErrorCode.INVALID_VALUE, "variables"),
         ({"code": "x", "variables": {str(i): 1 for i in range(40)}}, ErrorCode.INVALID_SHAPE, "variables"),
-        ({"code": "x", "variables": {"v": {**TENSOR, "shape": [2]}}}, ErrorCode.WRONG_ENCODING, "variables.v"),
-        ({"code": "x", "variables": {"v": {**TENSOR, "shape": [5]}}}, ErrorCode.TENSOR_TOO_LARGE, "variables.v"),
+        (
+            {"code": "x", "variables": {"v": {**TENSOR, "shape": [2]}}},
+            ErrorCode.WRONG_ENCODING,
+            "variables.v",
+        ),
+        (
+            {"code": "x", "variables": {"v": {**TENSOR, "shape": [5]}}},
+            ErrorCode.TENSOR_TOO_LARGE,
+            "variables.v",
+        ),
         ({"block": "not base64"}, ErrorCode.WRONG_ENCODING, "block"),
         ({"block": "AAAA", "variables": {"a": 1}}, ErrorCode.INVALID_SHAPE, "variables"),
     ],

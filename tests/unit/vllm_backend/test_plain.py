@@ -77,5 +77,5 @@ def test_a_tensor_that_does_not_fit_is_named_too() -> None:
     def refuse(_: torch.Tensor) -> None:
         raise ValueError("it is odd")
 
-    with pytest.raises(NotPlainError, match="`v` was saved.*it is odd"):
+    with pytest.raises(NotPlainError, match=r"`v` was saved.*it is odd"):
         plain_saves({"a": 1, "v": torch.ones(1)}, refuse)
