@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,8 +73,7 @@ class VLLMDialect(Dialect):
         """Speak for a model."""
         self.model = name
         self._envoy = model
-        # Another machine has other folders, so one is told by what lies in it.
-        self.fingerprint = fingerprint_of(AutoConfig.from_pretrained(name)) if Path(name).is_dir() else ""
+        self.fingerprint = _fingerprint(name)
 
     def inputs(self, tracer: InterleavingTracer) -> Inputs:
         """Return the requests of a trace; see ``Dialect``."""
@@ -117,6 +117,12 @@ class VLLMDialect(Dialect):
             return place_named(self._envoy, kind, name)
 
         return resolve
+
+
+@functools.cache
+def _fingerprint(name: str) -> str:
+    """Return that of a folder, which has another name on another machine; a repository's name says enough."""
+    return fingerprint_of(AutoConfig.from_pretrained(name)) if Path(name).is_dir() else ""
 
 
 def local_tokenizer(model: VLLM) -> Any:
