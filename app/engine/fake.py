@@ -98,19 +98,26 @@ class FakeEngineClient:
         settings: Passed to the results.
         store: Takes large results.
         behaviour: Knobs; ready and healthy by default.
+        trace_engines: What runs traces; ``traces`` by default.
 
     Attributes:
-        traces: What runs traces; tests put others in, and change how they behave.
+        traces: Fakes that run traces; tests change how they behave.
     """
 
     def __init__(
-        self, settings: Settings, store: ResultStore, behaviour: FakeBehaviour | None = None
+        self,
+        settings: Settings,
+        store: ResultStore,
+        behaviour: FakeBehaviour | None = None,
+        *,
+        trace_engines: Mapping[str, TraceEngine] | None = None,
     ) -> None:
         """Make the engine; it serves after ``start``."""
         self.behaviour = behaviour or FakeBehaviour()
         self.num_running = 0
         self.num_calls = 0
-        self.traces: Mapping[str, TraceEngine] = {"vllm": FakeTraceEngine()}
+        self.traces = {"vllm": FakeTraceEngine()}
+        self._trace_engines = trace_engines
         self._settings = settings
         self._store = store
         self._has_started = False
@@ -144,8 +151,8 @@ class FakeEngineClient:
         return DescribedModel([("", "FakeForCausalLM", "", ""), ("model", "FakeModel", "", "")], {})
 
     def trace_engines(self) -> Mapping[str, TraceEngine]:
-        """Return ``traces``."""
-        return self.traces
+        """Return those that were given, or ``traces``."""
+        return self._trace_engines or self.traces
 
     async def start(self) -> None:
         """Become ready, unless the behaviour says otherwise."""

@@ -142,8 +142,7 @@ class JobDispatcher:
         try:
             with self._lifecycle.serving():
                 await run.run()
-            gone = await self._store.remove_ended(job.id)
-            if gone.ids:
+                gone = await self._store.remove_ended(job.id)
                 await self._files.remove(gone.ids)
                 self._files.space.free(gone.num_bytes)
         except Exception:

@@ -24,9 +24,8 @@ async def serve(directory: Path) -> None:
         result_dir=directory / "results", data_dir=directory / "data", max_running_jobs=3, drain_timeout_s=0.2
     )
     store = new_store(settings)
-    engine = FakeEngineClient(settings, store)
     scripted = ScriptedEngine()
-    engine.traces = {"vllm": scripted}
+    engine = FakeEngineClient(settings, store, trace_engines={"vllm": scripted})
     config = uvicorn.Config(create_app(settings, engine, store), log_level="warning")
     server = uvicorn.Server(config)
     sock = config.bind_socket()
