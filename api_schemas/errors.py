@@ -41,6 +41,7 @@ class ErrorCode(enum.StrEnum):
     ENGINE_CAPTURE_FULL = "engine_capture_full"
     PROMPT_WAS_CHUNKED = "prompt_was_chunked"
     INTERVENTION_FAILED = "intervention_failed"
+    CODEC_NOT_ALLOWED = "codec_not_allowed"
     INVALID_TRACE = "invalid_trace"
     CODE_NOT_ALLOWED = "code_not_allowed"
     QUEUE_FULL = "queue_full"
@@ -53,6 +54,9 @@ class ErrorCode(enum.StrEnum):
     BLOCK_FAILED = "block_failed"
     INTERRUPTED = "interrupted"
     RANGE_NOT_SATISFIABLE = "range_not_satisfiable"
+    TRACE_TIMED_OUT = "trace_timed_out"
+    TRACE_PROCESS_ENDED = "trace_process_ended"
+    LOCAL_ENGINE_FAILED = "local_engine_failed"
     RESULT_NOT_FOUND = "result_not_found"
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
@@ -68,6 +72,7 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.INVALID_SHAPE: 422,
     ErrorCode.BODY_TOO_LARGE: 413,
     ErrorCode.CAPTURE_TOO_LARGE: 400,
+    ErrorCode.CODEC_NOT_ALLOWED: 403,
     ErrorCode.CODE_NOT_ALLOWED: 403,
     ErrorCode.QUEUE_FULL: 429,
     ErrorCode.JOB_STORE_FULL: 503,
@@ -78,6 +83,9 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.IDEMPOTENCY_CONFLICT: 409,
     ErrorCode.INTERRUPTED: 500,
     ErrorCode.RANGE_NOT_SATISFIABLE: 416,
+    ErrorCode.TRACE_TIMED_OUT: 504,
+    ErrorCode.TRACE_PROCESS_ENDED: 500,
+    ErrorCode.LOCAL_ENGINE_FAILED: 503,
     ErrorCode.RESULT_NOT_FOUND: 404,
     ErrorCode.MODEL_NOT_FOUND: 404,
     ErrorCode.NOT_FOUND: 404,
@@ -99,6 +107,7 @@ _TYPES: Final = {
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 
 

@@ -20,18 +20,24 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from app.engine.local_traces import LocalTraceEngine
 from app.main import create_app, new_store
-from app.settings import Settings, set_engine_defaults
+from app.settings import Settings, environment_for_traces, set_engine_defaults
 from nnsight_engine.core.errors import UnsupportedOptionError
+from nnsight_engine.local_engine.link import ProcessOptions
 from nnsight_engine.modeling.bundled import BUNDLED_MODEL_NAME, BundledModelError, bundled_model_path
 
 USAGE: Final = """\
-nnsight-engine serve [MODEL] [--port 8000] [--host 127.0.0.1] [--compile] [any vLLM engine argument]
+nnsight-engine serve [MODEL] [--port 8000] [--host 127.0.0.1] [--compile] [--local-engine]
+                     [any vLLM engine argument]
 
   MODEL      A Hugging Face name or a folder; the bundled SmolLM2-135M-Instruct without one.
              It comes before the options.
   --compile  CPU: serve with a compiled engine. Decoding is faster, and each start takes about a
              minute longer.
+  --local-engine  Keep the model a second time, in a process of its own, for traces of LanguageModel:
+             gradients, calls inside a forward, sessions. --local-engine-device says where, cpu by
+             default; --local-engine-dtype in which type.
   --version  Print the version.
 
 Examples:
@@ -45,6 +51,11 @@ _USAGE_ERROR: Final = 2
 _DEMO_AXIS: Final = 464
 """A unit of the bundled model's residual stream along which steering reads well."""
 
+_OWN_OPTIONS: Final = {
+    "--local-engine-device": "cpu, cuda or cuda:1, for example",
+    "--local-engine-dtype": "float32 or bfloat16, for example",
+}
+"""Options with a value that are this server's own and not vLLM's, and what the value is."""
 
 _COMPILE_COST: Final = (
     "--compile: on CPU the model is compiled anew at every start, which takes about a minute longer than the "
@@ -84,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(arguments: list[str], console: Console) -> int:
-    settings = _settings()
+    arguments, chosen = split_options(arguments)
+    settings = _settings().model_copy(update=chosen)
     model, options = _split_model(arguments)
     set_engine_defaults()
     with _progress(console) as progress:
@@ -127,7 +139,7 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
         failures.append("the engine did not start; its error is above")
         server.should_exit = True
 
-    app = create_app(settings, engine, store, on_engine_failure=stop)
+    app = create_app(settings, engine, store, on_engine_failure=stop, local=_local_engine(args, settings))
     config = uvicorn.Config(
         app, host=settings.host, port=settings.port, log_level="warning", timeout_keep_alive=75
     )
@@ -146,6 +158,22 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
     if failures:
         raise CommandError(failures[0])
     return 0
+
+
+def _local_engine(args: argparse.Namespace, settings: Settings) -> LocalTraceEngine | None:
+    """Return what runs traces of ``LanguageModel``, on the checkpoint that vLLM serves, if it is wanted."""
+    if not settings.local_engine:
+        return None
+    options = ProcessOptions(
+        model=args.model,
+        revision=args.revision,
+        trust_remote_code=bool(args.trust_remote_code),
+        device=settings.local_engine_device,
+        dtype=settings.local_engine_dtype,
+        max_result_bytes=settings.max_trace_bytes,
+        compresses=settings.compress_results,
+    )
+    return LocalTraceEngine(options, settings, environment_for_traces())
 
 
 async def _announce(engine: Any, url: str, console: Console) -> None:
@@ -172,6 +200,29 @@ def _steering_line(url: str, spec: Any) -> str:
         f'"interventions":[{steer}]}}'
     )
     return f"curl {url}/v1/completions -H 'content-type: application/json' -d '{body}'"
+
+
+def split_options(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Return the arguments without those that are this server's own, and what these set.
+
+    Raises:
+        CommandError: One of them lacks its value.
+    """
+    left: list[str] = []
+    chosen: dict[str, Any] = {}
+    given = iter(arguments)
+    for argument in given:
+        name, is_assigned, value = argument.partition("=")
+        if name == "--local-engine" and not is_assigned:
+            chosen["local_engine"] = True
+        elif name in _OWN_OPTIONS:
+            value = value if is_assigned else next(given, "")
+            if not value or value.startswith("-"):
+                raise CommandError(f"{name} takes a value: {_OWN_OPTIONS[name]}")
+            chosen[name.removeprefix("--").replace("-", "_")] = value
+        else:
+            left.append(argument)
+    return left, chosen
 
 
 def _split_model(arguments: list[str]) -> tuple[str | None, list[str]]:

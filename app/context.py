@@ -9,6 +9,7 @@ from fastapi import Depends
 from starlette.requests import HTTPConnection
 
 from app.engine.client import EngineClient
+from app.engine.local_traces import LocalTraceEngine
 from app.lifecycle import Lifecycle
 from app.services.jobs import JobService
 from app.services.traces import TraceService
@@ -26,6 +27,7 @@ class Context:
     lifecycle: Lifecycle
     traces: TraceService
     jobs: JobService
+    local: LocalTraceEngine | None = None
 
 
 async def _context_of(connection: HTTPConnection) -> Context:

@@ -98,6 +98,11 @@ class Lifecycle:
         """Start the engine in the background; called inside the running event loop."""
         self._start = asyncio.create_task(self._start_engine(), name="engine-start")
 
+    async def started(self) -> None:
+        """Wait until the engine has started, or has failed to."""
+        if self._start is not None:
+            await asyncio.wait({self._start})
+
     def begin_drain(self) -> None:
         """Refuse new work from now on; requests in flight go on."""
         self._is_draining = True

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 from app.context import Context
 from app.engine.client import EngineClient
+from app.engine.local_traces import LocalTraceEngine
 from app.errors import install_error_handlers
 from app.lifecycle import Lifecycle
 from app.middleware import GateMiddleware
@@ -50,6 +51,7 @@ def create_app(
     store: ResultStore | None = None,
     *,
     on_engine_failure: Callable[[], None] | None = None,
+    local: LocalTraceEngine | None = None,
 ) -> FastAPI:
     """Return the server for one engine; its lifespan starts and closes engine and store.
 
@@ -59,6 +61,7 @@ def create_app(
         store: Where large results lie; made from the settings where absent. Engines that store
             results need the same one.
         on_engine_failure: Called where the engine does not start, e.g. to end the process.
+        local: Runs traces of models of the transformers library; not started yet.
 
     Returns:
         The application. ``app.state.context.lifecycle.begin_drain()`` refuses new work ahead of the
@@ -66,9 +69,10 @@ def create_app(
     """
     store = store or new_store(settings)
     lifecycle = Lifecycle(engine, on_engine_failure)
-    trace_service = TraceService(engine.trace_engines())
+    engines = {**engine.trace_engines(), **({} if local is None else {local.name: local})}
+    trace_service = TraceService(engines)
     job_service = JobService(settings, trace_service, lifecycle, engine.served)
-    context = Context(settings, engine, store, lifecycle, trace_service, job_service)
+    context = Context(settings, engine, store, lifecycle, trace_service, job_service, local)
     app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)
     app.state.context = context
     app.add_middleware(GateMiddleware, lifecycle=context.lifecycle)
@@ -91,9 +95,13 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(context.store.close)
         await context.store.start()
+        if context.local is not None:
+            stack.push_async_callback(context.local.close)
         stack.push_async_callback(context.lifecycle.close)
         stack.push_async_callback(context.jobs.stop)
         await context.jobs.start()
         context.lifecycle.start()
+        if context.local is not None:
+            context.local.start(after=context.lifecycle.started())
         stack.push_async_callback(context.lifecycle.drain, context.settings.drain_timeout_s)
         yield

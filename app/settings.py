@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 MIB: Final = 1024 * 1024
@@ -71,6 +71,13 @@ class Settings(BaseSettings):
         ge=0,
         description="Most captured bytes that all requests together may hold in the engine.",
     )
+    allow_cloudpickle: bool = Field(
+        default=False,
+        description="Whether traces may come as pickles, which run any code, from holders of certain keys.",
+    )
+    cloudpickle_keys: tuple[SecretStr, ...] = Field(
+        default=(), description="Keys whose holders may send traces as pickles, a JSON list of strings."
+    )
     allow_code: bool | None = Field(
         default=None,
         description="Whether clients may send traces, which are code; unset, only while the server listens "
@@ -93,6 +100,22 @@ class Settings(BaseSettings):
     compress_results: bool = Field(
         default=True,
         description="Whether what traces save is compressed for clients that ask for it: those far away do.",
+    )
+    local_engine: bool = Field(
+        default=False,
+        description="Whether a second copy of the model runs traces of `LanguageModel`, gradients included.",
+    )
+    local_engine_device: str = Field(
+        default="cpu", description="Where that copy lies: `cpu`, `cuda`, `cuda:1`, …"
+    )
+    local_engine_dtype: str = Field(
+        default="", description="Its type of weights, `float32` or `bfloat16`; empty for the checkpoint's."
+    )
+    max_queued_traces: int = Field(
+        default=64, ge=0, description="Most traces that wait for the local engine, which runs one at a time."
+    )
+    trace_time_limit_s: float = Field(
+        default=600.0, gt=0, description="How long a trace on the local engine may run."
     )
     data_dir: Path = Field(
         default_factory=_default_data_dir,
@@ -136,3 +159,42 @@ def set_engine_defaults() -> None:
     """Set vLLM's environment variables where the operator has not; before vLLM is imported."""
     for name, value in _ENGINE_DEFAULTS.items():
         os.environ.setdefault(name, value)
+
+
+_PASSED_ON: Final = frozenset(
+    {
+        "HOME",
+        "LANG",
+        "LD_LIBRARY_PATH",
+        "PATH",
+        "PYTHONHOME",
+        "PYTHONPATH",
+        "TMPDIR",
+        "TZ",
+        "USER",
+        "VIRTUAL_ENV",
+    }
+)
+_PASSED_ON_FAMILIES: Final = (
+    "CUDA_", "HF_HOME", "HF_HUB_CACHE", "HIP_", "HSA_", "HUGGINGFACE_HUB_CACHE", "KMP_", "LC_", "MKL_",
+    "NVIDIA_", "OMP_", "OPENBLAS_", "PYTORCH_", "ROCM_", "ROCR_", "TORCH_", "TRANSFORMERS_CACHE",
+    "XDG_CACHE_HOME",
+)  # fmt: skip
+
+
+def environment_for_traces() -> dict[str, str]:
+    """Return the environment for processes that run clients' code: what libraries need, and no secrets.
+
+    The model's files are here by then, so nothing is to be asked of a hub, and nobody's token is needed.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _PASSED_ON or name.startswith(_PASSED_ON_FAMILIES)
+    }
+    return {
+        **kept,
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }

@@ -6,6 +6,7 @@ cannot be written for the engine's process is only noticed on the way there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -23,6 +24,9 @@ _DERIVED: Final = frozenset({"skip_clone", "output_text_buffer_length", "skip_re
 """What vLLM or we set; they come with parameters that were made on the other side."""
 
 _RESERVED: Final = frozenset({PLAN_KEY, TRACE_KEY, TICKET_KEY})
+_PLACE: Final = re.compile(r"`\$([^`]*)`")
+"""Where msgspec found something wrong."""
+
 _Scalar = str | int | float | bool
 _EXTRA: Final = dict[str, _Scalar | list[_Scalar] | None]
 
@@ -53,8 +57,9 @@ def sampling_params(given: Mapping[str, Any], field: str) -> SamplingParams:
         msgspec.msgpack.encode(named)  # what this refuses would fail on the way to the engine
         params: SamplingParams = msgspec.convert(named, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
-        what, _, place = str(error).partition(" - at `$")
-        raise ApiError(ErrorCode.INVALID_VALUE, what, f"{field}.sampling{place.rstrip('`')}") from error
+        place = _PLACE.search(str(error))
+        named_there = "" if place is None else place[1]
+        raise ApiError(ErrorCode.INVALID_VALUE, str(error), f"{field}.sampling{named_there}") from error
     except VLLMClientError as error:
         raise translated(error, field) or error from error
     except (ValueError, TypeError, OverflowError, RecursionError) as error:

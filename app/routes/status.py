@@ -22,7 +22,7 @@ async def get_status(context: Served) -> ServerStatus:
         name=served.names[0],
         names=list(served.names),
         running=phase is Phase.READY,
-        engines=list(context.engine.trace_engines()),
+        engines=context.traces.names,
     )
     return ServerStatus(
         phase=phase,

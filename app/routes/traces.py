@@ -34,7 +34,7 @@ async def get_outline(context: Served) -> TraceOutline:
         model=served.names[0],
         names=list(served.names),
         fingerprint=served.fingerprint,
-        engines=list(context.engine.trace_engines()),
+        engines=context.traces.names,
         class_name=described.outline[0][1],
         outline=described.outline,
         spec=described.spec,

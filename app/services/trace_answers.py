@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
+from app.auth.codecs import check_codec
 from app.body import check_media_type, read_bytes
 from app.context import Context
 from app.errors import error_bytes, internal_error
@@ -68,7 +69,7 @@ async def read_trace(context: Context, http: Request) -> TraceRequest:
 
     Raises:
         ApiError: ``code_not_allowed``, ``bad_request`` (of another content type), ``body_too_large``,
-            ``invalid_trace``, ``model_not_found``.
+            ``invalid_trace``, ``codec_not_allowed``, ``model_not_found``.
         ClientDisconnect: The client went away before the end.
     """
     check_code_allowed(context.settings, http)
@@ -79,7 +80,9 @@ async def read_trace(context: Context, http: Request) -> TraceRequest:
         request = TraceRequest.from_bytes(body)
     except DecodeError as error:
         raise ApiError(ErrorCode.INVALID_TRACE, str(error)) from error
+    check_codec(request.head, http.headers.get("authorization"), context.settings)
     context.engine.served().check(request.head)
+    request.sender = "" if http.client is None else http.client.host
     return request
 
 

@@ -27,6 +27,11 @@ class TraceService:
         """Know the engines."""
         self._engines = dict(engines)
 
+    @property
+    def names(self) -> list[str]:
+        """What runs traces here."""
+        return list(self._engines)
+
     def engine_for(self, head: TraceHead) -> TraceEngine:
         """Return what is to run a trace.
 

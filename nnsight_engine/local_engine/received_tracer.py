@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from nnsight_engine.remote_backend.received import ReceivedInvoke
     from nnsight_engine.tracing.tracer import Info
 
-Input = tuple[tuple[Any, ...], dict[str, Any]]
-
 
 class ReceivedTracer(InterleavingTracer):
     """What ``tracer`` is in a block that came from elsewhere; it is made before its blocks are read.
@@ -27,25 +25,19 @@ class ReceivedTracer(InterleavingTracer):
         """Stand for the tracer that was left behind."""
         super().__init__(model._run_module, model)  # noqa: SLF001 - an envoy of ours
         self._received: Sequence[ReceivedInvoke] = ()
-        self._inputs: Sequence[Input] = ()
         self._kept_edits: Sequence[Edit] = ()
 
     def receive(
-        self,
-        invokes: Sequence[ReceivedInvoke],
-        inputs: Sequence[Input],
-        kwargs: dict[str, Any],
-        edits: Sequence[Info],
+        self, invokes: Sequence[ReceivedInvoke], kwargs: dict[str, Any], edits: Sequence[Info]
     ) -> None:
         """Take the blocks.
 
         Args:
-            invokes: The blocks.
-            inputs: For each, the input of its invoke.
+            invokes: The blocks, with their inputs.
             kwargs: Of the trace, for all invokes.
             edits: Blocks that run beside those.
         """
-        self._received, self._inputs, self.kwargs = invokes, inputs, kwargs
+        self._received, self.kwargs = invokes, kwargs
         self._kept_edits = [Edit(self, info) for info in edits]
 
     def invoke(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002 - refused whatever it is
@@ -67,12 +59,14 @@ class ReceivedTracer(InterleavingTracer):
 
     def _collect(self, function: Callable[[], Any]) -> None:  # noqa: ARG002 - the invokes are defined already
         self.batcher.shared_kwargs = self.kwargs
-        for invoke, (args, kwargs) in zip(self._received, self._inputs, strict=True):
+        for invoke in self._received:
             self.invokers.append(invoke)
-            self.add(self.compile_on(invoke.info, invoke.own), invoke.info, args, kwargs)
+            self.add(self.compile_on(invoke.info, invoke.own), invoke.info, invoke.args, invoke.kwargs)
         self._check_input()
 
-    def _edits(self) -> Sequence[Edit]:
+    @property
+    def edits(self) -> Sequence[Edit]:
+        """The blocks that came along."""
         return self._kept_edits
 
     def _shares_variables(self) -> bool:

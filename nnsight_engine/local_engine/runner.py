@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.core.saves import SAVES
 from nnsight_engine.envoys.envoy import Envoy
+from nnsight_engine.envoys.tracers.editing import Edit
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.local_engine.errors import TraceCancelledError
 from nnsight_engine.local_engine.pristine import Pristine
-from nnsight_engine.local_engine.received_tracer import Input, ReceivedTracer
+from nnsight_engine.local_engine.received_tracer import ReceivedTracer
+from nnsight_engine.remote_backend.codecs import decode_blocks
 from nnsight_engine.remote_backend.places import Places, place_of
 from nnsight_engine.remote_backend.received import (
     SAVED,
@@ -26,8 +28,7 @@ from nnsight_engine.remote_backend.received import (
     outcome_of,
 )
 from nnsight_engine.tracing.tracebacks import clean
-from nnsight_engine.tracing.tracer import compiled
-from nnsight_engine.wire import TRUSTED, DecodeError, ReceivedTrace, decode_trace, encode_error
+from nnsight_engine.wire import DecodeError, Limits, ReceivedTrace, encode_error
 
 if TYPE_CHECKING:
     from nnsight_engine.modeling.language import LanguageModel
@@ -39,14 +40,24 @@ class TraceRunner:
 
     Args:
         model: The model, with its weights.
+        max_result_bytes: What a trace may save.
+        compresses: Whether results are compressed for clients that can read it.
     """
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(
+        self, model: LanguageModel, *, max_result_bytes: int = Limits().max_bytes, compresses: bool = False
+    ) -> None:
         """Take the model; nobody else is to use it from now on."""
         self._model = model
+        self._limits = Limits(max_bytes=max_result_bytes)
+        self._compresses = compresses
         self._pristine = Pristine(model)
-        self.is_worn = False
+        self._is_worn = False
+
+    @property
+    def is_worn(self) -> bool:
         """Whether a trace has changed the weights, so that others must not see them."""
+        return self._is_worn
 
     def run(self, request: TraceRequest) -> bytes:
         """Return what came of a trace's blocks, see ``outcomes``.
@@ -61,19 +72,29 @@ class TraceRunner:
             return self._run(request)
         finally:
             SAVES.exit()
-            self._model._rename(None)  # noqa: SLF001 - an envoy of ours
-            self.is_worn |= not self._pristine.restore()
-            gc.collect()  # errors and blocks refer to each other, and hold activations
+            self._tidy()
+
+    def recover(self) -> None:
+        """Make ready again after a trace that was cut off, wherever that was."""
+        while SAVES.depth:
+            SAVES.exit()
+        self._tidy()
+        self._is_worn |= self._model.interleaving
+
+    def _tidy(self) -> None:
+        self._model._rename(None)  # noqa: SLF001 - an envoy of ours
+        self._is_worn |= not self._pristine.restore()
+        gc.collect()  # errors and blocks refer to each other, and hold activations
 
     def _run(self, request: TraceRequest) -> bytes:
         head, model = request.head, self._model
-        is_session = head.kind == "session"
-        tracer = None if is_session else ReceivedTracer(model)
-        places = Places(model, Session(model) if tracer is None else tracer)
-        received = decode_trace(request.blocks, resolve=places, policy=TRUSTED)
+        tracer = Session(model) if head.kind == "session" else ReceivedTracer(model)
+        places = Places(model, tracer)
+        # The server has checked whose codec it is, see ``app.auth.codecs``.
+        received = decode_blocks(head.codec, request.blocks, resolve=places, trusted=True)
         trace = _Trace(head, received)
         SAVES.marked.update({id(value): value for value in (*trace.saved, *received.saved)})
-        error = self._outcome(lambda: self._session(trace) if tracer is None else self._trace(trace, tracer))
+        error = self._outcome(trace, tracer)
         told = None if error is None else encode_error(error)
         del error  # whose traceback holds the block's frames, and what they hold
         blocks = [
@@ -86,12 +107,20 @@ class TraceRunner:
             for index, invoke in enumerate(trace.invokes)
         ]
         message = {"blocks": blocks, "before": list(trace.saved)}
-        return encoded_outcomes(message, lambda value: place_of(value, model))
+        return encoded_outcomes(
+            message,
+            lambda value: place_of(value, model),
+            compress=self._compresses and "zstd" in head.accepts,
+            limits=self._limits,
+        )
 
-    def _outcome(self, run: Callable[[], Any]) -> BaseException | None:
+    def _outcome(self, trace: _Trace, tracer: Session | ReceivedTracer) -> BaseException | None:
         """Run the blocks; returns what they raised."""
         try:
-            run()
+            if isinstance(tracer, Session):
+                self._session(trace, tracer)
+            else:
+                self._trace(trace, tracer)
         except TraceCancelledError:
             raise
         except BaseException as error:  # noqa: BLE001 - it goes to whoever wrote the block
@@ -102,18 +131,19 @@ class TraceRunner:
         model, shared = self._model, trace.shared
         model._rename(shared.get("rename"))  # noqa: SLF001 - an envoy of ours
         traced = shared.get("traced", model)
-        function = shared.get("fn")
-        tracer.receive(trace.invokes, trace.inputs, shared.get("kwargs") or {}, trace.edits)
-        tracer.trace(
-            _function_of(traced, trace.head.method) if function is None else function,
-            traced,
-            validate=bool(shared.get("validate")),
-        )
+        tracer.receive(trace.invokes, shared.get("kwargs") or {}, trace.edits)
+        if not isinstance(traced, Envoy):
+            raise DecodeError("the trace is broken: what it traces is no module")
+        given = shared.get("fn")
+        function = _function_of(traced, trace.head.method) if given is None else given
+        tracer.trace(function, traced, validate=bool(shared.get("validate")))
 
-    def _session(self, trace: _Trace) -> None:
-        self._model._rename(trace.shared.get("rename"))  # noqa: SLF001 - an envoy of ours
+    def _session(self, trace: _Trace, session: Session) -> None:
+        model = self._model
+        model._rename(trace.shared.get("rename"))  # noqa: SLF001 - an envoy of ours
+        model._default_mediators.extend(Edit(session, info) for info in trace.edits)  # noqa: SLF001 - the same
         (block,) = trace.invokes
-        compiled(block.info, block.own)()
+        session.compile_on(block.info)()
 
 
 class _Trace:
@@ -127,7 +157,7 @@ class _Trace:
         self.head = head
         self.shared: Mapping[str, Any] = received.shared
         num_own = len(received.blocks) - head.num_edits
-        if num_own < 1 or (head.kind == "session" and len(received.blocks) != 1):
+        if num_own < 1 or (head.kind == "session" and num_own != 1):
             raise DecodeError(
                 f"the trace is broken: it has {len(received.blocks)} blocks, and says that "
                 f"{head.num_edits} of them are edits of a {head.kind}"
@@ -135,10 +165,12 @@ class _Trace:
         self.invokes: Sequence[ReceivedInvoke] = invokes_of(received.blocks[:num_own], head.groups[:num_own])
         self.edits = received.blocks[num_own:]
         self.saved: Collection[Any] = self.shared.get(SAVED) or []
-        self.inputs: list[Input] = [] if head.kind == "session" else _inputs(self.shared, num_own)
+        if head.kind == "trace":
+            for invoke, (args, kwargs) in zip(self.invokes, _inputs(self.shared, num_own), strict=True):
+                invoke.args, invoke.kwargs = args, kwargs
 
 
-def _inputs(shared: Mapping[str, Any], num_invokes: int) -> list[Input]:
+def _inputs(shared: Mapping[str, Any], num_invokes: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     given = shared.get("inputs")
     if (
         not isinstance(given, list)

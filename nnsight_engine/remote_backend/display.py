@@ -66,7 +66,7 @@ class Display:
         message = event.get("message")
         if status == JobStatus.LOG:
             if self._shows:
-                prefix = f"[{job[:8]}] " if job else ""
+                prefix = f"[{job}] " if job else ""
                 sys.stdout.write(f"{prefix}{status:<{_WIDTH}}: {message}\n")
             return
         where = f" on {event['engine']}" if event.get("engine") else ""

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import msgspec
+import numpy as np
 
 from nnsight_engine.wire import DecodeError
 
 MEDIA_TYPE: Final = "application/vnd.nnsight.frames"
 _HEAD: Final = struct.Struct("<BQ")
 HEAD_BYTES: Final = _HEAD.size
+_SMALL_BYTES: Final = 2**20
 
 
 class FrameKind(enum.IntEnum):
@@ -43,7 +45,7 @@ class Frame(NamedTuple):
 
     def head(self) -> bytes:
         """Return what is written before the data."""
-        return _HEAD.pack(self.kind, len(self.data))
+        return head_of(self.kind, len(self.data))
 
     def json(self) -> Any:
         """Return the data as JSON.
@@ -53,8 +55,13 @@ class Frame(NamedTuple):
         """
         try:
             return msgspec.json.decode(self.data)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DecodeError(f"a {self.kind.name} frame is no JSON: {error}") from error
+
+
+def head_of(kind: FrameKind, num_bytes: int) -> bytes:
+    """Return what is written before the data of a frame."""
+    return _HEAD.pack(kind, num_bytes)
 
 
 def json_frame(kind: FrameKind, value: Any) -> Frame:
@@ -72,10 +79,10 @@ class FrameReader:
     def __init__(self, max_bytes: int) -> None:
         """Start before the first frame."""
         self._max_bytes = max_bytes
-        self._head = bytearray()
+        self._head = memoryview(bytearray(HEAD_BYTES))
         self._kind: FrameKind | None = None
-        self._body = bytearray()
-        self._view = memoryview(self._body)
+        self._body: bytearray | memoryview = bytearray()
+        self._view = self._head
         self._num = 0
 
     @property
@@ -86,7 +93,7 @@ class FrameReader:
     @property
     def is_between(self) -> bool:
         """Whether no frame is half read."""
-        return self._kind is None and not self._head
+        return self._kind is None and not self._num
 
     def feed(self, data: bytes) -> Iterator[Frame]:
         """Take more bytes; yields the frames that they complete.
@@ -95,34 +102,57 @@ class FrameReader:
             DecodeError: A frame of an unknown kind, or too long.
         """
         rest = memoryview(data)
-        while rest or (self._kind is not None and not self._view):
-            if self._kind is None:
-                rest = self._read_head(rest)
-                continue
-            taken = min(len(rest), len(self._view) - self._num)
-            self._view[self._num : self._num + taken] = rest[:taken]
-            self._num += taken
-            rest = rest[taken:]
-            if self._num == len(self._view):
-                frame = Frame(self._kind, self._body)
-                self._kind = None
+        while rest:
+            room = self.room()
+            num = min(len(rest), len(room))
+            room[:num] = rest[:num]
+            rest = rest[num:]
+            frame = self.took(num)
+            if frame is not None:
                 yield frame
 
-    def _read_head(self, rest: memoryview) -> memoryview:
-        missing = HEAD_BYTES - len(self._head)
-        self._head += rest[:missing]
-        if len(self._head) == HEAD_BYTES:
-            kind, size = _HEAD.unpack(self._head)
-            self._head.clear()
-            if kind not in set(FrameKind) or size > self._max_bytes:
-                raise DecodeError(
-                    f"the server sent a frame of kind {kind} and {size:,} bytes; kinds are 1 to "
-                    f"{max(FrameKind)}, and a frame may have {self._max_bytes:,} bytes"
-                )
-            self._kind, self._num = FrameKind(kind), 0
-            self._body = bytearray(size)
-            self._view = memoryview(self._body)
-        return rest[missing:]
+    def room(self) -> memoryview:
+        """Return where the next bytes go, for whoever can read into it; ``took`` says how many came."""
+        return self._view[self._num :]
+
+    def took(self, num_bytes: int) -> Frame | None:
+        """Take note of bytes in ``room``; returns the frame that they complete.
+
+        Raises:
+            DecodeError: A frame of an unknown kind, or too long.
+        """
+        self._num += num_bytes
+        if self._num < len(self._view):
+            return None
+        if self._kind is None:
+            self._open_body()
+            if self._view:
+                return None
+        assert self._kind is not None  # noqa: S101 - its body is complete
+        frame = Frame(self._kind, self._body)
+        self._kind, self._view, self._num = None, self._head, 0
+        return frame
+
+    def _open_body(self) -> None:
+        kind, size = _HEAD.unpack(self._head)
+        if kind not in set(FrameKind) or size > self._max_bytes:
+            raise DecodeError(
+                f"the server sent a frame of kind {kind} and {size:,} bytes; kinds are 1 to "
+                f"{max(FrameKind)}, and a frame may have {self._max_bytes:,} bytes"
+            )
+        self._kind, self._num = FrameKind(kind), 0
+        self._body = _room(size)
+        self._view = memoryview(self._body)
 
 
-__all__ = ["HEAD_BYTES", "MEDIA_TYPE", "Frame", "FrameKind", "FrameReader", "json_frame"]
+def _room(num_bytes: int) -> bytearray | memoryview:
+    """Return room for so many bytes; of a large frame, memory is taken as the bytes come."""
+    if num_bytes <= _SMALL_BYTES:
+        return bytearray(num_bytes)
+    try:
+        return np.zeros(num_bytes, np.uint8).data
+    except MemoryError as error:
+        raise DecodeError(f"a frame of {num_bytes:,} bytes is more than there is memory for") from error
+
+
+__all__ = ["HEAD_BYTES", "MEDIA_TYPE", "Frame", "FrameKind", "FrameReader", "head_of", "json_frame"]

@@ -98,14 +98,17 @@ class TraceRequest:
     Attributes:
         head: What a server has to know.
         parts: The blocks, then edits.
+        sender: Who sent it, as the server knows them, so that nobody's traces keep others waiting; set by
+            the server and not sent.
     """
 
-    __slots__ = ("head", "parts")
+    __slots__ = ("head", "parts", "sender")
 
     def __init__(self, head: TraceHead, parts: Sequence[bytes | memoryview]) -> None:
         """Put them together; the head learns the parts' sizes."""
         self.head = msgspec.structs.replace(head, parts=[len(part) for part in parts])
         self.parts = list(parts)
+        self.sender = ""
 
     @property
     def blocks(self) -> bytes | memoryview:
@@ -143,7 +146,7 @@ class TraceRequest:
         rest = view[_START.size + size :]
         try:
             head = msgspec.json.decode(view[_START.size : _START.size + size], type=TraceHead)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DecodeError(f"the trace's head is broken: {error}") from error
         if not head.parts or sum(head.parts) != len(rest):
             raise DecodeError("the trace is broken: its parts have other sizes than its head says")

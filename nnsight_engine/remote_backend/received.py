@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from types import CellType, MappingProxyType
 from typing import Any, Final
 
 from nnsight_engine.core.cells import UNBOUND, content
 from nnsight_engine.core.saves import holds_marked
 from nnsight_engine.tracing.tracer import Info
-from nnsight_engine.wire import DecodeError, EncodeError, encode, encode_error
+from nnsight_engine.wire import DecodeError, EncodeError, Limits, encode, encode_error
 from nnsight_engine.wire.encoder import Reference
+from nnsight_engine.wire.values import DEFAULT_LIMITS
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +33,12 @@ class ReceivedInvoke:
         outer: The surrounding variables, by name; there is nothing in them.
         own: The block's own.
         stored: The names that it may assign.
+        args: The input of its invoke, where it has one.
+        kwargs: Keyword arguments that belong to the input.
         marked: What it has saved, by identity, if whoever runs it keeps that apart.
     """
 
-    __slots__ = ("info", "marked", "outer", "own", "stored")
+    __slots__ = ("args", "info", "kwargs", "marked", "outer", "own", "stored")
 
     def __init__(self, info: Info, groups: Mapping[str, int], outer: dict[int, CellType]) -> None:
         """Give the variables of one number one cell, ``outer``'s."""
@@ -42,6 +46,8 @@ class ReceivedInvoke:
         self.own = info.variables
         self.outer = {name: outer.setdefault(groups.get(name, -1), CellType()) for name in info.variables}
         self.stored = info.block.stored
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
         self.marked: dict[int, Any] = {}
 
     def saves(self, marked: Mapping[int, Any]) -> dict[str, Any]:
@@ -98,19 +104,36 @@ def outcome_of(
     }
 
 
-def encoded_outcomes(message: dict[str, Any], reference: Reference, *, compress: bool = False) -> bytes:
+def encoded_outcomes(
+    message: dict[str, Any],
+    reference: Reference,
+    *,
+    compress: bool = False,
+    limits: Limits = DEFAULT_LIMITS,
+) -> bytes:
     """Return what blocks left behind as bytes; one that saved what cannot travel fails alone."""
+    write = partial(encode, reference=reference, limits=limits)
     try:
-        return encode(message, reference=reference, compress=compress)
+        return write(message, compress=compress)
     except EncodeError:
         logger.debug("something saved cannot be sent", exc_info=True)
     for block in message["blocks"]:
         try:
-            encode([block["saves"], block["flows"]], reference=reference)
+            write([block["saves"], block["flows"]])
         except EncodeError as error:
-            block["saves"] = block["flows"] = {}
-            block["error"] = block["error"] or encode_error(error)
+            _failed(block, error)
     try:
-        return encode(message, reference=reference, compress=compress)
+        return write(message, compress=compress)
     except EncodeError:
-        return encode({**message, "before": None}, reference=reference, compress=compress)
+        message["before"] = None
+    try:
+        return write(message, compress=compress)
+    except EncodeError as error:  # they are too much together
+        for block in message["blocks"]:
+            _failed(block, error)
+        return write(message)
+
+
+def _failed(block: dict[str, Any], error: EncodeError) -> None:
+    block["saves"] = block["flows"] = {}
+    block["error"] = block["error"] or encode_error(error)

@@ -15,7 +15,7 @@ from nnsight_engine.remote_backend.identity import fingerprint_of
 from nnsight_engine.remote_backend.outcomes import SentPart
 from nnsight_engine.remote_backend.places import HOME_CLASSES, Places, reference_of
 from nnsight_engine.remote_backend.sent import Dialect, Inputs, Resolve
-from nnsight_engine.wire import DATA_ONLY, EncodeError
+from nnsight_engine.wire import DATA_ONLY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,19 +60,11 @@ class TransformersDialect(Dialect):
             "fn": tracer.function if method is None else None,
             **self._names(),
         }
-        edits = [
-            SentPart(edit.info, edit.info.variables, edit.info.variables) for edit in _edits_of(tracer.model)
-        ]
-        return Inputs(shared=shared, method=method or "", edits=edits)
+        return Inputs(shared=shared, method=method or "", edits=_sent(tracer.edits))
 
     def session(self, session: Session) -> Inputs:
         """Return what a session needs; see ``Dialect``."""
-        if _edits_of(session.model):
-            raise EncodeError(
-                "the model has edits, which a session on a server would run without: make them within the "
-                "session, or trace one by one"
-            )
-        return Inputs(shared=self._names())
+        return Inputs(shared=self._names(), edits=_sent(session.model._default_mediators))  # noqa: SLF001 - an envoy of ours
 
     def _names(self) -> dict[str, Any]:
         return {"rename": None if self._rename is None else dict(self._rename)}
@@ -97,7 +89,5 @@ class TransformersDialect(Dialect):
         return Places(self._envoy)
 
 
-def _edits_of(model: Envoy) -> Sequence[Edit]:
-    root = model if model._is_root else model._root  # noqa: SLF001 - envoys of ours
-    edits: Sequence[Edit] = root._default_mediators  # noqa: SLF001 - the same
-    return edits
+def _sent(edits: Sequence[Edit]) -> list[SentPart]:
+    return [SentPart(edit.info, edit.info.variables, edit.info.variables) for edit in edits]

@@ -79,6 +79,7 @@ class VLLMDialect(Dialect):
         """Return the requests of a trace; see ``Dialect``."""
         if tracer.validate:
             raise EncodeError("validate=True is not for traces of VLLM on a server: leave it out")
+        traced: VLLM = tracer.model  # type: ignore[assignment] # or a copy of it, with edits of its own
         inputs = tracer.batcher.inputs
         assert inputs is not None  # noqa: S101 - there is one request at least
         requests: tuple[Request, ...] = inputs[0]
@@ -87,7 +88,7 @@ class VLLMDialect(Dialect):
         parts: dict[str, bytes] = {}
         invokes = []
         for request in requests:
-            chosen = self._envoy.own_edits.chosen(edits if request.edits is None else request.edits)
+            chosen = traced.own_edits.chosen(edits if request.edits is None else request.edits)
             parts |= {edit.digest: edit.data for edit in chosen}
             numbers = {digest: 1 + at for at, digest in enumerate(parts)}
             invokes.append(

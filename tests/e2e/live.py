@@ -57,7 +57,8 @@ class Live:
         for _ in range(2):
             await self.post(prompt="a", max_tokens=2)
         (counts,) = await self.engine.engine.collective_rpc("count_interventions")
-        return {**counts, "open": len(self.engine.engine.router)}
+        engine = self.engine.engine
+        return {**counts, "open": len(engine.router) + len(engine.traces)}
 
     @staticmethod
     def _body(body: dict[str, Any]) -> dict[str, Any]:

@@ -93,7 +93,7 @@ async def test_a_model_is_found_by_its_names_its_folder_and_its_shape(serve: Ser
 async def test_only_the_traces_own_content_type_is_read(serve: Serve, error_of: ErrorCheck) -> None:
     async with serve() as server:
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
-            response = await run(server, **{"content-type": kind})
+            response = await run(server, None, **{"content-type": kind})
             assert "application/vnd.nnsight.trace" in error_of(response, 400, "bad_request")
 
 

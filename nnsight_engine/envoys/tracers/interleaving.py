@@ -29,11 +29,17 @@ if TYPE_CHECKING:
 
 
 class DefinedInvoke(Sharer, Protocol):
-    """An invoke of a trace that is about to run."""
+    """An invoke of a trace that is about to run.
 
-    @property
-    def info(self) -> Info:
-        """The block."""
+    Attributes:
+        info: The block.
+        args: Its input.
+        kwargs: Keyword arguments that belong to the input.
+    """
+
+    info: Info
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
     def finish(self) -> None:
         """Take note that the trace is over."""
@@ -244,7 +250,7 @@ class InterleavingTracer(Tracer):
 
     def _interleave(self, converted: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
         interleaver, model = self.interleaver, self.model
-        mediators = [edit.mediator(interleaver) for edit in self._edits()]
+        mediators = [edit.mediator(interleaver) for edit in self.edits]
         interleaver.initialize([*mediators, *self.mediators], self, self.batcher)
         self._on_initialized()
         inputs = self.batcher.inputs
@@ -252,7 +258,8 @@ class InterleavingTracer(Tracer):
         args, kwargs = inputs if converted is None else map_tensors(inputs, converted)
         return model.interleave(self.function, *args, **{**self.batcher.shared_kwargs, **kwargs})
 
-    def _edits(self) -> Sequence[Edit]:
+    @property
+    def edits(self) -> Sequence[Edit]:
         """Return the blocks that run in every trace of the model."""
         model = self.model
         return model._default_mediators if model._is_root else model._root._default_mediators

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from nnsight_engine.remote_backend.prints import Prints
 from nnsight_engine.vllm_backend.traces.news import News
-from nnsight_engine.vllm_backend.traces.prints import BlockStdout, Prints
+from nnsight_engine.vllm_backend.traces.prints import BlockStdout
 
 if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.entry import TraceEntry

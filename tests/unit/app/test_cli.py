@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import nnsight_engine
-from app.cli import _split_model, _steering_line, main
+from app.cli import _split_model, _steering_line, main, split_options
 from app.settings import Settings
 
 
@@ -60,3 +60,20 @@ def test_the_line_to_try_is_a_steering_request_in_a_shell(hidden_size: int) -> N
     assert steer["op"] == "steer"
     assert len(steer["vector"]) == hidden_size
     assert sum(steer["vector"]) == 1
+
+
+def test_our_own_options_do_not_reach_vllm() -> None:
+    given = ["gpt2", "--local-engine", "--dtype", "float32", "--local-engine-device=cuda:1"]
+    left, chosen = split_options([*given, "--local-engine-dtype", "bfloat16"])
+    assert left == ["gpt2", "--dtype", "float32"]
+    assert chosen == {
+        "local_engine": True,
+        "local_engine_device": "cuda:1",
+        "local_engine_dtype": "bfloat16",
+    }
+
+
+@pytest.mark.parametrize("rest", [[], ["--port", "1"]])
+def test_an_option_without_its_value_says_so(rest: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--local-engine-device", *rest]) == 1
+    assert "takes a value" in capsys.readouterr().err

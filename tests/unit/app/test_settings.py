@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from app.settings import Settings
+from app.settings import Settings, environment_for_traces
 
 
 def test_every_setting_is_described():
@@ -31,3 +31,13 @@ def test_results_lie_in_the_cache_directory(monkeypatch: pytest.MonkeyPatch):
 def test_values_out_of_bounds_are_refused(bad: dict[str, float]):
     with pytest.raises(ValidationError):
         Settings.model_validate(bad)
+
+
+def test_processes_that_run_clients_code_get_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NNSIGHT_ENGINE_HOST", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "VLLM_API_KEY", "DATABASE_URL"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    environment = environment_for_traces()
+    assert "secret" not in environment.values()
+    assert environment["CUDA_VISIBLE_DEVICES"] == "1"
+    assert environment["HF_HUB_OFFLINE"] == "1"

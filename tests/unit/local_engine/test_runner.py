@@ -14,10 +14,13 @@ from nnsight_engine.core.saves import save
 from nnsight_engine.interleaving.events import MissedProviderError
 from nnsight_engine.local_engine.runner import TraceRunner
 from nnsight_engine.modeling.language import LanguageModel
+from nnsight_engine.remote_backend.backend import RemoteBackend
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
+from nnsight_engine.remote_backend.sent import Inputs
+from nnsight_engine.remote_backend.transformers_dialect import TransformersDialect
 from nnsight_engine.wire import DecodeError, EncodeError, encode, encode_trace
 from tests.families.checkpoints import write_checkpoint
-from tests.remote import Elsewhere
+from tests.transports import InProcess
 
 TEXT, OTHER = " the tower of Paris", " I love"
 
@@ -36,8 +39,8 @@ class Bench:
         """Return the two ways to run a block: here, and elsewhere."""
         return [(self.local, {}), (self.client, {"backend": self.elsewhere()})]
 
-    def elsewhere(self, model: LanguageModel | None = None, **options: Any) -> Elsewhere:
-        return Elsewhere(model or self.client, self.runner.run, **options)
+    def elsewhere(self) -> RemoteBackend:
+        return RemoteBackend(transport=InProcess(self.runner.run))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +68,7 @@ def test_invokes_are_one_batch_and_share_variables(bench: Bench) -> None:
         seen: list[int] = []
         with model.trace(**how) as tracer:
             barrier = tracer.barrier(2)
-            kept = list().save()
+            kept = save(list[Any]())
             for index, text in enumerate([TEXT, OTHER]):
                 with tracer.invoke(text):
                     rows = model.lm_head.output.shape[0]
@@ -90,7 +93,7 @@ def test_generation_with_steps(bench: Bench) -> None:
     found = []
     for model, how in bench.ways:
         with model.generate(TEXT, max_new_tokens=4, min_new_tokens=4, **how) as tracer:
-            hidden = list().save()
+            hidden = save(list[Any]())
             for step in tracer.iter[1:3]:
                 hidden.append((step, model.model.layers[0].output[0, -1].sum().item()))
             result = tracer.result.save()
@@ -110,7 +113,7 @@ def test_all_next_and_stop(bench: Bench) -> None:
             first = model.lm_head.output[0, -1].argmax(-1).save()
             second = model.next().lm_head.output[0, -1].argmax(-1).save()
         with model.generate(TEXT, max_new_tokens=3, min_new_tokens=3, **how) as tracer:
-            every = list().save()
+            every = save(list[Any]())
             for _ in tracer.all():
                 every.append(model.lm_head.output[0, -1].argmax(-1).item())
         with model.trace(TEXT, **how) as tracer:
@@ -193,10 +196,11 @@ def test_edits_come_along(bench: Bench) -> None:
     for model, remote in ((bench.local, False), (bench.client, True)):
         with model.edit() as edited:
             model.model.layers[0].output[:] *= scale
-        how = {"backend": bench.elsewhere(edited)} if remote else {}
+        how: dict[str, Any] = {"backend": bench.elsewhere()} if remote else {}
         with edited.trace(TEXT, **how):
             logits = edited.lm_head.output.save()
-        with model.trace(TEXT, **({"backend": bench.elsewhere()} if remote else {})):
+        how = {"backend": bench.elsewhere()} if remote else {}
+        with model.trace(TEXT, **how):
             plain = model.lm_head.output.save()
         found.append((logits, plain))
     assert torch.equal(found[0][0], found[1][0])
@@ -207,7 +211,7 @@ def test_edits_come_along(bench: Bench) -> None:
 def test_further_names(bench: Bench) -> None:
     names = {"mlp": "feedforward", ".model.layers": "blocks"}
     client = LanguageModel(bench.path, rename=names)
-    with client.trace(TEXT, backend=bench.elsewhere(client, rename=names)):
+    with client.trace(TEXT, backend=bench.elsewhere()):
         named = client.blocks[1].feedforward.output.save()
         standard = client.layers[1].output.save()
     with bench.local.trace(TEXT):
@@ -248,14 +252,14 @@ def test_errors_are_the_users_own(bench: Bench) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         with model.trace(TEXT, backend=bench.elsewhere()):
             before = model.model.layers[0].output.sum().save()
-            1 / 0  # the line
+            _ = 1 / 0  # the line
     assert before.ndim == 0
     entries = traceback.extract_tb(caught.value.__traceback__)
-    assert any("1 / 0  # the line" in (entry.line or "") for entry in entries)
+    assert any("_ = 1 / 0  # the line" in (entry.line or "") for entry in entries)
     assert not any("nnsight_engine" in entry.filename for entry in entries)
     with pytest.raises(MissedProviderError, match="out of order"):
         with model.trace(TEXT, backend=bench.elsewhere()):
-            model.model.layers[2].output
+            _ = model.model.layers[2].output
             model.model.layers[0].output.save()
 
 
@@ -278,10 +282,11 @@ def test_containers_saved_before_are_filled(bench: Bench) -> None:
 
 def test_what_cannot_travel_fails_by_name(bench: Bench) -> None:
     model = bench.client
-    with pytest.raises(EncodeError, match="bad.*generator"):
+    with pytest.raises(EncodeError, match=r"bad.*generator"):
         with model.trace(TEXT, backend=bench.elsewhere()):
             model.lm_head.output.save()
-            bad = (number for number in range(3)).save()
+            bad = save(number for number in range(3))
+            assert bad is not None
 
 
 def test_sessions_run_their_traces_here(bench: Bench) -> None:
@@ -290,7 +295,7 @@ def test_sessions_run_their_traces_here(bench: Bench) -> None:
         with one.session(**how):
             with one.trace(TEXT):
                 hidden = one.model.layers[0].output
-            steps = list().save()
+            steps = save(list[Any]())
             for factor in range(2):
                 with one.trace(OTHER):
                     one.model.layers[0].output[:] = hidden[:, -1:] * factor
@@ -312,18 +317,18 @@ def test_sessions_run_their_traces_here(bench: Bench) -> None:
 def test_wanted_names_come_home_unsaved(bench: Bench) -> None:
     model = bench.client
     with model.session():
-        with model.trace(TEXT, backend=bench.elsewhere(wanted=("hidden",))):
+        with model.trace(TEXT, backend=bench.elsewhere()):
             hidden = model.model.layers[0].output
-            other = hidden + 1
-        assert hidden.shape[-1] == 128
-        with pytest.raises(NameError):
-            _ = other
+        shape = save(tuple(hidden.shape))
+    assert shape[-1] == 128
+    with pytest.raises(NameError):
+        _ = hidden
 
 
 def test_changed_weights_are_noticed(bench: Bench) -> None:
     runner = TraceRunner(LanguageModel(bench.path, dispatch=True))
     model = bench.client
-    with model.trace(TEXT, backend=Elsewhere(model, runner.run)):
+    with model.trace(TEXT, backend=RemoteBackend(transport=InProcess(runner.run))):
         model.lm_head._module.register_forward_hook(lambda *_: None)
         model._module.train()
         model._module.requires_grad_(False)
@@ -333,7 +338,7 @@ def test_changed_weights_are_noticed(bench: Bench) -> None:
     assert not engine.lm_head._module._forward_hooks
     assert not engine._module.training
     assert engine.lm_head.weight.requires_grad
-    with model.trace(TEXT, backend=Elsewhere(model, runner.run)):
+    with model.trace(TEXT, backend=RemoteBackend(transport=InProcess(runner.run))):
         with torch.no_grad():
             model.lm_head.weight.mul_(2)
     assert runner.is_worn
@@ -346,7 +351,7 @@ def test_random_numbers_are_each_traces_own(bench: Bench) -> None:
         with model.trace(TEXT, backend=bench.elsewhere()):
             drawn.append(torch.rand(1).item())
             torch.manual_seed(0)
-            kept = list(drawn).save()
+            kept = save(list(drawn))
         drawn = list(kept)
     with model.trace(TEXT, backend=bench.elsewhere()):
         after = torch.rand(1).item()
@@ -358,11 +363,12 @@ def test_random_numbers_are_each_traces_own(bench: Bench) -> None:
 @pytest.mark.parametrize(
     "inputs", [None, [1], [((), {}), ((), {})], [((), 3)], [[(), {}]]], ids=repr
 )  # fmt: skip
-def test_wrong_inputs_are_refused(bench: Bench, inputs: Any) -> None:
+def test_wrong_inputs_are_refused(bench: Bench, inputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bench.client
+    monkeypatch.setattr(TransformersDialect, "inputs", lambda *_: Inputs(shared={"inputs": inputs}))
     with pytest.raises(DecodeError, match="needs inputs"):
-        with model.trace(TEXT, backend=bench.elsewhere(inputs=inputs)):
-            model.lm_head.output
+        with model.trace(TEXT, backend=bench.elsewhere()):
+            model.lm_head.output.save()
 
 
 @pytest.mark.parametrize(
@@ -376,11 +382,36 @@ def test_heads_that_do_not_fit_are_refused(bench: Bench, head: dict[str, Any]) -
         return bench.runner.run(TraceRequest(changed, request.parts))
 
     with pytest.raises(DecodeError, match="blocks"):
-        with model.trace(TEXT, backend=Elsewhere(model, send)):
-            model.lm_head.output
+        with model.trace(TEXT, backend=RemoteBackend(transport=InProcess(send))):
+            model.lm_head.output.save()
 
 
 def test_bytes_that_are_no_blocks_are_refused(bench: Bench) -> None:
     for blocks in (b"", b"NNSW", encode_trace([]), encode({"a": 1})):
         with pytest.raises(DecodeError):
             bench.runner.run(TraceRequest(TraceHead(model="", dialect="transformers"), [blocks]))
+
+
+def test_sessions_bring_edits_and_names(bench: Bench) -> None:
+    names = {"mlp": "feedforward"}
+    client = LanguageModel(bench.path, rename=names)
+    with client.edit() as edited:
+        client.layers[0].output[:] *= 0.5
+    with edited.session(backend=bench.elsewhere()):
+        with edited.trace(TEXT):
+            there = edited.layers[1].feedforward.output.save()
+    with bench.local.trace(TEXT):
+        bench.local.layers[0].output[:] *= 0.5
+        here = bench.local.layers[1].mlp.output.save()
+    assert torch.equal(here, there)
+    assert not bench.runner._model._default_mediators
+
+
+def test_a_function_of_ones_own_is_traced(bench: Bench) -> None:
+    def twice(input_ids: Any, **_: Any) -> Any:
+        return (input_ids, input_ids)
+
+    model = bench.client
+    with model.trace(TEXT, fn=twice, backend=bench.elsewhere()) as tracer:
+        result = tracer.result.save()
+    assert len(result) == 2

@@ -1,0 +1,70 @@
+"""Ending a trace from outside: an exception at whatever line it is, however long that line waits.
+
+A signal does it, because nothing else reaches a thread that sleeps or reads. It is raised in the main thread,
+where traces run, and only between ``begin`` and ``end``; while a part is ``whole`` it waits for its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Final
+
+from nnsight_engine.local_engine.errors import TraceCancelledError
+
+_SIGNAL: Final = signal.SIGUSR1
+
+
+class Cancelling:
+    """Cancels what the main thread runs; made by the main thread."""
+
+    def __init__(self) -> None:
+        """Listen for the signal."""
+        self._main = threading.main_thread().ident
+        self._number: int | None = None
+        self._num_whole = 0
+        self._is_due = False
+        signal.signal(_SIGNAL, self._on_signal)
+
+    def begin(self, number: int) -> None:
+        """Begin with a trace."""
+        self._is_due = False
+        self._number = number
+
+    def end(self) -> None:
+        """End with it: it cannot be cancelled any more."""
+        self._number = None
+
+    def cancel(self, number: int) -> None:
+        """Cancel a trace, from any thread, if it is the one that runs."""
+        if self._number == number and self._main is not None:
+            signal.pthread_kill(self._main, _SIGNAL)
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Do something that must not stop half way; raises TraceCancelledError behind it instead."""
+        if threading.get_ident() != self._main:
+            yield  # a thread that a block has started is not cancelled
+            return
+        self._num_whole += 1
+        try:
+            yield
+        finally:
+            self._num_whole -= 1
+        if self._is_due:
+            self._raise()
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        if self._number is None:
+            return
+        if self._num_whole:
+            self._is_due = True
+        else:
+            self._raise()
+
+    def _raise(self) -> None:
+        self._is_due = False
+        raise TraceCancelledError("the trace was cancelled")

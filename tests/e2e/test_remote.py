@@ -1,0 +1,178 @@
+"""``remote=`` on ``VLLM``: the block runs on the server, and leaves here what it would have left of itself.
+
+One server of the bundled model for all of them.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nnsight_engine
+from nnsight_engine import RemoteError
+from nnsight_engine.vllm_backend.vllm import VLLM
+from nnsight_engine.wire import EncodeError
+from tests.e2e.reference import Reference
+from tests.e2e.server import Server
+
+PROMPT = "The Eiffel Tower is in the city of"
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server(arguments=["--max-model-len", "1024"]) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def model(server: Server, bundled: Path) -> VLLM:
+    return VLLM(str(bundled), remote=server.base_url)
+
+
+def test_the_server_says_what_it_runs(server: Server) -> None:
+    status = nnsight_engine.status(server.base_url)
+    (found,) = status.models
+    assert (status.phase, found.running) == ("ready", True)
+    assert "vllm" in found.engines
+    assert found.name in str(status)
+    assert nnsight_engine.is_model_running(found.name, server.base_url)
+    assert not nnsight_engine.is_model_running("gpt2", server.base_url)
+
+
+def test_the_tree_is_the_servers(model: VLLM) -> None:
+    assert len(model.layers) == 30
+    assert "LlamaDecoderLayer" in repr(model)
+    assert model.points()["layers.3.attn.heads"] == (9, 64)
+    assert model.tokenizer.decode(model.tokenizer.encode("hi")) == "hi"
+
+
+def test_values_come_home_and_are_the_models(model: VLLM, reference: Reference) -> None:
+    with model.trace(PROMPT) as tracer:
+        hidden = model.layers[15].output.save()
+        logits = model.logits.output.save()
+        result = tracer.result.save()
+    expected = reference.run(model.tokenizer.encode(PROMPT))["layers.15.output"]
+    assert hidden.shape == expected.shape
+    assert torch.cosine_similarity(hidden.float(), expected).min() > 0.999
+    assert model.tokenizer.decode(logits[0].argmax().item()) == " Paris"
+    assert result.outputs[0].text == " Paris"
+    assert tracer.backend.job_status == "COMPLETED"
+    assert tracer.backend.engine == "vllm"
+    assert tracer.backend.job_id
+
+
+def test_a_write_changes_what_is_generated(model: VLLM) -> None:
+    with model.trace(PROMPT, max_tokens=3, temperature=0) as tracer:
+        plain = tracer.result.save()
+    with model.trace(PROMPT, max_tokens=3, temperature=0) as tracer:
+        model.layers[15].output[:] = 0
+        changed = tracer.result.save()
+    assert plain.outputs[0].token_ids != changed.outputs[0].token_ids
+
+
+def test_invokes_steps_barriers_and_containers(model: VLLM) -> None:
+    with model.trace(max_tokens=3, temperature=0) as tracer:
+        barrier = tracer.barrier(2)
+        tokens, seen = nnsight_engine.save([]), nnsight_engine.save([])
+        with tracer.invoke(PROMPT):
+            clean = model.layers[5].output[-1:]
+            barrier()
+            for step in tracer.iter[:]:
+                tokens.append((step, model.samples.output.item()))
+        with tracer.invoke("Rome is in"):
+            barrier()
+            model.layers[5].output[-1:] = clean
+            patched = model.layers[5].output[-1].save()
+            for step in tracer.iter[:2]:
+                seen.append(step)
+        with tracer.invoke(PROMPT, max_tokens=1):
+            again = model.layers[5].output[-1].save()
+    assert [step for step, _ in tokens] == [0, 1, 2]
+    assert seen == [0, 1]
+    assert torch.equal(patched, again)
+
+
+def test_errors_are_the_users_own(model: VLLM) -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        with model.trace(PROMPT):
+            kept = model.layers[1].output.save()
+            1 / 0  # the line
+    assert kept.shape[-1] == 576
+    entries = traceback.extract_tb(caught.value.__traceback__)
+    assert any("1 / 0  # the line" in (entry.line or "") for entry in entries)
+
+
+def test_prints_arrive(model: VLLM, capfd: pytest.CaptureFixture[str]) -> None:
+    with model.trace(PROMPT):
+        hidden = model.layers[3].output.save()
+        print("shape", hidden.shape)  # noqa: T201 - what the test is about
+    assert "LOG" in (out := capfd.readouterr().out)
+    assert f"shape {hidden.shape}" in out
+
+
+def test_edits_travel(model: VLLM) -> None:
+    with model.edit(name="silence") as edited:
+        model.layers[20].output[:] = 0
+    with edited.trace(PROMPT):
+        silent = model.layers[20].output.abs().sum().save()
+    with model.trace(PROMPT):
+        loud = model.layers[20].output.abs().sum().save()
+    with model.trace(PROMPT, edits=["silence"]):
+        chosen = model.layers[20].output.abs().sum().save()
+    assert (silent, chosen) == (0, 0)
+    assert loud > 0
+
+
+def test_own_functions_and_tensors_travel(model: VLLM) -> None:
+    direction = torch.randn(576, dtype=torch.bfloat16)
+
+    def scaled(value: torch.Tensor, by: float = 2.0) -> torch.Tensor:
+        return value * by
+
+    with model.trace(PROMPT):
+        before = model.layers[9].output.clone().save()
+        model.layers[9].output += scaled(direction)
+        after = model.layers[9].output.save()
+    assert torch.allclose(after, before + 2 * direction)
+
+
+async def test_outputs_stream(server: Server, bundled: Path) -> None:
+    model = VLLM(str(bundled), remote=server.base_url, mode="async")
+    with model.trace(PROMPT, max_tokens=5, temperature=0, ignore_eos=True) as tracer:
+        tokens = nnsight_engine.save([])
+        for _ in tracer.iter[:]:
+            tokens.append(model.samples.output.item())
+    seen: list[Any] = [output async for output in tracer.backend()]
+    assert seen[-1].finished
+    assert seen[-1].saves["tokens"] == list(seen[-1].outputs[0].token_ids)
+    assert [len(output.saves["tokens"]) for output in seen] == sorted(
+        len(output.saves["tokens"]) for output in seen
+    )
+
+
+def test_what_the_server_refuses_is_typed(server: Server, model: VLLM, bundled: Path) -> None:
+    other = VLLM("gpt2", remote=server.base_url)
+    with pytest.raises(RemoteError) as caught:
+        with other.trace(PROMPT):
+            other.layers[0].output.save()
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(RemoteError, match="top_p"):
+        with model.trace(PROMPT, top_p=7):
+            model.layers[0].output.save()
+    with pytest.raises(EncodeError, match="lock"):
+        lock = __import__("threading").Lock()
+        with model.trace(PROMPT):
+            lock.acquire()
+
+
+def test_a_prompt_that_is_too_long_is_refused(model: VLLM) -> None:
+    with pytest.raises(RemoteError, match="1024") as caught:
+        with model.trace([1] * 2000):
+            model.layers[0].output.save()
+    assert caught.value.status == 400

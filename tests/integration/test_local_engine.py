@@ -1,0 +1,386 @@
+"""Traces of ``LanguageModel`` over HTTP: the client here, a real process with the model there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import uvicorn
+
+from api_schemas.errors import ErrorCode
+from app.engine import local_traces
+from app.engine.fake import FakeEngineClient
+from app.engine.fake_results import MODEL
+from app.engine.local_traces import LocalTraceEngine
+from app.main import create_app, new_store
+from app.settings import Settings, environment_for_traces
+from nnsight_engine.core.saves import save
+from nnsight_engine.local_engine.link import ProcessOptions
+from nnsight_engine.modeling.language import LanguageModel
+from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.errors import RemoteError
+from nnsight_engine.remote_backend.frames import Frame, FrameKind
+from nnsight_engine.remote_backend.http import HttpTransport
+from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceHead, TraceRequest
+from nnsight_engine.remote_backend.transport import Progress
+from nnsight_engine.wire import encode
+from tests.families.checkpoints import write_checkpoint
+
+TEXT = " the tower of Paris"
+
+
+class Recording(HttpTransport):
+    """Talks to the server, and keeps the frames."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.frames: list[Frame] = []
+
+    def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
+        for frame in super().run(request, progress):
+            self.frames.append(frame)
+            yield frame
+
+    @property
+    def heard(self) -> list[dict[str, Any]]:
+        return [frame.json() for frame in self.frames if frame.kind is FrameKind.EVENT]
+
+    @property
+    def logs(self) -> list[str]:
+        return [event["message"] for event in self.heard if event["status"] == "LOG"]
+
+
+class Served:
+    """A server with a local engine, and a client's model without weights."""
+
+    def __init__(self, url: str, engine: LocalTraceEngine, path: Path) -> None:
+        self.url = url
+        self.engine = engine
+        self.path = path
+        self.model = LanguageModel(path)
+
+    def remote(self, transport: HttpTransport | None = None) -> RemoteBackend:
+        return RemoteBackend(self.url, model_key=MODEL, transport=transport or HttpTransport(self.url))
+
+    def check(self) -> None:
+        """See that the next trace runs, on the model as it was loaded."""
+        model, local = self.model, LanguageModel(self.path, dispatch=True)
+        with model.trace(TEXT, backend=self.remote()):
+            there = model.lm_head.output.save()
+        with local.trace(TEXT):
+            here = local.lm_head.output.save()
+        assert torch.equal(here, there)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("local")
+    path = write_checkpoint("llama", folder / "llama")
+    os.environ["NNSIGHT_ENGINE_SECRET_FOR_TESTS"] = "secret"
+    settings = Settings.model_validate({"result_dir": folder / "results", "drain_timeout_s": 1})
+    store = new_store(settings)
+    local = LocalTraceEngine(ProcessOptions(model=str(path)), settings, environment_for_traces())
+    app = create_app(settings, FakeEngineClient(settings, store), store, local=local)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield Served(f"http://127.0.0.1:{port}", local, path)
+    pid = local.pid
+    server.should_exit = True
+    thread.join()
+    del os.environ["NNSIGHT_ENGINE_SECRET_FOR_TESTS"]
+    assert pid is not None
+    assert not is_alive(pid)
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_a_trace_runs_there_as_here(served: Served) -> None:
+    model, transport = served.model, Recording(served.url)
+    with model.trace(TEXT, backend=served.remote(transport)):
+        print("one", 1)
+        print("unfinished", end="")
+        hidden = model.layers[1].output.save()
+        hidden.requires_grad_(True)
+        with model.lm_head.output.sum().backward():
+            grad = hidden.grad.save()
+    local = LanguageModel(served.path, dispatch=True)
+    with local.trace(TEXT):
+        expected = local.layers[1].output.save()
+        expected.requires_grad_(True)
+        with local.lm_head.output.sum().backward():
+            expected_grad = expected.grad.save()
+    assert torch.equal(hidden, expected)
+    assert torch.equal(grad, expected_grad)
+    assert transport.logs == ["one 1", "unfinished"]
+    states = [event["status"] for event in transport.heard]
+    assert [one for one in states if one != "QUEUED"] == [
+        "RECEIVED", "DISPATCHED", "RUNNING", "LOG", "LOG", "COMPLETED",
+    ]  # fmt: skip
+    assert model.lm_head.weight.is_meta
+
+
+def test_a_session_is_one_request(served: Served) -> None:
+    model, transport = served.model, Recording(served.url)
+    with model.session(backend=served.remote(transport)):
+        with model.trace(TEXT):
+            hidden = model.layers[0].output
+        with model.generate(TEXT, max_new_tokens=2, min_new_tokens=2) as tracer:
+            model.layers[0].output[:] = hidden
+            tokens = tracer.result.save()
+    assert tokens.shape[1] == hidden_tokens(model) + 2
+    assert sum(frame.kind is FrameKind.RESULT for frame in transport.frames) == 1
+    with pytest.raises(ZeroDivisionError):
+        with model.session(backend=served.remote()):
+            with model.trace(TEXT):
+                _ = 1 / 0
+
+
+def hidden_tokens(model: LanguageModel) -> int:
+    return len(model.tokenizer(TEXT)["input_ids"])
+
+
+def test_large_results_come_whole(served: Served) -> None:
+    model = served.model
+    with model.trace(TEXT, backend=served.remote()):
+        large = save(torch.arange(50_000_000, dtype=torch.int32))
+        model.lm_head.output.save()
+    assert large.nbytes == 200_000_000
+    assert large[-1].item() == 49_999_999
+
+
+def test_prints_have_a_limit(served: Served) -> None:
+    model, transport = served.model, Recording(served.url)
+    with model.trace(TEXT, backend=served.remote(transport)):
+        for number in range(40):
+            print(str(number) * 50_000)
+        done = save(True)
+    assert done
+    text = "\n".join(transport.logs)
+    assert len(text) < 1.1 * 2**20
+    assert "left out" in text
+
+
+def test_a_process_knows_no_secrets(served: Served) -> None:
+    model = served.model
+    with model.trace(TEXT, backend=served.remote()):
+        names = save(sorted(os.environ))
+        model.lm_head.output.save()
+    assert "PATH" in names
+    assert not [name for name in names if name.startswith("NNSIGHT_ENGINE")]
+
+
+def test_changed_weights_are_nobody_else_s(served: Served) -> None:
+    model, transport, pid = served.model, Recording(served.url), served.engine.pid
+    with model.trace(TEXT, backend=served.remote(transport)):
+        with torch.no_grad():
+            model.lm_head.weight.zero_()
+        zeros = model.lm_head.output.abs().sum().save()
+    assert zeros == 0
+    assert "weights" in transport.logs[-1]
+    served.check()
+    assert served.engine.pid != pid
+
+
+@pytest.mark.parametrize("way", ["exit", "signal", "babble"])
+def test_a_block_that_ends_the_process_fails_alone(served: Served, way: str) -> None:
+    model = served.model
+    with pytest.raises(RemoteError, match="has ended") as caught:
+        with model.trace(TEXT, backend=served.remote()):
+            if way == "exit":
+                os._exit(3)
+            elif way == "signal":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            else:
+                for number in range(3, 64):
+                    with contextlib.suppress(OSError):
+                        os.write(number, b"\x09" * 1000)
+            model.lm_head.output.save()
+    assert caught.value.code == ErrorCode.TRACE_PROCESS_ENDED
+    if way == "exit":
+        assert "exit status 3" in str(caught.value)
+    served.check()
+
+
+def test_a_client_that_leaves_ends_its_trace(served: Served) -> None:
+    served.check()
+    model, pid = served.model, served.engine.pid
+    for way in ("sleeps", "computes"):
+        with pytest.raises(RemoteError):
+            with model.trace(TEXT, backend=served.remote(Leaving(served))):
+                print("begun")
+                while True:
+                    time.sleep(1000 if way == "sleeps" else 0)
+        served.check()
+    assert served.engine.pid == pid
+
+
+class Leaving(HttpTransport):
+    """Hangs up when the block has begun."""
+
+    def __init__(self, served: Served) -> None:
+        super().__init__(served.url)
+
+    def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
+        for frame in super().run(request, progress):
+            if frame.kind is FrameKind.EVENT and frame.json()["status"] == "LOG":
+                raise RemoteError("left")
+            yield frame
+
+
+def test_a_trace_that_will_not_end_is_ended(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_traces, "CANCEL_GRACE_S", 0.3)
+    monkeypatch.setattr(served.engine, "_time_limit_s", 0.5)
+    model, pid = served.model, served.engine.pid
+    with pytest.raises(RemoteError, match="trace_time_limit_s") as caught:
+        with model.trace(TEXT, backend=served.remote()):
+            while True:
+                try:
+                    time.sleep(10)
+                except BaseException:  # noqa: BLE001 - it is what is tested
+                    continue
+    assert caught.value.code == ErrorCode.TRACE_TIMED_OUT
+    served.until(lambda: pid is not None and not is_alive(pid))
+    monkeypatch.setattr(served.engine, "_time_limit_s", 60)
+    served.check()
+    pid = served.engine.pid
+    monkeypatch.undo()
+    monkeypatch.setattr(served.engine, "_time_limit_s", 0.5)
+    with pytest.raises(RemoteError, match="trace_time_limit_s"):
+        with model.trace(TEXT, backend=served.remote()):
+            time.sleep(1000)
+    monkeypatch.setattr(served.engine, "_time_limit_s", 60)
+    served.check()
+    assert served.engine.pid == pid
+
+
+def test_who_waits_is_told_and_not_too_many_do(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.engine, "_max_queued", 1)
+    transports = [Recording(served.url) for _ in range(2)]
+
+    def run(transport: Recording, pause_s: float) -> None:
+        client = LanguageModel(served.path)
+        with client.trace(TEXT, backend=served.remote(transport)):
+            time.sleep(pause_s)
+            client.lm_head.output.save()
+
+    threads = [
+        threading.Thread(target=run, args=(one, pause)) for one, pause in zip(transports, (2, 0), strict=True)
+    ]
+    threads[0].start()
+    served.until(lambda: any(one["status"] == "RUNNING" for one in transports[0].heard))
+    threads[1].start()
+    served.until(lambda: served.engine.num_waiting == 1)
+    request = capture(served)
+    answer = httpx.post(f"{served.url}/v1/traces", content=request, headers={"content-type": MEDIA_TYPE})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+    for thread in threads:
+        thread.join()
+    queued = [one["message"] for one in transports[1].heard if one["status"] == "QUEUED"]
+    assert queued == ["1 before this one"]
+
+
+def capture(served: Served) -> bytes:
+    """Return a trace's bytes."""
+    sent: list[bytes] = []
+
+    class Kept(HttpTransport):
+        def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
+            sent.append(request.to_bytes())
+            raise RemoteError("kept")
+
+    model = served.model
+    with pytest.raises(RemoteError, match="kept"):
+        with model.trace(TEXT, backend=served.remote(Kept(served.url))):
+            model.lm_head.output.save()
+    return sent[0]
+
+
+def test_broken_traces_are_refused(served: Served) -> None:
+    request = TraceRequest.from_bytes(capture(served))
+    for blocks in (bytes(request.blocks)[:-10], b"NNSW" + bytes(100), encode([1])):
+        content = TraceRequest(request.head, [blocks]).to_bytes()
+        answer = httpx.post(
+            f"{served.url}/v1/traces",
+            content=content,
+            headers={"content-type": MEDIA_TYPE},
+        )
+        assert b"invalid_trace" in answer.content
+    served.check()
+
+
+def test_a_model_that_cannot_be_loaded_is_said_to_be_so(tmp_path: Path) -> None:
+    settings = Settings.model_validate({"result_dir": tmp_path})
+    engine = LocalTraceEngine(
+        ProcessOptions(model=str(tmp_path / "nothing")), settings, environment_for_traces()
+    )
+
+    async def run() -> str:
+        engine.start()
+        request = TraceRequest(TraceHead(model=MODEL, dialect="transformers"), [b"x"])
+        try:
+            with pytest.raises(Exception, match="could not load") as caught:
+                async for _ in engine.run_trace(request, "job"):
+                    pass
+            return str(caught.value)
+        finally:
+            await engine.close()
+
+    assert "nothing" in asyncio.run(run())
+
+
+KILLED = """
+import asyncio, os, sys
+from app.engine.local_traces import LocalTraceEngine
+from app.settings import Settings, environment_for_traces
+from nnsight_engine.local_engine.link import ProcessOptions
+
+async def main():
+    engine = LocalTraceEngine(ProcessOptions(model=sys.argv[1]), Settings(), environment_for_traces())
+    engine.start()
+    while engine.pid is None:
+        await asyncio.sleep(0.01)
+    print(engine.pid, flush=True)
+    await asyncio.sleep(1000)
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_does_not_outlive_its_server(served: Served) -> None:
+    server = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(served.path)], stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
+    pid = int(server.stdout.readline())
+    assert is_alive(pid)
+    server.kill()
+    server.wait()
+    server.stdout.close()
+    served.until(lambda: not is_alive(pid))
