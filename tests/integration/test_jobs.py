@@ -569,3 +569,21 @@ async def test_a_job_of_another_model_is_left_to_its_servers(with_jobs: Any, mon
         jobs.engine.released.set()
         await jobs.end(await jobs.submit(model="another-model"))
         assert (await jobs.get(waiting)).status == "QUEUED"
+
+
+async def test_what_the_operator_does_not_take_any_more_does_not_run(with_jobs: Any):
+    keys = {"allow_cloudpickle": True, "cloudpickle_keys": ["k"]}
+    async with with_jobs(max_running_jobs=1, **keys) as jobs:
+        headers = {**HEADERS, "authorization": "Bearer k"}
+        pickled = trace(codec="cloudpickle")
+        refused = await jobs.client.post("/v1/jobs", content=pickled, headers=HEADERS)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "codec_not_allowed")
+        await jobs.until(await jobs.submit("hang"), "RUNNING")
+        waiting = (await jobs.client.post("/v1/jobs", content=pickled, headers=headers)).json()["id"]
+    async with with_jobs() as jobs:
+        jobs.engine.released.set()
+        job = await jobs.end(waiting)
+        assert (job.status, job.error.code if job.error else None) == ("ERROR", "codec_not_allowed")
+        assert waiting not in jobs.engine.started
+    async with with_jobs(allow_code=False) as jobs:
+        assert (await jobs.get(waiting)).status == "ERROR"
