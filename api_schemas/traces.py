@@ -31,7 +31,7 @@ class ServerStatus(BaseModel):
         version: Of this package.
         python: Of the interpreter in which blocks run.
         models: What it has.
-        in_flight: Requests that are being answered.
+        in_flight: Requests that are being answered, and jobs that run.
         queued: Jobs that wait for their turn.
     """
 

@@ -103,6 +103,10 @@ class JobService:
         """How many jobs run here now."""
         return len(self._dispatcher.running) if self._dispatcher is not None else 0
 
+    async def num_waiting(self) -> int:
+        """Return how many jobs wait for a server of this model."""
+        return await self._store.num_waiting(self._served().names[0])
+
     async def start(self) -> None:
         """Open the database, find out what dead servers left, and begin to run jobs.
 
