@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Final
 
-from pydantic import BaseModel
+from pydantic import BaseModel, WithJsonSchema
 
 
 class ModelStatus(BaseModel):
@@ -43,6 +43,11 @@ class ServerStatus(BaseModel):
     queued: int = 0
 
 
+# As a list of one type, which more readers of schemas understand than one type for each place.
+_FOUR_STRINGS: Final = {"type": "array", "items": {"type": "string"}, "minItems": 4, "maxItems": 4}
+OutlinedModule = Annotated[tuple[str, str, str, str], WithJsonSchema(_FOUR_STRINGS)]
+
+
 class TraceOutline(BaseModel):
     """What a client without the model needs to write blocks for it.
 
@@ -62,7 +67,7 @@ class TraceOutline(BaseModel):
     fingerprint: str
     engines: list[str]
     class_name: str
-    outline: list[tuple[str, str, str, str]]
+    outline: list[OutlinedModule]
     spec: dict[str, Any]
 
 
