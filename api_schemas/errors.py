@@ -45,6 +45,9 @@ class ErrorCode(enum.StrEnum):
     INVALID_TRACE = "invalid_trace"
     CODE_NOT_ALLOWED = "code_not_allowed"
     QUEUE_FULL = "queue_full"
+    TRACE_TIMED_OUT = "trace_timed_out"
+    TRACE_PROCESS_ENDED = "trace_process_ended"
+    LOCAL_ENGINE_FAILED = "local_engine_failed"
     JOB_STORE_FULL = "job_store_full"
     JOB_NOT_FOUND = "job_not_found"
     JOB_NOT_FINISHED = "job_not_finished"
@@ -54,9 +57,6 @@ class ErrorCode(enum.StrEnum):
     BLOCK_FAILED = "block_failed"
     INTERRUPTED = "interrupted"
     RANGE_NOT_SATISFIABLE = "range_not_satisfiable"
-    TRACE_TIMED_OUT = "trace_timed_out"
-    TRACE_PROCESS_ENDED = "trace_process_ended"
-    LOCAL_ENGINE_FAILED = "local_engine_failed"
     RESULT_NOT_FOUND = "result_not_found"
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
@@ -75,6 +75,9 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.CODEC_NOT_ALLOWED: 403,
     ErrorCode.CODE_NOT_ALLOWED: 403,
     ErrorCode.QUEUE_FULL: 429,
+    ErrorCode.TRACE_TIMED_OUT: 504,
+    ErrorCode.TRACE_PROCESS_ENDED: 500,
+    ErrorCode.LOCAL_ENGINE_FAILED: 503,
     ErrorCode.JOB_STORE_FULL: 503,
     ErrorCode.JOB_NOT_FOUND: 404,
     ErrorCode.JOB_NOT_FINISHED: 409,
@@ -83,9 +86,6 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.IDEMPOTENCY_CONFLICT: 409,
     ErrorCode.INTERRUPTED: 500,
     ErrorCode.RANGE_NOT_SATISFIABLE: 416,
-    ErrorCode.TRACE_TIMED_OUT: 504,
-    ErrorCode.TRACE_PROCESS_ENDED: 500,
-    ErrorCode.LOCAL_ENGINE_FAILED: 503,
     ErrorCode.RESULT_NOT_FOUND: 404,
     ErrorCode.MODEL_NOT_FOUND: 404,
     ErrorCode.NOT_FOUND: 404,

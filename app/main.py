@@ -98,6 +98,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         if context.local is not None:
             stack.push_async_callback(context.local.close)
         stack.push_async_callback(context.lifecycle.close)
+        if context.local is not None:
+            stack.push_async_callback(context.local.close)
         stack.push_async_callback(context.jobs.stop)
         await context.jobs.start()
         context.lifecycle.start()

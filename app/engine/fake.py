@@ -98,26 +98,21 @@ class FakeEngineClient:
         settings: Passed to the results.
         store: Takes large results.
         behaviour: Knobs; ready and healthy by default.
-        trace_engines: What runs traces; ``traces`` by default.
 
     Attributes:
-        traces: Fakes that run traces; tests change how they behave.
+        traces: What runs traces; tests put others in.
+        fake_traces: What runs them otherwise; tests change how it behaves.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        store: ResultStore,
-        behaviour: FakeBehaviour | None = None,
-        *,
-        trace_engines: Mapping[str, TraceEngine] | None = None,
+        self, settings: Settings, store: ResultStore, behaviour: FakeBehaviour | None = None
     ) -> None:
         """Make the engine; it serves after ``start``."""
         self.behaviour = behaviour or FakeBehaviour()
         self.num_running = 0
         self.num_calls = 0
-        self.traces = {"vllm": FakeTraceEngine()}
-        self._trace_engines = trace_engines
+        self.fake_traces = FakeTraceEngine()
+        self.traces: Mapping[str, TraceEngine] = {"vllm": self.fake_traces}
         self._settings = settings
         self._store = store
         self._has_started = False
@@ -151,8 +146,8 @@ class FakeEngineClient:
         return DescribedModel([("", "FakeForCausalLM", "", ""), ("model", "FakeModel", "", "")], {})
 
     def trace_engines(self) -> Mapping[str, TraceEngine]:
-        """Return those that were given, or ``traces``."""
-        return self._trace_engines or self.traces
+        """Return ``traces``."""
+        return self.traces
 
     async def start(self) -> None:
         """Become ready, unless the behaviour says otherwise."""

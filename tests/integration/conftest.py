@@ -55,7 +55,8 @@ def serve(tmp_path: Path) -> Serve:
         }
         chosen = Settings.model_validate(values)
         store = new_store(chosen)
-        engine = FakeEngineClient(chosen, store, behaviour, trace_engines=traces)
+        engine = FakeEngineClient(chosen, store, behaviour)
+        engine.traces = traces or engine.traces
         app = create_app(chosen, engine, store)
         transport = httpx.ASGITransport(app)
         async with (

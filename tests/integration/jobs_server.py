@@ -25,7 +25,8 @@ async def serve(directory: Path) -> None:
     )
     store = new_store(settings)
     scripted = ScriptedEngine()
-    engine = FakeEngineClient(settings, store, trace_engines={"vllm": scripted})
+    engine = FakeEngineClient(settings, store)
+    engine.traces = {"vllm": scripted}
     config = uvicorn.Config(create_app(settings, engine, store), log_level="warning")
     server = uvicorn.Server(config)
     sock = config.bind_socket()

@@ -71,7 +71,8 @@ async def live(
     chosen = Settings.model_validate({**folders, "drain_timeout_s": 0.1, **settings})
     store = new_store(chosen)
     scripted = ScriptedEngine()
-    engine = FakeEngineClient(chosen, store, behaviour, trace_engines={"vllm": scripted})
+    engine = FakeEngineClient(chosen, store, behaviour)
+    engine.traces = {"vllm": scripted}
     app = create_app(chosen, engine, store)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     serving = asyncio.create_task(server.serve())
