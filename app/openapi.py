@@ -20,7 +20,12 @@ from nnsight_engine.remote_backend.messages import MEDIA_TYPE as TRACE_TYPE
 
 EVENTS_TYPE: Final = "text/event-stream"
 _REF: Final = "#/components/schemas/{model}"
-_DOCUMENTED: Final[tuple[type[BaseModel], ...]] = (CompletionRequest, ChatCompletionRequest, JobEvent)
+_DOCUMENTED: Final[tuple[type[BaseModel], ...]] = (
+    CompletionRequest,
+    ChatCompletionRequest,
+    ErrorResponse,
+    JobEvent,
+)
 
 
 def _body(model: type[BaseModel]) -> dict[str, Any]:
@@ -101,7 +106,7 @@ class DocumentedApp(FastAPI):
         if self.openapi_schema is None:
             schema = super().openapi()
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
-            for model in (*_DOCUMENTED, ErrorResponse):
+            for model in _DOCUMENTED:
                 described = model.model_json_schema(ref_template=_REF)
                 schemas.update(described.pop("$defs", {}))
                 schemas[model.__name__] = described

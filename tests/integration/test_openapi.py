@@ -44,9 +44,9 @@ def application(folder: Path) -> Any:
         result_dir=folder / "results", data_dir=folder / "data", allow_code=True, drain_timeout_s=0
     )
     store = new_store(chosen)
-    return create_app(
-        chosen, FakeEngineClient(chosen, store, trace_engines={"vllm": ScriptedEngine()}), store
-    )
+    engine = FakeEngineClient(chosen, store)
+    engine.traces = {"vllm": ScriptedEngine()}
+    return create_app(chosen, engine, store)
 
 
 DOCUMENT: Final = application(Path("never started")).openapi()
