@@ -95,6 +95,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(context.store.close)
         await context.store.start()
+        if context.local is not None:
+            stack.push_async_callback(context.local.close)
         stack.push_async_callback(context.lifecycle.close)
         if context.local is not None:
             stack.push_async_callback(context.local.close)

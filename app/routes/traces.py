@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from api_schemas.traces import TraceOutline
 from app.context import Served
-from app.openapi import TRACE_ANSWERS, TRACE_BODY
+from app.openapi import TRACE_ANSWERS, TRACE_BODY, error_responses
 from app.services.trace_answers import answer_trace
 
 router = APIRouter(prefix="/v1/traces", tags=["traces"])
@@ -26,7 +26,11 @@ async def run_trace(request: Request, context: Served) -> Response:
     return await answer_trace(context, request)
 
 
-@router.get("/outline", summary="The model's modules, for clients that write blocks without having it")
+@router.get(
+    "/outline",
+    summary="The model's modules, for clients that write blocks without having it",
+    responses=error_responses(503),
+)
 async def get_outline(context: Served) -> TraceOutline:
     """The modules as vLLM has them, with their paths, and the standard points."""
     served, described = context.engine.served(), await context.engine.describe_model()
