@@ -237,7 +237,7 @@ async def test_a_client_that_leaves_ends_its_trace(live: Live) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         await task
     async with asyncio.timeout(20):
-        while live.engine.engine.output_processor.request_states or len(live.engine.engine.traces):
+        while live.engine.engine.output_processor.request_states or len(live.engine.engine.traces):  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.05)
 
 
