@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import Depends
 from starlette.requests import Request
 
 from app.engine.client import EngineClient
-from app.engine.local_traces import LocalTraceEngine
+from app.engine.trace_processes import TraceProcesses
 from app.lifecycle import Lifecycle
 from app.services.traces import TraceService
 from app.settings import Settings
@@ -25,7 +26,7 @@ class Context:
     store: ResultStore
     lifecycle: Lifecycle
     traces: TraceService
-    local: LocalTraceEngine | None = None
+    processes: Sequence[TraceProcesses] = ()
 
 
 async def _context_of(request: Request) -> Context:

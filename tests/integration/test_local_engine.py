@@ -20,7 +20,7 @@ import torch
 import uvicorn
 
 from api_schemas.errors import ErrorCode
-from app.engine import local_traces
+from app.engine import trace_processes
 from app.engine.fake import FakeEngineClient
 from app.engine.fake_results import MODEL
 from app.engine.local_traces import LocalTraceEngine
@@ -71,6 +71,11 @@ class Served:
         self.path = path
         self.model = LanguageModel(path)
 
+    @property
+    def pid(self) -> int:
+        self.until(lambda: bool(self.engine.pids))
+        return self.engine.pids[0]
+
     def remote(self, transport: HttpTransport | None = None) -> RemoteBackend:
         return RemoteBackend(self.url, model_key=MODEL, transport=transport or HttpTransport(self.url))
 
@@ -105,12 +110,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     while not server.started:
         time.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
-    yield Served(f"http://127.0.0.1:{port}", local, path)
-    pid = local.pid
+    served = Served(f"http://127.0.0.1:{port}", local, path)
+    yield served
+    pid = served.pid
     server.should_exit = True
     thread.join()
     del os.environ["NNSIGHT_ENGINE_SECRET_FOR_TESTS"]
-    assert pid is not None
     assert not is_alive(pid)
 
 
@@ -197,7 +202,7 @@ def test_a_process_knows_no_secrets(served: Served) -> None:
 
 
 def test_changed_weights_are_nobody_else_s(served: Served) -> None:
-    model, transport, pid = served.model, Recording(served.url), served.engine.pid
+    model, transport, pid = served.model, Recording(served.url), served.pid
     with model.trace(TEXT, backend=served.remote(transport)):
         with torch.no_grad():
             model.lm_head.weight.zero_()
@@ -205,7 +210,7 @@ def test_changed_weights_are_nobody_else_s(served: Served) -> None:
     assert zeros == 0
     assert "weights" in transport.logs[-1]
     served.check()
-    assert served.engine.pid != pid
+    assert served.pid != pid
 
 
 @pytest.mark.parametrize("way", ["exit", "signal", "babble"])
@@ -230,7 +235,7 @@ def test_a_block_that_ends_the_process_fails_alone(served: Served, way: str) -> 
 
 def test_a_client_that_leaves_ends_its_trace(served: Served) -> None:
     served.check()
-    model, pid = served.model, served.engine.pid
+    model, pid = served.model, served.pid
     for way in ("sleeps", "computes"):
         with pytest.raises(RemoteError):
             with model.trace(TEXT, backend=served.remote(Leaving(served))):
@@ -238,7 +243,7 @@ def test_a_client_that_leaves_ends_its_trace(served: Served) -> None:
                 while True:
                     time.sleep(1000 if way == "sleeps" else 0)
         served.check()
-    assert served.engine.pid == pid
+    assert served.pid == pid
 
 
 class Leaving(HttpTransport):
@@ -255,9 +260,9 @@ class Leaving(HttpTransport):
 
 
 def test_a_trace_that_will_not_end_is_ended(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_traces, "CANCEL_GRACE_S", 0.3)
-    monkeypatch.setattr(served.engine, "_time_limit_s", 0.5)
-    model, pid = served.model, served.engine.pid
+    monkeypatch.setattr(trace_processes, "CANCEL_GRACE_S", 0.3)
+    monkeypatch.setattr(served.engine, "time_limit_s", 0.5)
+    model, pid = served.model, served.pid
     with pytest.raises(RemoteError, match="trace_time_limit_s") as caught:
         with model.trace(TEXT, backend=served.remote()):
             while True:
@@ -266,22 +271,22 @@ def test_a_trace_that_will_not_end_is_ended(served: Served, monkeypatch: pytest.
                 except BaseException:  # noqa: BLE001 - it is what is tested
                     continue
     assert caught.value.code == ErrorCode.TRACE_TIMED_OUT
-    served.until(lambda: pid is not None and not is_alive(pid))
-    monkeypatch.setattr(served.engine, "_time_limit_s", 60)
+    served.until(lambda: not is_alive(pid))
+    monkeypatch.setattr(served.engine, "time_limit_s", 60)
     served.check()
-    pid = served.engine.pid
+    pid = served.pid
     monkeypatch.undo()
-    monkeypatch.setattr(served.engine, "_time_limit_s", 0.5)
+    monkeypatch.setattr(served.engine, "time_limit_s", 0.5)
     with pytest.raises(RemoteError, match="trace_time_limit_s"):
         with model.trace(TEXT, backend=served.remote()):
             time.sleep(1000)
-    monkeypatch.setattr(served.engine, "_time_limit_s", 60)
+    monkeypatch.setattr(served.engine, "time_limit_s", 60)
     served.check()
-    assert served.engine.pid == pid
+    assert served.pid == pid
 
 
 def test_who_waits_is_told_and_not_too_many_do(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served.engine, "_max_queued", 1)
+    monkeypatch.setattr(served.engine, "max_queued", 1)
     transports = [Recording(served.url) for _ in range(2)]
 
     def run(transport: Recording, pause_s: float) -> None:
@@ -345,7 +350,7 @@ def test_a_model_that_cannot_be_loaded_is_said_to_be_so(tmp_path: Path) -> None:
         engine.start()
         request = TraceRequest(TraceHead(model=MODEL, dialect="transformers"), [b"x"])
         try:
-            with pytest.raises(Exception, match="could not load") as caught:
+            with pytest.raises(Exception, match="could not start") as caught:
                 async for _ in engine.run_trace(request, "job"):
                     pass
             return str(caught.value)
@@ -364,9 +369,9 @@ from nnsight_engine.local_engine.link import ProcessOptions
 async def main():
     engine = LocalTraceEngine(ProcessOptions(model=sys.argv[1]), Settings(), environment_for_traces())
     engine.start()
-    while engine.pid is None:
+    while not engine.pids:
         await asyncio.sleep(0.01)
-    print(engine.pid, flush=True)
+    print(engine.pids[0], flush=True)
     await asyncio.sleep(1000)
 
 asyncio.run(main())

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from nnsight_engine.remote_backend.prints import Prints
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
-from nnsight_engine.vllm_backend.traces.prints import BlockStdout, Prints
+from nnsight_engine.vllm_backend.traces.prints import BlockStdout
 from nnsight_engine.vllm_backend.traces.telling import Telling
 
 
