@@ -81,7 +81,9 @@ class SessionTraces(TraceProcesses):
         if job in self._asking and not self._asking[job].done():
             raise DecodeError("a session asks for something while it waits for something else")
         if TRACE in word:
-            data = (await child.frame()).data
+            kind, data = await child.frame()
+            if kind is not FrameKind.RESULT:
+                raise DecodeError("a session sends no trace where it says so")
             self._asking[job] = asyncio.create_task(self._trace(child, data, job))
         elif OUTLINE in word:
             self._asking[job] = asyncio.create_task(self._describe(child))

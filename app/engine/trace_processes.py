@@ -113,6 +113,11 @@ class TraceProcesses:
         """How many traces wait."""
         return len(self._queue)
 
+    @property
+    def num_running(self) -> int:
+        """How many traces run."""
+        return sum(line.running is not None for line in self._lines)
+
     def start(self, after: Awaitable[Any] | None = None) -> None:
         """Begin to take traces, once ``after`` is over; what they need is loaded in the background."""
         after = None if after is None else asyncio.ensure_future(after)
@@ -157,7 +162,7 @@ class TraceProcesses:
 
     def _check_takes_more(self) -> None:
         num_waiting = len(self._queue)
-        is_free = not num_waiting and any(line.running is None for line in self._lines)
+        is_free = not num_waiting and self.num_running < len(self._lines)
         if not is_free and num_waiting >= self.max_queued:
             raise ApiError(
                 ErrorCode.QUEUE_FULL,
@@ -171,7 +176,7 @@ class TraceProcesses:
 
     def tell_positions(self) -> None:
         """Tell waiting clients how many are before them, where that is news."""
-        is_busy = all(line.running is not None for line in self._lines)
+        is_busy = self.num_running == len(self._lines)
         for index, job in enumerate(self._queue):
             position = index + is_busy
             if position and position != job.position:
@@ -300,6 +305,8 @@ class _Line:
         number = self._num_runs
         watch = asyncio.create_task(self._watch(child, job, number))
         try:
+            if not child.is_quiet:
+                raise ProcessEndedError(None)
             await child.run(number, job.request.chunks())
             while not await self._pass_on(child, await child.frame(), job):
                 pass

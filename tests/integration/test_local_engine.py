@@ -10,14 +10,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import torch
-import uvicorn
 
 from api_schemas.errors import ErrorCode
 from app.engine import trace_processes
@@ -37,29 +35,9 @@ from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceHead, TraceR
 from nnsight_engine.remote_backend.transport import Progress
 from nnsight_engine.wire import encode
 from tests.families.checkpoints import write_checkpoint
+from tests.integration.live import Leaving, Recording, listening, until
 
 TEXT = " the tower of Paris"
-
-
-class Recording(HttpTransport):
-    """Talks to the server, and keeps the frames."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self.frames: list[Frame] = []
-
-    def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
-        for frame in super().run(request, progress):
-            self.frames.append(frame)
-            yield frame
-
-    @property
-    def heard(self) -> list[dict[str, Any]]:
-        return [frame.json() for frame in self.frames if frame.kind is FrameKind.EVENT]
-
-    @property
-    def logs(self) -> list[str]:
-        return [event["message"] for event in self.heard if event["status"] == "LOG"]
 
 
 class Served:
@@ -73,7 +51,7 @@ class Served:
 
     @property
     def pid(self) -> int:
-        self.until(lambda: bool(self.engine.pids))
+        until(lambda: bool(self.engine.pids))
         return self.engine.pids[0]
 
     def remote(self, transport: HttpTransport | None = None) -> RemoteBackend:
@@ -88,12 +66,6 @@ class Served:
             here = local.lm_head.output.save()
         assert torch.equal(here, there)
 
-    def until(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + 30
-        while not condition():
-            assert time.monotonic() < end
-            time.sleep(0.02)
-
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
@@ -104,17 +76,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     store = new_store(settings)
     local = LocalTraceEngine(ProcessOptions(model=str(path)), settings, environment_for_traces())
     app = create_app(settings, FakeEngineClient(settings, store), store, local=local)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    served = Served(f"http://127.0.0.1:{port}", local, path)
-    yield served
-    pid = served.pid
-    server.should_exit = True
-    thread.join()
+    with listening(app) as url:
+        served = Served(url, local, path)
+        yield served
+        pid = served.pid
     del os.environ["NNSIGHT_ENGINE_SECRET_FOR_TESTS"]
     assert not is_alive(pid)
 
@@ -238,25 +203,12 @@ def test_a_client_that_leaves_ends_its_trace(served: Served) -> None:
     model, pid = served.model, served.pid
     for way in ("sleeps", "computes"):
         with pytest.raises(RemoteError):
-            with model.trace(TEXT, backend=served.remote(Leaving(served))):
+            with model.trace(TEXT, backend=served.remote(Leaving(served.url))):
                 print("begun")
                 while True:
                     time.sleep(1000 if way == "sleeps" else 0)
         served.check()
     assert served.pid == pid
-
-
-class Leaving(HttpTransport):
-    """Hangs up when the block has begun."""
-
-    def __init__(self, served: Served) -> None:
-        super().__init__(served.url)
-
-    def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
-        for frame in super().run(request, progress):
-            if frame.kind is FrameKind.EVENT and frame.json()["status"] == "LOG":
-                raise RemoteError("left")
-            yield frame
 
 
 def test_a_trace_that_will_not_end_is_ended(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +223,7 @@ def test_a_trace_that_will_not_end_is_ended(served: Served, monkeypatch: pytest.
                 except BaseException:  # noqa: BLE001 - it is what is tested
                     continue
     assert caught.value.code == ErrorCode.TRACE_TIMED_OUT
-    served.until(lambda: not is_alive(pid))
+    until(lambda: not is_alive(pid))
     monkeypatch.setattr(served.engine, "time_limit_s", 60)
     served.check()
     pid = served.pid
@@ -299,9 +251,9 @@ def test_who_waits_is_told_and_not_too_many_do(served: Served, monkeypatch: pyte
         threading.Thread(target=run, args=(one, pause)) for one, pause in zip(transports, (2, 0), strict=True)
     ]
     threads[0].start()
-    served.until(lambda: any(one["status"] == "RUNNING" for one in transports[0].heard))
+    until(lambda: any(one["status"] == "RUNNING" for one in transports[0].heard))
     threads[1].start()
-    served.until(lambda: served.engine.num_waiting == 1)
+    until(lambda: served.engine.num_waiting == 1)
     request = capture(served)
     answer = httpx.post(f"{served.url}/v1/traces", content=request, headers={"content-type": MEDIA_TYPE})
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
@@ -388,4 +340,4 @@ def test_a_process_does_not_outlive_its_server(served: Served) -> None:
     server.kill()
     server.wait()
     server.stdout.close()
-    served.until(lambda: not is_alive(pid))
+    until(lambda: not is_alive(pid))
