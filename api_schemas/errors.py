@@ -41,12 +41,22 @@ class ErrorCode(enum.StrEnum):
     ENGINE_CAPTURE_FULL = "engine_capture_full"
     PROMPT_WAS_CHUNKED = "prompt_was_chunked"
     INTERVENTION_FAILED = "intervention_failed"
+    CODEC_NOT_ALLOWED = "codec_not_allowed"
     INVALID_TRACE = "invalid_trace"
     CODE_NOT_ALLOWED = "code_not_allowed"
     QUEUE_FULL = "queue_full"
     TRACE_TIMED_OUT = "trace_timed_out"
     TRACE_PROCESS_ENDED = "trace_process_ended"
     LOCAL_ENGINE_FAILED = "local_engine_failed"
+    JOB_STORE_FULL = "job_store_full"
+    JOB_NOT_FOUND = "job_not_found"
+    JOB_NOT_FINISHED = "job_not_finished"
+    JOB_NOT_RERUNNABLE = "job_not_rerunnable"
+    JOB_CANCELLED = "job_cancelled"
+    IDEMPOTENCY_CONFLICT = "idempotency_conflict"
+    BLOCK_FAILED = "block_failed"
+    INTERRUPTED = "interrupted"
+    RANGE_NOT_SATISFIABLE = "range_not_satisfiable"
     RESULT_NOT_FOUND = "result_not_found"
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
@@ -62,11 +72,20 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.INVALID_SHAPE: 422,
     ErrorCode.BODY_TOO_LARGE: 413,
     ErrorCode.CAPTURE_TOO_LARGE: 400,
+    ErrorCode.CODEC_NOT_ALLOWED: 403,
     ErrorCode.CODE_NOT_ALLOWED: 403,
     ErrorCode.QUEUE_FULL: 429,
     ErrorCode.TRACE_TIMED_OUT: 504,
     ErrorCode.TRACE_PROCESS_ENDED: 500,
     ErrorCode.LOCAL_ENGINE_FAILED: 503,
+    ErrorCode.JOB_STORE_FULL: 503,
+    ErrorCode.JOB_NOT_FOUND: 404,
+    ErrorCode.JOB_NOT_FINISHED: 409,
+    ErrorCode.JOB_NOT_RERUNNABLE: 409,
+    ErrorCode.JOB_CANCELLED: 409,
+    ErrorCode.IDEMPOTENCY_CONFLICT: 409,
+    ErrorCode.INTERRUPTED: 500,
+    ErrorCode.RANGE_NOT_SATISFIABLE: 416,
     ErrorCode.RESULT_NOT_FOUND: 404,
     ErrorCode.MODEL_NOT_FOUND: 404,
     ErrorCode.NOT_FOUND: 404,

@@ -2,7 +2,7 @@
 
 The size is counted while reading, the nesting before parsing (the parser recurses), numbers
 that JSON does not have are refused while parsing. Routes call ``read_object``, once per request;
-those whose bodies are no JSON, ``read_bytes``.
+those whose bodies are no JSON, ``read_bytes`` or ``stream_bytes``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from collections.abc import AsyncGenerator
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -108,17 +109,25 @@ async def read_bytes(request: Request, max_bytes: int) -> bytearray:
         ApiError: ``body_too_large``.
         ClientDisconnect: The client went away before the end.
     """
+    body = bytearray()  # which grows in place: a list of chunks, joined, would take its size twice
+    async for chunk in stream_bytes(request, max_bytes):
+        body += chunk
+    return body
+
+
+async def stream_bytes(request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:
+    """Yield the request's body as it comes; raises as ``read_bytes`` does."""
     # An over-long body is answered without being read; the server discards the rest of it, so that
     # clients which write before they read still see the answer.
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > max_bytes:
         raise _too_large(f"{declared[:20]} bytes", max_bytes)
-    body = bytearray()  # which grows in place: a list of chunks, joined, would take its size twice
+    num_bytes = 0
     async for chunk in request.stream():
-        if len(body) + len(chunk) > max_bytes:
-            raise _too_large(f"at least {len(body) + len(chunk)} bytes", max_bytes)
-        body += chunk
-    return body
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
+            raise _too_large(f"at least {num_bytes} bytes", max_bytes)
+        yield chunk
 
 
 async def _check_depth(body: bytes | bytearray, max_depth: int) -> None:

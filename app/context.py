@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import Depends
-from starlette.requests import Request
+from starlette.requests import HTTPConnection
 
 from app.engine.client import EngineClient
 from app.engine.trace_processes import TraceProcesses
 from app.lifecycle import Lifecycle
+from app.services.jobs import JobService
 from app.services.traces import TraceService
 from app.settings import Settings
 from app.storage.results import ResultStore
@@ -26,13 +27,21 @@ class Context:
     store: ResultStore
     lifecycle: Lifecycle
     traces: TraceService
+    jobs: JobService
     processes: Sequence[TraceProcesses] = ()
 
 
-async def _context_of(request: Request) -> Context:
-    context: Context = request.app.state.context
+async def _context_of(connection: HTTPConnection) -> Context:
+    context: Context = connection.app.state.context
     return context
 
+
+async def _owner_of() -> str:
+    return ""
+
+
+Owner = Annotated[str, Depends(_owner_of)]
+"""A route's parameter: whose jobs the caller's are. Nobody is told apart yet, and all share one name."""
 
 Served = Annotated[Context, Depends(_context_of)]
 """A route's parameter that receives the server's parts."""

@@ -20,6 +20,8 @@ from api_schemas.errors import ApiError, ErrorCode
 RETRY_AFTER_S: Final = 5
 """What a client is told to wait before it asks a server that is starting, full or draining."""
 
+_WORTH_WAITING: Final = {429, 503}
+
 DONE_FRAME: Final = "data: [DONE]\n\n"
 
 _CODES: Final = {404: ErrorCode.NOT_FOUND, 405: ErrorCode.METHOD_NOT_ALLOWED}
@@ -28,15 +30,15 @@ _CODES: Final = {404: ErrorCode.NOT_FOUND, 405: ErrorCode.METHOD_NOT_ALLOWED}
 def error_bytes(error: ApiError) -> bytes:
     """Return the error as JSON in ASCII, whatever the request smuggled into the message."""
     # A lone surrogate, legal in JSON, would fail pydantic's check and the UTF-8 encoder.
-    param = None if error.param is None else _printable(error.param)
-    body = ApiError(error.code, _printable(error.message), param).body()
+    param = None if error.param is None else printable(error.param)
+    body = ApiError(error.code, printable(error.message), param).body()
     return json.dumps(body.model_dump(mode="json"), separators=(",", ":")).encode("ascii")
 
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
     """Return the error as a response with its status, and Retry-After where waiting helps."""
     sent = dict(headers or {})
-    if error.status == 503:
+    if error.status in _WORTH_WAITING:
         sent.setdefault("Retry-After", str(RETRY_AFTER_S))
     return Response(error_bytes(error), error.status, sent, media_type="application/json")
 
@@ -52,6 +54,11 @@ def internal_error() -> ApiError:
         ErrorCode.INTERNAL,
         "The server failed on this request and has logged why; the request may be sent again.",
     )
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with what UTF-8 cannot hold, lone surrogates, as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -75,7 +82,3 @@ async def _on_http_exception(request: Request, exc: Exception) -> Response:
 
 async def _on_validation_error(_request: Request, exc: Exception) -> Response:
     return error_response(ApiError(ErrorCode.INVALID_SHAPE, f"The request does not fit the route: {exc}"))
-
-
-def _printable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")

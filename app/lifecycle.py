@@ -59,7 +59,7 @@ class Lifecycle:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests being answered, streams included until their last byte."""
+        """Requests being answered, streams included until their last byte, and jobs being run."""
         return self._num_in_flight
 
     def refusal(self) -> ApiError | None:
@@ -84,7 +84,7 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
-        """Count one request as in flight for the length of the block."""
+        """Count one request, or one job, as in flight for the length of the block."""
         self._num_in_flight += 1
         self._idle.clear()
         try:
@@ -116,13 +116,16 @@ class Lifecycle:
             return False
         return True
 
-    async def stop(self, drain_timeout_s: float) -> None:
-        """Drain, then close the engine, whatever state its start is in."""
+    async def drain(self, drain_timeout_s: float) -> None:
+        """Refuse new work and wait for what is in flight, but not for ever."""
         self.begin_drain()
         if not await self.wait_idle(drain_timeout_s):
             logger.warning(
                 "closing with %d requests in flight after %s s", self.num_in_flight, drain_timeout_s
             )
+
+    async def close(self) -> None:
+        """Close the engine, whatever state its start is in."""
         if self._start is not None:
             self._start.cancel()
             await asyncio.gather(self._start, return_exceptions=True)

@@ -17,7 +17,19 @@ from app.errors import install_error_handlers
 from app.lifecycle import Lifecycle
 from app.middleware import GateMiddleware
 from app.openapi import DocumentedApp
-from app.routes import capabilities, chat, completions, health, models, results, status, traces
+from app.routes import (
+    capabilities,
+    chat,
+    completions,
+    health,
+    job_events,
+    jobs,
+    models,
+    results,
+    status,
+    traces,
+)
+from app.services.jobs import JobService
 from app.services.model_outline import model_outline
 from app.services.traces import TraceService
 from app.settings import Settings, environment_for_traces
@@ -30,6 +42,8 @@ _ROUTERS = (
     models.router,
     capabilities.router,
     results.router,
+    jobs.router,
+    job_events.router,
     health.router,
     traces.router,
     status.router,
@@ -62,7 +76,9 @@ def create_app(
     lifecycle = Lifecycle(engine, on_engine_failure)
     beside = _beside(settings, engine, local)
     engines = {**engine.trace_engines(), **{one.name: one for one in beside}}
-    context = Context(settings, engine, store, lifecycle, TraceService(engines), beside)
+    trace_service = TraceService(engines)
+    job_service = JobService(settings, trace_service, lifecycle, engine.served)
+    context = Context(settings, engine, store, lifecycle, trace_service, job_service, beside)
     app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)
     app.state.context = context
     app.add_middleware(GateMiddleware, lifecycle=context.lifecycle)
@@ -100,16 +116,16 @@ def new_store(settings: Settings) -> ResultStore:
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     context: Context = app.state.context
-    await context.store.start()
-    context.lifecycle.start()
-    for one in context.processes:
-        one.start(after=context.lifecycle.started())
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(context.store.close)
+        await context.store.start()
+        stack.push_async_callback(context.lifecycle.close)
+        for one in context.processes:
+            stack.push_async_callback(one.close)
+        stack.push_async_callback(context.jobs.stop)
+        await context.jobs.start()
+        context.lifecycle.start()
+        for one in context.processes:
+            one.start(after=context.lifecycle.started())
+        stack.push_async_callback(context.lifecycle.drain, context.settings.drain_timeout_s)
         yield
-    finally:
-        try:
-            await context.lifecycle.stop(context.settings.drain_timeout_s)
-        finally:
-            for one in context.processes:
-                await one.close()
-            await context.store.close()

@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 API_PREFIX: Final = "/v1/"
 RESULTS_PREFIX: Final = "/v1/results/"
 STATUS_PATH: Final = "/v1/status"
+JOBS_PATH: Final = "/v1/jobs"
+_EVENTS: Final = "/events"
+_RERUN: Final = "/rerun"
+_TRY_AGAIN_LATER: Final = 1013
 
 
 class GateMiddleware:
@@ -33,27 +37,38 @@ class GateMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection of the ASGI server."""
-        if scope["type"] != "http":
+        if scope["type"] not in {"http", "websocket"}:
             await self._app(scope, receive, send)
             return
         path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
         if not path.startswith(API_PREFIX) or path == STATUS_PATH:
             await self._answer(scope, receive, send)
             return
-        refusal = self._refusal(path)
+        refusal = self._refusal(path, scope.get("method", "GET"))
         if refusal is not None:
-            await error_response(refusal)(scope, receive, send)
+            await _refuse(refusal, scope, receive, send)
+            return
+        if path.startswith(JOBS_PATH) and path.endswith(_EVENTS):
+            # Whoever follows a job waits for it as we do, and comes back to the next server.
+            await self._answer(scope, receive, send)
             return
         with self._lifecycle.serving():
             await self._answer(scope, receive, send)
 
-    def _refusal(self, path: str) -> ApiError | None:
+    def _refusal(self, path: str, method: str) -> ApiError | None:
+        # Jobs outlive engines: whatever sets none to work is answered in every phase.
+        if f"{path}/".startswith(f"{JOBS_PATH}/"):
+            begins_work = method == "POST" and (path == JOBS_PATH or path.endswith(_RERUN))
+            return self._lifecycle.refusal() if begins_work else None
         # A result outlives its request: a client served just before the drain may still fetch it.
         if path.startswith(RESULTS_PREFIX) and self._lifecycle.phase is not Phase.STARTING:
             return None
         return self._lifecycle.refusal()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._app(scope, receive, send)
+            return
         has_started = False
 
         async def watched_send(message: Message) -> None:
@@ -71,3 +86,10 @@ class GateMiddleware:
                 raise
             logger.exception("unhandled error: %s %s", scope["method"], scope["path"])
             await error_response(internal_error())(scope, receive, send)
+
+
+async def _refuse(refusal: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "websocket" and "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close", "code": _TRY_AGAIN_LATER, "reason": refusal.code})
+        return
+    await error_response(refusal)(scope, receive, send)

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 MIB: Final = 1024 * 1024
@@ -18,8 +18,15 @@ GIB: Final = 1024 * MIB
 
 
 def _default_result_dir() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "nnsight-engine" / "results"
+    return _home("XDG_CACHE_HOME", "~/.cache") / "results"
+
+
+def _default_data_dir() -> Path:
+    return _home("XDG_DATA_HOME", "~/.local/share") / "server"
+
+
+def _home(variable: str, default: str) -> Path:
+    return Path(os.environ.get(variable) or default).expanduser() / "nnsight-engine"
 
 
 class Settings(BaseSettings):
@@ -63,6 +70,13 @@ class Settings(BaseSettings):
         default=GIB,
         ge=0,
         description="Most captured bytes that all requests together may hold in the engine.",
+    )
+    allow_cloudpickle: bool = Field(
+        default=False,
+        description="Whether traces may come as pickles, which run any code, from holders of certain keys.",
+    )
+    cloudpickle_keys: tuple[SecretStr, ...] = Field(
+        default=(), description="Keys whose holders may send traces as pickles, a JSON list of strings."
     )
     allow_code: bool | None = Field(
         default=None,
@@ -108,8 +122,27 @@ class Settings(BaseSettings):
     session_processes: int = Field(
         default=2, ge=1, description="Most sessions on vLLM that run at once, each in a process."
     )
+    data_dir: Path = Field(
+        default_factory=_default_data_dir,
+        description="Where jobs lie, and the database; what is in it survives the server.",
+    )
+    database_url: str = Field(
+        default="",
+        repr=False,  # it may hold a password
+        description="SQLAlchemy's URL of the database; empty for SQLite in `data_dir`.",
+    )
+    max_running_jobs: int = Field(default=16, ge=1, description="Most jobs that run at once.")
+    max_queued_jobs: int = Field(default=1000, ge=0, description="Most jobs that wait to run.")
+    job_ttl_s: float = Field(
+        default=86400.0, gt=0, description="How long a job is kept after its end, with its result."
+    )
+    job_store_bytes: int = Field(
+        default=20 * GIB, ge=0, description="Most bytes of all jobs' requests and results."
+    )
     drain_timeout_s: float = Field(
-        default=30.0, ge=0, description="How long shutdown waits for requests that are already running."
+        default=30.0,
+        ge=0,
+        description="How long shutdown waits for requests and jobs that are already running.",
     )
 
 

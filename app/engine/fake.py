@@ -21,6 +21,7 @@ from api_schemas.interventions import Intervention
 from app.engine.client import DescribedModel, EngineReply, JsonObject
 from app.engine.fake_results import CAPABILITIES, FINGERPRINT, MODEL, collected
 from app.engine.fake_traces import FakeTraceEngine
+from app.engine.traces import TraceEngine
 from app.errors import DONE_FRAME
 from app.services.responses import choice_json
 from app.services.served_model import ServedModel
@@ -99,7 +100,8 @@ class FakeEngineClient:
         behaviour: Knobs; ready and healthy by default.
 
     Attributes:
-        traces: What runs traces; tests put others in, and change how they behave.
+        traces: What runs traces; tests put others in.
+        fake_traces: What runs them otherwise; tests change how it behaves.
     """
 
     def __init__(
@@ -109,7 +111,8 @@ class FakeEngineClient:
         self.behaviour = behaviour or FakeBehaviour()
         self.num_running = 0
         self.num_calls = 0
-        self.traces = {"vllm": FakeTraceEngine()}
+        self.fake_traces = FakeTraceEngine()
+        self.traces: Mapping[str, TraceEngine] = {"vllm": self.fake_traces}
         self._settings = settings
         self._store = store
         self._has_started = False
@@ -142,7 +145,7 @@ class FakeEngineClient:
         """Return the made-up model's modules."""
         return DescribedModel([("", "FakeForCausalLM", "", ""), ("model", "FakeModel", "", "")], {})
 
-    def trace_engines(self) -> Mapping[str, FakeTraceEngine]:
+    def trace_engines(self) -> Mapping[str, TraceEngine]:
         """Return ``traces``."""
         return self.traces
 

@@ -132,9 +132,15 @@ class SessionTraces(TraceProcesses):
 
 
 def _check(request: TraceRequest) -> None:
-    """Raise DecodeError for what is no trace of a session's model."""
-    if request.head.kind != "trace" or request.head.dialect != "vllm":
-        raise DecodeError("a session on vLLM runs traces of VLLM, and nothing else")
+    """Raise DecodeError for what is no trace of a session's model.
+
+    Nobody has checked a key for its codec, so there is one that needs none.
+    """
+    head = request.head
+    if (head.kind, head.dialect, head.codec) != ("trace", "vllm", "wire"):
+        raise DecodeError(
+            "a session on vLLM runs traces of VLLM that are written as 'wire', and nothing else"
+        )
 
 
 async def _answer(child: Child, frame: Frame) -> None:

@@ -152,7 +152,7 @@ class VLLMEngineClient:
         names = self._args.served_model_name or [self._args.model]
         config = None if self._engine is None else self._engine.vllm_config.model_config.hf_config
         fingerprint = "" if config is None else fingerprint_of(config)
-        return ServedModel(tuple(names), self._args.model, fingerprint)
+        return ServedModel(tuple(names), self._args.model, fingerprint, self._args.revision or "")
 
     async def describe_model(self) -> DescribedModel:
         """Return the model's modules and points, as blocks see them."""

@@ -86,9 +86,6 @@ def check_head(head: TraceHead) -> None:
     if head.kind != "trace":
         message = f"vLLM runs no {head.kind}s in the server yet: send its traces one by one."
         raise ApiError(ErrorCode.UNSUPPORTED_COMBINATION, message, "kind")
-    if head.codec != "wire":
-        message = f"vLLM's workers read blocks that are written as 'wire', got {head.codec!r}."
-        raise ApiError(ErrorCode.UNSUPPORTED_COMBINATION, message, "codec")
     if not head.invokes or len(head.groups) != len(head.invokes) or head.num_edits:
         raise ApiError(
             ErrorCode.INVALID_TRACE,
@@ -153,7 +150,7 @@ class _Trace:
                 params.output_kind = RequestOutputKind.FINAL_ONLY
             entry = TraceEntry(
                 self.key, index, params.n, data if self.held is None else b"", head.groups, head.streams,
-                edits[index], wanted=head.wanted, prints=True,
+                edits[index], wanted=head.wanted, prints=True, codec=head.codec,
                 compresses=settings.compress_results and "zstd" in head.accepts,
             )  # fmt: skip
             carry(params, entry)

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from api_schemas.traces import TraceOutline
 from app.context import Served
-from app.openapi import TRACE_ANSWERS, TRACE_BODY
+from app.openapi import TRACE_ANSWERS, TRACE_BODY, error_responses
 from app.services.model_outline import model_outline
 from app.services.trace_answers import answer_trace
 
@@ -27,7 +27,11 @@ async def run_trace(request: Request, context: Served) -> Response:
     return await answer_trace(context, request)
 
 
-@router.get("/outline", summary="The model's modules, for clients that write blocks without having it")
+@router.get(
+    "/outline",
+    summary="The model's modules, for clients that write blocks without having it",
+    responses=error_responses(503),
+)
 async def get_outline(context: Served) -> TraceOutline:
     """The modules as vLLM has them, with their paths, and the standard points."""
     return await model_outline(context.engine, context.traces.names)

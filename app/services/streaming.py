@@ -29,6 +29,7 @@ class ClosingStream(StreamingResponse):
         headers: More headers.
         on_close: Awaited last. A generator that was never started has no ``finally`` to run, so what it
             was to close must be closed here.
+        status_code: HTTP status.
     """
 
     def __init__(
@@ -40,9 +41,10 @@ class ClosingStream(StreamingResponse):
         media_type: str,
         headers: dict[str, str] | None = None,
         on_close: Callable[[], Awaitable[None]] | None = None,
+        status_code: int = 200,
     ) -> None:
         """Take over ``source``."""
-        super().__init__(source, headers=headers, media_type=media_type)
+        super().__init__(source, status_code, headers=headers, media_type=media_type)
         self._source = source
         self._on_close = on_close
 

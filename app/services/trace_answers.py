@@ -17,15 +17,14 @@ from starlette.responses import Response
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
-from app.body import check_media_type, read_bytes
+from app.body import read_bytes
 from app.context import Context
 from app.errors import error_bytes, internal_error
-from app.services.code_policy import check_code_allowed
 from app.services.disconnect import while_connected
 from app.services.streaming import ClosingStream
+from app.services.trace_admission import check_head, check_sender
 from app.services.traces import event_frame
 from nnsight_engine.remote_backend.frames import MEDIA_TYPE, Frame, FrameKind
-from nnsight_engine.remote_backend.messages import MEDIA_TYPE as TRACE_TYPE
 from nnsight_engine.remote_backend.messages import TraceRequest
 from nnsight_engine.wire import DecodeError
 
@@ -68,18 +67,16 @@ async def read_trace(context: Context, http: Request) -> TraceRequest:
 
     Raises:
         ApiError: ``code_not_allowed``, ``bad_request`` (of another content type), ``body_too_large``,
-            ``invalid_trace``, ``model_not_found``.
+            ``invalid_trace``, ``codec_not_allowed``, ``model_not_found``.
         ClientDisconnect: The client went away before the end.
     """
-    check_code_allowed(context.settings, http)
-    # No form of a page can send this type: a browser asks first whether the page's site may.
-    check_media_type(http, TRACE_TYPE)
+    check_sender(context.settings, http)
     body = await read_bytes(http, context.settings.max_trace_request_bytes)
     try:
         request = TraceRequest.from_bytes(body)
     except DecodeError as error:
         raise ApiError(ErrorCode.INVALID_TRACE, str(error)) from error
-    context.engine.served().check(request.head)
+    check_head(context.settings, http, context.engine.served(), request.head)
     request.sender = "" if http.client is None else http.client.host
     return request
 

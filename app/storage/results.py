@@ -9,19 +9,16 @@ is removed at the next start. All disk work runs in threads.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import fcntl
 import logging
-import os
 import secrets
-import shutil
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.storage.process_folders import ProcessFolder, claim_folder
 from app.storage.safetensors_file import layout, write
 from nnsight_engine.plans.collected import TensorResult
 
@@ -30,7 +27,6 @@ logger = logging.getLogger(__name__)
 _CHUNK_BYTES: Final = 1024 * 1024
 _ID_BYTES: Final = 24
 _MAX_SWEEP_S: Final = 30.0
-_LOCK_NAME: Final = ".lock"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,17 +39,20 @@ class StoredResult:
 
 
 class OpenResult:
-    """A stored file open for reading; once open it is read to its end, expiry or not."""
+    """A stored file open for reading; once open it is read to its end, whatever becomes of it meanwhile."""
 
     def __init__(self, file: BinaryIO, num_bytes: int) -> None:
         """Take over ``file``; ``close`` or the end of ``chunks`` releases it."""
         self._file = file
         self.num_bytes = num_bytes
 
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """Yield the content in order, and close the file at the end or when left early."""
+    async def chunks(self, start: int = 0, stop: int | None = None) -> AsyncGenerator[bytes, None]:
+        """Yield the bytes from ``start`` to ``stop``, and close the file at the end or when left early."""
+        rest = (self.num_bytes if stop is None else stop) - start
         try:
-            while chunk := await asyncio.to_thread(self._file.read, _CHUNK_BYTES):
+            self._file.seek(start)
+            while rest > 0 and (chunk := await asyncio.to_thread(self._file.read, min(rest, _CHUNK_BYTES))):
+                rest -= len(chunk)
                 yield chunk
         finally:
             await self.close()
@@ -82,8 +81,7 @@ class ResultStore:
         self._ttl_s = ttl_s
         self._max_bytes = max_bytes
         self._clock = clock
-        self._folder: Path | None = None
-        self._lock: int | None = None
+        self._folder: ProcessFolder | None = None
         self._entries: dict[str, StoredResult] = {}
         self._used_bytes = 0
         self._writes: set[asyncio.Task[StoredResult]] = set()
@@ -98,7 +96,7 @@ class ResultStore:
         """Make this process's folder, remove those of dead processes, and start to expire files."""
         if self._folder is not None:
             return
-        self._folder, self._lock = await asyncio.to_thread(_claim_folder, self._directory)
+        self._folder = await asyncio.to_thread(claim_folder, self._directory)
         self._sweeper = asyncio.create_task(self._sweep(), name="result-store-sweep")
 
     async def close(self) -> None:
@@ -107,14 +105,12 @@ class ResultStore:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
         await asyncio.gather(*self._writes, return_exceptions=True)
-        folder, lock = self._folder, self._lock
-        self._folder, self._lock, self._sweeper = None, None, None
+        folder = self._folder
+        self._folder, self._sweeper = None, None
         self._entries.clear()
         self._used_bytes = 0
         if folder is not None:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
+            await asyncio.to_thread(folder.release)
 
     async def put(self, tensors: Mapping[str, TensorResult]) -> StoredResult:
         """Store tensors in one file, making room by dropping the oldest files.
@@ -221,7 +217,7 @@ class ResultStore:
     def _path(self, result_id: str) -> Path:
         if self._folder is None:
             raise RuntimeError("the result store must be started before it is used; call start()")
-        return self._folder / f"{result_id}.safetensors"
+        return self._folder.path / f"{result_id}.safetensors"
 
 
 def _not_found() -> ApiError:
@@ -239,43 +235,3 @@ def _unlink(paths: list[Path]) -> None:
         except OSError:
             # Forgotten already, so it is never served; the folder goes when the server stops.
             logger.warning("a stored result could not be removed: %s", path, exc_info=True)
-
-
-def _claim_folder(directory: Path) -> tuple[Path, int]:
-    """Make and lock a folder, and remove those whose lock nobody holds."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _locked(directory / _LOCK_NAME):
-        for other in directory.iterdir():
-            if other.is_dir() and _is_abandoned(other):
-                logger.info("removing results of a dead process: %s", other)
-                shutil.rmtree(other, ignore_errors=True)
-        folder = directory / f"{os.getpid()}-{secrets.token_hex(8)}"
-        folder.mkdir(mode=0o700)
-        lock = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return folder, lock
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _is_abandoned(folder: Path) -> bool:
-    try:
-        descriptor = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        # Only folders of ours carry the lock; whatever else lies here is not ours to remove.
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nnsight_engine.core.saves import SAVES
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.local_engine.errors import TraceCancelledError
+from nnsight_engine.remote_backend.codecs import decode_blocks
 from nnsight_engine.remote_backend.received import (
     SAVED,
     ReceivedInvoke,
@@ -21,7 +22,7 @@ from nnsight_engine.remote_backend.received import (
     outcome_of,
 )
 from nnsight_engine.tracing.tracebacks import clean
-from nnsight_engine.wire import TRUSTED, DecodeError, Limits, ReceivedTrace, decode_trace, encode_error
+from nnsight_engine.wire import DecodeError, Limits, ReceivedTrace, encode_error
 
 if TYPE_CHECKING:
     from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
@@ -135,7 +136,9 @@ class BlockRunner(ABC):
     def _run(self, request: TraceRequest) -> bytes:
         head = request.head
         tracer = self._tracer(head)
-        received = decode_trace(request.blocks, resolve=self._resolver(tracer), policy=TRUSTED)
+        resolve = self._resolver(tracer)
+        # The server has checked whose codec it is, see ``app.auth.codecs``.
+        received = decode_blocks(head.codec, request.blocks, resolve=resolve, trusted=True)
         trace = ReadTrace(head, received)
         SAVES.marked.update({id(value): value for value in (*trace.saved, *received.saved)})
         error = self._outcome(trace, tracer)

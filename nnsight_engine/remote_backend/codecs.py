@@ -1,19 +1,70 @@
-"""In what a trace's blocks are written: the wire format, or for servers that trust the key, cloudpickle."""
+"""What blocks are written in: the wire format, or a pickle for readers that trust the sender.
+
+A request's head names the codec. Clients call ``encode_blocks``; engines call ``decode_blocks`` where the
+blocks run, with ``trusted`` only if the server has checked whose they are (``app.auth.codecs``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final, Literal, get_args
 
-from nnsight_engine.wire import SentBlock, encode_trace
+from nnsight_engine.wire import (
+    DecodeError,
+    Limits,
+    ReceivedTrace,
+    SentBlock,
+    decode_trace,
+    decode_trace_pickled,
+    encode_trace,
+    encode_trace_pickled,
+)
+from nnsight_engine.wire.decoder import Resolve
 from nnsight_engine.wire.encoder import Reference
 
 Codec = Literal["wire", "cloudpickle"]
+CODECS: Final[tuple[Codec, ...]] = get_args(Codec)
+_LIMITS: Final = Limits()
 
 
 def encode_blocks(
-    codec: Codec, blocks: Sequence[SentBlock], *, shared: Mapping[str, Any], reference: Reference
+    codec: Codec,
+    blocks: Sequence[SentBlock],
+    shared: Mapping[str, Any] | None = None,
+    *,
+    reference: Reference | None = None,
+    saved: Collection[int] = (),
+    limits: Limits = _LIMITS,
 ) -> bytes:
-    """Return blocks as a message in a codec; see ``wire.encode_trace``."""
-    del codec
-    return encode_trace(blocks, shared, reference=reference)
+    """Return blocks as a message, see ``wire.encode_trace``.
+
+    Raises:
+        EncodeError: Something in it cannot travel.
+    """
+    encode = encode_trace_pickled if codec == "cloudpickle" else encode_trace
+    return encode(blocks, shared, reference=reference, saved=saved, limits=limits)
+
+
+def decode_blocks(
+    codec: str,
+    data: bytes | bytearray | memoryview,
+    *,
+    resolve: Resolve | None = None,
+    limits: Limits = _LIMITS,
+    trusted: bool = False,
+) -> ReceivedTrace:
+    """Return the blocks of a message, compiled. Runs code of its sender's, and if trusted any.
+
+    Raises:
+        DecodeError: It is no such message, or one that only trusted senders may send.
+    """
+    if codec == "wire":
+        return decode_trace(data, resolve=resolve, limits=limits)
+    if codec != "cloudpickle":
+        raise DecodeError(f"blocks are written in one of {', '.join(CODECS)}, not in {codec!r}")
+    if not trusted:
+        raise DecodeError("blocks written in 'cloudpickle' are read from trusted senders only: use 'wire'")
+    return decode_trace_pickled(data, resolve=resolve, limits=limits)
+
+
+__all__ = ["CODECS", "Codec", "decode_blocks", "encode_blocks"]

@@ -55,7 +55,7 @@ class Frame(NamedTuple):
         """
         try:
             return msgspec.json.decode(self.data)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DecodeError(f"a {self.kind.name} frame is no JSON: {error}") from error
 
 

@@ -1,7 +1,8 @@
 """Values, traced blocks and errors as bytes, between processes that do not trust each other's bytes.
 
 A client sends blocks to a worker and gets results back; neither side uses pickle or anything that runs code
-from its input unasked. ``docs/wire-format.md`` says what a message looks like.
+from its input unasked. ``docs/wire-format.md`` says what a message looks like. ``trusted`` alone has pickle,
+for blocks of senders that an operator trusts with everything.
 """
 
 from nnsight_engine.wire.errors import DecodeError, EncodeError
@@ -9,6 +10,7 @@ from nnsight_engine.wire.failures import encode_error, restore_error
 from nnsight_engine.wire.homes import register_by_value, unregister_by_value
 from nnsight_engine.wire.limits import DATA_ONLY, TRUSTED, Limits, Policy
 from nnsight_engine.wire.traces import ReceivedTrace, SentBlock, decode_trace, encode_trace
+from nnsight_engine.wire.trusted import decode_trace_pickled, encode_trace_pickled
 from nnsight_engine.wire.values import decode, encode
 
 __all__ = [
@@ -22,9 +24,11 @@ __all__ = [
     "SentBlock",
     "decode",
     "decode_trace",
+    "decode_trace_pickled",
     "encode",
     "encode_error",
     "encode_trace",
+    "encode_trace_pickled",
     "register_by_value",
     "restore_error",
     "unregister_by_value",

@@ -10,30 +10,45 @@ from typing import Any
 from nnsight_engine.tracing.blocks import Block, BlockContext, Nested, compile_block
 from nnsight_engine.tracing.source_text import SourceText
 from nnsight_engine.tracing.tracer import Info
-from nnsight_engine.wire.code_makers import bind_globals, cells_by_name, piece_of, refuse_source
+from nnsight_engine.wire.code_makers import (
+    bind_globals,
+    cells_by_name,
+    compiling,
+    piece_of,
+    refuse_source,
+)
 from nnsight_engine.wire.decoder import MISSING, Decoder, Maker
 from nnsight_engine.wire.errors import DecodeError
 from nnsight_engine.wire.kinds import Kind
-from nnsight_engine.wire.pieces import FUTURE_FLAGS, Piece, statement_at
+from nnsight_engine.wire.pieces import FUTURE_FLAGS, LONGEST_KEPT, Piece, statement_at
 from nnsight_engine.wire.shelf import SHELF
-
-_LONGEST_KEPT = 16 * 1024
-"""Characters of a statement whose block is kept; what strangers can make us keep has a limit."""
 
 
 def _make_block(decoder: Decoder, _index: int, parts: list[Any]) -> Info:
     refuse_source(decoder)
     module, fields, (item, first_argument), names, cells = parts
-    piece = piece_of(decoder, fields)
-    variables = cells_by_name(names, cells)
-    compiled = _compiled if len(piece.text) <= _LONGEST_KEPT else _compiled.__wrapped__
     if type(item) is not int or not isinstance(first_argument, str | None):
         raise DecodeError("the message is broken: a block is not that of a `with` statement")
-    block = compiled(piece, item, first_argument, frozenset(variables))
-    SHELF.put(piece.filename, piece.line, piece.text)
     if not isinstance(module, ModuleType):
         raise DecodeError("the message is broken: a block has no namespace")
+    variables = cells_by_name(names, cells)
+    piece = piece_of(decoder, fields)
+    with compiling(decoder, piece):
+        block = block_of(piece, item, first_argument, frozenset(variables))
     return Info(block, variables, None, vars(module))
+
+
+def block_of(piece: Piece, item: int, first_argument: str | None, variables: frozenset[str]) -> Block:
+    """Return a statement's block, compiled; its lines are shown to Python's tools.
+
+    Raises:
+        DecodeError: The piece is no ``with`` statement.
+        SyntaxError: It is no Python.
+    """
+    compiled = _compiled if len(piece.text) <= LONGEST_KEPT else _compiled.__wrapped__
+    block = compiled(piece, item, first_argument, variables)
+    SHELF.put(piece.filename, piece.line, piece.text)
+    return block
 
 
 @functools.lru_cache(maxsize=256)

@@ -7,9 +7,7 @@ lines and columns are to be the sender's own.
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Mapping
 from types import CellType
 from typing import Any, Protocol
@@ -19,6 +17,7 @@ from nnsight_engine.tracing.tracer import Info
 from nnsight_engine.wire.code_writers import bindings, write_cells, write_namespace
 from nnsight_engine.wire.encoder import Encoder
 from nnsight_engine.wire.kinds import Kind
+from nnsight_engine.wire.known import Known
 from nnsight_engine.wire.pieces import WHOLE_LINES, Piece, global_names, mentioned_in, statement_at
 
 
@@ -33,11 +32,10 @@ class _Sent(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Written:
+class WrittenBlock:
     """What is the same whenever a block is written.
 
     Attributes:
-        block: The block.
         piece: The whole statement, as it travels.
         item: Which of its items the block belongs to.
         variables: Names that it shares with its surroundings.
@@ -45,7 +43,6 @@ class _Written:
         mentioned: Names of anything that its code uses.
     """
 
-    block: Block
     piece: tuple[Any, ...]
     item: int
     variables: tuple[str, ...]
@@ -53,17 +50,15 @@ class _Written:
     mentioned: frozenset[str]
 
 
-_KNOWN: OrderedDict[int, _Written] = OrderedDict()
-"""By identity, the blocks that were written last: a loop sends the same one again and again."""
-
-_MOST_KNOWN = 256
+_KNOWN: Known[Block, WrittenBlock] = Known()
+"""The blocks that were written last: a loop sends the same one again and again."""
 
 
 def write_sent_block(encoder: Encoder, index: int, value: Any) -> None:
     """Write a block with its variables and those globals that it mentions."""
     sent: _Sent = value
     block, globals_ = sent.info.block, sent.info.globals_
-    written = _written(block)
+    written = written_block(block)
     cells = {name: sent.cells.get(name) or CellType() for name in written.variables}
     encoder.mentioned |= written.mentioned
     parts = [
@@ -76,24 +71,20 @@ def write_sent_block(encoder: Encoder, index: int, value: Any) -> None:
     encoder.emit(index, Kind.BLOCK, parts + bindings(encoder, index, globals_, written.global_names))
 
 
-def _written(block: Block) -> _Written:
-    known = _KNOWN.get(id(block))
-    if known is not None and known.block is block:
+def written_block(block: Block) -> WrittenBlock:
+    """Return what of a block travels, whatever it is written in."""
+    known = _KNOWN.get(block)
+    if known is not None:
         return known
     piece, item = _statement_of(block)
-    written = _Written(
-        block=block,
-        piece=dataclasses.astuple(piece),
+    written = WrittenBlock(
+        piece=piece.parts(),
         item=item,
         variables=tuple(_variables_of(block)),
         global_names=tuple(global_names(block.code)),
         mentioned=frozenset(mentioned_in(block.code)),
     )
-    _KNOWN[id(block)] = written
-    if len(_KNOWN) > _MOST_KNOWN:
-        with contextlib.suppress(KeyError):  # another thread was faster
-            _KNOWN.popitem(last=False)
-    return written
+    return _KNOWN.put(block, written)
 
 
 def _variables_of(block: Block) -> list[str]:

@@ -7,7 +7,9 @@ is compiled here is compiled as on the sending side (``pieces``), and shown to P
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib
+from collections.abc import Iterator
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -15,9 +17,17 @@ from nnsight_engine.wire.decoder import MISSING, Decoder, Maker
 from nnsight_engine.wire.errors import DecodeError
 from nnsight_engine.wire.homes import RECEIVED
 from nnsight_engine.wire.kinds import Kind
-from nnsight_engine.wire.pieces import WHOLE_LINES, Piece, compile_class, compile_function
+from nnsight_engine.wire.pieces import (
+    FUTURE_FLAGS,
+    WHOLE_LINES,
+    Piece,
+    compile_again,
+    compile_class,
+    compile_function,
+)
 from nnsight_engine.wire.shelf import SHELF
 
+_LONGEST_SHOWN = 200
 _PIECE: tuple[Any, ...] = (str, str, int, int, str, str, (str, type(None)), int)
 
 
@@ -42,9 +52,32 @@ def piece_of(decoder: Decoder, parts: Any) -> Piece:
     if not all(isinstance(part, kind) for part, kind in zip(parts, _PIECE, strict=True)):
         raise DecodeError("the message is broken: a piece of source has parts of other types")
     piece = Piece(*parts)
+    if piece.flags & ~FUTURE_FLAGS:
+        raise DecodeError(
+            f"{piece.qualname}, {piece.filename}, line {piece.line}, uses a feature from __future__ that "
+            f"this side's Python does not have{decoder.between_versions}"
+        )
     if not 1 <= piece.line <= decoder.limits.max_lines or not WHOLE_LINES <= piece.column < 2**20:
         raise DecodeError(f"a piece of source claims line {piece.line} and column {piece.column}")
     return piece
+
+
+@contextlib.contextmanager
+def compiling(decoder: Decoder, piece: Piece) -> Iterator[None]:
+    """Translate what the compiler says of a piece that is no Python, or none of this version.
+
+    Raises:
+        DecodeError: It is none.
+    """
+    try:
+        yield
+    except SyntaxError as error:
+        lines = piece.text.split("\n")
+        line = min(max(error.lineno or 0, piece.line), piece.line + len(lines) - 1)
+        raise DecodeError(
+            f"{piece.qualname} cannot be compiled: {error.msg} in {piece.filename}, line {line}: "
+            f"`{lines[line - piece.line].strip()[:_LONGEST_SHOWN]}`{decoder.between_versions}"
+        ) from error
 
 
 def bind_globals(globals_: dict[str, Any], names: Any, values: list[Any]) -> None:
@@ -82,7 +115,8 @@ def _make_function(decoder: Decoder, _index: int, parts: list[Any]) -> FunctionT
     module, fields, names, cells = parts
     piece = piece_of(decoder, fields)
     by_name = cells_by_name(names, cells)
-    code = compile_function(piece, names)
+    with compiling(decoder, piece):
+        code = compile_again(compile_function, piece, names)
     SHELF.put(piece.filename, piece.line, piece.text)
     closure = tuple(by_name[name] for name in code.co_freevars)
     return FunctionType(code, vars(module), code.co_name, None, closure)
@@ -108,7 +142,8 @@ def _make_class(decoder: Decoder, _index: int, parts: list[Any]) -> type:
     piece = piece_of(decoder, fields)
     by_name = cells_by_name(names, cells)
     bind_globals(vars(module), needed, list(values))
-    code = compile_class(piece, names)
+    with compiling(decoder, piece):
+        code = compile_again(compile_class, piece, names)
     SHELF.put(piece.filename, piece.line, piece.text)
     closure = tuple(by_name[name] for name in code.co_freevars)
     made = FunctionType(code, vars(module), code.co_name, None, closure)()

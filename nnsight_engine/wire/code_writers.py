@@ -22,6 +22,7 @@ from nnsight_engine.wire.definitions import NoSourceError, functions_of, piece_o
 from nnsight_engine.wire.encoder import Encoder, Writer
 from nnsight_engine.wire.homes import is_importable, lookup, name_of
 from nnsight_engine.wire.kinds import Kind
+from nnsight_engine.wire.known import Known
 from nnsight_engine.wire.pieces import (
     Piece,
     class_body,
@@ -30,11 +31,13 @@ from nnsight_engine.wire.pieces import (
     global_names,
     mentioned_in,
     named_bases,
+    type_parameters,
 )
 
 _OF_A_MODULE = frozenset(
     {"__builtins__", "__cached__", "__doc__", "__file__", "__loader__", "__name__", "__package__", "__spec__"}
 )
+_OF_A_BODY = frozenset({"__class__", "__classdict__"})
 _OVERLAID = (
     bool,
     int,
@@ -52,6 +55,25 @@ _OVERLAID = (
 )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _WrittenFunction:
+    """What is the same whenever a function is written.
+
+    Attributes:
+        piece: Its source.
+        global_names: Names of the module that its code uses.
+        mentioned: Names of anything that its code uses.
+    """
+
+    piece: Piece
+    global_names: tuple[str, ...]
+    mentioned: frozenset[str]
+
+
+_KNOWN: Known[CodeType, _WrittenFunction] = Known()
+"""The functions that were written last, by their code."""
+
+
 def write_function(encoder: Encoder, index: int, value: FunctionType) -> None:
     """Write a function by name, as a member of a class that travels, or as source."""
     name = name_of(value)
@@ -63,23 +85,31 @@ def write_function(encoder: Encoder, index: int, value: FunctionType) -> None:
         _write_member(encoder, index, owner, value.__name__)
         return
     try:
-        piece = piece_of_function(value.__code__, value.__globals__)
-        made = compile_function(piece, value.__code__.co_freevars)
+        written = _written_function(value.__code__, value.__globals__)
     except (NoSourceError, SyntaxError) as error:
         encoder.refuse(index, value, str(error))
     cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
     attributes = {key: item for key, item in vars(value).items() if key != "__signature__"}
     children = [
-        *_source(encoder, index, value.__globals__, piece, cells),
+        *_source(encoder, index, value.__globals__, written.piece, cells),
         encoder.node((value.__name__, value.__qualname__, value.__module__), index, ""),
         encoder.node(value.__defaults__, index, "its defaults"),
         encoder.node(value.__kwdefaults__, index, "its defaults"),
         encoder.node(attributes or None, index, "", writer=write_attributes if attributes else None),
     ]
-    encoder.mentioned |= mentioned_in(made)
+    encoder.mentioned |= written.mentioned
     encoder.emit(
-        index, Kind.FUNCTION, children + bindings(encoder, index, value.__globals__, global_names(made))
+        index, Kind.FUNCTION, children + bindings(encoder, index, value.__globals__, written.global_names)
     )
+
+
+def _written_function(code: CodeType, globals_: dict[str, Any]) -> _WrittenFunction:
+    known = _KNOWN.get(code)
+    if known is not None:
+        return known
+    piece = piece_of_function(code, globals_)
+    made = compile_function(piece, code.co_freevars)
+    return _KNOWN.put(code, _WrittenFunction(piece, tuple(global_names(made)), frozenset(mentioned_in(made))))
 
 
 def write_class(encoder: Encoder, index: int, value: type) -> None:
@@ -117,11 +147,16 @@ def write_class(encoder: Encoder, index: int, value: type) -> None:
 
 def bindings(encoder: Encoder, index: int, globals_: dict[str, Any], names: Iterable[str]) -> list[int]:
     """Return the nodes of those globals that code uses: their names together, then each value."""
-    found = {name: globals_[name] for name in names if name in globals_ and name not in _OF_A_MODULE}
-    if is_importable(str(globals_.get("__name__"))):
-        found = {}  # the namespace is the module's own
+    found = bound_globals(globals_, names)
     values = [encoder.node(value, index, "global `{}`", name) for name, value in found.items()]
     return [encoder.node(tuple(found), index, ""), *values]
+
+
+def bound_globals(globals_: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return those globals of these names that have to travel: none of a module that the other side has."""
+    if is_importable(str(globals_.get("__name__"))):
+        return {}
+    return {name: globals_[name] for name in names if name in globals_ and name not in _OF_A_MODULE}
 
 
 def write_namespace(encoder: Encoder, index: int, value: dict[str, Any]) -> None:
@@ -140,7 +175,7 @@ def _source(
         raise NoSourceError("its source is too long")
     return [
         encoder.node(globals_, index, "", writer=write_namespace),
-        encoder.node(dataclasses.astuple(piece), index, ""),
+        encoder.node(piece.parts(), index, ""),
         encoder.node(tuple(cells), index, ""),
         encoder.node(cells, index, "", writer=write_cells),
     ]
@@ -223,7 +258,9 @@ def _cells_of_class(
     found: dict[str, CellType] = {}
     for function in functions_of(kind):
         found.update(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    wanted = [name for name in body.co_freevars if name != "__class__"]
+    own = type_parameters(piece)
+    # Python keeps what a generic class is made with in variables that are no names.
+    wanted = [name for name in body.co_freevars if name.isidentifier() and name not in own | _OF_A_BODY]
     if "<locals>" in piece.qualname:
         bases = named_bases(piece)
         header = global_names(compile_class(piece, wanted), at_once=True)

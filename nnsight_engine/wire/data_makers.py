@@ -254,18 +254,11 @@ def _reference(decoder: Decoder, _index: int, parts: list[Any]) -> Any:
 
 
 DATA_MAKERS: dict[Kind, Maker] = {
-    Kind.NONE: _constant(None),
-    Kind.TRUE: _constant(value=True),
-    Kind.FALSE: _constant(value=False),
     Kind.ELLIPSIS: _constant(...),
     Kind.NOT_IMPLEMENTED: _constant(NotImplemented),
-    Kind.INT: _scalar(int),
     Kind.BIG_INT: Maker(_big_int, num_first=0),
-    Kind.FLOAT: _scalar(float),
     Kind.COMPLEX: Maker(_complex),
-    Kind.STR: _scalar(str),
     Kind.ODD_STR: _scalar(lambda data: data.decode("utf-8", "surrogatepass")),
-    Kind.BYTES: _scalar(bytes),
     Kind.BYTEARRAY: _scalar(bytearray),
     Kind.LIST: Maker(lambda _decoder, _index, _parts: [], num_first=0, fill=_fill_list),
     Kind.TUPLE: _nested(tuple),

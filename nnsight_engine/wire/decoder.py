@@ -18,9 +18,10 @@ from typing import Any, Final
 import torch
 
 from nnsight_engine.wire.errors import DecodeError
+from nnsight_engine.wire.homes import MOVED
 from nnsight_engine.wire.kinds import Kind
 from nnsight_engine.wire.limits import Limits, Policy
-from nnsight_engine.wire.message import Table
+from nnsight_engine.wire.message import HERE, Table
 
 Resolve = Callable[[tuple[str, ...]], Any]
 ALL: Final = -1
@@ -34,6 +35,14 @@ class _Missing:
 
 
 MISSING: Final = _Missing()
+
+
+_PAYLOAD: Final = object()
+_AS_SENT: Final = {Kind.NONE: None, Kind.TRUE: True, Kind.FALSE: False} | dict.fromkeys(
+    (Kind.INT, Kind.FLOAT, Kind.STR, Kind.BYTES), _PAYLOAD
+)
+_READY: Final = [_AS_SENT.get(kind, MISSING) for kind in Kind]
+"""For each kind, what needs no making: most nodes are numbers and strings, which their payload is."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,11 +64,16 @@ class Maker:
     copies: bool = False
 
 
+_NEVER: Final = Maker(lambda _decoder, _index, _parts: MISSING, num_first=0)
+"""For kinds that are ready from the start; what they refer to is looked at by nobody."""
+
+
 class Decoder:
     """One message being read.
 
     Attributes:
         device: Where tensors go.
+        python: Which Python 3 the sender runs; 0 if it did not say.
         depths: How many objects within each other an immutable node is.
         work: How many objects hashing it passes through, for nodes where that is more than one.
         state: What makers share within the message, by their own keys.
@@ -81,13 +95,17 @@ class Decoder:
         self.limits = limits
         self.device = device
         self.tensors = table.tensors
+        self.python = table.python
         self.state: dict[Any, Any] = {}
         self.depths: dict[int, int] = {}
         self.work: dict[int, int] = {}
-        self._makers = [makers[kind] for kind in Kind]
+        self._makers = [makers.get(kind) or _NEVER for kind in Kind]
         self._kinds = table.kinds
         self._children = table.children
-        self._objects: list[Any] = [MISSING] * len(table.kinds)
+        self._objects: list[Any] = [
+            payload if (ready := _READY[kind]) is _PAYLOAD else ready
+            for kind, payload in zip(table.kinds, table.payloads, strict=True)
+        ]
         self._filled = bytearray(len(table.kinds))
         self._entered = bytearray(len(table.kinds))
         self._stack: list[tuple[int, int]] = []
@@ -106,8 +124,17 @@ class Decoder:
         except DecodeError:
             raise
         except (Exception, RecursionError) as error:
-            raise DecodeError(f"the message cannot be read: {type(error).__name__}: {error}") from error
+            raise DecodeError(
+                f"the message cannot be read: {type(error).__name__}: {error}{self.between_versions}"
+            ) from error
         return self._objects[root]
+
+    @property
+    def between_versions(self) -> str:
+        """What an error says last that may come of another version of Python there than here."""
+        if self.python in {0, HERE}:
+            return ""
+        return f" (sent by Python 3.{self.python}, and this side runs Python 3.{HERE})"
 
     def made(self, index: int) -> Any:
         """Return the object of a node that was made, or ``MISSING``."""
@@ -131,6 +158,7 @@ class Decoder:
         Raises:
             DecodeError: The policy forbids it, or it is not there.
         """
+        module = MOVED.get(module, module)
         if not self.policy.may_import(module, name):
             raise DecodeError(
                 f"the message asks for {module}.{name}, which this side does not take from a message"
@@ -140,13 +168,14 @@ class Decoder:
         except Exception as error:  # a module may fail in any way
             raise DecodeError(
                 f"the message asks for the module {module}, which cannot be imported here ({error}); install "
-                "it here too, or send it as source with register_by_value"
+                f"it here too, or send it as source with register_by_value{self.between_versions}"
             ) from error
         try:
             value = operator.attrgetter(name)(found) if name else found
         except AttributeError as error:
             raise DecodeError(
                 f"the message asks for {module}.{name}, which this side's {module} lacks"
+                f"{self.between_versions}"
             ) from error
         if not self.policy.allow_source and not isinstance(value, type):
             raise DecodeError(f"the message asks for {module}.{name}, which is no class of data")

@@ -8,9 +8,11 @@ The text that is found is compiled and compared, so that a file edited since is 
 from __future__ import annotations
 
 import ast
+import functools
+import itertools
 import linecache
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -27,6 +29,8 @@ from nnsight_engine.wire.pieces import (
 )
 
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
+_Found = tuple[_Definition, str | None, str]
+"""A definition, the class around it, and its qualified name."""
 _ALLOWS_AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
@@ -46,9 +50,11 @@ def piece_of_function(code: CodeType, globals_: dict[str, Any]) -> Piece:
             f"its source, {code.co_filename!r}, is not to be had; define it in a file or a cell"
         )
     if code.co_name == "<lambda>":
-        found = [one for one in _definitions(source.tree) if _is_lambda_of(one[0], code)]
+        near = [one for one in _beginning_at(source, code) if isinstance(one[0], ast.Lambda)]
+        # Python 3.12 does not say where constants that are returned stand.
+        found = [one for one in near if _is_body_of(one[0], code)] or near
     else:
-        found = [one for one in _definitions(source.tree) if _is_def_of(one[0], code)]
+        found = [one for one in _beginning_at(source, code) if _is_def_of(one[0], code)]
     for node, class_name, _ in sorted(found, key=lambda one: _size(one[0])):
         piece = _piece(source, node, code.co_name, code.co_qualname, class_name, code.co_flags)
         if _defines(piece, code, exactly=len(found) > 1):
@@ -66,11 +72,13 @@ def piece_of_class(kind: type) -> tuple[Piece, CodeType, dict[str, Any]]:
         NoSourceError: It is not to be had.
     """
     for source, globals_ in _sources_of(kind):
-        found = [node for node, _, name in _definitions(source.tree) if name == kind.__qualname__]
-        nodes = [node for node in found if isinstance(node, ast.ClassDef)]
+        every = itertools.chain.from_iterable(_by_first_line(source.tree).values())
+        nodes = [
+            node for node, _, name in every if name == kind.__qualname__ and isinstance(node, ast.ClassDef)
+        ]
         if not nodes:
             continue
-        node = _chosen(nodes, kind)
+        node = _chosen(nodes, kind, source.filename)
         body = _body_of(source, kind.__qualname__, first_line(node))
         piece = _piece(source, node, node.name, kind.__qualname__, None, body.co_flags)
         return piece, body, globals_
@@ -92,7 +100,20 @@ def functions_of(kind: type) -> Iterator[FunctionType]:
                 yield inner
 
 
-def _definitions(tree: ast.Module) -> Iterator[tuple[_Definition, str | None, str]]:
+def _beginning_at(source: SourceText, code: CodeType) -> Sequence[_Found]:
+    return _by_first_line(source.tree).get(code.co_firstlineno, ())
+
+
+@functools.lru_cache(maxsize=64)
+def _by_first_line(tree: ast.Module) -> Mapping[int, Sequence[_Found]]:
+    """Return the definitions of a file by their first line; files are large, and sent from many times."""
+    found: dict[int, list[_Found]] = {}
+    for one in _definitions(tree):
+        found.setdefault(first_line(one[0]), []).append(one)
+    return found
+
+
+def _definitions(tree: ast.Module) -> Iterator[_Found]:
     """Yield every definition with the class around it and its qualified name."""
     waiting: list[tuple[ast.AST, str | None, str]] = [(tree, None, "")]
     while waiting:
@@ -108,19 +129,16 @@ def _definitions(tree: ast.Module) -> Iterator[tuple[_Definition, str | None, st
 
 
 def _is_def_of(node: _Definition, code: CodeType) -> bool:
-    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or node.name != code.co_name:
-        return False
-    return first_line(node) == code.co_firstlineno
+    return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name
 
 
-def _is_lambda_of(node: _Definition, code: CodeType) -> bool:
-    """Tell whether the code's instructions lie in the lambda's body, and one of them is all of it."""
-    if not isinstance(node, ast.Lambda) or node.lineno != code.co_firstlineno:
-        return False
+def _is_body_of(node: _Definition, code: CodeType) -> bool:
+    """Tell whether one of the code's instructions is all of the lambda's body."""
     body = node.body
+    if not isinstance(body, ast.expr):
+        return False
     whole = (body.lineno, body.end_lineno, body.col_offset, body.end_col_offset)
-    positions = [one for one in code.co_positions() if None not in one]
-    return not positions or whole in positions
+    return whole in list(code.co_positions())
 
 
 def _size(node: _Definition) -> tuple[int, int]:
@@ -138,8 +156,16 @@ def _defines(piece: Piece, code: CodeType, *, exactly: bool) -> bool:
         made.co_varnames[:signature] == code.co_varnames[:signature]
         and made.co_argcount == code.co_argcount
         and set(made.co_freevars) == set(code.co_freevars)
-        and (not exactly or (made.co_code, made.co_names) == (code.co_code, code.co_names))
+        and (not exactly or _parts(made) == _parts(code))
     )
+
+
+def _parts(code: CodeType) -> tuple[Any, ...]:
+    """Return what one piece of code has in common with another of the same text, wherever that stands."""
+    constants = [
+        _parts(one) if isinstance(one, CodeType) else (type(one), repr(one)) for one in code.co_consts
+    ]
+    return code.co_code, code.co_names, constants
 
 
 def _piece(
@@ -161,7 +187,9 @@ def _sources_of(kind: type) -> Iterator[tuple[SourceText, dict[str, Any]]]:
     """Yield the texts that may hold a class, the likeliest first."""
     for function in functions_of(kind):
         code = function.__code__
-        if code.co_qualname.startswith(f"{kind.__qualname__}."):
+        # Enums have their bases' methods among their own.
+        is_own = function.__module__ == kind.__module__
+        if is_own and code.co_qualname.startswith(f"{kind.__qualname__}."):
             source = SITES.reader.read(code, function.__globals__)
             if source is not None:
                 yield source, function.__globals__
@@ -183,9 +211,10 @@ def _sources_of(kind: type) -> Iterator[tuple[SourceText, dict[str, Any]]]:
                 continue
 
 
-def _chosen(nodes: list[ast.ClassDef], kind: type) -> ast.ClassDef:
+def _chosen(nodes: list[ast.ClassDef], kind: type, filename: str) -> ast.ClassDef:
     """Return the definition that the class's methods lie in; the last one if it has none."""
-    lines = {function.__code__.co_firstlineno for function in functions_of(kind)}
+    codes = [function.__code__ for function in functions_of(kind)]
+    lines = {code.co_firstlineno for code in codes if code.co_filename == filename}
     holding = [node for node in nodes if any(node.lineno <= line <= (node.end_lineno or 0) for line in lines)]
     return max(holding or nodes, key=lambda node: node.lineno)
 

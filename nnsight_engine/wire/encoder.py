@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 import torch
@@ -50,7 +50,6 @@ class Encoder:
         self._scalars: dict[tuple[type, Any], int] = {}
         self._kept: list[Any] = []
         self._tensors: dict[str, torch.Tensor] = {}
-        self._storages: set[int] = set()
         self._num_tensor_bytes = 0
         self._turns: collections.deque[tuple[int, Any, Writer]] = collections.deque()
 
@@ -109,10 +108,8 @@ class Encoder:
         """Put a tensor's values into the message; returns the name that its node gives for them."""
         if segment is None:
             return None
-        name, storage = str(len(self._tensors)), segment.untyped_storage().data_ptr()
-        # A safetensors file takes no two tensors that share memory.
-        self._tensors[name] = segment.clone() if storage in self._storages else segment
-        self._storages.add(storage)
+        name = str(len(self._tensors))
+        self._tensors[name] = segment
         return name
 
     def run(self) -> None:
@@ -136,10 +133,9 @@ class Encoder:
         """Return what was written."""
         return Table(self._kinds, self._children, self._payloads, self._tensors, root)
 
-    def known(self) -> list[tuple[Any, int]]:
-        """Return every object met, with its node."""
-        numbers = (number for (_, write), number in self._known.items())
-        return [(value, number) for value, number in zip(self._kept, numbers, strict=True)]
+    def numbers_of(self, ids: Collection[int]) -> list[int]:
+        """Return the nodes of those objects met whose ``id`` is one of these."""
+        return [number for (identity, _), number in self._known.items() if identity in ids] if ids else []
 
     def refuse(self, index: int, value: Any, why: str) -> NoReturn:
         """Say that an object cannot travel, where it was found and why.

@@ -17,11 +17,13 @@ import types
 import typing
 import weakref
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 _OURS = __name__.partition(".")[0]
+MOVED: Final = {"pathlib._local": "pathlib"}
+"""Modules of one Python version whose names all versions have elsewhere; ``pathlib``'s, of 3.13."""
 _by_value: set[str] = set()
 RECEIVED: weakref.WeakSet[type] = weakref.WeakSet()
 """Classes that came as source: their instances go back by name, to the side that has the class itself."""
@@ -49,7 +51,7 @@ def is_importable(module: str) -> bool:
         return False
     file = getattr(found, "__file__", None)
     files = [file] if file else list(getattr(found, "__path__", ()))
-    return bool(files) and all(os.path.realpath(one).startswith(_installed_folders()) for one in files)
+    return bool(files) and all(map(_is_installed, files))
 
 
 def name_of(value: Any) -> tuple[str, str] | None:
@@ -60,7 +62,7 @@ def name_of(value: Any) -> tuple[str, str] | None:
         return None
     if isinstance(value, type) and value in RECEIVED and isinstance(module, str):
         return module, name
-    candidates = [module] if isinstance(module, str) else []
+    candidates = [MOVED.get(module, module)] if isinstance(module, str) else []
     if not isinstance(value, types.FunctionType):  # of C, whose names do not always say where they are
         candidates += [one.__name__ for one in _PLACES_OF_C]
     for candidate in candidates:
@@ -89,6 +91,11 @@ _PLACES_OF_C: tuple[ModuleType, ...] = (
     types,
     typing,
 )
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_installed(file: str) -> bool:
+    return os.path.realpath(file).startswith(_installed_folders())
 
 
 @functools.cache

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+import sys
 from typing import Any
 
 import numpy as np
-import safetensors
-import safetensors.torch
 import torch
 import zstandard
 
 from nnsight_engine.wire.errors import DecodeError, EncodeError
 from nnsight_engine.wire.kinds import PAYLOADS, Kind
 from nnsight_engine.wire.limits import Limits
+from nnsight_engine.wire.segments import read_segments, write_segments
 
 MAGIC = b"NNSW"
 VERSION = 1
@@ -27,9 +27,11 @@ _LEVEL = 1
 """Of zstd: activations hold little to be found, and a faster network than the next level is common."""
 _MAX_WINDOW_BYTES = 128 * 2**20
 """Memory that decompressing may take beside its result."""
-_HEAD = struct.Struct("<4sBBBxIIIIIIQQ")
-"""Magic, version, flags, codec, padding; nodes, root, edges, integers, floats, texts; bytes of texts, of
-tensors."""
+_HEAD = struct.Struct("<4sBBBBIIIIIIQQ")
+"""Magic, version, flags, codec, the sender's Python; nodes, root, edges, integers, floats, texts; bytes of
+texts, of tensors."""
+HERE = sys.version_info.minor
+"""Which Python 3 this is."""
 _INTS, _FLOATS = (Kind.INT,), (Kind.FLOAT,)
 _TEXTS = tuple(kind for kind in PAYLOADS if kind not in {Kind.INT, Kind.FLOAT})
 _GROUPS = (_INTS, _FLOATS, _TEXTS)
@@ -49,6 +51,7 @@ class Table:
         payloads: The scalar of each, of the type that ``PAYLOADS`` says; None for kinds without one.
         tensors: Contiguous tensors on the host, by the name that nodes call them.
         root: The node that is the message.
+        python: Which Python 3 the sender runs; 0 if it does not say.
     """
 
     kinds: list[int]
@@ -56,6 +59,7 @@ class Table:
     payloads: list[Any]
     tensors: dict[str, torch.Tensor]
     root: int = 0
+    python: int = HERE
 
 
 def pack(table: Table, limits: Limits, *, compress: bool = False) -> bytes:
@@ -69,7 +73,7 @@ def pack(table: Table, limits: Limits, *, compress: bool = False) -> bytes:
     Raises:
         EncodeError: They would be too many.
     """
-    parts: list[bytes] = [bytes(table.kinds)]
+    parts: list[bytes | memoryview] = [bytes(table.kinds)]
     arities = np.fromiter(map(len, table.children), "<u4", len(table.children))
     edges = np.fromiter(
         (child for children in table.children for child in children), "<u4", int(arities.sum())
@@ -82,18 +86,19 @@ def pack(table: Table, limits: Limits, *, compress: bool = False) -> bytes:
         raise EncodeError(f"a string has more than the {limits.max_text_bytes:,} bytes that one may have")
     lengths = np.fromiter(map(len, texts), "<u4", len(texts))
     parts += [ints.tobytes(), floats.tobytes(), lengths.tobytes(), *texts]
-    tensors = safetensors.torch.save(table.tensors) if table.tensors else b""
-    counts = (len(edges), len(ints), len(floats), len(texts), sum(map(len, texts)), len(tensors))
+    tensors = write_segments(table.tensors)
+    counts = (len(edges), len(ints), len(floats), len(texts), sum(map(len, texts)), sum(map(len, tensors)))
+    parts += tensors
     codec = _ZSTD if compress else _NO_CODEC
-    head = _HEAD.pack(MAGIC, VERSION, 0, codec, len(table.kinds), table.root, *counts)
-    num_bytes = sum(map(len, parts)) + len(head) + len(tensors)
+    head = _HEAD.pack(MAGIC, VERSION, 0, codec, table.python, len(table.kinds), table.root, *counts)
+    num_bytes = sum(map(len, parts)) + len(head)
     if num_bytes > limits.max_bytes:
         raise EncodeError(
             f"the message would have {num_bytes:,} bytes and may have {limits.max_bytes:,}; send less at once"
         )
     if compress:
-        return head + zstandard.ZstdCompressor(level=_LEVEL).compress(b"".join((*parts, tensors)))
-    return b"".join((head, *parts, tensors))
+        return head + zstandard.ZstdCompressor(level=_LEVEL).compress(b"".join(parts))
+    return b"".join((head, *parts))
 
 
 def _payloads(table: Table, kinds: tuple[Kind, ...]) -> list[Any]:
@@ -127,7 +132,7 @@ def unpack(data: bytes | bytearray | memoryview, limits: Limits) -> Table:
     if len(view) > limits.max_bytes:
         raise DecodeError(f"the message has {len(view):,} bytes and may have {limits.max_bytes:,}")
     head, view = _opened(view, limits)
-    num_nodes, root, num_edges, *num_scalars, num_text_bytes, num_tensor_bytes = head
+    python, num_nodes, root, num_edges, *num_scalars, num_text_bytes, _ = head
     cursor = _Cursor(view, 0)
     kinds = cursor.array("u1", num_nodes)
     arities = cursor.array("<u4", num_nodes).astype(np.int64)
@@ -143,16 +148,17 @@ def unpack(data: bytes | bytearray | memoryview, limits: Limits) -> Table:
         kinds=kinds.tolist(),
         children=[flat[end - size : end] for end, size in zip(ends, arities.tolist(), strict=True)],
         payloads=payloads,
-        tensors=_tensors(cursor.bytes(num_tensor_bytes)) if num_tensor_bytes else {},
+        tensors=read_segments(view[cursor.at :]),
         root=root,
+        python=python,
     )
 
 
 def _opened(view: memoryview, limits: Limits) -> tuple[tuple[int, ...], memoryview]:
-    """Return the counts and sizes that the message begins with, and what is behind them, of that length."""
+    """Return what the head says of the rest, and that, which has the length it says."""
     if len(view) < _HEAD.size or bytes(view[:4]) != MAGIC:
         raise DecodeError(f"these {len(view):,} bytes are no message: one begins with {MAGIC!r}")
-    _, version, flags, codec, *counts = _HEAD.unpack_from(view)
+    _, version, flags, codec, python, *counts = _HEAD.unpack_from(view)
     if version != VERSION:
         older = "the sender" if version < VERSION else "this side"
         raise DecodeError(
@@ -175,7 +181,7 @@ def _opened(view: memoryview, limits: Limits) -> tuple[tuple[int, ...], memoryvi
         raise DecodeError("the message is broken: its parts have other sizes than it says")
     if not root < num_nodes <= limits.max_nodes:
         raise DecodeError(f"the message has {num_nodes:,} objects and may have 1 to {limits.max_nodes:,}")
-    return tuple(counts), body
+    return (python, *counts), body
 
 
 def _decompressed(body: memoryview, num_bytes: int) -> bytes:
@@ -215,10 +221,3 @@ def _read_payloads(
         except UnicodeDecodeError as error:
             raise DecodeError(f"the message is broken: a text is not UTF-8 ({error})") from error
     return payloads
-
-
-def _tensors(data: bytes) -> dict[str, torch.Tensor]:
-    try:
-        return safetensors.torch.load(data)
-    except Exception as error:  # of safetensors, or torch, in any of their types
-        raise DecodeError(f"the message is broken: its tensors cannot be read ({error})") from error

@@ -179,7 +179,10 @@ def _write_lru_cache(encoder: Encoder, index: int, value: Any) -> None:
 
 
 def _write_type_variable(encoder: Encoder, index: int, value: typing.TypeVar) -> None:
-    _call(encoder, index, typing.TypeVar, value.__name__, *value.__constraints__, bound=value.__bound__)
+    variance = {"covariant": True} if value.__covariant__ else {}
+    variance |= {"contravariant": True} if value.__contravariant__ else {}
+    constraints, bound = value.__constraints__, value.__bound__
+    _call(encoder, index, typing.TypeVar, value.__name__, *constraints, bound=bound, **variance)
 
 
 def _write_operator(encoder: Encoder, index: int, value: Any) -> None:

@@ -12,8 +12,10 @@ import __future__
 import ast
 import dataclasses
 import dis
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
+from typing import Any
 
 from nnsight_engine.tracing.parsing import parse
 
@@ -23,8 +25,14 @@ _MAKER = "__nnsight_maker__"
 _READS_GLOBAL = frozenset(
     {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"}
 )
-_RUNS_AT_ONCE = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
+_RUNS_AT_ONCE = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "__annotate__"})
+"""Names of code that runs with the code around it. From 3.14 on a class's annotations wait to be asked for,
+but a reader of an older Python evaluates them."""
+_TYPE_PARAMETERS = "<generic parameters of "
+"""Begins the name of the code around a generic class or function, from 3.12 on; it runs at once too."""
 WHOLE_LINES = -1
+LONGEST_KEPT = 16 * 1024
+"""Characters of a piece whose code is kept; what strangers can make us keep has a limit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,6 +59,10 @@ class Piece:
     class_name: str | None
     flags: int
 
+    def parts(self) -> tuple[Any, ...]:
+        """Return the fields in order, which is how a piece travels."""
+        return tuple([getattr(self, name) for name in self.__slots__])
+
 
 def statement_at(text: str, line: int, filename: str) -> ast.stmt:
     """Return the one statement that whole lines hold, at its own lines and columns.
@@ -59,7 +71,11 @@ def statement_at(text: str, line: int, filename: str) -> ast.stmt:
         SyntaxError: They hold none, or more.
     """
     indented = text[:1] in {" ", "\t", "\f"}
-    tree = parse("if 1:\n" + text if indented else text, filename)
+    try:
+        tree = parse("if 1:\n" + text if indented else text, filename)
+    except SyntaxError as error:
+        _move(error, line - (2 if indented else 1))
+        raise
     body = tree.body
     if indented and len(body) == 1 and isinstance(body[0], ast.If):
         body = body[0].body
@@ -113,6 +129,21 @@ def compile_class(piece: Piece, variables: Sequence[str]) -> CodeType:
     return _renamed(code, _inner(code, node.name).co_qualname, piece.qualname)
 
 
+def compile_again(
+    compiler: Callable[[Piece, tuple[str, ...]], CodeType], piece: Piece, variables: tuple[str, ...]
+) -> CodeType:
+    """Compile a piece with one of the above; the same piece often comes again, with the next request."""
+    compiled = _compiled_before if len(piece.text) <= LONGEST_KEPT else _compiled_before.__wrapped__
+    return compiled(compiler, piece, variables)
+
+
+@functools.lru_cache(maxsize=512)
+def _compiled_before(
+    compiler: Callable[[Piece, tuple[str, ...]], CodeType], piece: Piece, variables: tuple[str, ...]
+) -> CodeType:
+    return compiler(piece, variables)
+
+
 def named_bases(piece: Piece) -> dict[str, int]:
     """Return the bases that a class statement spells as plain names, with their place among the bases."""
     node = statement_at(piece.text, piece.line, piece.filename)
@@ -160,8 +191,12 @@ def nested_codes(code: CodeType, *, at_once: bool = False) -> Iterator[CodeType]
         waiting.extend(
             constant
             for constant in one.co_consts
-            if isinstance(constant, CodeType) and (not at_once or constant.co_name in _RUNS_AT_ONCE)
+            if isinstance(constant, CodeType) and (not at_once or _runs_at_once(constant.co_name))
         )
+
+
+def _runs_at_once(name: str) -> bool:
+    return name in _RUNS_AT_ONCE or name.startswith(_TYPE_PARAMETERS)
 
 
 def first_line(node: ast.stmt | ast.expr) -> int:
@@ -170,8 +205,26 @@ def first_line(node: ast.stmt | ast.expr) -> int:
     return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 
+def _move(error: SyntaxError, num_lines: int) -> None:
+    """Let the error of a text's own line be one of the file's."""
+    if error.lineno is not None:
+        error.lineno += num_lines
+    if error.end_lineno is not None:
+        error.end_lineno += num_lines
+
+
+def type_parameters(piece: Piece) -> frozenset[str]:
+    """Return the names of a generic class's own parameters, which are no variables around it."""
+    node = statement_at(piece.text, piece.line, piece.filename)
+    return frozenset(one.name for one in getattr(node, "type_params", ()))
+
+
 def _lambda_at(piece: Piece) -> ast.Lambda:
-    body = parse(f"({piece.text}\n)", piece.filename).body
+    try:
+        body = parse(f"({piece.text}\n)", piece.filename).body
+    except SyntaxError as error:
+        _move(error, piece.line - 1)
+        raise
     node = body[0].value if len(body) == 1 and isinstance(body[0], ast.Expr) else None
     if not isinstance(node, ast.Lambda):
         raise SyntaxError("a lambda is wanted")  # noqa: TRY004 - the text is wrong, not an argument

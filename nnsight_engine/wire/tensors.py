@@ -13,15 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from nnsight_engine.wire import segments
 from nnsight_engine.wire.errors import DecodeError
 
-_AS_THEY_ARE = frozenset(
-    {
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
-        torch.int8, torch.uint8, torch.bool,
-    }
-)  # fmt: skip
-"""Types that every reader of safetensors knows; the others travel as plain bytes."""
 DTYPES = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
@@ -49,7 +43,7 @@ def segment_of(tensor: torch.Tensor) -> torch.Tensor | None:
     if tensor.is_meta or not tensor.numel():
         return None
     values = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-    if values.dtype not in _AS_THEY_ARE:
+    if values.dtype not in segments.DTYPES:
         values = values.reshape(-1).view(torch.uint8)
     return values
 
@@ -83,8 +77,10 @@ def _check_shape(shape: tuple[int, ...]) -> None:
 
 def array_bytes(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
     """Return an array's values as a segment; None if there are none."""
-    raw = np.frombuffer(array.tobytes(), np.uint8)
-    return torch.from_numpy(raw.copy()) if len(raw) else None
+    if not array.nbytes:
+        return None
+    raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return torch.from_numpy(raw if raw.flags.writeable else raw.copy())
 
 
 def array_of(segment: torch.Tensor | None, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
@@ -98,11 +94,12 @@ def array_of(segment: torch.Tensor | None, dtype: str, shape: tuple[int, ...]) -
     _check_shape(shape)
     parsed = np.dtype(dtype)
     num_bytes = math.prod(shape) * parsed.itemsize
-    raw = b"" if segment is None else segment.reshape(-1).view(torch.uint8).numpy().tobytes()
-    if num_bytes != len(raw):
-        raise DecodeError(f"an array of shape {shape} and {parsed} has {num_bytes} bytes, not {len(raw)}")
-    if not raw:
+    num_sent = 0 if segment is None else segment.nbytes
+    if num_bytes != num_sent:
+        raise DecodeError(f"an array of shape {shape} and {parsed} has {num_bytes} bytes, not {num_sent}")
+    if segment is None or not num_bytes:
         if 0 not in shape:  # text of no length, of which numpy would make room for some
             raise DecodeError(f"an array of shape {shape} has no values")
         return np.empty(shape, parsed)
-    return np.frombuffer(bytearray(raw), parsed).reshape(shape)
+    array: np.ndarray[Any, Any] = segment.reshape(-1).view(torch.uint8).numpy().view(parsed).reshape(shape)
+    return array

@@ -80,8 +80,7 @@ def encode_trace(
     marks = encoder.node(parts[2], root, "", writer=_write_marks)
 
     def finish() -> bool:
-        found = [number for value, number in encoder.known() if id(value) in saved and number != marks]
-        encoder.emit(marks, Kind.LIST, sorted(set(found)))
+        encoder.emit(marks, Kind.LIST, sorted(set(encoder.numbers_of(saved)) - {marks}))
         return False
 
     encoder.finishers.append(finish)

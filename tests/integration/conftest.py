@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from fastapi import FastAPI
 
 from app.context import Context
 from app.engine.fake import FakeBehaviour, FakeEngineClient
+from app.engine.traces import TraceEngine
 from app.main import create_app, new_store
 from app.settings import Settings
 
@@ -40,11 +41,22 @@ Serve = Callable[..., AbstractAsyncContextManager[Server]]
 @pytest.fixture
 def serve(tmp_path: Path) -> Serve:
     @contextlib.asynccontextmanager
-    async def serving(behaviour: FakeBehaviour | None = None, **settings: object) -> AsyncIterator[Server]:
-        values = {"result_dir": tmp_path / "results", "drain_timeout_s": 1.0, **settings}
+    async def serving(
+        behaviour: FakeBehaviour | None = None,
+        *,
+        traces: Mapping[str, TraceEngine] | None = None,
+        **settings: object,
+    ) -> AsyncIterator[Server]:
+        values = {
+            "result_dir": tmp_path / "results",
+            "data_dir": tmp_path / "data",
+            "drain_timeout_s": 1.0,
+            **settings,
+        }
         chosen = Settings.model_validate(values)
         store = new_store(chosen)
         engine = FakeEngineClient(chosen, store, behaviour)
+        engine.traces = traces or engine.traces
         app = create_app(chosen, engine, store)
         transport = httpx.ASGITransport(app)
         async with (

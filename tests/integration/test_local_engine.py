@@ -72,7 +72,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("local")
     path = write_checkpoint("llama", folder / "llama")
     os.environ["NNSIGHT_ENGINE_SECRET_FOR_TESTS"] = "secret"
-    settings = Settings.model_validate({"result_dir": folder / "results", "drain_timeout_s": 1})
+    settings = Settings.model_validate(
+        {"result_dir": folder / "results", "data_dir": folder / "data", "drain_timeout_s": 1}
+    )
     store = new_store(settings)
     local = LocalTraceEngine(ProcessOptions(model=str(path)), settings, environment_for_traces())
     app = create_app(settings, FakeEngineClient(settings, store), store, local=local)

@@ -41,7 +41,7 @@ async def listening(
 async def until_idle(engine: FakeEngineClient) -> None:
     async with asyncio.timeout(5):
         # The engine tells nobody when it is idle.
-        while engine.num_running or engine.traces["vllm"].num_running:  # noqa: ASYNC110
+        while engine.num_running or engine.fake_traces.num_running:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -67,21 +67,21 @@ async def test_a_client_that_stops_reading_a_stream_ends_it(tmp_path: Path):
 
 async def test_a_client_that_gives_up_on_a_trace_ends_it(tmp_path: Path):
     async with listening(tmp_path, FakeBehaviour()) as (client, engine):
-        engine.traces["vllm"].behaviour.delay_s = 30
+        engine.fake_traces.behaviour.delay_s = 30
         with pytest.raises(httpx.ReadTimeout):
             await client.post("/v1/traces", content=message(), headers=HEADERS, timeout=0.2)
         await until_idle(engine)
-        assert len(engine.traces["vllm"].heads) == 1
+        assert len(engine.fake_traces.heads) == 1
 
 
 async def test_a_client_that_leaves_a_running_trace_ends_it(tmp_path: Path):
     async with listening(tmp_path, FakeBehaviour()) as (client, engine):
-        engine.traces["vllm"].behaviour.hangs = True
+        engine.fake_traces.behaviour.hangs = True
         async with client.stream("POST", "/v1/traces", content=message(), headers=HEADERS) as response:
             async for chunk in response.aiter_raw():
                 if b"RUNNING" in chunk:
                     break
-            assert engine.traces["vllm"].num_running == 1
+            assert engine.fake_traces.num_running == 1
         await until_idle(engine)
 
 
@@ -95,12 +95,12 @@ async def test_a_client_that_leaves_while_it_sends_a_trace_leaves_nothing(tmp_pa
             await client.post("/v1/traces", content=half(), headers=HEADERS)
         response = await client.post("/v1/traces", content=message(), headers=HEADERS)
         assert response.status_code == 200
-        assert len(engine.traces["vllm"].heads) == 1
+        assert len(engine.fake_traces.heads) == 1
 
 
 async def test_a_client_that_leaves_a_large_result_ends_it(tmp_path: Path):
     async with listening(tmp_path, FakeBehaviour()) as (client, engine):
-        engine.traces["vllm"].behaviour.saves = {"x": torch.zeros(2**24)}
+        engine.fake_traces.behaviour.saves = {"x": torch.zeros(2**24)}
         async with client.stream("POST", "/v1/traces", content=message(), headers=HEADERS) as response:
             async for chunk in response.aiter_raw():
                 if b"COMPLETED" in chunk:

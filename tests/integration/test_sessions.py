@@ -45,7 +45,7 @@ class Served:
 
     def __init__(self, url: str, engine: FakeEngineClient, sessions: TraceProcesses) -> None:
         self.url = url
-        self.traces = engine.traces["vllm"]
+        self.traces = engine.fake_traces
         self.sessions = sessions
         self.model = VLLM(MODEL, remote=url)
 
@@ -63,14 +63,20 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder: Path = tmp_path_factory.mktemp("sessions")
     settings = Settings.model_validate(
-        {"result_dir": folder, "drain_timeout_s": 1, "session_processes": 1, "max_queued_traces": 0}
+        {
+            "result_dir": folder / "results",
+            "data_dir": folder / "data",
+            "drain_timeout_s": 1,
+            "session_processes": 1,
+            "max_queued_traces": 0,
+        }
     )
     store = new_store(settings)
     engine = Engine(settings, store)
     app = create_app(settings, engine, store)
     context: Context = app.state.context
     (sessions,) = context.processes
-    engine.traces["vllm"].behaviour.saves = {"kept": 5}
+    engine.fake_traces.behaviour.saves = {"kept": 5}
     with listening(app) as url:
         yield Served(url, engine, sessions)
 
@@ -170,7 +176,7 @@ def test_what_a_session_leaves_behind_is_not_the_next_one_s(served: Served, tmp_
 
 def test_a_session_within_a_session_s_traces_is_refused(served: Served) -> None:
     model = served.model
-    with pytest.raises(RemoteError, match="VLLM, and nothing else"):
+    with pytest.raises(RemoteError, match="and nothing else"):
         with model.session():
             with model.session(backend=model._remote_backend()):
                 kept = save(1)

@@ -26,7 +26,7 @@ async def run(server: Server, content: bytes | None = None, **headers: str) -> h
 
 async def test_the_answer_tells_of_everything_in_order_and_ends_with_the_result(serve: Serve) -> None:
     async with serve() as server:
-        behaviour = server.engine.traces["vllm"].behaviour
+        behaviour = server.engine.fake_traces.behaviour
         behaviour.logs, behaviour.saves = ["hello", "there"], {"x": torch.ones(3)}
         response = await run(server)
         frames = frames_of(response)
@@ -46,7 +46,7 @@ async def test_the_answer_tells_of_everything_in_order_and_ends_with_the_result(
 async def test_large_results_come_as_they_are(serve: Serve) -> None:
     async with serve() as server:
         value = torch.arange(2**20, dtype=torch.float32)
-        server.engine.traces["vllm"].behaviour.saves = {"x": value}
+        server.engine.fake_traces.behaviour.saves = {"x": value}
         (outcome,) = read_outcomes(frames_of(await run(server))[-1].data, [])
         assert torch.equal(outcome.saves["x"], value)
 
@@ -80,7 +80,7 @@ async def test_what_is_no_trace_for_this_server_is_refused(
 ) -> None:
     async with serve() as server:
         error_of(await run(server, content), status, code)
-        assert not server.engine.traces["vllm"].heads
+        assert not server.engine.fake_traces.heads
 
 
 async def test_a_model_is_found_by_its_names_its_folder_and_its_shape(serve: Serve) -> None:
@@ -125,15 +125,15 @@ async def test_who_may_send_code(
             frames_of(response)
         else:
             assert "NNSIGHT_ENGINE_ALLOW_CODE" in error_of(response, 403, "code_not_allowed")
-            assert not server.engine.traces["vllm"].heads
+            assert not server.engine.fake_traces.heads
 
 
 async def test_an_error_before_the_first_frame_has_its_status(serve: Serve, error_of: ErrorCheck) -> None:
     async with serve() as server:
-        server.engine.traces["vllm"].behaviour.error = ApiError(ErrorCode.INVALID_VALUE, "no", "invokes.0")
+        server.engine.fake_traces.behaviour.error = ApiError(ErrorCode.INVALID_VALUE, "no", "invokes.0")
         response = await run(server)
         assert error_of(response, 400, "invalid_value") == "no"
-        server.engine.traces["vllm"].behaviour.error = RuntimeError("a secret")
+        server.engine.fake_traces.behaviour.error = RuntimeError("a secret")
         assert "secret" not in error_of(await run(server), 500, "internal_error")
 
 
@@ -146,7 +146,7 @@ async def test_an_error_before_the_first_frame_has_its_status(serve: Serve, erro
 )
 async def test_a_later_error_is_the_last_frame(serve: Serve, error: Exception, code: str) -> None:
     async with serve() as server:
-        server.engine.traces["vllm"].behaviour.late_error = error
+        server.engine.fake_traces.behaviour.late_error = error
         frames = frames_of(await run(server))
         assert list(told(frames)) == ["RECEIVED", "DISPATCHED", "RUNNING", "ERROR"]
         assert frames[-1].json()["error"]["code"] == code
@@ -179,7 +179,7 @@ async def test_the_head_comes_to_the_engine_as_it_was_sent(serve: Serve) -> None
     async with serve() as server:
         content = message(streams=True, wanted=["x"], accepts=["zstd"], python="3.9.1", client="0.0.1")
         frames_of(await run(server, content))
-        (head,) = server.engine.traces["vllm"].heads
+        (head,) = server.engine.fake_traces.heads
         assert head == TraceRequest.from_bytes(content).head
 
 

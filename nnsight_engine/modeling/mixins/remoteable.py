@@ -80,4 +80,5 @@ class RemoteableMixin(MetaMixin):
                 "envoys= is not for remote traces yet: a server has our own classes for modules. Use a model "
                 "without it"
             )
-        return TransformersDialect(self, self.__dict__.get("repo_id") or "", rename)
+        mine = self.__dict__
+        return TransformersDialect(self, mine.get("repo_id") or "", mine.get("revision"), rename)

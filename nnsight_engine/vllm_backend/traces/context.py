@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.interleaving.sharing import publishers
 from nnsight_engine.interleaving.threads import ThreadMediator, Threads
+from nnsight_engine.remote_backend.codecs import decode_blocks
 from nnsight_engine.remote_backend.received import SAVED, ReceivedInvoke, invokes_of
 from nnsight_engine.tracing.tracer import compiled
 from nnsight_engine.vllm_backend.traces.entry import Marks, TraceEntry
 from nnsight_engine.vllm_backend.traces.points import place_named
 from nnsight_engine.vllm_backend.traces.points_edits import EditMediator
 from nnsight_engine.vllm_backend.traces.tracer import BlockTracer
-from nnsight_engine.wire import TRUSTED, decode_trace
 
 if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.model import WorkerModel
@@ -37,7 +37,8 @@ class TraceContext:
         self.key = entry.key
         self._model = model
         self._tracer = BlockTracer(model)
-        received = decode_trace(entry.data, resolve=self._resolved, policy=TRUSTED)
+        # Entries are made by the server, which has checked whose codec it is, and by nobody else.
+        received = decode_blocks(entry.codec, entry.data, resolve=self._resolved, trusted=True)
         self._invokes = invokes_of(received.blocks, entry.groups)
         self._publishers = publishers(self._invokes)
         self._saved: list[Any] = received.shared[SAVED]

@@ -44,6 +44,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
         edits: The edits that run beside the block, in the order in which they have each value.
         is_rehearsal: Whether the request ends once its block has nothing new to ask for, see ``request``.
         is_scan: Whether the shapes of all modules' values are asked for too.
+        codec: What the blocks are written in; another than ``wire`` only from senders that are trusted.
         wanted: Names whose values are to come home although nobody saved them.
         prints: Whether what the block prints is told, rather than printed by the worker.
         compresses: Whether what is left of the trace is to be compressed.
@@ -58,6 +59,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
     edits: list[EditEntry] = []
     is_rehearsal: bool = False
     is_scan: bool = False
+    codec: str = "wire"
     wanted: list[str] = []
     prints: bool = False
     compresses: bool = False

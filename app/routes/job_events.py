@@ -1,0 +1,121 @@
+"""``/v1/jobs/{id}/events``: what happens to a job, as server-sent events or over a WebSocket.
+
+Both begin after any event, so a client that was cut off goes on where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Annotated, Final, Literal
+
+import msgspec
+from fastapi import APIRouter, Header, Query, WebSocket
+from sse_starlette import EventSourceResponse, ServerSentEvent
+
+from api_schemas.errors import ApiError
+from api_schemas.jobs import JobEvent
+from app.context import Context, Owner, Served
+from app.errors import error_response
+from app.openapi import EVENTS_TYPE, JOB_EVENTS, error_responses
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+_PING_S: Final = 15
+_SEND_TIMEOUT_S: Final = 60.0
+_MAX_SEQ: Final = 2**31 - 1
+_NORMAL, _GOING_AWAY, _UNSUPPORTED = 1000, 1001, 1003
+
+After = Annotated[int, Query(ge=0, le=_MAX_SEQ, description="The id of the last event that is known.")]
+LastSeen = Annotated[
+    int | None,
+    Header(
+        alias="Last-Event-ID", ge=0, le=_MAX_SEQ, description="The same, as browsers send it; it goes first."
+    ),
+]
+
+
+class _Ping(msgspec.Struct):
+    """What a client may send so far."""
+
+    type: Literal["ping"]
+
+
+@router.get(
+    "/{job_id}/events",
+    summary="Follow a job",
+    response_class=EventSourceResponse,
+    responses={
+        200: {
+            "description": "One event for each thing that happens; the stream ends with the job.",
+            "content": {EVENTS_TYPE: {"schema": JOB_EVENTS}},
+        },
+        **error_responses(404),
+    },
+)
+async def follow_job(
+    job_id: str, context: Served, owner: Owner, after: After = 0, last_seen: LastSeen = None
+) -> EventSourceResponse:
+    """Server-sent events: first what has happened, then what happens. `id` is the event's number."""
+    events = await context.jobs.follow(job_id, owner, after if last_seen is None else last_seen)
+    return EventSourceResponse(_sent(events), ping=_PING_S, send_timeout=_SEND_TIMEOUT_S)
+
+
+@router.websocket("/{job_id}/events")
+async def follow_job_by_websocket(
+    websocket: WebSocket, job_id: str, context: Served, owner: Owner, after: After = 0
+) -> None:
+    """The same events as JSON text, `{"type": "event", …}`; `{"type": "ping"}` is answered with a pong."""
+    try:
+        events = await context.jobs.follow(job_id, owner, after)
+    except ApiError as error:
+        await websocket.send_denial_response(error_response(error))
+        return
+    await websocket.accept()
+    telling = asyncio.create_task(_tell(websocket, events), name=f"tell-{job_id}")
+    listening = asyncio.create_task(_listen(websocket))
+    try:
+        done, _ = await asyncio.wait((telling, listening), return_when=asyncio.FIRST_COMPLETED)
+        code = listening.result() if listening in done else None
+        if telling in done:
+            telling.result()
+            code = _NORMAL if await _is_over(context, job_id, owner) else _GOING_AWAY
+    finally:
+        telling.cancel()
+        listening.cancel()
+        await asyncio.gather(telling, listening, return_exceptions=True)
+    if code is not None:
+        await websocket.close(code)
+
+
+async def _sent(events: AsyncGenerator[JobEvent, None]) -> AsyncGenerator[ServerSentEvent, None]:
+    async with contextlib.aclosing(events):
+        async for event in events:
+            yield ServerSentEvent(event.model_dump_json(exclude_none=True), id=str(event.id))
+
+
+async def _is_over(context: Context, job_id: str, owner: str) -> bool:
+    """Return whether a job has ended; one that is removed, or whose server stops, has not."""
+    try:
+        return (await context.jobs.get(job_id, owner)).status.is_final
+    except ApiError:
+        return False
+
+
+async def _tell(websocket: WebSocket, events: AsyncGenerator[JobEvent, None]) -> None:
+    """Send a job's events."""
+    async with contextlib.aclosing(events):
+        async for event in events:
+            await websocket.send_json({"type": "event", **event.model_dump(mode="json", exclude_none=True)})
+
+
+async def _listen(websocket: WebSocket) -> int | None:
+    """Answer what the client sends; returns the code to close with, None where the client is gone."""
+    while (message := await websocket.receive())["type"] != "websocket.disconnect":
+        try:
+            msgspec.json.decode(message.get("text") or b"", type=_Ping)
+        except (msgspec.DecodeError, RecursionError):
+            return _UNSUPPORTED
+        await websocket.send_json({"type": "pong"})
+    return None

@@ -1,0 +1,142 @@
+"""``/v1/jobs``: traces that run while nobody waits for them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, Final
+
+from fastapi import APIRouter, Header, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.jobs import Job, JobList, JobStatus
+from app.body import stream_bytes
+from app.context import Owner, Served
+from app.errors import RETRY_AFTER_S, error_response
+from app.openapi import BINARY, TRACE_BODY, error_responses
+from app.services.code_policy import check_code_allowed
+from app.services.downloads import download
+from app.services.trace_admission import check_head, check_sender
+from nnsight_engine.remote_backend.frames import MEDIA_TYPE as FRAMES_TYPE
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+_MAX_PAGE: Final = 100
+_LOCATION: Final = {"Location": {"description": "The job's path.", "schema": {"type": "string"}}}
+
+Key = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        pattern=r"^[\x20-\x7e]{1,255}$",
+        description="The client's name for the request: sent again with it, it is not run again.",
+    ),
+]
+
+
+@router.post(
+    "",
+    status_code=202,
+    summary="Run a trace as a job",
+    openapi_extra=TRACE_BODY,
+    responses={
+        200: {
+            "model": Job,
+            "description": "The key named this request before: its job.",
+            "headers": _LOCATION,
+        },
+        202: {"headers": _LOCATION},
+        **error_responses(400, 403, 404, 409, 413, 429, 503),
+    },
+)
+async def create_job(
+    request: Request,
+    response: Response,
+    context: Served,
+    owner: Owner,
+    *,
+    key: Key = None,
+    rerun: Annotated[
+        bool, Query(description="Run it again where the server dies while it runs, from its beginning.")
+    ] = False,
+) -> Job:
+    """The body is that of `POST /v1/traces`. A job that is accepted runs, whatever becomes of this server."""
+    check_sender(context.settings, request)
+    body = stream_bytes(request, context.settings.max_trace_request_bytes)
+    check = functools.partial(check_head, context.settings, request, context.engine.served())
+    submitted = await context.jobs.submit(body, check=check, key=key, owner=owner, reruns=rerun)
+    response.status_code = 202 if submitted.is_new else 200
+    response.headers["Location"] = f"/v1/jobs/{submitted.job.id}"
+    return submitted.job
+
+
+@router.get("", summary="List jobs, the newest first", responses=error_responses(404))
+async def list_jobs(
+    context: Served,
+    owner: Owner,
+    limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 20,
+    after: Annotated[str | None, Query(max_length=64, description="The last id of the page before.")] = None,
+    status: Annotated[JobStatus | None, Query(description="Only jobs that are there.")] = None,
+) -> JobList:
+    """One page; `last_id` of it is the next one's `after`."""
+    return await context.jobs.page(owner, status=status, after=after, limit=limit)
+
+
+@router.get("/{job_id}", summary="Where a job is", responses=error_responses(404))
+async def get_job(job_id: str, context: Served, owner: Owner) -> Job:
+    """Its state, times and sizes, and why it failed if it did."""
+    return await context.jobs.get(job_id, owner)
+
+
+@router.delete("/{job_id}", status_code=204, summary="End and remove a job", responses=error_responses(404))
+async def delete_job(job_id: str, context: Served, owner: Owner) -> None:
+    """Its request and result go with it; it is not found any more, though ending it may take a moment."""
+    await context.jobs.remove(job_id, owner)
+
+
+@router.post("/{job_id}/cancel", summary="End a job", responses=error_responses(404))
+async def cancel_job(job_id: str, context: Served, owner: Owner) -> Job:
+    """One that waits ends at once, one that runs shortly after, one that has ended stays as it is."""
+    return await context.jobs.cancel(job_id, owner)
+
+
+@router.post(
+    "/{job_id}/rerun",
+    status_code=202,
+    summary="Run a job again",
+    responses=error_responses(403, 404, 409, 429, 503),
+)
+async def rerun_job(job_id: str, request: Request, context: Served, owner: Owner) -> Job:
+    """Only one that failed or was cancelled; the result that it had goes."""
+    check_code_allowed(context.settings, request)
+    return await context.jobs.rerun(job_id, owner)
+
+
+@router.get(
+    "/{job_id}/result",
+    summary="Fetch what a job ended with",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "The frames that `POST /v1/traces` would have ended with, see docs/remote.md.",
+            "content": {FRAMES_TYPE: {"schema": BINARY}},
+        },
+        206: {
+            "description": "The part that `Range` asks for.",
+            "content": {FRAMES_TYPE: {"schema": BINARY}},
+        },
+        **error_responses(404, 409, 416),
+    },
+)
+async def get_job_result(job_id: str, request: Request, context: Served, owner: Owner) -> Response:
+    """A job that has no result answers with the `ERROR` frame that says why. `Range` resumes a download."""
+    try:
+        result = await context.jobs.result(job_id, owner)
+    except ApiError as error:
+        if error.code is ErrorCode.JOB_NOT_FINISHED:
+            return error_response(error, {"Retry-After": str(RETRY_AFTER_S)})
+        raise
+    if result.file is None:
+        return Response(result.frame, media_type=FRAMES_TYPE, headers={"ETag": result.tag})
+    return await download(request, result.file, media_type=FRAMES_TYPE, tag=result.tag)

@@ -1,0 +1,58 @@
+"""Sending a stored file, whole or from where an earlier download broke off (RFC 9110, section 14)."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api_schemas.errors import ApiError, ErrorCode
+from app.errors import error_response
+from app.services.streaming import ClosingStream
+from app.storage.results import OpenResult
+
+_RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
+
+
+async def download(request: Request, file: OpenResult, *, media_type: str, tag: str) -> Response:
+    """Return a file as the response, or the one range of it that the request asks for.
+
+    Args:
+        request: May have ``Range`` and ``If-Range``; several ranges, or a malformed one, get the whole.
+        file: Closed in the end.
+        media_type: Content type.
+        tag: Changes with the content, an ``ETag``.
+    """
+    size = file.num_bytes
+    headers = {"Accept-Ranges": "bytes", "ETag": tag, "Cache-Control": "private, no-store"}
+    start, stop = _range(request, size, tag) or (0, size)
+    if start >= stop:
+        await file.close()
+        error = ApiError(
+            ErrorCode.RANGE_NOT_SATISFIABLE, f"The file has {size} bytes, and the range begins behind them."
+        )
+        return error_response(error, {**headers, "Content-Range": f"bytes */{size}"})
+    is_part = (start, stop) != (0, size)
+    if is_part:
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+    return ClosingStream(
+        file.chunks(start, stop),
+        status_code=206 if is_part else 200,
+        media_type=media_type,
+        headers={**headers, "Content-Length": str(stop - start)},
+        on_close=file.close,
+    )
+
+
+def _range(request: Request, size: int, tag: str) -> tuple[int, int] | None:
+    """Return the bytes that are asked for, or None where that is all; an empty range cannot be served."""
+    found = _RANGE.fullmatch(request.headers.get("range", "").strip())
+    if found is None or request.headers.get("if-range", tag) != tag:
+        return None
+    first, last = found.groups()
+    if first:
+        stop = min(size, int(last) + 1) if last else size
+        return None if last and int(last) < int(first) else (int(first), stop)
+    return (max(0, size - int(last)), size) if last else None

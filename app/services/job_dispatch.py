@@ -1,0 +1,180 @@
+"""Which jobs this process runs: it takes what is next as long as it has room, and keeps what it has taken.
+
+Claims are in the database, so servers that share one never run the same job; what a dead one held is taken in
+hand when its lease is over. Nothing is claimed unless the engine serves, or while the server drains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+from app.lifecycle import Lifecycle, Phase
+from app.services.job_runs import Ending, JobRun, JobTools
+from app.storage.job_leases import LEASE_S
+from app.storage.jobs import JobStore
+from app.storage.tables import JobRow
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S: Final = 1.0
+_RENEW_S: Final = LEASE_S / 3
+_RECOVER_S: Final = LEASE_S / 3
+_STOP_S: Final = 15.0
+"""What an engine has not ended after so long is left to the next start, which takes it for interrupted."""
+
+
+class JobDispatcher:
+    """Claims and runs jobs.
+
+    Args:
+        tools: What running them takes.
+        store: Removes those that were to be removed while they ran.
+        lifecycle: Says whether jobs may begin, and counts those that run as in flight.
+        model: Returns the name of the model served.
+        max_running: Most jobs at once.
+    """
+
+    def __init__(
+        self,
+        tools: JobTools,
+        *,
+        store: JobStore,
+        lifecycle: Lifecycle,
+        model: Callable[[], str],
+        max_running: int,
+    ) -> None:
+        """Run nothing yet."""
+        self._tools = tools
+        self._store = store
+        self._lifecycle = lifecycle
+        self._model = model
+        self._max_running = max_running
+        self._runs: dict[str, JobRun] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._served_at: dict[str, float] = {}
+        self._wake = asyncio.Event()
+        self._is_stopping = False
+        self._loops: list[asyncio.Task[None]] = []
+
+    @property
+    def running(self) -> list[str]:
+        """The ids of the jobs that run here."""
+        return list(self._running)
+
+    def start(self) -> None:
+        """Begin to claim; called inside the running event loop."""
+        self._loops = [
+            asyncio.create_task(self._dispatch(), name="jobs-dispatch"),
+            asyncio.create_task(self._keep(), name="jobs-keep"),
+        ]
+
+    def wake(self) -> None:
+        """Look for a job now: one was queued."""
+        self._wake.set()
+
+    def cancel(self, job_id: str) -> None:
+        """End a job that runs here; the database has been told before."""
+        if job_id in self._runs:
+            self._runs[job_id].end_early(Ending.CANCELLED)
+
+    async def stop(self) -> None:
+        """Give back what runs, and claim nothing more."""
+        self._is_stopping = True
+        self.wake()
+        for run in list(self._runs.values()):
+            run.end_early(Ending.STOPPED)
+        ending = [*self._loops[:1], *self._running.values()]
+        if ending:
+            await asyncio.wait(ending, timeout=_STOP_S)
+        for loop in self._loops:
+            loop.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
+        if self._loops:
+            await self._tools.leases.give_back_all()
+
+    async def _dispatch(self) -> None:
+        while not self._is_stopping:
+            self._wake.clear()
+            try:
+                while await self._begin_next():
+                    pass
+            except Exception:
+                logger.exception("no job could be claimed; trying again")
+            # Jobs that other servers queued or lost, and an engine that is ready now, wake nobody.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), _LOOK_S)
+
+    async def _begin_next(self) -> bool:
+        if len(self._running) >= self._max_running or not self._may_begin():
+            return False
+        job = await self._tools.leases.claim(self._model(), self._served_at)
+        if job is None:
+            return False
+        if self._is_stopping:
+            return False  # given back by stop()
+        self._served_at[job.owner] = time.monotonic()
+        run = JobRun(job, self._tools)
+        self._runs[job.id] = run
+        self._running[job.id] = asyncio.create_task(self._run(job, run), name=f"job-{job.id}")
+        return True
+
+    def _may_begin(self) -> bool:
+        return not self._is_stopping and self._lifecycle.phase is Phase.READY
+
+    async def _run(self, job: JobRow, run: JobRun) -> None:
+        try:
+            with self._lifecycle.serving():
+                await run.run()
+                gone = await self._store.remove_ended(job.id)
+                await self._tools.files.remove(gone.ids)
+                self._tools.files.space.free(gone.num_bytes)
+        except Exception:
+            # It keeps its lease until that is over, and is then taken for lost.
+            logger.exception("what became of job %s could not be written down", job.id)
+        finally:
+            del self._runs[job.id], self._running[job.id]
+            self.wake()
+
+    async def _keep(self) -> None:
+        renewed_at = recovered_at = time.monotonic()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                if self._running:
+                    await self._look()
+                if self._running and time.monotonic() - renewed_at > _RENEW_S:
+                    renewed_at = time.monotonic()
+                    await self._tools.leases.renew(self.running)
+                if time.monotonic() - recovered_at > _RECOVER_S:
+                    recovered_at = time.monotonic()
+                    await self._recover()
+            except Exception:
+                logger.exception("leases of jobs could not be looked after; trying again")
+
+    async def _look(self) -> None:
+        """End what clients of other servers cancelled, and what another server has taken over."""
+        asked = self.running
+        mine = await self._tools.leases.look(asked)
+        for job_id in asked:
+            if job_id not in self._runs:
+                continue
+            if job_id not in mine:
+                self._runs[job_id].end_early(Ending.LOST)
+            elif mine[job_id]:
+                self._runs[job_id].end_early(Ending.CANCELLED)
+
+    async def _recover(self) -> None:
+        lost = await self._tools.leases.recover(own=self.running)
+        await self._tools.files.remove_results(lost)
+        for job_id, _ in lost:
+            self._tools.told(job_id)
+        if lost:
+            self.wake()
+
+
+__all__ = ["JobDispatcher"]

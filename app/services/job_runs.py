@@ -1,0 +1,276 @@
+"""One job being run: frames come from its engine, events go into the database, the result into a file.
+
+Only the final frames are kept, those that ``POST /v1/traces`` would send last. However it goes, what is
+written down in the end is true: a result is whole on disk before its job has ended, and a job that was not
+finished has none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import enum
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import msgspec
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.jobs import JobEvent, JobStatus
+from app.errors import internal_error
+from app.services.traces import TraceService
+from app.storage.job_files import JobFiles, ResultFile
+from app.storage.job_leases import MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError
+from app.storage.jobs import CANCELLED_MESSAGE
+from app.storage.tables import JobRow
+from nnsight_engine.remote_backend.frames import Frame, FrameKind
+from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
+
+logger = logging.getLogger(__name__)
+
+_MAX_LOGS: Final = 10_000
+_MAX_LOG_CHARS: Final = 16 * 2**20
+_TOO_MANY_LOGS: Final = "… (what the block prints from here on is not kept)"
+_MAX_PENDING: Final = 500
+_BUSY_S: Final = 1.0
+
+
+class Ending(enum.Enum):
+    """Why a job is ended before its time."""
+
+    CANCELLED = enum.auto()
+    STOPPED = enum.auto()
+    """The server stops, and the job runs again later."""
+    LOST = enum.auto()
+    """Another server runs it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobTools:
+    """What running a job takes; all runs of a server share it.
+
+    Attributes:
+        traces: Runs its trace.
+        files: Have its request and take its result.
+        leases: Take what happens to it.
+        check: Raises ApiError for a trace that may not run any more.
+        told: Called with its id after something was written down.
+    """
+
+    traces: TraceService
+    files: JobFiles
+    leases: JobLeases
+    check: Callable[[TraceHead], None]
+    told: Callable[[str], None]
+
+
+class JobRun:
+    """One attempt at a job.
+
+    Args:
+        job: As it was claimed.
+        tools: What it takes.
+    """
+
+    def __init__(self, job: JobRow, tools: JobTools) -> None:
+        """Prepare; ``run`` does it all."""
+        self._job = job
+        self._tools = tools
+        self._events = _Batches(self._tell)
+        self._num_logs = 0
+        self._num_log_chars = 0
+        self._has_result = False
+        self._failure: JobEnd | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._ending: Ending | None = None
+        self._is_over = False
+        self._was_interrupted = False
+
+    def end_early(self, ending: Ending) -> None:
+        """End it now; too late once its end is being written down, harmless when repeated."""
+        if self._task is None or self._is_over or self._ending is not None:
+            return
+        self._ending = ending
+        self._task.cancel()
+
+    async def run(self) -> None:
+        """Run the job to its end and write that down."""
+        self._task = asyncio.current_task()
+        result = self._tools.files.new_result(self._job.id, self._job.attempt)
+        is_kept = False
+        try:
+            end = await self._end(result)
+            if end is not None and end.result_bytes is not None:
+                await result.finish()
+            await self._write_down(end)
+            is_kept = end is not None and end.result_bytes is not None
+        except LeaseLostError:
+            logger.warning("job %s is run by another server now, which took this one for dead", self._job.id)
+        finally:
+            if is_kept:
+                self._tools.files.space.keep(result.num_bytes)
+            else:
+                await result.discard()
+            self._tools.told(self._job.id)
+
+    async def _end(self, result: ResultFile) -> JobEnd | None:
+        """Run the trace, and return how it ended; None where it is to run again."""
+        try:
+            await self._play(result)
+        except asyncio.CancelledError:
+            return self._ended_early()
+        except ApiError as error:
+            return self._refused(error)
+        except LeaseLostError:
+            raise
+        except Exception:
+            logger.exception("job %s failed for a fault of ours", self._job.id)
+            return self._refused(internal_error())
+        finally:
+            self._is_over = True
+        failure = self._failure
+        if not self._has_result:
+            return failure or JobEnd(
+                JobStatus.ERROR, "The engine ended the trace without a result.", ErrorCode.INTERNAL
+            )
+        if failure is None:
+            return JobEnd(JobStatus.COMPLETED, result_bytes=result.num_bytes)
+        return JobEnd(failure.status, failure.message, failure.code, result.num_bytes)
+
+    async def _play(self, result: ResultFile) -> None:
+        request = await self._tools.files.request(self._job.id)
+        self._tools.check(request.head)
+        # Nobody reads outputs as they come, so none need be made.
+        request.head = msgspec.structs.replace(request.head, streams=False)
+        request.sender = f"jobs of {self._job.owner!r}"
+        while True:
+            try:
+                await self._play_once(request, result)
+            except ApiError as error:
+                # The engine's own queue is full of others' traces: a job has time.
+                if error.code is not ErrorCode.QUEUE_FULL:
+                    raise
+                await asyncio.sleep(_BUSY_S)
+            else:
+                return
+
+    async def _play_once(self, request: TraceRequest, result: ResultFile) -> None:
+        async with contextlib.aclosing(self._tools.traces.run(request, self._job.id)) as frames:
+            async for frame in frames:
+                if frame.kind is FrameKind.ERROR:
+                    self._has_result = False
+                    self._failure = _failure_of(frame.json())
+                    return
+                await self._take(frame, result)
+
+    async def _take(self, frame: Frame, result: ResultFile) -> None:
+        match frame.kind:
+            case FrameKind.EVENT:
+                await self._take_event(JobEvent.model_validate_json(bytes(frame.data)))
+            case FrameKind.OUTPUTS:
+                await result.write(frame)
+            case FrameKind.RESULT:
+                await result.write(frame)
+                self._has_result = True
+            case _:
+                pass  # of use only to who follows the trace as it runs
+
+    async def _take_event(self, event: JobEvent) -> None:
+        event.time = event.time or time.time()
+        if event.status is JobStatus.ERROR:
+            # A block's own error: the result that tells of it follows, and the job has ended only then.
+            self._failure = JobEnd(JobStatus.ERROR, event.message, ErrorCode.BLOCK_FAILED)
+        elif event.status is JobStatus.LOG:
+            await self._take_log(event)
+        elif not event.status.is_final and event.status is not JobStatus.RECEIVED:
+            await self._events.add(event)
+
+    async def _take_log(self, event: JobEvent) -> None:
+        if self._num_logs > _MAX_LOGS:
+            return
+        self._num_logs += 1
+        self._num_log_chars += len(event.message or "")
+        if self._num_logs > _MAX_LOGS or self._num_log_chars > _MAX_LOG_CHARS:
+            self._num_logs = _MAX_LOGS + 1
+            event.message = _TOO_MANY_LOGS
+        await self._events.add(event)
+
+    def _refused(self, error: ApiError) -> JobEnd | None:
+        """Return how a job ended that its engine did not run, or not to its end."""
+        self._was_interrupted = error.code is ErrorCode.ENGINE_DEAD
+        if self._was_interrupted and self._job.reruns and self._job.num_interruptions + 1 < MAX_INTERRUPTIONS:
+            return None
+        return JobEnd(JobStatus.ERROR, error.message, error.code)
+
+    def _ended_early(self) -> JobEnd | None:
+        """Return how a job ended that was told to; raises where it is the event loop that ends."""
+        if self._ending is None:
+            raise asyncio.CancelledError
+        if self._task is not None:
+            self._task.uncancel()
+        if self._ending is Ending.LOST:
+            raise LeaseLostError(self._job.id)
+        if self._ending is Ending.STOPPED:
+            return None
+        return JobEnd(JobStatus.CANCELLED, CANCELLED_MESSAGE, ErrorCode.JOB_CANCELLED)
+
+    async def _write_down(self, end: JobEnd | None) -> None:
+        await self._events.settle()
+        if end is None:
+            await self._tools.leases.give_back(self._job, was_interrupted=self._was_interrupted)
+        else:
+            await self._tools.leases.end(self._job, end)
+
+    async def _tell(self, events: list[JobEvent]) -> None:
+        await self._tools.leases.tell(self._job, events)
+        self._tools.told(self._job.id)
+
+
+class _Batches:
+    """Writes events in order, as many at once as came while the last were being written.
+
+    Args:
+        write: Writes some.
+    """
+
+    def __init__(self, write: Callable[[list[JobEvent]], Awaitable[None]]) -> None:
+        self._write = write
+        self._pending: list[JobEvent] = []
+        self._writing: asyncio.Task[None] | None = None
+
+    async def add(self, event: JobEvent) -> None:
+        """Have an event written; waits only where very many are to be. Raises what writing raised."""
+        self._pending.append(event)
+        if self._writing is not None and self._writing.done():
+            self._writing.result()
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._drain())
+        if len(self._pending) >= _MAX_PENDING:
+            await asyncio.shield(self._writing)
+
+    async def settle(self) -> None:
+        """Wait until all is written; raises what writing raised."""
+        if self._writing is not None:
+            await self._writing
+        if self._pending:
+            await self._drain()
+
+    async def _drain(self) -> None:
+        while self._pending:
+            batch, self._pending = self._pending, []
+            await self._write(batch)
+
+
+def _failure_of(body: Any) -> JobEnd:
+    """Return the end of a job whose engine sent OpenAI's error object."""
+    try:
+        info = body["error"]
+        return JobEnd(JobStatus.ERROR, str(info["message"]), str(info["code"])[:64])
+    except (KeyError, TypeError):
+        return JobEnd(JobStatus.ERROR, "The engine failed and did not say why.", ErrorCode.INTERNAL)
+
+
+__all__ = ["Ending", "JobRun", "JobTools"]

@@ -1,0 +1,368 @@
+"""Jobs: traces that run while nobody waits for them, and outlive their client, their server, or both.
+
+An accepted job is on disk. From then on it runs as soon as there is room, once, whatever becomes of the
+connection; a server that dies finds it again at its next start. ``create_app`` owns the one service of a
+server, and the routes under ``/v1/jobs`` are its callers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Final
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.jobs import Job, JobError, JobEvent, JobList, JobStatus, JobSummary
+from app.errors import error_bytes, printable
+from app.lifecycle import Lifecycle
+from app.services.job_dispatch import JobDispatcher
+from app.services.job_feed import JobFeed
+from app.services.job_runs import JobTools
+from app.services.served_model import ServedModel
+from app.services.trace_admission import check_still_taken
+from app.services.traces import TraceService
+from app.settings import Settings
+from app.storage.database import Database
+from app.storage.job_files import JobFiles
+from app.storage.job_leases import JobLeases
+from app.storage.jobs import Gone, JobStore, NewJob
+from app.storage.results import OpenResult
+from app.storage.tables import JobRow
+from nnsight_engine.remote_backend.frames import Frame, FrameKind
+from nnsight_engine.remote_backend.messages import TraceHead
+from nnsight_engine.wire import DecodeError
+
+logger = logging.getLogger(__name__)
+
+_ID_BYTES: Final = 24
+_MAX_NAME_CHARS: Final = 500
+_MAX_SWEEP_S: Final = 60.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Submitted:
+    """A job, and whether this request made it."""
+
+    job: Job
+    is_new: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobResult:
+    """The frames that a job ended with: a file, or, where it has no result, the frame that says why.
+
+    Attributes:
+        tag: Changes when the job runs again.
+    """
+
+    tag: str
+    file: OpenResult | None = None
+    frame: bytes = b""
+
+
+class JobService:
+    """The jobs of one server.
+
+    Args:
+        settings: The server's.
+        traces: Runs them.
+        lifecycle: Says whether they may run.
+        served: Returns what the model is called.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        traces: TraceService,
+        lifecycle: Lifecycle,
+        served: Callable[[], ServedModel],
+    ) -> None:
+        """Remember the parts; nothing is opened before ``start``."""
+        self._settings = settings
+        self._traces = traces
+        self._lifecycle = lifecycle
+        self._database = Database(settings.data_dir, settings.database_url)
+        self._files = JobFiles(settings.data_dir, max_bytes=settings.job_store_bytes)
+        self._store = JobStore(self._database, max_queued=settings.max_queued_jobs, ttl_s=settings.job_ttl_s)
+        self._feed = JobFeed(self._store)
+        self._served = served
+        self._dispatcher: JobDispatcher | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+
+    @property
+    def num_followers(self) -> int:
+        """How many follow a job's events now."""
+        return self._feed.num_followers
+
+    @property
+    def num_running(self) -> int:
+        """How many jobs run here now."""
+        return len(self._dispatcher.running) if self._dispatcher is not None else 0
+
+    async def num_waiting(self) -> int:
+        """Return how many jobs wait for a server of this model."""
+        return await self._store.num_waiting(self._served().names[0])
+
+    async def start(self) -> None:
+        """Open the database, find out what dead servers left, and begin to run jobs.
+
+        Raises:
+            DatabaseError: It cannot be opened.
+        """
+        await self._database.start()
+        try:
+            own = await self._files.start()
+            leases = JobLeases(self._database, holder=own.path.name, ttl_s=self._settings.job_ttl_s)
+            await self._files.remove_results(await leases.recover(dead=own.dead))
+            await self._files.remove_others(await self._store.known())
+            self._files.space.set_stored(await self._store.used_bytes())
+        except BaseException:
+            await self.stop()
+            raise
+        tools = JobTools(
+            traces=self._traces,
+            files=self._files,
+            leases=leases,
+            check=lambda head: check_still_taken(self._settings, head),
+            told=self._feed.told,
+        )
+        self._dispatcher = JobDispatcher(
+            tools,
+            store=self._store,
+            lifecycle=self._lifecycle,
+            model=lambda: self._served().names[0],
+            max_running=self._settings.max_running_jobs,
+        )
+        self._dispatcher.start()
+        self._sweeper = asyncio.create_task(self._sweep(), name="jobs-sweep")
+
+    async def stop(self) -> None:
+        """Let what runs wait again, and close; harmless when repeated."""
+        dispatcher, self._dispatcher = self._dispatcher, None
+        if dispatcher is not None:
+            await dispatcher.stop()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
+        await self._feed.close()
+        await self._files.close()
+        await self._database.close()
+
+    async def submit(
+        self,
+        chunks: AsyncIterator[bytes],
+        *,
+        check: Callable[[TraceHead], None],
+        key: str | None,
+        owner: str,
+        reruns: bool,
+    ) -> Submitted:
+        """Accept a trace, or return the job that its key named before.
+
+        Args:
+            chunks: The request's bytes, as they come.
+            check: Raises ApiError unless the server takes a trace with this head from its sender.
+            key: The client's name for the request.
+            owner: Whose it is.
+            reruns: Whether it runs again by itself where the server dies while it runs.
+
+        Raises:
+            ApiError: ``invalid_trace``, ``queue_full``, ``job_store_full``, ``idempotency_conflict``, or what
+                no engine here runs; what ``chunks`` and ``check`` raise.
+        """
+        model = self._served().names[0]
+        if key is None:
+            # With a key it may be one that waits already, which only its bytes tell.
+            await self._store.check_room(model)
+        async with self._files.received(chunks) as upload:
+            try:
+                head = (await self._files.head_of(upload)).head
+            except DecodeError as error:
+                raise ApiError(ErrorCode.INVALID_TRACE, str(error)) from error
+            check(head)
+            self._traces.engine_for(head)
+            new = NewJob(
+                id=secrets.token_urlsafe(_ID_BYTES),
+                owner=owner,
+                model=model,
+                summary=_summary(head),
+                digest=upload.digest,
+                request_bytes=upload.num_bytes,
+                idempotency_key=key,
+                reruns=reruns,
+            )
+            await self._files.adopt(upload, new.id)
+            try:
+                accepted = await self._store.accept(new)
+            except Exception:
+                # Not where we are cancelled: the job may be in the database all the same.
+                await self._forget(Gone([new.id], new.request_bytes))
+                raise
+        if not accepted.is_new:
+            await self._forget(Gone([new.id], new.request_bytes))
+        self._wake()
+        return Submitted(_job(accepted.job), accepted.is_new)
+
+    async def get(self, job_id: str, owner: str) -> Job:
+        """Return a job.
+
+        Raises:
+            ApiError: ``job_not_found``.
+        """
+        return _job(await self._store.get(job_id, owner))
+
+    async def page(self, owner: str, *, status: JobStatus | None, after: str | None, limit: int) -> JobList:
+        """Return a page of jobs, the newest first.
+
+        Raises:
+            ApiError: ``job_not_found``: no job has the id ``after``.
+        """
+        rows, has_more = await self._store.page(owner, status=status, after=after, limit=limit)
+        jobs = [_job(row) for row in rows]
+        ends = {"first_id": jobs[0].id, "last_id": jobs[-1].id} if jobs else {}
+        return JobList(data=jobs, has_more=has_more, **ends)
+
+    async def cancel(self, job_id: str, owner: str) -> Job:
+        """End a job, wherever it is; one that runs takes a moment, one that has ended stays as it is.
+
+        Raises:
+            ApiError: ``job_not_found``.
+        """
+        job = await self._store.cancel(job_id, owner)
+        self._tell_cancelled(job_id)
+        return _job(job)
+
+    async def remove(self, job_id: str, owner: str) -> None:
+        """End a job and remove it with its files; nobody finds it any more.
+
+        Raises:
+            ApiError: ``job_not_found``.
+        """
+        gone = await self._store.remove(job_id, owner)
+        self._tell_cancelled(job_id)
+        await self._forget(gone)
+
+    async def rerun(self, job_id: str, owner: str) -> Job:
+        """Let a job that failed or was cancelled run again.
+
+        Raises:
+            ApiError: ``job_not_found``, ``job_not_rerunnable``, ``queue_full``.
+        """
+        job, num_bytes = await self._store.rerun(job_id, owner)
+        self._files.space.free(num_bytes)
+        await self._files.remove_results([(job_id, job.attempt)])
+        self._feed.told(job_id)
+        self._wake()
+        return _job(job)
+
+    async def result(self, job_id: str, owner: str) -> JobResult:
+        """Return the frames that a job ended with.
+
+        Raises:
+            ApiError: ``job_not_found``, ``job_not_finished``, ``result_not_found`` (its file was taken away).
+        """
+        row = await self._store.get(job_id, owner)
+        if not JobStatus(row.status).is_final:
+            raise ApiError(
+                ErrorCode.JOB_NOT_FINISHED,
+                f"The job is {row.status} and has no result yet; GET /v1/jobs/{job_id}/events follows it.",
+            )
+        tag = f'"{job_id}.{row.attempt}.{row.num_events}"'
+        if row.result_bytes is None:
+            return JobResult(tag, frame=_error_frame(row))
+        try:
+            return JobResult(tag, await self._files.result(job_id, row.attempt))
+        except FileNotFoundError as error:
+            raise ApiError(
+                ErrorCode.RESULT_NOT_FOUND,
+                "The job's result was removed from the server's disk; run it again.",
+            ) from error
+
+    async def follow(self, job_id: str, owner: str, after: int) -> AsyncGenerator[JobEvent, None]:
+        """Return a job's events after its event number ``after``, as they happen, up to its end.
+
+        Raises:
+            ApiError: ``job_not_found``.
+        """
+        await self._store.get(job_id, owner)
+        return self._feed.follow(job_id, owner, after)
+
+    def _wake(self) -> None:
+        if self._dispatcher is not None:
+            self._dispatcher.wake()
+
+    def _tell_cancelled(self, job_id: str) -> None:
+        self._feed.told(job_id)
+        if self._dispatcher is not None:
+            self._dispatcher.cancel(job_id)
+
+    async def _forget(self, gone: Gone) -> None:
+        await self._files.remove(gone.ids)
+        self._files.space.free(gone.num_bytes)
+
+    async def _sweep(self) -> None:
+        interval_s = min(_MAX_SWEEP_S, max(0.05, self._settings.job_ttl_s / 4))
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                while (gone := await self._store.remove_expired(time.time())).ids:
+                    await self._forget(gone)
+                self._files.space.set_stored(await self._store.used_bytes())
+            except Exception:
+                logger.exception("expired jobs could not be removed; trying again")
+
+
+def _summary(head: TraceHead) -> JobSummary:
+    return JobSummary(
+        model=_short(head.model),
+        dialect=head.dialect,
+        kind=head.kind,
+        num_blocks=len(head.groups),
+        python=_short(head.python),
+        client=_short(head.client),
+    )
+
+
+def _short(text: str) -> str:
+    return printable(text).replace("\0", "")[:_MAX_NAME_CHARS]
+
+
+def _job(row: JobRow) -> Job:
+    error = None
+    if row.code is not None:
+        error = JobError(message=row.message or "", code=row.code)
+    return Job(
+        id=row.id,
+        status=JobStatus(row.status),
+        model=row.model,
+        engine=row.engine,
+        request=JobSummary.model_validate(row.head),
+        error=error,
+        created_at=row.created_at,
+        started_at=row.started_at,
+        finished_at=row.finished_at,
+        expires_at=row.expires_at,
+        idempotency_key=row.idempotency_key,
+        request_bytes=row.request_bytes,
+        result_bytes=row.result_bytes,
+        attempt=row.attempt,
+        num_events=row.num_events,
+        reruns=row.reruns,
+        cancel_requested=row.cancel_requested,
+    )
+
+
+def _error_frame(row: JobRow) -> bytes:
+    try:
+        code = ErrorCode(row.code or "")
+    except ValueError:
+        code = ErrorCode.INTERNAL
+    frame = Frame(FrameKind.ERROR, error_bytes(ApiError(code, row.message or "")))
+    return frame.head() + bytes(frame.data)
+
+
+__all__ = ["JobResult", "JobService", "Submitted"]

@@ -1,0 +1,241 @@
+"""Jobs in the database, as the servers that run them see them: claimed, kept, told of, ended, given back.
+
+Whoever runs a job holds its lease. Everything it writes asks for the lease in the same statement, so a server
+that was taken for dead, and whose job another has begun anew, changes nothing any more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, func, or_, select, update
+from sqlalchemy.orm import Session
+
+from api_schemas.errors import ErrorCode
+from api_schemas.jobs import JobEvent, JobStatus
+from app.storage.database import Database
+from app.storage.job_states import FINAL, change, ended, now
+from app.storage.jobs import CANCELLED_MESSAGE
+from app.storage.tables import JobRow
+
+LEASE_S: Final = 30.0
+"""After so long without a word of its holder a lease is over."""
+
+MAX_INTERRUPTIONS: Final = 3
+"""A job that was running when the server died, so often, does not begin by itself again: it may be why."""
+
+_STOPPED: Final = "The server stopped; the job runs again when one serves its model."
+_DIED: Final = "The server died; the job runs again."
+_INTERRUPTED: Final = (
+    "The server died while the job ran, and what its blocks had computed is lost. POST …/rerun runs it "
+    "again; a job submitted with ?rerun=true does so by itself, though not for ever."
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobEnd:
+    """How a job ended; ``result_bytes`` is None where it has no result."""
+
+    status: JobStatus
+    message: str | None = None
+    code: ErrorCode | str | None = None
+    result_bytes: int | None = None
+
+
+class LeaseLostError(Exception):
+    """Another server runs the job."""
+
+
+class JobLeases:
+    """The jobs that this process runs.
+
+    Args:
+        database: Has the tables.
+        holder: This process, as no other is called.
+        ttl_s: How long a job is kept after its end.
+    """
+
+    def __init__(self, database: Database, *, holder: str, ttl_s: float) -> None:
+        """Hold nothing yet."""
+        self._database = database
+        self._holder = holder
+        self._ttl_s = ttl_s
+
+    async def claim(self, model: str, served_at: Mapping[str, float]) -> JobRow | None:
+        """Take the job that is next, or None where none waits.
+
+        Owners take turns: the one with the fewest running jobs, then the one served longest ago.
+
+        Args:
+            model: Jobs of other models stay.
+            served_at: When each owner's last job was claimed here.
+        """
+
+        def write(session: Session) -> JobRow | None:
+            waits = (
+                JobRow.status == JobStatus.QUEUED.value,
+                JobRow.model == model,
+                JobRow.lease_by.is_(None),
+            )
+            oldest = _by_owner(session, func.min(JobRow.queued_at), *waits)
+            if not oldest:
+                return None
+            running = _by_owner(session, func.count(), JobRow.lease_by.is_not(None), JobRow.model == model)
+            owner = min(
+                oldest, key=lambda name: (running.get(name, 0), served_at.get(name, 0.0), oldest[name])
+            )
+            job = session.scalar(
+                select(JobRow)
+                .where(*waits, JobRow.owner == owner)
+                .order_by(JobRow.queued_at, JobRow.number)
+                .limit(1)
+            )
+            if job is None:
+                return None
+            lease = {"lease_by": self._holder, "lease_until": time.time() + LEASE_S}
+            # Another server may have been faster, where the database lets two write at once.
+            if not change(session, job.number, *waits, events=[], attempt=JobRow.attempt + 1, **lease):
+                return None
+            session.refresh(job)
+            return job
+
+        return await self._database.write(write)
+
+    async def tell(self, job: JobRow, events: Sequence[JobEvent]) -> None:
+        """Add events to a job.
+
+        Raises:
+            LeaseLostError: It is no longer ours.
+        """
+        values: dict[str, object] = {}
+        for event in events:
+            if event.engine is not None:
+                values["engine"] = event.engine
+            if event.status is JobStatus.RUNNING and job.started_at is None:
+                values["started_at"] = job.started_at = event.time
+        await self._change(job, events, **values)
+
+    async def end(self, job: JobRow, end: JobEnd) -> None:
+        """Write down how a job ended, and give up its lease.
+
+        Raises:
+            LeaseLostError: It was no longer ours.
+        """
+        event, values = ended(end.status, self._ttl_s, code=end.code, message=end.message)
+        await self._change(job, [event], result_bytes=end.result_bytes, **values)
+
+    async def give_back(self, job: JobRow, *, was_interrupted: bool) -> None:
+        """Let a job wait again, so that another server, or this one after a restart, runs it.
+
+        Args:
+            job: The job.
+            was_interrupted: Whether it may be why it could not go on.
+
+        Raises:
+            LeaseLostError: It was no longer ours.
+        """
+        await self._change(
+            job,
+            [now(JobStatus.QUEUED, _STOPPED)],
+            lease_by=None,
+            lease_until=None,
+            started_at=None,
+            num_interruptions=JobRow.num_interruptions + was_interrupted,
+        )
+
+    async def give_back_all(self) -> None:
+        """Let go of whatever was claimed and never begun."""
+
+        def write(session: Session) -> None:
+            session.execute(
+                update(JobRow)
+                .where(JobRow.lease_by == self._holder, JobRow.status == JobStatus.QUEUED.value)
+                .values(lease_by=None, lease_until=None)
+            )
+
+        await self._database.write(write)
+
+    async def renew(self, ids: Collection[str]) -> None:
+        """Say that this process lives and still runs these jobs."""
+
+        def write(session: Session) -> None:
+            session.execute(
+                update(JobRow)
+                .where(JobRow.id.in_(ids), JobRow.lease_by == self._holder)
+                .values(lease_until=time.time() + LEASE_S)
+            )
+
+        await self._database.write(write)
+
+    async def look(self, ids: Collection[str]) -> dict[str, bool]:
+        """Return which of these jobs are still ours, and of each whether it is to be ended."""
+        mine = select(JobRow.id, JobRow.cancel_requested).where(
+            JobRow.id.in_(ids), JobRow.lease_by == self._holder
+        )
+        rows = await self._database.read(lambda session: session.execute(mine).all())
+        return {row.id: row.cancel_requested for row in rows}
+
+    async def recover(
+        self, *, dead: Collection[str] = (), own: Collection[str] = ()
+    ) -> list[tuple[str, int]]:
+        """Take the jobs of dead servers in hand: those that had begun have failed, the others wait again.
+
+        Args:
+            dead: Processes known to be dead, whatever their leases say.
+            own: Jobs that this process runs; its other leases are left over from a fault.
+
+        Returns:
+            The jobs and their attempts; what these had written of a result is not whole.
+        """
+        lost = (
+            JobRow.lease_by.is_not(None),
+            or_(JobRow.lease_by.in_(dead), JobRow.lease_until < time.time()),
+            JobRow.id.not_in(own),
+        )
+        # Nothing is lost most of the time, and a look at it writes nothing.
+        if not await self._database.read(lambda session: session.scalar(select(func.count()).where(*lost))):
+            return []
+
+        def write(session: Session) -> list[tuple[str, int]]:
+            jobs = session.scalars(select(JobRow).where(*lost)).all()
+            return [(job.id, job.attempt) for job in jobs if self._recover(session, job)]
+
+        return await self._database.write(write)
+
+    def _recover(self, session: Session, job: JobRow) -> bool:
+        same = (JobRow.lease_by == job.lease_by, JobRow.status.not_in(FINAL))
+        num = job.num_interruptions + 1
+        if job.cancel_requested:
+            event, values = ended(
+                JobStatus.CANCELLED, self._ttl_s, code=ErrorCode.JOB_CANCELLED, message=CANCELLED_MESSAGE
+            )
+        elif num < MAX_INTERRUPTIONS and (job.reruns or job.status != JobStatus.RUNNING):
+            event = now(JobStatus.QUEUED, _DIED)
+            values = {"lease_by": None, "lease_until": None, "started_at": None}
+        else:
+            event, values = ended(
+                JobStatus.ERROR, self._ttl_s, code=ErrorCode.INTERRUPTED, message=_INTERRUPTED
+            )
+        return change(session, job.number, *same, events=[event], num_interruptions=num, **values)
+
+    async def _change(self, job: JobRow, events: Sequence[JobEvent], **values: object) -> None:
+        if not await self._database.write(
+            lambda session: change(
+                session, job.number, JobRow.lease_by == self._holder, events=events, **values
+            )
+        ):
+            raise LeaseLostError(job.id)
+
+
+def _by_owner(
+    session: Session, value: ColumnElement[Any], *conditions: ColumnElement[bool]
+) -> dict[str, float]:
+    """Return a value of each owner's jobs that meet conditions."""
+    rows = session.execute(select(JobRow.owner, value).where(*conditions).group_by(JobRow.owner))
+    return {row[0]: row[1] for row in rows}
+
+
+__all__ = ["LEASE_S", "MAX_INTERRUPTIONS", "JobEnd", "JobLeases", "LeaseLostError"]

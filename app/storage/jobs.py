@@ -1,0 +1,373 @@
+"""Jobs in the database, as clients see them: accepted once per key, listed, followed, ended, removed.
+
+An accepted job is in the database before its client is told. What runs jobs is ``job_leases``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+from sqlalchemy import ColumnElement, delete, func, select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.jobs import JobEvent, JobStatus, JobSummary
+from app.storage.database import Database
+from app.storage.job_states import FINAL, add_events, change, ended, now, row_of
+from app.storage.tables import EventRow, JobRow
+
+CANCELLED_MESSAGE: Final = "The job was cancelled."
+_MAX_EXPIRED: Final = 200
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NewJob:
+    """A job to be accepted; ``digest`` is of its request, see ``JobRow`` for the rest."""
+
+    id: str
+    owner: str
+    model: str
+    summary: JobSummary
+    digest: str
+    request_bytes: int
+    idempotency_key: str | None
+    reruns: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Accepted:
+    """A job that was accepted, now or, where ``is_new`` is false, when its key was first sent."""
+
+    job: JobRow
+    is_new: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EventPage:
+    """Events of a job in order, and whether none will follow."""
+
+    events: list[JobEvent]
+    is_last: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gone:
+    """Jobs that were removed, and how many bytes their files had."""
+
+    ids: list[str]
+    num_bytes: int
+
+
+class JobStore:
+    """Jobs, as clients see them. Ids that do not exist and those of other owners are the same.
+
+    Args:
+        database: Has the tables.
+        max_queued: Most jobs of one model that may wait.
+        ttl_s: How long a job is kept after its end.
+    """
+
+    def __init__(self, database: Database, *, max_queued: int, ttl_s: float) -> None:
+        """Keep the limits."""
+        self._database = database
+        self._max_queued = max_queued
+        self._ttl_s = ttl_s
+
+    async def accept(self, new: NewJob) -> Accepted:
+        """Write a job down as ``QUEUED``, or return the one that its key named before.
+
+        Raises:
+            ApiError: ``queue_full``; ``idempotency_conflict``: the key named another request.
+        """
+        try:
+            return await self._database.write(lambda session: self._accept(session, new))
+        except IntegrityError:
+            # Another server has just written the same key, on databases that let two write at once.
+            return await self._database.write(lambda session: self._accept(session, new))
+
+    async def check_room(self, model: str) -> None:
+        """Find out whether a job would be accepted, before its request is read.
+
+        Raises:
+            ApiError: ``queue_full``.
+        """
+        await self._database.read(lambda session: self._check_room(session, model))
+
+    async def get(self, job_id: str, owner: str) -> JobRow:
+        """Return a job.
+
+        Raises:
+            ApiError: ``job_not_found``.
+        """
+        row = await self._database.read(lambda session: row_of(session, job_id, owner))
+        if row is None:
+            raise not_found(job_id)
+        return row
+
+    async def page(
+        self, owner: str, *, status: JobStatus | None, after: str | None, limit: int
+    ) -> tuple[list[JobRow], bool]:
+        """Return jobs, the newest first, and whether there are more.
+
+        Raises:
+            ApiError: ``job_not_found``: no job has the id ``after``.
+        """
+
+        def read(session: Session) -> list[JobRow]:
+            wanted: list[ColumnElement[bool]] = [JobRow.owner == owner, JobRow.removed.is_(False)]
+            if status is not None:
+                wanted.append(JobRow.status == status.value)
+            if after is not None:
+                last = row_of(session, after, owner)
+                if last is None:
+                    raise not_found(after, "after")
+                wanted.append(JobRow.number < last.number)
+            newest_first = select(JobRow).where(*wanted).order_by(JobRow.number.desc())
+            return list(session.scalars(newest_first.limit(limit + 1)))
+
+        rows = await self._database.read(read)
+        return rows[:limit], len(rows) > limit
+
+    async def events(self, job_id: str, owner: str, *, after: int, limit: int) -> EventPage:
+        """Return what happened to a job after its event number ``after``.
+
+        Raises:
+            ApiError: ``job_not_found``.
+        """
+
+        def read(session: Session) -> EventPage:
+            # The job before its events: what it says has happened is then there to be read.
+            job = row_of(session, job_id, owner)
+            if job is None:
+                raise not_found(job_id)
+            rows = session.scalars(
+                select(EventRow)
+                .where(EventRow.job_number == job.number, EventRow.seq > after)
+                .order_by(EventRow.seq)
+                .limit(limit)
+            )
+            events = [
+                JobEvent(
+                    id=row.seq,
+                    job=job_id,
+                    status=JobStatus(row.status),
+                    time=row.time,
+                    message=row.message,
+                    engine=row.engine,
+                )
+                for row in rows
+            ]
+            last = events[-1].id if events else after
+            return EventPage(events, JobStatus(job.status).is_final and last >= job.num_events)
+
+        return await self._database.read(read)
+
+    async def num_events(self, ids: list[str]) -> dict[str, int]:
+        """Return how many events jobs have; one that is gone is left out."""
+        wanted = select(JobRow.id, JobRow.num_events).where(JobRow.id.in_(ids), JobRow.removed.is_(False))
+        rows = await self._database.read(lambda session: session.execute(wanted).all())
+        return {row.id: row.num_events for row in rows}
+
+    async def cancel(self, job_id: str, owner: str) -> JobRow:
+        """End a job that waits, ask whoever runs it to end it, or leave alone what has ended.
+
+        Raises:
+            ApiError: ``job_not_found``.
+        """
+
+        def write(session: Session) -> JobRow:
+            job = _existing(session, job_id, owner)
+            self._cancel(session, job)
+            return _fresh(session, job)
+
+        return await self._database.write(write)
+
+    async def remove(self, job_id: str, owner: str) -> Gone:
+        """End a job and remove it; one that runs is gone for clients at once and goes when it has ended.
+
+        Returns:
+            The job, if it is gone.
+
+        Raises:
+            ApiError: ``job_not_found``.
+        """
+
+        def write(session: Session) -> Gone:
+            job = _existing(session, job_id, owner)
+            self._cancel(session, job)
+            # Its key may be used again.
+            change(session, job.number, events=[], removed=True, idempotency_key=None)
+            return _removed(session, [_fresh(session, job)])
+
+        return await self._database.write(write)
+
+    async def remove_ended(self, job_id: str) -> Gone:
+        """Remove a job that was to be removed while it ran, now that it has ended."""
+
+        def write(session: Session) -> Gone:
+            return _removed(
+                session, list(session.scalars(select(JobRow).where(JobRow.id == job_id, JobRow.removed)))
+            )
+
+        return await self._database.write(write)
+
+    async def remove_expired(self, now_s: float) -> Gone:
+        """Remove some of the jobs whose time is over, and those left over from a removal."""
+
+        def write(session: Session) -> Gone:
+            over = (JobRow.expires_at <= now_s) | JobRow.removed
+            return _removed(
+                session,
+                list(
+                    session.scalars(select(JobRow).where(over, JobRow.status.in_(FINAL)).limit(_MAX_EXPIRED))
+                ),
+            )
+
+        return await self._database.write(write)
+
+    async def rerun(self, job_id: str, owner: str) -> tuple[JobRow, int]:
+        """Let a job that failed or was cancelled wait to run again; its result goes.
+
+        Returns:
+            The job, and how many bytes its result had.
+
+        Raises:
+            ApiError: ``job_not_found``, ``job_not_rerunnable``, ``queue_full``.
+        """
+
+        def write(session: Session) -> tuple[JobRow, int]:
+            job = _existing(session, job_id, owner)
+            if job.status not in {JobStatus.ERROR, JobStatus.CANCELLED}:
+                raise ApiError(
+                    ErrorCode.JOB_NOT_RERUNNABLE,
+                    f"Only jobs that failed or were cancelled run again, and this one is {job.status}; "
+                    "send the trace as a new job.",
+                )
+            self._check_room(session, job.model)
+            queued = now(JobStatus.QUEUED)
+            nothing = dict.fromkeys(
+                ["engine", "message", "code", "started_at", "finished_at", "expires_at", "result_bytes"]
+            )
+            change(
+                session,
+                job.number,
+                events=[queued],
+                queued_at=queued.time,
+                cancel_requested=False,
+                num_interruptions=0,
+                **nothing,
+            )
+            num_bytes = job.result_bytes or 0
+            return _fresh(session, job), num_bytes
+
+        return await self._database.write(write)
+
+    async def num_waiting(self, model: str) -> int:
+        """Return how many jobs of a model wait."""
+        return await self._database.read(lambda session: _num_waiting(session, model))
+
+    async def known(self) -> set[str]:
+        """Return the ids of all jobs."""
+        return set(await self._database.read(lambda session: session.scalars(select(JobRow.id)).all()))
+
+    async def used_bytes(self) -> int:
+        """Return how many bytes the files of all jobs have."""
+        total = func.sum(JobRow.request_bytes + func.coalesce(JobRow.result_bytes, 0))
+        return int(await self._database.read(lambda session: session.scalar(select(total))) or 0)
+
+    def _accept(self, session: Session, new: NewJob) -> Accepted:
+        if new.idempotency_key is not None:
+            before = session.scalar(
+                select(JobRow).where(JobRow.owner == new.owner, JobRow.idempotency_key == new.idempotency_key)
+            )
+            if before is not None:
+                return _same(before, new)
+        self._check_room(session, new.model)
+        events = [now(JobStatus.RECEIVED), now(JobStatus.QUEUED)]
+        job = JobRow(
+            id=new.id,
+            owner=new.owner,
+            model=new.model,
+            status=JobStatus.QUEUED.value,
+            head=new.summary.model_dump(),
+            created_at=events[0].time,
+            queued_at=events[1].time,
+            idempotency_key=new.idempotency_key,
+            digest=new.digest,
+            request_bytes=new.request_bytes,
+            num_events=len(events),
+            reruns=new.reruns,
+        )
+        session.add(job)
+        session.flush()
+        add_events(session, job.number, 0, events)
+        return Accepted(job, is_new=True)
+
+    def _check_room(self, session: Session, model: str) -> None:
+        if _num_waiting(session, model) >= self._max_queued:
+            raise ApiError(
+                ErrorCode.QUEUE_FULL,
+                f"{self._max_queued} jobs wait already, and no more may; send the trace again later.",
+            )
+
+    def _cancel(self, session: Session, job: JobRow) -> None:
+        event, values = ended(
+            JobStatus.CANCELLED, self._ttl_s, code=ErrorCode.JOB_CANCELLED, message=CANCELLED_MESSAGE
+        )
+        waits = (JobRow.lease_by.is_(None), JobRow.status.not_in(FINAL))
+        if not change(session, job.number, *waits, events=[event], **values):
+            change(session, job.number, JobRow.status.not_in(FINAL), events=[], cancel_requested=True)
+
+
+def not_found(job_id: str, param: str | None = None) -> ApiError:
+    """Return the error for a job that is not there."""
+    return ApiError(
+        ErrorCode.JOB_NOT_FOUND,
+        f"No job has the id {job_id[:100]!r}; jobs go some time after their end, see 'expires_at'.",
+        param,
+    )
+
+
+def _num_waiting(session: Session, model: str) -> int:
+    waiting = select(func.count()).where(
+        JobRow.status == JobStatus.QUEUED.value, JobRow.model == model, JobRow.lease_by.is_(None)
+    )
+    return session.scalar(waiting) or 0
+
+
+def _existing(session: Session, job_id: str, owner: str) -> JobRow:
+    job = row_of(session, job_id, owner)
+    if job is None:
+        raise not_found(job_id)
+    return job
+
+
+def _fresh(session: Session, job: JobRow) -> JobRow:
+    session.refresh(job)
+    return job
+
+
+def _same(before: JobRow, new: NewJob) -> Accepted:
+    if before.digest == new.digest:
+        return Accepted(before, is_new=False)
+    raise ApiError(
+        ErrorCode.IDEMPOTENCY_CONFLICT,
+        f"The key {new.idempotency_key!r} was sent with another trace before; a key names one request.",
+        "Idempotency-Key",
+    )
+
+
+def _removed(session: Session, jobs: list[JobRow]) -> Gone:
+    gone = [job for job in jobs if JobStatus(job.status).is_final]
+    session.execute(
+        delete(JobRow)
+        .where(JobRow.number.in_([job.number for job in gone]))
+        .execution_options(synchronize_session=False)
+    )
+    num_bytes = sum(job.request_bytes + (job.result_bytes or 0) for job in gone)
+    return Gone([job.id for job in gone], num_bytes)
+
+
+__all__ = ["Accepted", "EventPage", "Gone", "JobStore", "NewJob", "not_found"]

@@ -1,0 +1,1 @@
+"""The steps, in the order that their ``down_revision`` gives."""

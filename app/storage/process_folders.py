@@ -1,0 +1,84 @@
+"""A folder for each process that lives, locked for as long as it does, so that what the dead left is known.
+
+The lock goes with the process, however that ends. A folder without a holder is a dead process's and is
+removed by the next that claims one. Stores of files call this from threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+logger = logging.getLogger(__name__)
+
+LOCK_NAME: Final = ".lock"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProcessFolder:
+    """A folder of this process.
+
+    Attributes:
+        path: Where it is; its name is no other process's, ever.
+        lock: The descriptor that holds its lock.
+        dead: Names of the folders of dead processes that were removed.
+    """
+
+    path: Path
+    lock: int
+    dead: frozenset[str]
+
+    def release(self) -> None:
+        """Remove the folder and all that is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self.lock)
+
+
+def claim_folder(directory: Path) -> ProcessFolder:
+    """Make and lock a folder, and remove those whose lock nobody holds."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    dead = set()
+    with _locked(directory / LOCK_NAME):
+        for other in directory.iterdir():
+            if other.is_dir() and _is_abandoned(other):
+                logger.info("removing files of a dead process: %s", other)
+                shutil.rmtree(other, ignore_errors=True)
+                dead.add(other.name)
+        folder = directory / f"{os.getpid()}-{secrets.token_hex(8)}"
+        folder.mkdir(mode=0o700)
+        lock = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return ProcessFolder(folder, lock, frozenset(dead))
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        # Only folders of ours carry the lock; whatever else lies here is not ours to remove.
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True

@@ -1,0 +1,130 @@
+"""The database's tables, as this version of the server sees them.
+
+A change here needs a migration beside it; a test compares the two. Times are seconds since 1970, statuses
+are those of ``api_schemas.jobs``, and text holds neither NUL nor lone surrogates, which not every database
+can store: ``app.errors.printable`` sees to that.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Final
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Text,
+    UniqueConstraint,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+# SQLite counts up by itself only what is declared as its plain INTEGER.
+_COUNTER: Final = BigInteger().with_variant(Integer, "sqlite")
+# Names that every database agrees on, so that later migrations can refer to them.
+_NAMES: Final = {
+    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+    "pk": "pk_%(table_name)s",
+}
+
+
+class Base(DeclarativeBase):
+    """What all tables share."""
+
+    metadata = MetaData(naming_convention=_NAMES)
+    # A time in single precision would be minutes off.
+    type_annotation_map: ClassVar[dict[Any, Any]] = {float: Double()}
+
+
+class JobRow(Base):
+    """A job.
+
+    Attributes:
+        number: Counts up, never used twice: the order in which jobs came.
+        id: Cannot be guessed.
+        owner: Whose it is; empty as long as there are no keys.
+        model: The server's name of the model; only servers of that model run it.
+        status: A ``JobStatus``; always that of the last event that is not a ``LOG``.
+        engine: What runs it, once that is known.
+        head: What lists and logs tell of the request, see ``JobSummary``.
+        message: Why it failed.
+        code: The same for programs, an error code.
+        created_at: When it was accepted.
+        queued_at: When it began to wait; the order in which jobs of one owner run.
+        started_at: When its blocks began to run.
+        finished_at: When it ended.
+        expires_at: When it and its files go; None until it has ended.
+        idempotency_key: The client's name for the request, its owner's own.
+        digest: SHA-256 of the request, hexadecimal.
+        request_bytes: Size of the request.
+        result_bytes: Size of the result; None where there is none. A file of a job without it is not whole.
+        attempt: How often it was begun.
+        num_interruptions: How often the server died while it ran.
+        num_events: How many events it has; the number of the last one.
+        reruns: Whether it runs again by itself when the server died while it ran.
+        cancel_requested: Whether whoever runs it is to end it.
+        removed: Whether it is gone for clients, and goes when it has ended.
+        lease_by: The server process that runs it.
+        lease_until: When that process counts as dead unless it says otherwise.
+    """
+
+    __tablename__ = "jobs"
+    __table_args__ = (
+        UniqueConstraint("owner", "idempotency_key"),
+        Index(None, "status", "model", "queued_at"),
+        Index(None, "owner", "number"),
+        Index(None, "expires_at"),
+        Index(None, "lease_by"),
+        {"sqlite_autoincrement": True},
+    )
+
+    number: Mapped[int] = mapped_column(_COUNTER, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    owner: Mapped[str] = mapped_column(String(255))
+    model: Mapped[str] = mapped_column(String(1024))
+    status: Mapped[str] = mapped_column(String(16))
+    engine: Mapped[str | None] = mapped_column(String(32))
+    head: Mapped[dict[str, Any]] = mapped_column(JSON)
+    message: Mapped[str | None] = mapped_column(Text)
+    code: Mapped[str | None] = mapped_column(String(64))
+    created_at: Mapped[float]
+    queued_at: Mapped[float]
+    started_at: Mapped[float | None]
+    finished_at: Mapped[float | None]
+    expires_at: Mapped[float | None]
+    idempotency_key: Mapped[str | None] = mapped_column(String(255))
+    digest: Mapped[str] = mapped_column(String(64))
+    request_bytes: Mapped[int] = mapped_column(BigInteger)
+    result_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    attempt: Mapped[int] = mapped_column(default=0)
+    num_interruptions: Mapped[int] = mapped_column(default=0)
+    num_events: Mapped[int] = mapped_column(default=0)
+    reruns: Mapped[bool] = mapped_column(default=False)
+    cancel_requested: Mapped[bool] = mapped_column(default=False)
+    removed: Mapped[bool] = mapped_column(default=False)
+    lease_by: Mapped[str | None] = mapped_column(String(64))
+    lease_until: Mapped[float | None]
+
+
+class EventRow(Base):
+    """Something that happened to a job; ``seq`` counts from 1 without gaps."""
+
+    __tablename__ = "job_events"
+
+    job_number: Mapped[int] = mapped_column(
+        _COUNTER, ForeignKey("jobs.number", ondelete="CASCADE"), primary_key=True
+    )
+    seq: Mapped[int] = mapped_column(primary_key=True)
+    status: Mapped[str] = mapped_column(String(16))
+    time: Mapped[float]
+    message: Mapped[str | None] = mapped_column(Text)
+    engine: Mapped[str | None] = mapped_column(String(32))
+
+
+__all__ = ["Base", "EventRow", "JobRow"]

@@ -1,0 +1,129 @@
+"""The blocks that are sent: what people write, from one line to a closure of functions."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+
+from nnsight_engine.tracing.tracer import Info, Tracer
+from nnsight_engine.wire import SentBlock
+
+_WIDTH: Final = 576
+SCALE: Final = 1.5
+
+
+class _Sender(Tracer):
+    """Keeps its block and runs nothing."""
+
+    kept: SentBlock
+
+    def execute(self, function: Callable[[], Any]) -> None:
+        del function
+        own = dict(self.info.variables)
+        self.kept = SentBlock(Info(self.info.block, own, None, self.info.globals_), own)
+
+
+class _Place:
+    """Stands for a module of the model: goes by reference, and takes anything."""
+
+    def __getattr__(self, _name: str) -> Any:
+        return self
+
+    def __getitem__(self, _key: Any) -> Any:
+        return self
+
+    def __setitem__(self, _key: Any, _value: Any) -> None:
+        """Take it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sent:
+    """One block: as it is sent, and as the function that a pickle would send.
+
+    Attributes:
+        name: What it is.
+        block: The block with its variables.
+        function: The same, compiled, on these variables.
+    """
+
+    name: str
+    block: SentBlock
+    function: Callable[[], Any]
+
+
+def sent_blocks() -> Iterator[Sent]:
+    """Return the blocks that are measured."""
+    for name, make in (("one line", _one_line), ("20 lines", _twenty_lines), ("closure", _closure)):
+        sender = make()
+        yield Sent(name, sender.kept, Tracer().compile_on(sender.kept.info))
+
+
+def reference(value: Any) -> tuple[str, ...] | None:
+    """Name the model and the tracer, which do not travel."""
+    return ("known", "1") if isinstance(value, _Place | Tracer) else None
+
+
+def _one_line() -> _Sender:
+    model = _Place()
+    with _Sender() as tracer:
+        hidden = model.layers[5].output.save()  # noqa: F841 - it is the block that counts
+    return tracer
+
+
+def _scaled(value: torch.Tensor, *, by: float = SCALE) -> torch.Tensor:
+    """Return the value scaled to a length."""
+    length = value.norm(dim=-1, keepdim=True)
+    return value * by / length
+
+
+def _twenty_lines() -> _Sender:
+    model, strength, tokens = _Place(), 4.0, [1, 2, 3]
+    direction = torch.randn(_WIDTH)
+    with _Sender() as tracer:
+        kept: list[Any] = []
+        norms: list[float] = []
+        for step in tracer.iter[:]:  # type: ignore[attr-defined] # of a tracer that would run
+            hidden = model.layers[10].output
+            before = hidden.norm(dim=-1)
+            hidden[:] = hidden + _scaled(direction, by=strength)
+            after = model.layers[10].output.norm(dim=-1)
+            if step in tokens:
+                kept.append((step, before, after))
+            top = model.logits.output.topk(5)
+            for place, token in enumerate(top.indices[0].tolist()):
+                if token in tokens:
+                    kept.append((step, place, token))
+            with contextlib.suppress(IndexError):
+                norms.append(float(after[-1]))
+            ratios = [second / first for first, second in itertools.pairwise(norms)]
+            if ratios and max(ratios) > SCALE:
+                tracer.stop()  # type: ignore[attr-defined] # as above
+        answer = tracer.result.save()  # type: ignore[attr-defined] # noqa: F841 - as above
+    return tracer
+
+
+def _closure() -> _Sender:
+    model = _Place()
+    centre = torch.zeros(_WIDTH)
+    count = 0
+
+    def centred(value: torch.Tensor) -> torch.Tensor:
+        return value - centre
+
+    def measured(value: torch.Tensor) -> float:
+        nonlocal count
+        count += 1
+        return float(centred(value).norm())
+
+    def among(values: list[torch.Tensor]) -> float:
+        return max(measured(value) for value in values)
+
+    with _Sender() as tracer:
+        largest = among([model.layers[layer].output for layer in range(3)])  # noqa: F841 - as above
+        seen = count  # noqa: F841 - as above
+    return tracer

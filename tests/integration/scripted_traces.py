@@ -1,0 +1,96 @@
+"""A trace engine that does what each trace's ``client`` says, and traces that say it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.jobs import JobStatus
+from app.services.traces import event_frame
+from nnsight_engine.remote_backend.frames import Frame, FrameKind, FrameReader, json_frame
+from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceHead, TraceRequest
+
+HEADERS = {"content-type": MEDIA_TYPE}
+RESULT = b"what was saved"
+
+
+def trace(script: str = "ok", *, payload: bytes = b"blocks", **head: Any) -> bytes:
+    """Return a request that has the engine do what ``script`` says."""
+    fields = {"model": "fake-model", "dialect": "vllm", "client": script, **head}
+    return TraceRequest(TraceHead(**fields), [payload]).to_bytes()
+
+
+class ScriptedEngine:
+    """A ``TraceEngine``; ``hang`` waits for ``released``, ``hang-early`` before it says that it runs.
+
+    Attributes:
+        started: Job ids in the order in which they began.
+        most_running: How many ran at once.
+    """
+
+    name = "vllm"
+
+    def __init__(self) -> None:
+        self.released = asyncio.Event()
+        self.is_busy = False
+        self.started: list[str] = []
+        self.payloads: list[bytes] = []
+        self.num_running = 0
+        self.most_running = 0
+        self.num_ended = 0
+
+    async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
+        if self.is_busy:
+            raise ApiError(ErrorCode.QUEUE_FULL, "The engine's own queue is full.")
+        self.started.append(job_id)
+        self.payloads.append(bytes(request.parts[0][:100]))
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            script, _, number = request.head.client.partition(":")
+            if script == "hang-early":
+                await self.released.wait()
+            yield event_frame(JobStatus.RUNNING, engine=self.name)
+            async for frame in self._played(script, int(number or 0)):
+                yield frame
+        finally:
+            # An engine that cleans up may await there.
+            await asyncio.sleep(0)
+            self.num_running -= 1
+            self.num_ended += 1
+
+    async def _played(self, script: str, number: int) -> AsyncGenerator[Frame, None]:
+        if script == "hang":
+            await self.released.wait()
+        for count in range(number if script == "logs" else 0):
+            yield event_frame(JobStatus.LOG, message=f"line {count}")
+        if script == "odd":
+            yield event_frame(JobStatus.LOG, message="a\0b" + "x" * 100_000)
+        if script == "refused":
+            raise ApiError(ErrorCode.WRONG_WIDTH, "`vector` is \ud800 too wide.", "vector")
+        if script == "crash":
+            raise RuntimeError("secret path /etc/x")
+        if script == "dead":
+            raise ApiError(ErrorCode.ENGINE_DEAD, "The engine has stopped.")
+        if script == "error-frame":
+            yield json_frame(FrameKind.OUTPUTS, {"half": 1})
+            yield json_frame(
+                FrameKind.ERROR, {"error": {"message": "no room", "code": "engine_capture_full"}}
+            )
+            return
+        if script == "block-fails":
+            yield event_frame(JobStatus.ERROR, message="ZeroDivisionError: division by zero")
+        yield Frame(FrameKind.OUTPUT, b"for who follows it live")
+        yield json_frame(FrameKind.OUTPUTS, {"0/0": {"text": "out"}})
+        if script != "no-result":
+            yield Frame(FrameKind.RESULT, bytes(number) if script == "big" else RESULT)
+
+
+def frames_of(data: bytes) -> list[Frame]:
+    """Return the frames of an answer, which must be whole."""
+    reader = FrameReader(2**40)
+    frames = [Frame(frame.kind, bytes(frame.data)) for frame in reader.feed(data)]
+    assert reader.is_between
+    return frames

@@ -1,0 +1,266 @@
+"""Following jobs over real sockets: from every point, without gaps or repeats, by SSE and by WebSocket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from app.context import Context
+from app.engine.fake import FakeBehaviour, FakeEngineClient
+from app.main import create_app, new_store
+from app.settings import Settings
+from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
+from tests.integration.waiting import until
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Live:
+    """A listening server with a scripted engine."""
+
+    def __init__(
+        self, port: int, client: httpx.AsyncClient, engine: ScriptedEngine, context: Context
+    ) -> None:
+        self.client = client
+        self.engine = engine
+        self.context = context
+        self._address = f"127.0.0.1:{port}"
+
+    async def submit(self, script: str) -> str:
+        response = await self.client.post("/v1/jobs", content=trace(script), headers=HEADERS)
+        return str(response.json()["id"])
+
+    async def sse(self, job_id: str, after: int = 0, **headers: str) -> AsyncGenerator[dict[str, Any], None]:
+        path = f"/v1/jobs/{job_id}/events?after={after}"
+        async with self.client.stream("GET", path, headers=headers) as response:
+            assert response.status_code == 200
+            async for line in response.aiter_lines():
+                if line.startswith("data: "):
+                    yield json.loads(line.removeprefix("data: "))
+
+    def socket(self, job_id: str, after: int = 0) -> connect:
+        return connect(f"ws://{self._address}/v1/jobs/{job_id}/events?after={after}")
+
+    async def ws(self, job_id: str, after: int = 0) -> AsyncGenerator[dict[str, Any], None]:
+        async with self.socket(job_id, after) as socket:
+            async for message in socket:
+                event = json.loads(message)
+                assert event.pop("type") == "event"
+                yield event
+            assert socket.close_code == 1000
+
+    async def until_nobody_follows(self) -> None:
+        await until(lambda: self.context.jobs.num_followers == 0)
+
+
+@contextlib.asynccontextmanager
+async def live(
+    directory: Path, behaviour: FakeBehaviour | None = None, **settings: Any
+) -> AsyncIterator[Live]:
+    folders = {"result_dir": directory / "results", "data_dir": directory / "data"}
+    chosen = Settings.model_validate({**folders, "drain_timeout_s": 0.1, **settings})
+    store = new_store(chosen)
+    scripted = ScriptedEngine()
+    engine = FakeEngineClient(chosen, store, behaviour)
+    engine.traces = {"vllm": scripted}
+    app = create_app(chosen, engine, store)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    serving = asyncio.create_task(server.serve())
+    await until(lambda: server.started)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+        yield Live(port, client, scripted, app.state.context)
+    server.should_exit = True
+    await serving
+
+
+async def listed(events: AsyncIterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [event async for event in events]
+
+
+async def test_events_are_replayed_from_every_point_and_then_live(tmp_path: Path):
+    async with live(tmp_path) as server:
+        job_id = await server.submit("hang")
+        early = [
+            asyncio.create_task(listed(follow(job_id, after)))
+            for follow in (server.sse, server.ws)
+            for after in range(8)
+        ]
+        await until(lambda: server.context.jobs.num_followers == len(early))
+        server.engine.released.set()
+        told = [await task for task in early]
+        everything = told[0]
+        assert [event["id"] for event in everything] == [1, 2, 3, 4, 5]
+        assert [event["status"] for event in everything] == [
+            "RECEIVED", "QUEUED", "DISPATCHED", "RUNNING", "COMPLETED",
+        ]  # fmt: skip
+        assert {event["job"] for event in everything} == {job_id}
+        for count, events in enumerate(told):
+            assert events == everything[count % 8 :]
+        for after in range(8):
+            assert await listed(server.sse(job_id, after)) == everything[after:]
+            assert await listed(server.ws(job_id, after)) == everything[after:]
+            # What a browser saw last goes before where it once began.
+            headers = {"Last-Event-ID": str(after)}
+            assert await listed(server.sse(job_id, 1, **headers)) == everything[after:]
+
+
+async def test_who_leaves_and_comes_back_misses_nothing(tmp_path: Path):
+    async with live(tmp_path) as server:
+        job_id = await server.submit("logs:3000")
+        seen: list[int] = []
+        is_over = False
+        while not is_over:
+            num_before = len(seen)
+            async with contextlib.aclosing(server.sse(job_id, seen[-1] if seen else 0)) as events:
+                async for event in events:
+                    seen.append(event["id"])
+                    is_over = event["status"] == "COMPLETED"
+                    if len(seen) - num_before == 400:
+                        break
+        assert seen == list(range(1, 3006))
+        await server.until_nobody_follows()
+
+
+async def test_events_arrive_while_the_job_runs(tmp_path: Path):
+    async with live(tmp_path) as server:
+        job_id = await server.submit("hang")
+        async with contextlib.aclosing(server.sse(job_id)) as events, server.socket(job_id) as socket:
+            while (await anext(events))["status"] != "RUNNING":
+                pass
+            while json.loads(await socket.recv())["status"] != "RUNNING":
+                pass
+            await socket.send('{"type": "ping"}')
+            assert json.loads(await socket.recv()) == {"type": "pong"}
+            server.engine.released.set()
+            assert (await anext(events))["status"] == "COMPLETED"
+            assert json.loads(await socket.recv())["status"] == "COMPLETED"
+
+
+async def test_followers_that_leave_leave_nothing_and_the_job_goes_on(tmp_path: Path):
+    async with live(tmp_path) as server:
+        job_id = await server.submit("hang")
+        async with contextlib.aclosing(server.sse(job_id)) as events, server.socket(job_id) as socket:
+            await anext(events)
+            await socket.recv()
+        await server.until_nobody_follows()
+        server.engine.released.set()
+        assert (await listed(server.sse(job_id)))[-1]["status"] == "COMPLETED"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        "",
+        "ping",
+        "{}",
+        '{"type": "other"}',
+        "[" * 100_000,
+        '{"type": "ping", "a": ' + "[" * 100_000,
+        b"\x00binary",
+    ],
+)
+async def test_messages_that_mean_nothing_close_the_socket(tmp_path: Path, sent: str | bytes):
+    async with live(tmp_path) as server:
+        job_id = await server.submit("hang")
+        async with server.socket(job_id) as socket:
+            await socket.send(sent)
+            with pytest.raises(ConnectionClosed):
+                await until_closed(socket)
+            assert socket.close_code == 1003
+        server.engine.released.set()
+        assert (await listed(server.ws(job_id)))[-1]["status"] == "COMPLETED"
+
+
+async def until_closed(socket: ClientConnection) -> None:
+    while True:
+        await socket.recv()
+
+
+async def test_sockets_to_nowhere_are_answered_like_requests(tmp_path: Path):
+    async with live(tmp_path) as server:
+        with pytest.raises(InvalidStatus) as caught:
+            async with server.socket("nobody"):
+                pass
+        assert caught.value.response.status_code == 404
+        assert json.loads(caught.value.response.body)["error"]["code"] == "job_not_found"
+        with pytest.raises(InvalidStatus) as caught:
+            async with server.socket("nobody", -1):
+                pass
+        assert 400 <= caught.value.response.status_code < 500
+        for bad in ("-1", "x", str(2**31), str(10**30)):
+            response = await server.client.get("/v1/jobs/nobody/events", params={"after": bad})
+            assert response.status_code == 422
+
+
+async def test_while_the_engine_starts_jobs_are_followed_and_no_other_socket_is_let_in(tmp_path: Path):
+    behaviour = FakeBehaviour(is_starting=True)
+    async with live(tmp_path, behaviour) as server:
+        url = str(server.client.base_url).replace("http", "ws")
+        with pytest.raises(InvalidStatus) as caught:
+            async with connect(f"{url}/v1/elsewhere"):
+                pass
+        assert caught.value.response.status_code == 503
+        assert json.loads(caught.value.response.body)["error"]["code"] == "starting"
+        behaviour.is_starting = False
+        job_id = await server.submit("ok")
+        behaviour.is_starting = True
+        assert (await listed(server.ws(job_id)))[-1]["status"] == "COMPLETED"
+
+
+async def test_a_removed_job_sends_its_followers_home(tmp_path: Path):
+    async with live(tmp_path) as server:
+        job_id = await server.submit("hang")
+        following = [asyncio.create_task(listed(server.sse(job_id))) for _ in range(2)]
+        socket = server.socket(job_id)
+        async with socket as connection:
+            await connection.recv()
+            assert (await server.client.delete(f"/v1/jobs/{job_id}")).status_code == 204
+            with pytest.raises(ConnectionClosed):
+                await until_closed(connection)
+            assert connection.close_code == 1001
+        for task in following:
+            assert (await task)[0]["status"] == "RECEIVED"
+
+
+async def test_two_servers_share_jobs_and_run_each_once(tmp_path: Path):
+    async with live(tmp_path, max_running_jobs=2) as first, live(tmp_path, max_running_jobs=2) as second:
+        hanging = await first.submit("hang")
+        await until(lambda: bool(first.engine.started + second.engine.started))
+        ids = [await (first, second)[count % 2].submit("ok") for count in range(40)]
+        # Whoever runs it, both tell of it.
+        for job_id in ids:
+            for server in (first, second):
+                assert (await listed(server.sse(job_id)))[-1]["status"] == "COMPLETED"
+        started = first.engine.started + second.engine.started
+        assert sorted(started) == sorted([hanging, *ids])
+        # A job is ended from either.
+        other = second if hanging in first.engine.started else first
+        assert (await other.client.post(f"/v1/jobs/{hanging}/cancel")).json()["status"] == "RUNNING"
+        assert (await listed(other.ws(hanging)))[-1]["status"] == "CANCELLED"
+        assert first.engine.num_running == second.engine.num_running == 0
+
+
+async def test_an_upload_that_breaks_off_leaves_nothing(tmp_path: Path):
+    async with live(tmp_path) as server:
+        whole = trace(payload=bytes(3_000_000))
+
+        async def half() -> AsyncIterator[bytes]:
+            yield whole[:2_000_000]
+            raise ConnectionError
+
+        with pytest.raises(ConnectionError):
+            await server.client.post("/v1/jobs", content=half(), headers=HEADERS)
+        assert await server.context.lifecycle.wait_idle(5)
+        assert [path.name for path in (tmp_path / "data/servers").glob("*/*")] == [".lock"]
+        assert (await server.client.get("/v1/jobs")).json()["data"] == []

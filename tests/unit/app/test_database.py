@@ -1,0 +1,130 @@
+"""The database: opened, migrated, shared."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import sqlite3
+import stat
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import insert, select, text
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+from sqlalchemy.schema import CreateTable
+
+from app.storage.database import FILE_NAME, Database, DatabaseError
+from app.storage.tables import Base, EventRow
+
+
+async def test_the_migrations_make_the_tables_that_the_server_uses(tmp_path: Path):
+    database = Database(tmp_path)
+    await database.start()
+
+    def differences(session: Session) -> list[object]:
+        return list(compare_metadata(MigrationContext.configure(session.connection()), Base.metadata))
+
+    assert await database.read(differences) == []
+    await database.close()
+
+
+def test_the_tables_can_be_made_elsewhere():
+    for table in Base.metadata.tables.values():
+        assert "CREATE TABLE" in str(CreateTable(table).compile(dialect=postgresql.dialect()))
+
+
+async def test_it_survives_a_crash_in_the_middle_and_waits_for_others(tmp_path: Path):
+    database = Database(tmp_path / "a % b")
+    await database.start()
+    settings = ["journal_mode", "synchronous", "foreign_keys", "busy_timeout"]
+
+    def pragmas(session: Session) -> list[object]:
+        return [session.scalar(text(f"PRAGMA {name}")) for name in settings]
+
+    assert await database.read(pragmas) == ["wal", 2, 1, 30_000]
+    assert stat.S_IMODE((tmp_path / "a % b").stat().st_mode) == 0o700
+    await database.close()
+
+
+async def test_a_write_that_fails_leaves_nothing(tmp_path: Path):
+    database = Database(tmp_path)
+    await database.start()
+
+    def orphan(session: Session) -> None:
+        session.execute(text("CREATE TABLE half (a INTEGER)"))
+        session.execute(insert(EventRow), [{"job_number": 7, "seq": 1, "status": "LOG", "time": 0.0}])
+
+    with pytest.raises(IntegrityError):
+        await database.write(orphan)
+    assert await database.read(lambda session: session.scalars(select(EventRow.seq)).all()) == []
+    with pytest.raises(Exception, match="half"):
+        await database.read(lambda session: session.execute(text("SELECT * FROM half")))
+    await database.close()
+
+
+async def test_writers_that_read_first_wait_for_each_other(tmp_path: Path):
+    first, second = Database(tmp_path), Database(tmp_path)
+    await first.start()
+    await second.start()
+    await first.write(lambda session: session.execute(text("CREATE TABLE counts (n INTEGER)")))
+    await first.write(lambda session: session.execute(text("INSERT INTO counts VALUES (0)")))
+
+    def count(session: Session) -> None:
+        value = session.scalar(text("SELECT n FROM counts"))
+        session.execute(text("UPDATE counts SET n = :n"), {"n": value + 1})
+
+    await asyncio.gather(*(database.write(count) for database in [first, second] * 25))
+    assert await second.read(lambda session: session.scalar(text("SELECT n FROM counts"))) == 50
+    await first.close()
+    await second.close()
+
+
+def _start(directory: Path) -> None:
+    async def run() -> None:
+        database = Database(directory)
+        await database.start()
+        await database.close()
+
+    asyncio.run(run())
+
+
+def test_processes_that_start_at_once_migrate_once(tmp_path: Path):
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_start, args=(tmp_path,)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+
+
+async def test_a_database_of_a_newer_version_is_refused_by_name(tmp_path: Path):
+    older = Database(tmp_path)
+    await older.start()
+    await older.close()
+    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(DatabaseError, match=r"newer.*NNSIGHT_ENGINE_DATA_DIR"):
+        await Database(tmp_path).start()
+
+
+async def test_what_is_no_database_is_refused_and_kept(tmp_path: Path):
+    (tmp_path / FILE_NAME).write_bytes(b"something else entirely" * 100)
+    with pytest.raises(DatabaseError):
+        await Database(tmp_path).start()
+    assert (tmp_path / FILE_NAME).read_bytes().startswith(b"something else")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["postgresql+psycopg://me:hunter2@nowhere/db", "nonsense", "sqlite://me:hunter2@/x.db"],
+    ids=["no driver", "no url", "no such form"],
+)
+async def test_urls_that_do_not_work_are_refused_without_their_password(tmp_path: Path, url: str):
+    with pytest.raises(DatabaseError, match="NNSIGHT_ENGINE_DATABASE_URL") as caught:
+        await Database(tmp_path, url).start()
+    assert "hunter2" not in str(caught.value)

@@ -1,0 +1,161 @@
+"""Who runs a job: claims, turns of owners, lost leases, and jobs of servers that died."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api_schemas.jobs import JobEvent, JobStatus, JobSummary
+from app.storage import job_leases
+from app.storage.database import Database
+from app.storage.job_leases import MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError
+from app.storage.jobs import JobStore, NewJob
+from app.storage.tables import JobRow
+
+SUMMARY = JobSummary(model="m", dialect="vllm", kind="trace", num_blocks=1, python="3.12", client="1")
+RUNNING = JobEvent(status=JobStatus.RUNNING, time=1.0, engine="vllm")
+_COUNT = itertools.count()
+
+
+class Servers:
+    """A database, and servers by name that lease jobs from it."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self.store = JobStore(database, max_queued=100, ttl_s=60)
+
+    def named(self, name: str) -> JobLeases:
+        return JobLeases(self.database, holder=name, ttl_s=60)
+
+    async def add(self, owner: str = "", model: str = "m", **options: Any) -> str:
+        values = {"digest": "0", "request_bytes": 1, "idempotency_key": None, "reruns": False, **options}
+        new = NewJob(id=f"job-{next(_COUNT)}", owner=owner, model=model, summary=SUMMARY, **values)
+        return (await self.store.accept(new)).job.id
+
+    async def get(self, job_id: str, owner: str = "") -> JobRow:
+        return await self.store.get(job_id, owner)
+
+
+@pytest.fixture
+async def servers(tmp_path: Path) -> AsyncIterator[Servers]:
+    database = Database(tmp_path)
+    await database.start()
+    yield Servers(database)
+    await database.close()
+
+
+async def claimed(leases: JobLeases, model: str = "m") -> JobRow:
+    job = await leases.claim(model, {})
+    assert job is not None
+    return job
+
+
+async def test_a_job_is_claimed_once_by_a_server_of_its_model(servers: Servers):
+    ids = {await servers.add() for _ in range(10)}
+    names = [servers.named(name) for name in "abcd"]
+    assert await names[0].claim("other", {}) is None
+    jobs = await asyncio.gather(*(leases.claim("m", {}) for leases in names * 5))
+    assert {job.id for job in jobs if job is not None} == ids
+    assert sum(job is not None for job in jobs) == 10
+
+
+async def test_owners_take_turns_and_each_ones_oldest_comes_first(servers: Servers):
+    first = [await servers.add("busy") for _ in range(5)]
+    second = [await servers.add("rare") for _ in range(2)]
+    leases = servers.named("a")
+    order = [(await claimed(leases)).id for _ in range(7)]
+    assert order == [first[0], second[0], first[1], second[1], *first[2:]]
+
+
+async def test_an_owner_whose_jobs_are_short_does_not_go_first_for_ever(servers: Servers):
+    for _ in range(4):
+        await servers.add("quick")
+        await servers.add("other")
+    leases = servers.named("a")
+    served_at: dict[str, float] = {}
+    order: list[str] = []
+    for turn in range(8):
+        job = await leases.claim("m", served_at)
+        assert job is not None
+        served_at[job.owner] = float(turn + 1)
+        order.append(job.owner)
+        await leases.end(job, JobEnd(JobStatus.COMPLETED, result_bytes=1))
+    assert order == ["quick", "other"] * 4
+
+
+async def test_a_server_taken_for_dead_changes_nothing_any_more(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+):
+    job_id = await servers.add(reruns=True)
+    slow, other = servers.named("slow"), servers.named("other")
+    monkeypatch.setattr(job_leases, "LEASE_S", -1.0)
+    stale = await claimed(slow)
+    await slow.tell(stale, [RUNNING])
+    monkeypatch.undo()
+    assert await slow.recover(own=[job_id]) == []
+    assert await other.recover() == [(job_id, 1)]
+    fresh = await claimed(other)
+    assert (fresh.id, fresh.attempt) == (job_id, 2)
+    for late in (slow.tell(stale, [RUNNING]), slow.end(stale, JobEnd(JobStatus.COMPLETED, result_bytes=1))):
+        with pytest.raises(LeaseLostError):
+            await late
+    assert await slow.look([job_id]) == {}
+    assert await other.look([job_id]) == {job_id: False}
+    await other.end(fresh, JobEnd(JobStatus.COMPLETED, result_bytes=2))
+    assert (await servers.get(job_id)).result_bytes == 2
+    events = (await servers.store.events(job_id, "", after=0, limit=100)).events
+    assert [event.id for event in events] == list(range(1, len(events) + 1))
+
+
+async def test_a_lease_that_is_renewed_stays(servers: Servers, monkeypatch: pytest.MonkeyPatch):
+    job_id = await servers.add()
+    leases = servers.named("a")
+    monkeypatch.setattr(job_leases, "LEASE_S", -1.0)
+    await claimed(leases)
+    monkeypatch.undo()
+    await leases.renew([job_id])
+    assert await servers.named("b").recover() == []
+    assert await servers.named("b").recover(dead=["a"]) == [(job_id, 1)]
+
+
+async def test_what_was_running_has_failed_and_what_was_not_waits_again(servers: Servers):
+    ids = [await servers.add() for _ in range(4)]
+    dead = servers.named("dead")
+    jobs = [await claimed(dead) for _ in ids]
+    await dead.tell(jobs[1], [JobEvent(status=JobStatus.DISPATCHED)])
+    await dead.tell(jobs[2], [RUNNING, JobEvent(status=JobStatus.LOG, message="hello")])
+    await servers.store.cancel(ids[3], "")
+    await servers.named("next").recover(dead=["dead"])
+    rows = [await servers.get(job_id) for job_id in ids]
+    assert [row.status for row in rows] == ["QUEUED", "QUEUED", "ERROR", "CANCELLED"]
+    assert [row.code for row in rows] == [None, None, "interrupted", "job_cancelled"]
+    assert rows[2].expires_at is not None
+
+
+async def test_a_job_that_takes_servers_with_it_does_so_only_so_often(servers: Servers):
+    job_id = await servers.add(reruns=True)
+    for count in range(MAX_INTERRUPTIONS):
+        leases = servers.named(str(count))
+        job = await claimed(leases)
+        await leases.tell(job, [RUNNING])
+        assert await servers.named("next").recover(dead=[str(count)]) == [(job_id, count + 1)]
+    row = await servers.get(job_id)
+    assert (row.status, row.code) == ("ERROR", "interrupted")
+    assert await servers.named("next").claim("m", {}) is None
+
+
+async def test_a_job_that_was_given_back_runs_again(servers: Servers):
+    job_id = await servers.add()
+    leases = servers.named("a")
+    job = await claimed(leases)
+    await leases.tell(job, [RUNNING])
+    await leases.give_back(job, was_interrupted=False)
+    assert (await servers.get(job_id)).started_at is None
+    await claimed(leases)
+    await leases.give_back_all()
+    assert (await claimed(servers.named("b"))).attempt == 3
