@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
@@ -201,7 +200,7 @@ class _Run:
         finally:
             if not is_over:
                 # Also if the caller is being cancelled: what runs in the engine must end.
-                await asyncio.shield(asyncio.ensure_future(_forget(engine, trace)))
+                await asyncio.shield(asyncio.ensure_future(engine.forget_trace(trace.key, trace.request_ids)))
 
     def _told(self, event: Begun | Told | Output) -> Iterator[Frame]:
         """Yield what a client is told of an event."""
@@ -243,18 +242,6 @@ class _Run:
             raise
         finally:
             await outputs.aclose()
-
-
-async def _forget(engine: InterventionAsyncLLM, trace: _Trace) -> None:
-    """End what is left of a trace in the engine."""
-    try:
-        # vLLM itself ends a request of a cancelled caller only if that was waiting for its outputs.
-        await engine.abort(trace.request_ids)
-        await engine.collective_rpc("drop_trace", args=(trace.key,))
-    except EngineDeadError:
-        return
-    except Exception:
-        logger.exception("the engine could not be told that a trace is over")
 
 
 def _logs(printed: str) -> Iterator[Frame]:
