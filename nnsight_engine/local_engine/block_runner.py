@@ -18,6 +18,7 @@ from nnsight_engine.remote_backend.received import (
     SAVED,
     ReceivedInvoke,
     encoded_outcomes,
+    failure_of,
     invokes_of,
     outcome_of,
 )
@@ -85,6 +86,8 @@ class BlockRunner(ABC):
 
     def __init__(self, *, max_result_bytes: int = Limits().max_bytes, compresses: bool = False) -> None:
         """Wait for traces."""
+        self.failure = ""
+        """What is to be said of the last trace's error, nothing if it had none."""
         self._limits = Limits(max_bytes=max_result_bytes)
         self._compresses = compresses
 
@@ -135,6 +138,7 @@ class BlockRunner(ABC):
 
     def _run(self, request: TraceRequest) -> bytes:
         head = request.head
+        self.failure = ""
         tracer = self._tracer(head)
         resolve = self._resolver(tracer)
         # The server has checked whose codec it is, see ``app.auth.codecs``.
@@ -153,6 +157,7 @@ class BlockRunner(ABC):
             )
             for index, invoke in enumerate(trace.invokes)
         ]
+        self.failure = failure_of(blocks)
         return encoded_outcomes(
             {"blocks": blocks, "before": list(trace.saved)},
             self._reference,
