@@ -26,8 +26,8 @@ from nnsight_engine.plans.collected import (
     CollectedResults,
     LensResult,
     ProbeResult,
-    TraceResult,
     TensorResult,
+    TraceResult,
 )
 from nnsight_engine.plans.collector import RequestCollector
 from nnsight_engine.plans.compile import compile_request

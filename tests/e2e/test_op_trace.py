@@ -237,7 +237,8 @@ async def test_a_client_that_leaves_ends_its_trace(live: Live) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         await task
     async with asyncio.timeout(20):
-        while live.engine.engine.output_processor.request_states or len(live.engine.engine.traces):
+        engine = live.engine.engine
+        while engine.output_processor.request_states or len(engine.traces):  # noqa: ASYNC110 - vLLM's own
             await asyncio.sleep(0.05)
 
 
