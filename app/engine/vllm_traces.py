@@ -191,10 +191,13 @@ class _Run:
                     for frame in self._told(event):
                         yield frame
             results = results_of({index: one.output for index, one in enumerate(self._gathered)})
-            data, printed = answer(await engine.collective_rpc("finish_trace", args=(trace.key, results)))
+            answers = await engine.collective_rpc("finish_trace", args=(trace.key, results))
+            data, printed, failure = answer(answers)
             is_over = True
             for frame in _logs(printed):
                 yield frame
+            if failure:
+                yield event_frame(JobStatus.ERROR, message=failure)
             yield json_frame(FrameKind.OUTPUTS, results)
             yield Frame(FrameKind.RESULT, data)
         finally:

@@ -115,13 +115,16 @@ async def _completed(opened: list[Frame], frames: Frames) -> Frames:
     Raises:
         ApiError: The engine ended it without a result.
     """
+    has_failed = False
     for frame in opened:
         yield frame
     async for frame in frames:
         if frame.kind is FrameKind.RESULT:
-            yield event_frame(JobStatus.COMPLETED)
+            if not has_failed:
+                yield event_frame(JobStatus.COMPLETED)
             yield frame
             return
+        has_failed |= frame.kind is FrameKind.EVENT and frame.json().get("status") == JobStatus.ERROR
         yield frame
     logger.error("a trace ended without a result")
     raise internal_error()

@@ -68,7 +68,7 @@ class VLLMDialect(Dialect):
     """
 
     name = "vllm"
-    policy = DATA_ONLY.allowing(HOME_CLASSES)
+    policy = DATA_ONLY.allowing((*HOME_CLASSES, RemoteChoice, RemoteOutput))
 
     def __init__(self, model: VLLM, name: str, revision: str = "") -> None:
         """Speak for a model."""

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from nnsight_engine.interleaving.threads import Threads
-from nnsight_engine.remote_backend.received import encoded_outcomes, outcome_of
+from nnsight_engine.remote_backend.received import encoded_outcomes, failure_of, outcome_of
 from nnsight_engine.vllm_backend.outline import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.plain import NotPlainError, plain_saves
 from nnsight_engine.vllm_backend.traces.board import Board
@@ -299,6 +299,8 @@ class WorkerTraces:
         blocks = [self._closed(member, results) for member in in_order]
         for request_id in request_ids:
             self.telling.close(request_id, key)
+        if any(member.entry.prints for member in members):  # somebody asks for both
+            self.telling.fail(key, failure_of(blocks))
         contexts = [context for name, context in self._contexts.items() if name[0] == key]
         # Containers of all blocks, which whoever has saved too much has filled.
         is_too_much = any(one.request is not None and _is_too_much(one.request.error) for one in members)
