@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from nnsight_engine import LanguageModel
+from tests.guide.plain import with_weights
 
 
 def tokens(model: LanguageModel, *texts: str) -> dict[str, torch.Tensor]:
@@ -15,8 +16,8 @@ def tokens(model: LanguageModel, *texts: str) -> dict[str, torch.Tensor]:
 
 
 def module_of(model: LanguageModel) -> Any:
-    """Return transformers' own model."""
-    return model._module
+    """Return transformers' own model, with its weights wherever its traces run."""
+    return with_weights(model._module)
 
 
 def generated(model: LanguageModel, text: str, **options: Any) -> torch.Tensor:

@@ -1,0 +1,1 @@
+LOCAL_ONLY: dict[str, str] = {}
