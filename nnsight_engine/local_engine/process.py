@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, Final, NoReturn, TextIO
 
 import msgspec
 import torch
@@ -87,6 +87,7 @@ class _Process:
             return
         gc.collect()
         gc.freeze()  # what is here stays, and need not be looked at after each trace
+        sys.breakpointhook = _refuse_breakpoint
         sys.stdout = stdout = _TraceStdout(sys.stdout, self._log)
         self._say({READY: True})
         while True:
@@ -161,6 +162,12 @@ class _TraceStdout(io.TextIOBase):
     def _tell_if(self, text: str) -> None:
         if text:
             self._tell(text.removesuffix("\n"))
+
+
+def _refuse_breakpoint(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise RuntimeError(
+        "breakpoint() needs a terminal, which a trace on a server does not have: run it with remote=False"
+    )
 
 
 def _refusal(code: str, message: str) -> Frame:

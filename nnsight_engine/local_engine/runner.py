@@ -11,6 +11,8 @@ import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from nnsight_engine.core.saves import SAVES
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.tracers.editing import Edit
@@ -18,6 +20,7 @@ from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.local_engine.errors import TraceCancelledError
 from nnsight_engine.local_engine.pristine import Pristine
 from nnsight_engine.local_engine.received_tracer import ReceivedTracer
+from nnsight_engine.remote_backend.added_modules import attached
 from nnsight_engine.remote_backend.codecs import decode_blocks
 from nnsight_engine.remote_backend.places import Places, place_of
 from nnsight_engine.remote_backend.received import (
@@ -91,6 +94,11 @@ class TraceRunner:
         tracer = Session(model) if head.kind == "session" else ReceivedTracer(model)
         places = Places(model, tracer)
         # The server has checked whose codec it is, see ``app.auth.codecs``.
+        with attached(model, request.parts[1:], head.codec, places):
+            return self._run_on(request, tracer, places)
+
+    def _run_on(self, request: TraceRequest, tracer: Session | ReceivedTracer, places: Places) -> bytes:
+        head, model = request.head, self._model
         received = decode_blocks(head.codec, request.blocks, resolve=places, trusted=True)
         trace = _Trace(head, received)
         SAVES.marked.update({id(value): value for value in (*trace.saved, *received.saved)})
@@ -116,11 +124,16 @@ class TraceRunner:
 
     def _outcome(self, trace: _Trace, tracer: Session | ReceivedTracer) -> BaseException | None:
         """Run the blocks; returns what they raised."""
+        shared = trace.shared
         try:
-            if isinstance(tracer, Session):
-                self._session(trace, tracer)
-            else:
-                self._trace(trace, tracer)
+            with (
+                torch.inference_mode(bool(shared.get("inference"))),
+                torch.set_grad_enabled(bool(shared.get("grad", True))),
+            ):
+                if isinstance(tracer, Session):
+                    self._session(trace, tracer)
+                else:
+                    self._trace(trace, tracer)
         except TraceCancelledError:
             raise
         except BaseException as error:  # noqa: BLE001 - it goes to whoever wrote the block

@@ -24,11 +24,10 @@ from nnsight_engine import LanguageModel, NNsight, bundled_model_path
 from tests.families.checkpoints import HIDDEN_SIZE, build_tokenizer, write_checkpoint
 from tests.guide.local_only import LOCAL_ONLY
 from tests.guide.modules import TinyMLP
-from tests.guide.served import Servers, client_of
+from tests.guide.served import Load, Servers, client_of, without_weights
 
 LOCAL: Final = "local"
 REMOTE: Final = "remote"
-Load = Callable[..., LanguageModel]
 
 
 @pytest.hookimpl(trylast=True)  # so that this parameter is the last of a test's name
@@ -80,14 +79,20 @@ def plain() -> Load:
 
 
 @pytest.fixture(scope="session")
-def load(where: str, plain: Load, request: pytest.FixtureRequest) -> Load:
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """Copy a checkpoint without its weights, each once."""
+    return functools.cache(lambda folder: without_weights(folder, tmp_path_factory.mktemp("shell")))
+
+
+@pytest.fixture(scope="session")
+def load(where: str, plain: Load, shell: Callable[[Path], Path], request: pytest.FixtureRequest) -> Load:
     """Load a checkpoint; ``load(folder, rename=...)`` runs its traces here or on a server."""
 
     def load(folder: Path, **options: Any) -> LanguageModel:
         if where == LOCAL:
             return LanguageModel(folder, dtype=torch.float32, dispatch=True, **options)
         servers: Servers = request.getfixturevalue("servers")
-        return client_of(folder, servers.url(folder), plain(folder), **options)
+        return client_of(shell(folder), servers.url(folder), plain(folder), **options)
 
     return load
 

@@ -42,8 +42,10 @@ def recorded(module: torch.nn.Module, *paths: str) -> Iterator[dict[str, list[An
     outputs: dict[str, list[Any]] = {path: [] for path in paths}
 
     def record(path: str) -> Any:
-        return with_weights(module).get_submodule(path).register_forward_hook(
-            lambda _module, _args, output: outputs[path].append(copied(output))
+        return (
+            with_weights(module)
+            .get_submodule(path)
+            .register_forward_hook(lambda _module, _args, output: outputs[path].append(copied(output)))
         )
 
     hooks = [record(path) for path in paths]
@@ -58,8 +60,12 @@ def recorded(module: torch.nn.Module, *paths: str) -> Iterator[dict[str, list[An
 def recorded_inputs(module: torch.nn.Module, path: str) -> Iterator[list[tuple[Any, Any]]]:
     """Record ``(args, kwargs)`` of the module at ``path``, one per call."""
     inputs: list[tuple[Any, Any]] = []
-    hook = with_weights(module).get_submodule(path).register_forward_pre_hook(
-        lambda _module, args, kwargs: inputs.append((copied(args), copied(kwargs))), with_kwargs=True
+    hook = (
+        with_weights(module)
+        .get_submodule(path)
+        .register_forward_pre_hook(
+            lambda _module, args, kwargs: inputs.append((copied(args), copied(kwargs))), with_kwargs=True
+        )
     )
     try:
         yield inputs

@@ -7,12 +7,16 @@ with a plain forward pass wherever its traces ran.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from nnsight_engine import LanguageModel
 from tests.e2e.server import Server
 from tests.guide.plain import TWIN
+
+Load = Callable[..., LanguageModel]
+"""Loads a checkpoint; its arguments are a folder, and options for ``LanguageModel``."""
 
 
 class Servers:
@@ -39,11 +43,20 @@ class Servers:
         return self._urls[folder]
 
 
+def without_weights(folder: Path, target: Path) -> Path:
+    """Write what a client needs of a checkpoint: everything but the weights."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in folder.iterdir():
+        if file.is_file() and file.suffix != ".safetensors":
+            (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
 def client_of(folder: Path, url: str, plain: LanguageModel, **options: Any) -> LanguageModel:
     """Return a model without weights whose traces run on a server.
 
     Args:
-        folder: The checkpoint.
+        folder: The checkpoint, its weights left out.
         url: The server.
         plain: The same model, with its weights.
         **options: For ``LanguageModel``.
