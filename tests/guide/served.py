@@ -7,6 +7,7 @@ with a plain forward pass wherever its traces ran.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,14 @@ from tests.guide.plain import TWIN
 
 Load = Callable[..., LanguageModel]
 """Loads a checkpoint; its arguments are a folder, and options for ``LanguageModel``."""
+
+
+_TRACE = re.compile(r"^\[\S+\] LOG +: ", re.MULTILINE)
+
+
+def printed(text: str) -> str:
+    """Return what blocks printed, without the names of traces that stand before what a server sent."""
+    return _TRACE.sub("", text)
 
 
 class Servers:

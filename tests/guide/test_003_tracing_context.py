@@ -10,6 +10,7 @@ import torch
 from nnsight_engine import LanguageModel, NNsight, save
 from tests.guide.alone import module_of
 from tests.guide.plain import outputs_of
+from tests.guide.served import printed
 
 
 def test_a_trace_is_one_forward_pass(gpt2: LanguageModel) -> None:
@@ -47,7 +48,7 @@ def test_printing_works_as_anywhere(gpt2: LanguageModel, capsys: pytest.CaptureF
         print("Shape:", out.shape)  # noqa: T201 - the example
         print("Mean:", out.mean())  # noqa: T201
     (expected,) = outputs_of(gpt2._module, gpt2.tokenizer("Hello", return_tensors="pt"), "transformer.h.0")
-    assert capsys.readouterr().out == f"Shape: {expected.shape}\nMean: {expected.mean()!s}\n"
+    assert printed(capsys.readouterr().out) == f"Shape: {expected.shape}\nMean: {expected.mean()!s}\n"
 
 
 def test_stop_ends_the_run_there(tiny: NNsight, features: torch.Tensor) -> None:
