@@ -43,6 +43,7 @@ class ErrorCode(enum.StrEnum):
     INTERVENTION_FAILED = "intervention_failed"
     CODEC_NOT_ALLOWED = "codec_not_allowed"
     INVALID_TRACE = "invalid_trace"
+    TRACE_FAILED = "trace_failed"
     CODE_NOT_ALLOWED = "code_not_allowed"
     QUEUE_FULL = "queue_full"
     TRACE_TIMED_OUT = "trace_timed_out"

@@ -15,23 +15,32 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip, excerpt
 from api_schemas.limits import DEFAULT_LIMITS, Limits
 from api_schemas.operations import Ablate, Capture, LogitLens, Patch, Probe, Steer
+from api_schemas.request_traces import Trace
+
+Operation = Annotated[
+    Steer | Ablate | Patch | Capture | Probe | LogitLens,
+    Field(discriminator="op"),
+]
+"""One operation that says what is done and not how, told apart by ``op``."""
 
 Intervention = Annotated[
-    Steer | Ablate | Patch | Capture | Probe | LogitLens,
+    Steer | Ablate | Patch | Capture | Probe | LogitLens | Trace,
     Field(discriminator="op"),
 ]
 """One operation, told apart by ``op``."""
 
-OPERATIONS: Final = ("steer", "ablate", "patch", "capture", "probe", "logit_lens")
+OPERATIONS: Final = ("steer", "ablate", "patch", "capture", "probe", "logit_lens", "trace")
 """Values of ``op``."""
 
 FIELD: Final = "interventions"
 
-__all__ = ["FIELD", "OPERATIONS", "Intervention", "Limits", "parse_interventions"]
+__all__ = ["FIELD", "OPERATIONS", "Intervention", "Limits", "Operation", "parse_interventions"]
 
-_Schema = type[Steer] | type[Ablate] | type[Patch] | type[Capture] | type[Probe] | type[LogitLens]
+_Schema = (
+    type[Steer] | type[Ablate] | type[Patch] | type[Capture] | type[Probe] | type[LogitLens] | type[Trace]
+)
 _SCHEMAS: Final[dict[str, _Schema]] = dict(
-    zip(OPERATIONS, (Steer, Ablate, Patch, Capture, Probe, LogitLens), strict=True)
+    zip(OPERATIONS, (Steer, Ablate, Patch, Capture, Probe, LogitLens, Trace), strict=True)
 )
 _OUR_CODES: Final = frozenset(code.value for code in ErrorCode)
 _MAX_FIELDS: Final = 32
@@ -82,7 +91,21 @@ def parse_interventions(raw: object, limits: Limits = DEFAULT_LIMITS) -> tuple[I
             "many points: give `at` a list or a pattern.",
             FIELD,
         )
-    return tuple(_parse_one(item, f"{FIELD}.{index}", limits) for index, item in enumerate(raw))
+    operations = tuple(_parse_one(item, f"{FIELD}.{index}", limits) for index, item in enumerate(raw))
+    _check_alone(operations)
+    return operations
+
+
+def _check_alone(operations: Sequence[Intervention]) -> None:
+    """Refuse a trace beside another operation: which of the two comes first could not be kept."""
+    for index, operation in enumerate(operations):
+        if isinstance(operation, Trace) and len(operations) > 1:
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                f"A request has one `trace` and no other operation beside it, got {len(operations)} "
+                "operations: the trace's code can read and write every point itself.",
+                f"{FIELD}.{index}",
+            )
 
 
 def _parse_one(item: object, param: str, limits: Limits) -> Intervention:

@@ -6,7 +6,7 @@ tokens, and the last one ``applied`` and ``provenance``.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -70,7 +70,20 @@ class LogitLensResult(BaseModel):
     layers: dict[str, list[LensRow]]
 
 
-Result = Annotated[CaptureResult | ProbeResult | LogitLensResult, Field(discriminator="type")]
+class TraceResult(BaseModel):
+    """What a trace's code saved and printed.
+
+    In JSON's types, with tensors as objects wherever they stand. In a stream ``saves`` has what is new or
+    another value, ``grown`` the items that lists have grown by; the last chunk's ``saves`` has everything.
+    """
+
+    type: Literal["trace"] = "trace"
+    saves: dict[str, Any] = Field(description="By the variable's name.")
+    grown: dict[str, list[Any]] | None = None
+    printed: str | None = Field(default=None, description="What the code printed; absent if nothing.")
+
+
+Result = Annotated[CaptureResult | ProbeResult | LogitLensResult | TraceResult, Field(discriminator="type")]
 
 
 class Applied(BaseModel):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Final
 
-from pydantic import BaseModel
+from pydantic import BaseModel, WithJsonSchema
 
 
 class ModelStatus(BaseModel):
@@ -31,7 +31,7 @@ class ServerStatus(BaseModel):
         version: Of this package.
         python: Of the interpreter in which blocks run.
         models: What it has.
-        in_flight: Requests that are being answered.
+        in_flight: Requests that are being answered, and jobs that run.
         queued: Jobs that wait for their turn.
     """
 
@@ -41,6 +41,11 @@ class ServerStatus(BaseModel):
     models: list[ModelStatus]
     in_flight: int
     queued: int = 0
+
+
+# As a list of one type, which more readers of schemas understand than one type for each place.
+_FOUR_STRINGS: Final = {"type": "array", "items": {"type": "string"}, "minItems": 4, "maxItems": 4}
+OutlinedModule = Annotated[tuple[str, str, str, str], WithJsonSchema(_FOUR_STRINGS)]
 
 
 class TraceOutline(BaseModel):
@@ -62,7 +67,7 @@ class TraceOutline(BaseModel):
     fingerprint: str
     engines: list[str]
     class_name: str
-    outline: list[tuple[str, str, str, str]]
+    outline: list[OutlinedModule]
     spec: dict[str, Any]
 
 

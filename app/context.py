@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import Depends
 from starlette.requests import HTTPConnection
 
 from app.engine.client import EngineClient
-from app.engine.local_traces import LocalTraceEngine
+from app.engine.trace_processes import TraceProcesses
 from app.lifecycle import Lifecycle
 from app.services.jobs import JobService
 from app.services.traces import TraceService
@@ -27,7 +28,7 @@ class Context:
     lifecycle: Lifecycle
     traces: TraceService
     jobs: JobService
-    local: LocalTraceEngine | None = None
+    processes: Sequence[TraceProcesses] = ()
 
 
 async def _context_of(connection: HTTPConnection) -> Context:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from fastapi import FastAPI
 
 from app.context import Context
 from app.engine.client import EngineClient
 from app.engine.local_traces import LocalTraceEngine
+from app.engine.session_traces import SessionTraces
+from app.engine.trace_processes import TraceProcesses
 from app.errors import install_error_handlers
 from app.lifecycle import Lifecycle
 from app.middleware import GateMiddleware
@@ -27,9 +30,11 @@ from app.routes import (
     traces,
 )
 from app.services.jobs import JobService
+from app.services.model_outline import model_outline
 from app.services.traces import TraceService
-from app.settings import Settings
+from app.settings import Settings, environment_for_traces
 from app.storage.results import ResultStore
+from nnsight_engine.local_engine.link import ProcessOptions
 
 _ROUTERS = (
     completions.router,
@@ -69,10 +74,11 @@ def create_app(
     """
     store = store or new_store(settings)
     lifecycle = Lifecycle(engine, on_engine_failure)
-    engines = {**engine.trace_engines(), **({} if local is None else {local.name: local})}
+    beside = _beside(settings, engine, local)
+    engines = {**engine.trace_engines(), **{one.name: one for one in beside}}
     trace_service = TraceService(engines)
     job_service = JobService(settings, trace_service, lifecycle, engine.served)
-    context = Context(settings, engine, store, lifecycle, trace_service, job_service, local)
+    context = Context(settings, engine, store, lifecycle, trace_service, job_service, beside)
     app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)
     app.state.context = context
     app.add_middleware(GateMiddleware, lifecycle=context.lifecycle)
@@ -80,6 +86,24 @@ def create_app(
     for router in _ROUTERS:
         app.include_router(router)
     return app
+
+
+def _beside(settings: Settings, engine: EngineClient, local: LocalTraceEngine | None) -> list[TraceProcesses]:
+    """Return what runs traces in processes beside the server."""
+    beside: list[TraceProcesses] = [] if local is None else [local]
+    vllm = engine.trace_engines().get(SessionTraces.name)
+    if vllm is None:
+        return beside
+    options = ProcessOptions(
+        model=engine.served().source,
+        max_result_bytes=settings.max_trace_bytes,
+        compresses=settings.compress_results,
+    )
+
+    async def outline() -> dict[str, Any]:
+        return (await model_outline(engine, [vllm.name])).model_dump(mode="json")
+
+    return [*beside, SessionTraces(vllm, outline, options, settings, environment_for_traces())]
 
 
 def new_store(settings: Settings) -> ResultStore:
@@ -96,12 +120,12 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         stack.push_async_callback(context.store.close)
         await context.store.start()
         stack.push_async_callback(context.lifecycle.close)
-        if context.local is not None:
-            stack.push_async_callback(context.local.close)
+        for one in context.processes:
+            stack.push_async_callback(one.close)
         stack.push_async_callback(context.jobs.stop)
         await context.jobs.start()
         context.lifecycle.start()
-        if context.local is not None:
-            context.local.start(after=context.lifecycle.started())
+        for one in context.processes:
+            one.start(after=context.lifecycle.started())
         stack.push_async_callback(context.lifecycle.drain, context.settings.drain_timeout_s)
         yield

@@ -14,11 +14,18 @@ from pydantic import BaseModel
 from api_schemas.chat import ChatCompletionRequest
 from api_schemas.completions import CompletionRequest
 from api_schemas.errors import ErrorResponse
+from api_schemas.jobs import JobEvent
 from nnsight_engine.remote_backend.frames import MEDIA_TYPE as FRAMES_TYPE
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE as TRACE_TYPE
 
+EVENTS_TYPE: Final = "text/event-stream"
 _REF: Final = "#/components/schemas/{model}"
-_DOCUMENTED: Final[tuple[type[BaseModel], ...]] = (CompletionRequest, ChatCompletionRequest)
+_DOCUMENTED: Final[tuple[type[BaseModel], ...]] = (
+    CompletionRequest,
+    ChatCompletionRequest,
+    ErrorResponse,
+    JobEvent,
+)
 
 
 def _body(model: type[BaseModel]) -> dict[str, Any]:
@@ -29,51 +36,66 @@ def _body(model: type[BaseModel]) -> dict[str, Any]:
 COMPLETION_BODY: Final = _body(CompletionRequest)
 CHAT_BODY: Final = _body(ChatCompletionRequest)
 
-GENERATION_ERRORS: Final[dict[int | str, dict[str, Any]]] = {
-    200: {"description": "OpenAI's answer, or its events where `stream` is true."},
-    400: {"model": ErrorResponse, "description": "Something in the request cannot be served."},
-    413: {"model": ErrorResponse, "description": "The body is too large."},
-    422: {"model": ErrorResponse, "description": "The JSON has the wrong shape."},
-    503: {"model": ErrorResponse, "description": "Starting, draining, full or dead."},
-}
-
-BINARY: Final = {"type": "string", "format": "binary"}
-
-TRACE_BODY: Final = {
-    "requestBody": {
-        "required": True,
-        "content": {TRACE_TYPE: {"schema": BINARY}},
-    }
-}
-
-TRACE_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
-    200: {
-        "description": "Frames, see docs/remote.md; what goes wrong from here on is one of them.",
-        "content": {FRAMES_TYPE: {"schema": BINARY}},
-    },
-    400: {"model": ErrorResponse, "description": "Something in the trace cannot be served."},
-    403: {"model": ErrorResponse, "description": "The server takes no code."},
-    404: {"model": ErrorResponse, "description": "The trace is for another model."},
-    413: {"model": ErrorResponse, "description": "The trace is too large."},
-    503: {"model": ErrorResponse, "description": "Starting, draining, full or dead."},
-}
-
-
 _MEANINGS: Final = {
     400: "Something in the request cannot be served.",
-    403: "The server takes no code.",
-    404: "No such job, or the trace is for another model.",
-    409: "The job's state, or what its key named before, does not allow it.",
+    403: "The server takes no code, or none in this codec, from this sender.",
+    404: "Nothing here has this id or name.",
+    409: "The state of the job, or what its key named before, does not allow it.",
     413: "The body is too large.",
     416: "The range begins behind the end.",
-    429: "Too many jobs wait: send it again later.",
+    422: "A parameter or the JSON has the wrong shape.",
+    429: "Too much waits already: send it again later.",
+    500: "It failed; the server has logged why.",
     503: "Starting, draining, full or dead.",
+    504: "It took too long.",
 }
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return what a route's documentation says of the errors that it may answer with."""
     return {status: {"model": ErrorResponse, "description": _MEANINGS[status]} for status in statuses}
+
+
+def event_schema(data: dict[str, Any]) -> dict[str, Any]:
+    """Return what one server-sent event of a stream is like; ``data`` is what its data are like."""
+    return {
+        "type": "object",
+        "description": "One event.",
+        "properties": {"id": {"type": "string"}, "data": data},
+        "required": ["data"],
+    }
+
+
+JOB_EVENTS: Final = event_schema(
+    {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"$ref": _REF.format(model=JobEvent.__name__)},
+    }
+)
+
+GENERATION_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
+    200: {
+        "description": "OpenAI's answer, or its events where `stream` is true.",
+        "content": {
+            "application/json": {"schema": {"type": "object"}},
+            EVENTS_TYPE: {"schema": event_schema({"type": "string"})},
+        },
+    },
+    **error_responses(400, 404, 413, 422, 429, 500, 503),
+}
+
+BINARY: Final = {"type": "string", "format": "binary"}
+
+TRACE_BODY: Final = {"requestBody": {"required": True, "content": {TRACE_TYPE: {"schema": BINARY}}}}
+
+TRACE_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
+    200: {
+        "description": "Frames, see docs/remote.md; what goes wrong from here on is one of them.",
+        "content": {FRAMES_TYPE: {"schema": BINARY}},
+    },
+    **error_responses(400, 403, 404, 413, 429, 500, 503, 504),
+}
 
 
 class DocumentedApp(FastAPI):
@@ -88,4 +110,24 @@ class DocumentedApp(FastAPI):
                 described = model.model_json_schema(ref_template=_REF)
                 schemas.update(described.pop("$defs", {}))
                 schemas[model.__name__] = described
+            for operations in schema["paths"].values():
+                for operation in operations.values():
+                    _correct(operation)
+            for replaced in ("HTTPValidationError", "ValidationError"):
+                schemas.pop(replaced, None)
         return super().openapi()
+
+
+def _correct(operation: dict[str, Any]) -> None:
+    """Mend what the framework documents by itself: its own error's shape, and parameters that may be null."""
+    responses = operation["responses"]
+    if "422" in responses:
+        schema = {"$ref": _REF.format(model=ErrorResponse.__name__)}
+        responses["422"] = {
+            "description": _MEANINGS[422],
+            "content": {"application/json": {"schema": schema}},
+        }
+    for parameter in operation.get("parameters", []):
+        # A header or a query that is left out is not null; one that says "null" is a string.
+        kinds = [kind for kind in parameter["schema"].pop("anyOf", []) if kind != {"type": "null"}]
+        parameter["schema"].update(kinds[0] if len(kinds) == 1 else {"anyOf": kinds} if kinds else {})

@@ -112,10 +112,15 @@ class Settings(BaseSettings):
         default="", description="Its type of weights, `float32` or `bfloat16`; empty for the checkpoint's."
     )
     max_queued_traces: int = Field(
-        default=64, ge=0, description="Most traces that wait for the local engine, which runs one at a time."
+        default=64,
+        ge=0,
+        description="Most traces that wait for the local engine, and most sessions that wait for vLLM.",
     )
     trace_time_limit_s: float = Field(
-        default=600.0, gt=0, description="How long a trace on the local engine may run."
+        default=600.0, gt=0, description="How long a trace on the local engine, or a session, may run."
+    )
+    session_processes: int = Field(
+        default=2, ge=1, description="Most sessions on vLLM that run at once, each in a process."
     )
     data_dir: Path = Field(
         default_factory=_default_data_dir,

@@ -1,7 +1,7 @@
 """Who may send blocks as pickles, which run code before any block does.
 
 Two switches, both the operator's: the server takes such blocks at all, and takes them from those who hold one
-of certain keys. ``services.trace_answers`` calls ``check_codec`` before anybody looks at a trace's parts.
+of certain keys. ``services.trace_admission`` calls ``check_codec`` before anybody looks at a trace's parts.
 """
 
 from __future__ import annotations

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Final
 
 from api_schemas.capabilities import Capabilities
-from api_schemas.interventions import Intervention
+from api_schemas.interventions import Intervention, Operation
 from api_schemas.operations import Capture, LogitLens, Probe
+from api_schemas.request_traces import Trace
 from nnsight_engine.plans.collected import (
     Applied,
     CaptureResult,
@@ -17,6 +19,7 @@ from nnsight_engine.plans.collected import (
     LensToken,
     ProbeResult,
     TensorResult,
+    TraceResult,
 )
 
 MODEL: Final = "fake-model"
@@ -30,6 +33,17 @@ _READS: Final = (Capture, Probe, LogitLens)
 def collected(interventions: tuple[Intervention, ...], span: range, *, is_final: bool) -> CollectedResults:
     """Return results at the positions of ``span`` for every read, and say all were applied there."""
     positions = list(span)
+    traces = [op for op in interventions if isinstance(op, Trace)]
+    if traces:
+        saves = {"seen": positions, "hidden": _tensor(positions, is_reduced=False)}
+        return CollectedResults([TraceResult(traces[0].name or "trace_0", saves, {}, "")], final=False)
+    operations = [op for op in interventions if not isinstance(op, Trace)]
+    return _collected(operations, positions, is_final=is_final)
+
+
+def _collected(
+    interventions: Sequence[Operation], positions: list[int], *, is_final: bool
+) -> CollectedResults:
     results = [
         _result(op, _name(op, index), positions)
         for index, op in enumerate(interventions)
@@ -42,11 +56,11 @@ def collected(interventions: tuple[Intervention, ...], span: range, *, is_final:
     )
 
 
-def _name(op: Intervention, index: int) -> str:
+def _name(op: Operation, index: int) -> str:
     return op.name or f"{op.op}_{index}"
 
 
-def _points(op: Intervention) -> list[str]:
+def _points(op: Operation) -> list[str]:
     if isinstance(op, LogitLens):
         return [f"layers.{layer}.output" for layer in _layers(op)]
     return [op.at] if isinstance(op.at, str) else list(op.at)

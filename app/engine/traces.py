@@ -27,7 +27,8 @@ class TraceEngine(Protocol):
 
         Yields an ``EVENT`` frame for each ``RUNNING`` and ``LOG`` (JSON of ``JobEvent`` without ``id`` and
         ``job``), ``OUTPUT`` frames if the request streams, then at most one ``OUTPUTS`` and just one
-        ``RESULT``. What a block raises is in the result. Closed early, it ends what it runs.
+        ``RESULT``. What a block raises is in the result, and an ``EVENT`` of ``ERROR`` before it says so.
+        Closed early, it ends what it runs.
 
         Args:
             request: The trace; its bytes are hostile until an engine has read them.

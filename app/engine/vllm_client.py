@@ -31,7 +31,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from api_schemas.capabilities import Capabilities
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.interventions import Intervention
+from api_schemas.interventions import FIELD, Intervention
+from api_schemas.request_traces import Trace
 from app.engine.client import DescribedModel, EngineReply, JsonObject
 from app.engine.intervening_requests import InterveningChatRequest, InterveningCompletionRequest
 from app.engine.traces import TraceEngine
@@ -48,10 +49,13 @@ from nnsight_engine.vllm_backend.answers import answer
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
 from nnsight_engine.vllm_backend.call import InterventionCall
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
+from nnsight_engine.vllm_backend.request_code import encoded_code, filename_of
+from nnsight_engine.vllm_backend.trace_call import TraceCall
 
 logger = logging.getLogger(__name__)
 
 Serve = Callable[[Any, Request], Awaitable[Any]]
+Call = InterventionCall | TraceCall
 
 
 class VLLMEngineClient:
@@ -152,7 +156,7 @@ class VLLMEngineClient:
         names = self._args.served_model_name or [self._args.model]
         config = None if self._engine is None else self._engine.vllm_config.model_config.hf_config
         fingerprint = "" if config is None else fingerprint_of(config)
-        return ServedModel(tuple(names), self._args.model, fingerprint)
+        return ServedModel(tuple(names), self._args.model, fingerprint, self._args.revision or "")
 
     async def describe_model(self) -> DescribedModel:
         """Return the model's modules and points, as blocks see them."""
@@ -221,7 +225,7 @@ class VLLMEngineClient:
                 "use_beam_search",
             )
         engine = self.engine
-        call = InterventionCall(interventions, engine.spec, self._tokenize, stream=bool(request.stream))
+        call = await self._call(interventions, streams=bool(request.stream))
         request.set_ticket(call.ticket)
         engine.open_call(call)
         streams = False
@@ -240,6 +244,18 @@ class VLLMEngineClient:
             if not streams:
                 engine.close_call(call)
 
+    async def _call(self, interventions: tuple[Intervention, ...], *, streams: bool) -> Call:
+        """Return what carries a request's operations through vLLM; raises ApiError for code that is none."""
+        first, *_ = interventions
+        if isinstance(first, Trace):  # which stands alone
+            param = f"{FIELD}.0"
+            data = await asyncio.to_thread(encoded_code, first, param)
+            return TraceCall(
+                data, name=first.name or f"{first.op}_0", param=param, filename=filename_of(first),
+                streams=streams, max_requests=self._settings.max_trace_requests,
+            )  # fmt: skip
+        return InterventionCall(interventions, self.engine.spec, self._tokenize, stream=streams)
+
     async def _serve(self, serve: Serve, request: Any, http: Request) -> Any:
         try:
             return await serve(request, self._as_vllm(http))
@@ -254,15 +270,13 @@ class VLLMEngineClient:
             logger.info("vLLM refused a request", exc_info=True)
             return create_error_response(error)
 
-    async def _whole(self, body: JsonObject, call: InterventionCall, num_choices: int) -> JsonObject:
+    async def _whole(self, body: JsonObject, call: Call, num_choices: int) -> JsonObject:
         for choice in body["choices"]:
             collected = call.take_final(choice["index"], num_choices)
             choice["interventions"] = await self._choice_json(collected)
         return body
 
-    async def _stream(
-        self, frames: AsyncIterator[str], call: InterventionCall, num_choices: int
-    ) -> AsyncIterator[str]:
+    async def _stream(self, frames: AsyncIterator[str], call: Call, num_choices: int) -> AsyncIterator[str]:
         try:
             async for frame in frames:
                 yield frame if frame == DONE_FRAME else await self._frame(frame, call, num_choices)
@@ -270,7 +284,7 @@ class VLLMEngineClient:
             await frames.aclose()  # type: ignore[attr-defined]  # vLLM's streams are generators
             self.engine.close_call(call)
 
-    async def _frame(self, frame: str, call: InterventionCall, num_choices: int) -> str:
+    async def _frame(self, frame: str, call: Call, num_choices: int) -> str:
         chunk = json.loads(frame.removeprefix("data: "))
         if "error" in chunk:
             return frame if call.failure is None else error_frame(call.failure)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
@@ -192,16 +191,19 @@ class _Run:
                     for frame in self._told(event):
                         yield frame
             results = results_of({index: one.output for index, one in enumerate(self._gathered)})
-            data, printed = answer(await engine.collective_rpc("finish_trace", args=(trace.key, results)))
+            answers = await engine.collective_rpc("finish_trace", args=(trace.key, results))
+            data, printed, failure = answer(answers)
             is_over = True
             for frame in _logs(printed):
                 yield frame
+            if failure:
+                yield event_frame(JobStatus.ERROR, message=failure)
             yield json_frame(FrameKind.OUTPUTS, results)
             yield Frame(FrameKind.RESULT, data)
         finally:
             if not is_over:
                 # Also if the caller is being cancelled: what runs in the engine must end.
-                await asyncio.shield(asyncio.ensure_future(_forget(engine, trace)))
+                await asyncio.shield(asyncio.ensure_future(engine.forget_trace(trace.key, trace.request_ids)))
 
     def _told(self, event: Begun | Told | Output) -> Iterator[Frame]:
         """Yield what a client is told of an event."""
@@ -243,18 +245,6 @@ class _Run:
             raise
         finally:
             await outputs.aclose()
-
-
-async def _forget(engine: InterventionAsyncLLM, trace: _Trace) -> None:
-    """End what is left of a trace in the engine."""
-    try:
-        # vLLM itself ends a request of a cancelled caller only if that was waiting for its outputs.
-        await engine.abort(trace.request_ids)
-        await engine.collective_rpc("drop_trace", args=(trace.key,))
-    except EngineDeadError:
-        return
-    except Exception:
-        logger.exception("the engine could not be told that a trace is over")
 
 
 def _logs(printed: str) -> Iterator[Frame]:

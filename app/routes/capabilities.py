@@ -6,11 +6,16 @@ from fastapi import APIRouter
 
 from api_schemas.capabilities import Capabilities
 from app.context import Served
+from app.openapi import error_responses
 
 router = APIRouter(tags=["interventions"])
 
 
-@router.get("/v1/capabilities", summary="What this model offers to interventions")
+@router.get(
+    "/v1/capabilities",
+    summary="What this model offers to interventions",
+    responses=error_responses(503),
+)
 async def get_capabilities(context: Served) -> Capabilities:
     """The points of this model with their shapes, the operations, the limits."""
     return context.engine.capabilities()

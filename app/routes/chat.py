@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app.context import Served
-from app.openapi import CHAT_BODY, GENERATION_ERRORS
+from app.openapi import CHAT_BODY, GENERATION_ANSWERS
 from app.services.generation import generate
 
 router = APIRouter(tags=["openai"])
@@ -17,7 +17,7 @@ router = APIRouter(tags=["openai"])
     "/v1/chat/completions",
     summary="Answer a conversation, with interventions",
     openapi_extra=CHAT_BODY,
-    responses=GENERATION_ERRORS,
+    responses=GENERATION_ANSWERS,
 )
 async def create_chat_completion(request: Request, context: Served) -> Response:
     """OpenAI's chat completions, as vLLM serves them, plus the field ``interventions``."""

@@ -6,11 +6,12 @@ from fastapi import APIRouter
 
 from app.context import Served
 from app.lifecycle import Phase
+from app.openapi import error_responses
 
 router = APIRouter(prefix="/health", tags=["health"])
 
 
-@router.get("/live", summary="Whether the process should go on")
+@router.get("/live", summary="Whether the process should go on", responses=error_responses(503))
 async def live(context: Served) -> dict[str, str]:
     """200 from the first second, while the model loads and while draining; 503 once the engine is dead."""
     phase = context.lifecycle.phase
@@ -20,7 +21,7 @@ async def live(context: Served) -> dict[str, str]:
     return {"status": phase}
 
 
-@router.get("/ready", summary="Whether to send requests here")
+@router.get("/ready", summary="Whether to send requests here", responses=error_responses(503))
 async def ready(context: Served) -> dict[str, str]:
     """200 while requests are served; 503 with the reason otherwise."""
     refusal = context.lifecycle.refusal()

@@ -18,7 +18,7 @@ from api_schemas.errors import ApiError
 from api_schemas.jobs import JobEvent
 from app.context import Context, Owner, Served
 from app.errors import error_response
-from app.openapi import error_responses
+from app.openapi import EVENTS_TYPE, JOB_EVENTS, error_responses
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
@@ -26,7 +26,6 @@ _PING_S: Final = 15
 _SEND_TIMEOUT_S: Final = 60.0
 _MAX_SEQ: Final = 2**31 - 1
 _NORMAL, _GOING_AWAY, _UNSUPPORTED = 1000, 1001, 1003
-_EVENT_STREAM: Final = "text/event-stream"
 
 After = Annotated[int, Query(ge=0, le=_MAX_SEQ, description="The id of the last event that is known.")]
 LastSeen = Annotated[
@@ -50,7 +49,7 @@ class _Ping(msgspec.Struct):
     responses={
         200: {
             "description": "One event for each thing that happens; the stream ends with the job.",
-            "content": {_EVENT_STREAM: {"schema": {"type": "string"}}},
+            "content": {EVENTS_TYPE: {"schema": JOB_EVENTS}},
         },
         **error_responses(404),
     },

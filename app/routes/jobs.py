@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Header, Query
@@ -10,14 +11,14 @@ from starlette.responses import Response
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import Job, JobList, JobStatus
-from app.body import check_media_type, stream_bytes
+from app.body import stream_bytes
 from app.context import Owner, Served
 from app.errors import RETRY_AFTER_S, error_response
 from app.openapi import BINARY, TRACE_BODY, error_responses
 from app.services.code_policy import check_code_allowed
 from app.services.downloads import download
+from app.services.trace_admission import check_head, check_sender
 from nnsight_engine.remote_backend.frames import MEDIA_TYPE as FRAMES_TYPE
-from nnsight_engine.remote_backend.messages import MEDIA_TYPE as TRACE_TYPE
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
@@ -61,10 +62,10 @@ async def create_job(
     ] = False,
 ) -> Job:
     """The body is that of `POST /v1/traces`. A job that is accepted runs, whatever becomes of this server."""
-    check_code_allowed(context.settings, request)
-    check_media_type(request, TRACE_TYPE)
+    check_sender(context.settings, request)
     body = stream_bytes(request, context.settings.max_trace_request_bytes)
-    submitted = await context.jobs.submit(body, key=key, owner=owner, reruns=rerun)
+    check = functools.partial(check_head, context.settings, request, context.engine.served())
+    submitted = await context.jobs.submit(body, check=check, key=key, owner=owner, reruns=rerun)
     response.status_code = 202 if submitted.is_new else 200
     response.headers["Location"] = f"/v1/jobs/{submitted.job.id}"
     return submitted.job

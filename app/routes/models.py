@@ -7,11 +7,12 @@ from typing import Any
 from fastapi import APIRouter
 
 from app.context import Served
+from app.openapi import error_responses
 
 router = APIRouter(tags=["openai"])
 
 
-@router.get("/v1/models", summary="List the models served")
+@router.get("/v1/models", summary="List the models served", responses=error_responses(503))
 async def list_models(context: Served) -> dict[str, Any]:
     """OpenAI's list of models, as vLLM gives it."""
     return await context.engine.models()

@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from app.context import Served
+from app.openapi import BINARY, error_responses
 from app.services.streaming import ClosingStream
 
 router = APIRouter(tags=["interventions"])
@@ -15,7 +16,13 @@ router = APIRouter(tags=["interventions"])
     "/v1/results/{result_id}",
     summary="Fetch captured tensors as a safetensors file",
     response_class=Response,
-    responses={200: {"content": {"application/safetensors": {}}, "description": "A safetensors file."}},
+    responses={
+        200: {
+            "description": "A safetensors file.",
+            "content": {"application/safetensors": {"schema": BINARY}},
+        },
+        **error_responses(404, 503),
+    },
 )
 async def get_result(result_id: str, context: Served) -> Response:
     """The file that a choice's ``interventions.results`` points at, until it expires."""

@@ -8,7 +8,8 @@ from starlette.responses import Response
 
 from api_schemas.traces import TraceOutline
 from app.context import Served
-from app.openapi import TRACE_ANSWERS, TRACE_BODY
+from app.openapi import TRACE_ANSWERS, TRACE_BODY, error_responses
+from app.services.model_outline import model_outline
 from app.services.trace_answers import answer_trace
 
 router = APIRouter(prefix="/v1/traces", tags=["traces"])
@@ -26,16 +27,11 @@ async def run_trace(request: Request, context: Served) -> Response:
     return await answer_trace(context, request)
 
 
-@router.get("/outline", summary="The model's modules, for clients that write blocks without having it")
+@router.get(
+    "/outline",
+    summary="The model's modules, for clients that write blocks without having it",
+    responses=error_responses(503),
+)
 async def get_outline(context: Served) -> TraceOutline:
     """The modules as vLLM has them, with their paths, and the standard points."""
-    served, described = context.engine.served(), await context.engine.describe_model()
-    return TraceOutline(
-        model=served.names[0],
-        names=list(served.names),
-        fingerprint=served.fingerprint,
-        engines=context.traces.names,
-        class_name=described.outline[0][1],
-        outline=described.outline,
-        spec=described.spec,
-    )
+    return await model_outline(context.engine, context.traces.names)

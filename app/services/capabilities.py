@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from api_schemas.capabilities import Capabilities, CapabilityLimits, ModelSizes, PointCapability
+from app.services.code_policy import takes_code
 from app.settings import Settings
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 
@@ -14,6 +15,7 @@ _MODEL_LEAVES: Final = frozenset({"embed.output", "norm.output", "logits", "samp
 def describe(spec: ModelSpec, settings: Settings) -> Capabilities:
     """Return what a server with these settings offers on this model."""
     operations = {operation for leaf in spec.leaves for operation in leaf.operations}
+    operations |= {"trace"} if takes_code(settings) else set()
     return Capabilities(
         model=spec.name,
         architecture=spec.architecture,

@@ -15,6 +15,11 @@ from api_schemas.errors import ApiError, ErrorCode
 from app.settings import Settings
 
 
+def takes_code(settings: Settings) -> bool:
+    """Tell whether some client may send code."""
+    return _is_loopback(settings.host) if settings.allow_code is None else settings.allow_code
+
+
 def check_code_allowed(settings: Settings, http: Request) -> None:
     """Raise ApiError unless the client may send code."""
     if settings.allow_code:

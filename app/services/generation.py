@@ -12,9 +12,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from api_schemas.interventions import FIELD, Intervention, Limits, parse_interventions
+from api_schemas.request_traces import Trace
 from app.body import BodyLimits, read_object
 from app.context import Context
 from app.engine.client import EngineReply, JsonObject
+from app.services.code_policy import check_code_allowed
 from app.services.disconnect import while_connected
 from app.services.streaming import ClosingStream, close_stream, events, first_event
 from app.settings import Settings
@@ -42,6 +44,8 @@ async def generate(context: Context, request: Request, call: Generate) -> Respon
     body = await read_object(request, BodyLimits(settings.max_body_bytes, settings.max_json_depth))
     raw = body.pop(FIELD, None)
     interventions = () if raw is None else parse_interventions(raw, limits_of(settings))
+    if any(isinstance(operation, Trace) for operation in interventions):
+        check_code_allowed(settings, request)
     started = await while_connected(request.receive, _start(call(body, interventions, request)))
     reply = started.reply
     if reply.stream is None:

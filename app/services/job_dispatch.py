@@ -14,11 +14,8 @@ from collections.abc import Callable
 from typing import Final
 
 from app.lifecycle import Lifecycle, Phase
-from app.services.job_feed import JobFeed
-from app.services.job_runs import Ending, JobRun
-from app.services.traces import TraceService
-from app.storage.job_files import JobFiles
-from app.storage.job_leases import LEASE_S, JobLeases
+from app.services.job_runs import Ending, JobRun, JobTools
+from app.storage.job_leases import LEASE_S
 from app.storage.jobs import JobStore
 from app.storage.tables import JobRow
 
@@ -35,11 +32,8 @@ class JobDispatcher:
     """Claims and runs jobs.
 
     Args:
-        traces: Runs them.
-        files: Have their requests and take their results.
-        leases: This process's.
+        tools: What running them takes.
         store: Removes those that were to be removed while they ran.
-        feed: Told of everything that happens.
         lifecycle: Says whether jobs may begin, and counts those that run as in flight.
         model: Returns the name of the model served.
         max_running: Most jobs at once.
@@ -47,22 +41,16 @@ class JobDispatcher:
 
     def __init__(
         self,
+        tools: JobTools,
         *,
-        traces: TraceService,
-        files: JobFiles,
-        leases: JobLeases,
         store: JobStore,
-        feed: JobFeed,
         lifecycle: Lifecycle,
         model: Callable[[], str],
         max_running: int,
     ) -> None:
         """Run nothing yet."""
-        self._traces = traces
-        self._files = files
-        self._leases = leases
+        self._tools = tools
         self._store = store
-        self._feed = feed
         self._lifecycle = lifecycle
         self._model = model
         self._max_running = max_running
@@ -107,7 +95,7 @@ class JobDispatcher:
             loop.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)
         if self._loops:
-            await self._leases.give_back_all()
+            await self._tools.leases.give_back_all()
 
     async def _dispatch(self) -> None:
         while not self._is_stopping:
@@ -124,13 +112,13 @@ class JobDispatcher:
     async def _begin_next(self) -> bool:
         if len(self._running) >= self._max_running or not self._may_begin():
             return False
-        job = await self._leases.claim(self._model(), self._served_at)
+        job = await self._tools.leases.claim(self._model(), self._served_at)
         if job is None:
             return False
         if self._is_stopping:
             return False  # given back by stop()
         self._served_at[job.owner] = time.monotonic()
-        run = JobRun(job, traces=self._traces, files=self._files, leases=self._leases, told=self._feed.told)
+        run = JobRun(job, self._tools)
         self._runs[job.id] = run
         self._running[job.id] = asyncio.create_task(self._run(job, run), name=f"job-{job.id}")
         return True
@@ -142,10 +130,9 @@ class JobDispatcher:
         try:
             with self._lifecycle.serving():
                 await run.run()
-            gone = await self._store.remove_ended(job.id)
-            if gone.ids:
-                await self._files.remove(gone.ids)
-                self._files.space.free(gone.num_bytes)
+                gone = await self._store.remove_ended(job.id)
+                await self._tools.files.remove(gone.ids)
+                self._tools.files.space.free(gone.num_bytes)
         except Exception:
             # It keeps its lease until that is over, and is then taken for lost.
             logger.exception("what became of job %s could not be written down", job.id)
@@ -162,7 +149,7 @@ class JobDispatcher:
                     await self._look()
                 if self._running and time.monotonic() - renewed_at > _RENEW_S:
                     renewed_at = time.monotonic()
-                    await self._leases.renew(self.running)
+                    await self._tools.leases.renew(self.running)
                 if time.monotonic() - recovered_at > _RECOVER_S:
                     recovered_at = time.monotonic()
                     await self._recover()
@@ -172,7 +159,7 @@ class JobDispatcher:
     async def _look(self) -> None:
         """End what clients of other servers cancelled, and what another server has taken over."""
         asked = self.running
-        mine = await self._leases.look(asked)
+        mine = await self._tools.leases.look(asked)
         for job_id in asked:
             if job_id not in self._runs:
                 continue
@@ -182,10 +169,10 @@ class JobDispatcher:
                 self._runs[job_id].end_early(Ending.CANCELLED)
 
     async def _recover(self) -> None:
-        lost = await self._leases.recover(own=self.running)
-        await self._files.remove_results(lost)
+        lost = await self._tools.leases.recover(own=self.running)
+        await self._tools.files.remove_results(lost)
         for job_id, _ in lost:
-            self._feed.told(job_id)
+            self._tools.told(job_id)
         if lost:
             self.wake()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import enum
 import logging
 import time
@@ -26,7 +27,7 @@ from app.storage.job_leases import MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLo
 from app.storage.jobs import CANCELLED_MESSAGE
 from app.storage.tables import JobRow
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
-from nnsight_engine.remote_backend.messages import TraceRequest
+from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 
 logger = logging.getLogger(__name__)
 
@@ -47,32 +48,37 @@ class Ending(enum.Enum):
     """Another server runs it."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobTools:
+    """What running a job takes; all runs of a server share it.
+
+    Attributes:
+        traces: Runs its trace.
+        files: Have its request and take its result.
+        leases: Take what happens to it.
+        check: Raises ApiError for a trace that may not run any more.
+        told: Called with its id after something was written down.
+    """
+
+    traces: TraceService
+    files: JobFiles
+    leases: JobLeases
+    check: Callable[[TraceHead], None]
+    told: Callable[[str], None]
+
+
 class JobRun:
     """One attempt at a job.
 
     Args:
         job: As it was claimed.
-        traces: Runs its trace.
-        files: Have its request and take its result.
-        leases: Take what happens to it.
-        told: Called with its id after something was written down.
+        tools: What it takes.
     """
 
-    def __init__(
-        self,
-        job: JobRow,
-        *,
-        traces: TraceService,
-        files: JobFiles,
-        leases: JobLeases,
-        told: Callable[[str], None],
-    ) -> None:
+    def __init__(self, job: JobRow, tools: JobTools) -> None:
         """Prepare; ``run`` does it all."""
         self._job = job
-        self._traces = traces
-        self._files = files
-        self._leases = leases
-        self._told = told
+        self._tools = tools
         self._events = _Batches(self._tell)
         self._num_logs = 0
         self._num_log_chars = 0
@@ -93,7 +99,7 @@ class JobRun:
     async def run(self) -> None:
         """Run the job to its end and write that down."""
         self._task = asyncio.current_task()
-        result = self._files.new_result(self._job.id, self._job.attempt)
+        result = self._tools.files.new_result(self._job.id, self._job.attempt)
         is_kept = False
         try:
             end = await self._end(result)
@@ -105,10 +111,10 @@ class JobRun:
             logger.warning("job %s is run by another server now, which took this one for dead", self._job.id)
         finally:
             if is_kept:
-                self._files.space.keep(result.num_bytes)
+                self._tools.files.space.keep(result.num_bytes)
             else:
                 await result.discard()
-            self._told(self._job.id)
+            self._tools.told(self._job.id)
 
     async def _end(self, result: ResultFile) -> JobEnd | None:
         """Run the trace, and return how it ended; None where it is to run again."""
@@ -135,11 +141,11 @@ class JobRun:
         return JobEnd(failure.status, failure.message, failure.code, result.num_bytes)
 
     async def _play(self, result: ResultFile) -> None:
-        request = await self._files.request(self._job.id)
-        head = request.head
-        if head.streams:
-            # Nobody reads outputs as they come, so none need be made.
-            request = TraceRequest(msgspec.structs.replace(head, streams=False), request.parts)
+        request = await self._tools.files.request(self._job.id)
+        self._tools.check(request.head)
+        # Nobody reads outputs as they come, so none need be made.
+        request.head = msgspec.structs.replace(request.head, streams=False)
+        request.sender = f"jobs of {self._job.owner!r}"
         while True:
             try:
                 await self._play_once(request, result)
@@ -152,7 +158,7 @@ class JobRun:
                 return
 
     async def _play_once(self, request: TraceRequest, result: ResultFile) -> None:
-        async with contextlib.aclosing(self._traces.run(request, self._job.id)) as frames:
+        async with contextlib.aclosing(self._tools.traces.run(request, self._job.id)) as frames:
             async for frame in frames:
                 if frame.kind is FrameKind.ERROR:
                     self._has_result = False
@@ -214,13 +220,13 @@ class JobRun:
     async def _write_down(self, end: JobEnd | None) -> None:
         await self._events.settle()
         if end is None:
-            await self._leases.give_back(self._job, was_interrupted=self._was_interrupted)
+            await self._tools.leases.give_back(self._job, was_interrupted=self._was_interrupted)
         else:
-            await self._leases.end(self._job, end)
+            await self._tools.leases.end(self._job, end)
 
     async def _tell(self, events: list[JobEvent]) -> None:
-        await self._leases.tell(self._job, events)
-        self._told(self._job.id)
+        await self._tools.leases.tell(self._job, events)
+        self._tools.told(self._job.id)
 
 
 class _Batches:
@@ -267,4 +273,4 @@ def _failure_of(body: Any) -> JobEnd:
         return JobEnd(JobStatus.ERROR, "The engine failed and did not say why.", ErrorCode.INTERNAL)
 
 
-__all__ = ["Ending", "JobRun"]
+__all__ = ["Ending", "JobRun", "JobTools"]

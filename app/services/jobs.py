@@ -21,7 +21,9 @@ from app.errors import error_bytes, printable
 from app.lifecycle import Lifecycle
 from app.services.job_dispatch import JobDispatcher
 from app.services.job_feed import JobFeed
+from app.services.job_runs import JobTools
 from app.services.served_model import ServedModel
+from app.services.trace_admission import check_still_taken
 from app.services.traces import TraceService
 from app.settings import Settings
 from app.storage.database import Database
@@ -101,6 +103,10 @@ class JobService:
         """How many jobs run here now."""
         return len(self._dispatcher.running) if self._dispatcher is not None else 0
 
+    async def num_waiting(self) -> int:
+        """Return how many jobs wait for a server of this model."""
+        return await self._store.num_waiting(self._served().names[0])
+
     async def start(self) -> None:
         """Open the database, find out what dead servers left, and begin to run jobs.
 
@@ -117,12 +123,16 @@ class JobService:
         except BaseException:
             await self.stop()
             raise
-        self._dispatcher = JobDispatcher(
+        tools = JobTools(
             traces=self._traces,
             files=self._files,
             leases=leases,
+            check=lambda head: check_still_taken(self._settings, head),
+            told=self._feed.told,
+        )
+        self._dispatcher = JobDispatcher(
+            tools,
             store=self._store,
-            feed=self._feed,
             lifecycle=self._lifecycle,
             model=lambda: self._served().names[0],
             max_running=self._settings.max_running_jobs,
@@ -143,22 +153,28 @@ class JobService:
         await self._database.close()
 
     async def submit(
-        self, chunks: AsyncIterator[bytes], *, key: str | None, owner: str, reruns: bool
+        self,
+        chunks: AsyncIterator[bytes],
+        *,
+        check: Callable[[TraceHead], None],
+        key: str | None,
+        owner: str,
+        reruns: bool,
     ) -> Submitted:
         """Accept a trace, or return the job that its key named before.
 
         Args:
             chunks: The request's bytes, as they come.
+            check: Raises ApiError unless the server takes a trace with this head from its sender.
             key: The client's name for the request.
             owner: Whose it is.
             reruns: Whether it runs again by itself where the server dies while it runs.
 
         Raises:
-            ApiError: ``invalid_trace``, ``model_not_found``, ``queue_full``, ``job_store_full``,
-                ``idempotency_conflict``, or what no engine here runs; what ``chunks`` raises.
+            ApiError: ``invalid_trace``, ``queue_full``, ``job_store_full``, ``idempotency_conflict``, or what
+                no engine here runs; what ``chunks`` and ``check`` raise.
         """
-        served = self._served()
-        model = served.names[0]
+        model = self._served().names[0]
         if key is None:
             # With a key it may be one that waits already, which only its bytes tell.
             await self._store.check_room(model)
@@ -167,7 +183,7 @@ class JobService:
                 head = (await self._files.head_of(upload)).head
             except DecodeError as error:
                 raise ApiError(ErrorCode.INVALID_TRACE, str(error)) from error
-            served.check(head)
+            check(head)
             self._traces.engine_for(head)
             new = NewJob(
                 id=secrets.token_urlsafe(_ID_BYTES),

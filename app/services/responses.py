@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from app.settings import Settings
@@ -22,12 +22,14 @@ from nnsight_engine.plans.collected import (
     LensToken,
     ProbeResult,
     TensorResult,
+    TraceResult,
 )
 
 _LOWEST_LOGPROB: Final = -9999.0
 """What stands for the logarithm of zero, as in vLLM's own log-probabilities."""
 
 Decode = Callable[[int], str]
+_Result = CaptureResult | ProbeResult | LensResult | TraceResult
 
 
 async def choice_json(
@@ -54,9 +56,13 @@ async def choice_json(
         ApiError: The store refuses the tensors.
     """
     tensors = _Inline()
-    captures = [result for result in collected.results if isinstance(result, CaptureResult)]
-    if sum(_capture_bytes(capture) for capture in captures) > settings.inline_tensor_bytes:
-        tensors = await _stored(captures, store, base_path)
+    large = {
+        _file_key(result.name, place): tensor
+        for result in collected.results
+        for place, tensor in _tensors_of(result)
+    }
+    if sum(len(tensor.data) for tensor in large.values()) > settings.inline_tensor_bytes:
+        tensors = await _stored(large, store, base_path)
     answer: dict[str, Any] = {
         "results": {result.name: _result_json(result, tensors, decode) for result in collected.results}
     }
@@ -104,14 +110,8 @@ class _Stored(_Inline):
         }
 
 
-async def _stored(captures: list[CaptureResult], store: ResultStore, base_path: str) -> _Stored:
-    stored = await store.put(
-        {
-            _file_key(capture.name, point): tensor
-            for capture in captures
-            for point, tensor in capture.points.items()
-        }
-    )
+async def _stored(tensors: dict[str, TensorResult], store: ResultStore, base_path: str) -> _Stored:
+    stored = await store.put(tensors)
     # Rounded down: the file is there for at least as long as the answer says.
     return _Stored(f"{base_path}/v1/results/{stored.id}", math.floor(stored.expires_at))
 
@@ -120,15 +120,38 @@ def _file_key(name: str, point: str) -> str:
     return f"{name}/{point}"
 
 
-def _capture_bytes(capture: CaptureResult) -> int:
-    return sum(len(tensor.data) for tensor in capture.points.values())
+def _tensors_of(result: _Result) -> Iterator[tuple[str, TensorResult]]:
+    """Yield a result's tensors with their places in it."""
+    if isinstance(result, CaptureResult):
+        yield from result.points.items()
+    if isinstance(result, TraceResult):
+        for place, value in (*result.saves.items(), *result.grown.items()):
+            yield from _tensors_in(value, place)
 
 
-def _result_json(
-    result: CaptureResult | ProbeResult | LensResult, tensors: _Inline, decode: Decode
-) -> dict[str, Any]:
+def _tensors_in(value: Any, place: str) -> Iterator[tuple[str, TensorResult]]:
+    if isinstance(value, TensorResult):
+        yield place, value
+    for key, item in _items(value):
+        yield from _tensors_in(item, _below(place, key))
+
+
+def _below(place: str, key: object) -> str:
+    """Return the place of an item, as JSON pointers spell it: no two are alike, whatever the keys."""
+    return f"{place}/{str(key).replace('~', '~0').replace('/', '~1')}"
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        return value.items()
+    return enumerate(value) if isinstance(value, list) else ()
+
+
+def _result_json(result: _Result, tensors: _Inline, decode: Decode) -> dict[str, Any]:
     if isinstance(result, CaptureResult):
         return _capture_json(result, tensors)
+    if isinstance(result, TraceResult):
+        return _trace_json(result, tensors)
     if isinstance(result, ProbeResult):
         return {
             "type": "probe",
@@ -163,6 +186,25 @@ def _capture_json(capture: CaptureResult, tensors: _Inline) -> dict[str, Any]:
     }
     if capture.reduce != "none":
         answer["reduce"] = capture.reduce
+    return answer
+
+
+def _trace_json(result: TraceResult, tensors: _Inline) -> dict[str, Any]:
+    def plain(value: Any, place: str) -> Any:
+        if isinstance(value, TensorResult):
+            return tensors.reference(result.name, place, value)
+        if isinstance(value, dict):
+            return {key: plain(item, _below(place, key)) for key, item in value.items()}
+        if isinstance(value, list):
+            return [plain(item, _below(place, index)) for index, item in enumerate(value)]
+        return value
+
+    answer: dict[str, Any] = {"type": "trace", "saves": {}}
+    answer["saves"] = {name: plain(value, name) for name, value in result.saves.items()}
+    if result.grown:
+        answer["grown"] = {name: plain(value, name) for name, value in result.grown.items()}
+    if result.printed:
+        answer["printed"] = result.printed
     return answer
 
 

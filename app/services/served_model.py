@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import posixpath
+from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from nnsight_engine.remote_backend.messages import TraceHead
+
+_DEFAULT_REVISION: Final = "main"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -17,17 +20,26 @@ class ServedModel:
         names: Under which it is served.
         source: What it was loaded from: a repository's name, or a folder.
         fingerprint: Of its shape, see ``fingerprint_of``; empty while that is not known.
+        revision: Of the repository, if the server was started with one.
     """
 
     names: tuple[str, ...]
     source: str
     fingerprint: str = ""
+    revision: str = ""
 
     def check(self, head: TraceHead) -> None:
         """Raise ApiError unless a trace's blocks are for this model.
 
         A folder on the client's machine says nothing here, so for one the shape decides.
         """
+        if head.revision and head.revision != (self.revision or _DEFAULT_REVISION):
+            raise ApiError(
+                ErrorCode.MODEL_NOT_FOUND,
+                f"The trace is for the revision {head.revision!r} of {head.model!r}, and this server has "
+                f"{self.revision or _DEFAULT_REVISION!r}.",
+                "revision",
+            )
         is_same_shape = bool(self.fingerprint) and head.fingerprint == self.fingerprint
         if self._is_called(head.model) or (is_same_shape and _is_path(head.model)):
             return

@@ -17,16 +17,14 @@ from starlette.responses import Response
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
-from app.auth.codecs import check_codec
-from app.body import check_media_type, read_bytes
+from app.body import read_bytes
 from app.context import Context
 from app.errors import error_bytes, internal_error
-from app.services.code_policy import check_code_allowed
 from app.services.disconnect import while_connected
 from app.services.streaming import ClosingStream
+from app.services.trace_admission import check_head, check_sender
 from app.services.traces import event_frame
 from nnsight_engine.remote_backend.frames import MEDIA_TYPE, Frame, FrameKind
-from nnsight_engine.remote_backend.messages import MEDIA_TYPE as TRACE_TYPE
 from nnsight_engine.remote_backend.messages import TraceRequest
 from nnsight_engine.wire import DecodeError
 
@@ -72,16 +70,13 @@ async def read_trace(context: Context, http: Request) -> TraceRequest:
             ``invalid_trace``, ``codec_not_allowed``, ``model_not_found``.
         ClientDisconnect: The client went away before the end.
     """
-    check_code_allowed(context.settings, http)
-    # No form of a page can send this type: a browser asks first whether the page's site may.
-    check_media_type(http, TRACE_TYPE)
+    check_sender(context.settings, http)
     body = await read_bytes(http, context.settings.max_trace_request_bytes)
     try:
         request = TraceRequest.from_bytes(body)
     except DecodeError as error:
         raise ApiError(ErrorCode.INVALID_TRACE, str(error)) from error
-    check_codec(request.head, http.headers.get("authorization"), context.settings)
-    context.engine.served().check(request.head)
+    check_head(context.settings, http, context.engine.served(), request.head)
     request.sender = "" if http.client is None else http.client.host
     return request
 
@@ -120,13 +115,16 @@ async def _completed(opened: list[Frame], frames: Frames) -> Frames:
     Raises:
         ApiError: The engine ended it without a result.
     """
+    has_failed = False
     for frame in opened:
         yield frame
     async for frame in frames:
         if frame.kind is FrameKind.RESULT:
-            yield event_frame(JobStatus.COMPLETED)
+            if not has_failed:
+                yield event_frame(JobStatus.COMPLETED)
             yield frame
             return
+        has_failed |= frame.kind is FrameKind.EVENT and frame.json().get("status") == JobStatus.ERROR
         yield frame
     logger.error("a trace ended without a result")
     raise internal_error()

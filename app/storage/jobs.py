@@ -264,6 +264,10 @@ class JobStore:
 
         return await self._database.write(write)
 
+    async def num_waiting(self, model: str) -> int:
+        """Return how many jobs of a model wait."""
+        return await self._database.read(lambda session: _num_waiting(session, model))
+
     async def known(self) -> set[str]:
         """Return the ids of all jobs."""
         return set(await self._database.read(lambda session: session.scalars(select(JobRow.id)).all()))
@@ -302,10 +306,7 @@ class JobStore:
         return Accepted(job, is_new=True)
 
     def _check_room(self, session: Session, model: str) -> None:
-        waiting = select(func.count()).where(
-            JobRow.status == JobStatus.QUEUED.value, JobRow.model == model, JobRow.lease_by.is_(None)
-        )
-        if (session.scalar(waiting) or 0) >= self._max_queued:
+        if _num_waiting(session, model) >= self._max_queued:
             raise ApiError(
                 ErrorCode.QUEUE_FULL,
                 f"{self._max_queued} jobs wait already, and no more may; send the trace again later.",
@@ -327,6 +328,13 @@ def not_found(job_id: str, param: str | None = None) -> ApiError:
         f"No job has the id {job_id[:100]!r}; jobs go some time after their end, see 'expires_at'.",
         param,
     )
+
+
+def _num_waiting(session: Session, model: str) -> int:
+    waiting = select(func.count()).where(
+        JobRow.status == JobStatus.QUEUED.value, JobRow.model == model, JobRow.lease_by.is_(None)
+    )
+    return session.scalar(waiting) or 0
 
 
 def _existing(session: Session, job_id: str, owner: str) -> JobRow:

@@ -15,6 +15,7 @@ DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
 }
 
 

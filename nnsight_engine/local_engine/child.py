@@ -56,7 +56,7 @@ class Child:
 
     def __init__(self, process: asyncio.subprocess.Process, sock: socket.socket, max_bytes: int) -> None:
         """Begin to listen."""
-        self._max_bytes = max_bytes
+        self._reader = FrameReader(max_bytes)
         self._process = process
         self._socket = sock
         self._frames: asyncio.Queue[Frame | None] = asyncio.Queue(_MAX_WAITING)
@@ -88,6 +88,11 @@ class Child:
                 start_new_session=True,
             )  # fmt: skip
         return Child(process, ours, max_bytes)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether it has said nothing that was not heard; one that speaks unasked is not to be believed."""
+        return self._frames.empty() and self._reader.is_between
 
     @property
     def has_ended(self) -> bool:
@@ -176,7 +181,7 @@ class Child:
 
     async def _read_frames(self) -> None:
         loop = asyncio.get_running_loop()
-        reader = FrameReader(self._max_bytes)
+        reader = self._reader
         with contextlib.suppress(OSError, DecodeError):
             while num_bytes := await loop.sock_recv_into(self._socket, reader.room()):
                 frame = reader.took(num_bytes)

@@ -3,8 +3,10 @@
 Frames as clients know them, whose ``EVENT`` holds one of the words below. The server says ``RUN`` and sends
 the trace as the next frame, and may say ``CANCEL``. The process says ``READY`` once, or ``FAILED``; then for
 each trace its events, and a ``RESULT`` or an ``ERROR``, which ends it; ``WORN`` before that says that no
-other trace is to run in it. Whatever the process says may come from a block, so the server believes none
-of it unchecked.
+other trace is to run in it. While a session runs it may say ``TRACE`` and send one, or ``OUTLINE``: frames
+come in answer, each behind the word ``ANSWER`` that says its ``KIND``.
+
+Whatever the process says may come from a block, so the server believes none of it unchecked.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Final
 
 import msgspec
 
-from nnsight_engine.remote_backend.frames import Frame, FrameReader
+from nnsight_engine.remote_backend.frames import Frame, FrameKind, FrameReader, head_of
 from nnsight_engine.wire.limits import Limits
 
 RUN: Final = "run"
@@ -25,6 +27,10 @@ CANCEL: Final = "cancel"
 READY: Final = "ready"
 FAILED: Final = "failed"
 WORN: Final = "worn"
+TRACE: Final = "trace"
+OUTLINE: Final = "outline"
+ANSWER: Final = "answer"
+KIND: Final = "kind"
 
 MAX_FRAME_BYTES: Final = Limits().max_bytes + 64 * 2**20
 """Of the largest message, and of a trace's head before it."""
@@ -69,11 +75,14 @@ class Link:
         self._socket = sock
         self._lock = threading.Lock()
 
-    def send(self, frame: Frame) -> None:
-        """Send a frame, whole, whichever thread calls."""
+    def send(self, frame: Frame, data: bytes = b"") -> None:
+        """Send a frame, whole, whichever thread calls; and ``data`` as the next one, if there is any."""
         with self._lock:
             self._socket.sendall(frame.head())
             self._socket.sendall(frame.data)
+            if data:
+                self._socket.sendall(head_of(FrameKind.RESULT, len(data)))
+                self._socket.sendall(data)
 
     def frames(self) -> Iterator[Frame]:
         """Yield what comes, until the other side has gone."""

@@ -1,201 +1,33 @@
-"""The process in which traces run: ``python -m nnsight_engine.local_engine.process SOCKET OPTIONS``.
+"""The process of the local engine: ``python -m nnsight_engine.local_engine.process SOCKET OPTIONS``.
 
 A server starts it (``child``) and shares a socket with it, and nothing else: no memory, no secrets in the
-environment. It loads a model and runs one trace after the other on its main thread, while another thread
-listens. It ends when its server has gone, however that came about.
+environment. It loads a model, on which traces run.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
-import io
-import logging
-import os
-import queue
-import signal
-import socket
 import sys
-import threading
-import time
-from pathlib import Path
-from typing import Any, Final, NoReturn, TextIO
+from typing import Any
 
-import msgspec
 import torch
 
-from nnsight_engine.local_engine.cancelling import Cancelling
-from nnsight_engine.local_engine.errors import TraceCancelledError
-from nnsight_engine.local_engine.link import CANCEL, FAILED, READY, RUN, WORN, Link, ProcessOptions
-from nnsight_engine.local_engine.runner import TraceRunner
-from nnsight_engine.modeling.language import LanguageModel
-from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
-from nnsight_engine.remote_backend.messages import TraceRequest
-from nnsight_engine.remote_backend.prints import Prints
-from nnsight_engine.wire import DecodeError
-
-logger = logging.getLogger(__name__)
-
-_PR_SET_PDEATHSIG: Final = 1
-_OOM_SCORE: Final = 500
-"""Of 1000: where memory runs out, the kernel is to end this process before its server."""
+from nnsight_engine.local_engine.block_runner import BlockRunner
+from nnsight_engine.local_engine.link import ProcessOptions
+from nnsight_engine.local_engine.runner import ServedModel, TraceRunner
+from nnsight_engine.local_engine.serving import Asking, serve
 
 
-def main(arguments: list[str]) -> None:
-    """Run traces until the server has gone."""
-    _end_with(os.getppid())
-    sock = socket.socket(fileno=int(arguments[0]))
-    sock.settimeout(None)
-    options = msgspec.json.decode(arguments[1], type=ProcessOptions)
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
-    process = _Process(Link(sock))
-    threading.Thread(target=process.listen, name="listener", daemon=True).start()
-    process.run(options)
-
-
-class _Process:
-    """Runs what the server asks for."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._cancelling = Cancelling()
-        self._traces: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-
-    def listen(self) -> None:
-        """Take what the server says; ends the process when it has gone."""
-        try:
-            frames = self._link.frames()
-            for frame in frames:
-                word = frame.json()
-                if RUN in word:
-                    self._traces.put((word[RUN], next(frames).data))
-                elif CANCEL in word:
-                    self._cancelling.cancel(word[CANCEL])
-        finally:
-            os.killpg(os.getpgid(0), signal.SIGKILL)  # and whatever blocks have started
-
-    def run(self, options: ProcessOptions) -> None:
-        """Load the model and run traces."""
-        try:
-            runner = TraceRunner(
-                _loaded(options), max_result_bytes=options.max_result_bytes, compresses=options.compresses
-            )
-        except Exception as error:
-            logger.exception("the model could not be loaded")
-            self._say({FAILED: f"{type(error).__name__}: {error}"})
-            return
-        gc.collect()
-        gc.freeze()  # what is here stays, and need not be looked at after each trace
-        sys.breakpointhook = _refuse_breakpoint
-        sys.stdout = stdout = _TraceStdout(sys.stdout, self._log)
-        self._say({READY: True})
-        while True:
-            number, data = self._traces.get()
-            self._send_event("RUNNING")
-            stdout.begin()
-            answer = self._answer(runner, number, data)
-            del data
-            stdout.end()
-            if runner.is_worn:
-                self._log("[the trace has changed the model's weights, which are loaded anew for others]")
-                self._say({WORN: True})
-            self._link.send(answer)
-            if runner.is_worn:
-                return
-
-    def _answer(self, runner: TraceRunner, number: int, data: Any) -> Frame:
-        try:
-            self._cancelling.begin(number)
-            try:
-                return Frame(FrameKind.RESULT, runner.run(TraceRequest.from_bytes(data)))
-            finally:
-                self._cancelling.end()
-        except DecodeError as error:
-            return _refusal("invalid_trace", str(error))
-        except TraceCancelledError:
-            runner.recover()
-            return _refusal("cancelled", "the trace was cancelled")
-
-    def _log(self, text: str) -> None:
-        self._send_event("LOG", message=text)
-
-    def _send_event(self, status: str, **more: str) -> None:
-        self._say({"status": status, "time": time.time(), **more})
-
-    def _say(self, word: dict[str, Any]) -> None:
-        with self._cancelling.whole():
-            self._link.send(json_frame(FrameKind.EVENT, word))
-
-
-class _TraceStdout(io.TextIOBase):
-    """Stands for ``sys.stdout``: what is printed during a trace goes to whoever sent it."""
-
-    def __init__(self, real: TextIO, tell: Any) -> None:
-        self._real = real
-        self._tell = tell
-        self._prints: Prints | None = None
-
-    def begin(self) -> None:
-        """Begin with a trace."""
-        self._prints = Prints()
-
-    def end(self) -> None:
-        """End with it, and tell what stands on a line that was not ended."""
-        prints, self._prints = self._prints, None
-        if prints is not None:
-            self._tell_if(prints.take(everything=True))
-
-    def writable(self) -> bool:
-        """Return that it can be written to."""
-        return True
-
-    def write(self, text: str) -> int:
-        """Tell the lines that this completes."""
-        if self._prints is None:
-            return self._real.write(text)
-        self._prints.write(text)
-        if "\n" in text:
-            self._tell_if(self._prints.take())
-        return len(text)
-
-    def _tell_if(self, text: str) -> None:
-        if text:
-            self._tell(text.removesuffix("\n"))
-
-
-def _refuse_breakpoint(*_args: Any, **_kwargs: Any) -> NoReturn:
-    raise RuntimeError(
-        "breakpoint() needs a terminal, which a trace on a server does not have: run it with remote=False"
-    )
-
-
-def _refusal(code: str, message: str) -> Frame:
-    return json_frame(FrameKind.ERROR, {"error": {"code": code, "message": message}})
-
-
-def _loaded(options: ProcessOptions) -> LanguageModel:
+def load(options: ProcessOptions, _asking: Asking) -> BlockRunner:
+    """Load the model; returns what runs traces on it."""
     if options.num_threads:
         torch.set_num_threads(options.num_threads)
     more: dict[str, Any] = {"dtype": options.dtype} if options.dtype else {}
     if options.trust_remote_code:
         more["trust_remote_code"] = True
-    model = LanguageModel(options.model, revision=options.revision, dispatch=True, **more)
+    model = ServedModel(options.model, revision=options.revision, dispatch=True, **more)
     model.to(options.device)
-    return model
-
-
-def _end_with(parent: int) -> None:
-    """Have the kernel end this process with its parent, should the listener be kept from doing so."""
-    os.nice(10)  # beside an engine that serves others
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)  # it has gone in the meantime
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
+    return TraceRunner(model, max_result_bytes=options.max_result_bytes, compresses=options.compresses)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    serve(sys.argv[1:], load)

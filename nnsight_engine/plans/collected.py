@@ -8,6 +8,8 @@ and ascending, each once, and every list beside them has one entry per position.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,6 +70,23 @@ class LensResult:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TraceResult:
+    """What a trace's code has saved and printed, all of it or what is new.
+
+    Attributes:
+        name: Key of the result.
+        saves: In JSON's types, with a ``TensorResult`` wherever a tensor stands.
+        grown: Items that lists have grown by, likewise.
+        printed: What it printed.
+    """
+
+    name: str
+    saves: dict[str, Any]
+    grown: dict[str, list[Any]]
+    printed: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Applied:
     """Where one operation took effect: its points, and the positions it met there."""
 
@@ -90,7 +109,7 @@ class CollectedResults:
         tier: How the steps ran, ``tap`` or ``eager``.
     """
 
-    results: list[CaptureResult | ProbeResult | LensResult]
+    results: Sequence[CaptureResult | ProbeResult | LensResult | TraceResult]
     final: bool = True
     applied: list[Applied] = dataclasses.field(default_factory=list)
     fingerprint: str = ""

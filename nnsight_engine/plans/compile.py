@@ -14,7 +14,8 @@ import msgspec
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
-from api_schemas.interventions import FIELD, Intervention
+from api_schemas.interventions import FIELD, Intervention, Operation
+from api_schemas.request_traces import Trace
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.compile_cost import key_bytes, prompt_bytes
 from nnsight_engine.plans.compile_ops import OperationCompiler
@@ -52,13 +53,16 @@ def compile_request(
     Raises:
         ApiError: What is wrong, with the field's path in ``param``.
     """
+    declared = [op for op in ops if not isinstance(op, Trace)]
+    if len(declared) != len(ops):
+        raise TypeError("a trace has no plan: its request brings it as code")
     scope = CompileScope(spec, prompt_token_ids, max_tokens, tokenize)
-    names = _names(ops)
+    names = _names(declared)
     compiler = OperationCompiler(scope)
     planned: list[PlannedOp] = []
     needs_prompt = False
     num_bytes = 0
-    for index, op in enumerate(ops):
+    for index, op in enumerate(declared):
         param = f"{FIELD}.{index}"
         plan_op, named = compiler.compile(op, names[index], param)
         if prompt_logprobs and not plan_op.reads and any(site.leaf == _LOGITS for site in plan_op.sites):
@@ -92,7 +96,7 @@ def compile_request(
     return CompiledRequest(plan, compiler.tensors, needs_prompt, num_bytes)
 
 
-def _names(ops: Sequence[Intervention]) -> list[str]:
+def _names(ops: Sequence[Operation]) -> list[str]:
     """Return the key of each operation's result; writes have one only to be told apart."""
     names: list[str] = []
     taken: set[str] = set()

@@ -11,7 +11,7 @@ from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import excerpt
-from api_schemas.interventions import Intervention
+from api_schemas.interventions import Operation
 from api_schemas.operations import Ablate, Capture, LogitLens, Patch, Probe, Steer
 from nnsight_engine.core.dtypes import FLOAT32_MAX
 from nnsight_engine.core.model_spec import PATTERN_LEAF, ModelSpec
@@ -45,7 +45,7 @@ class OperationCompiler:
         self._scope = scope
         self._spec: ModelSpec = scope.spec
 
-    def compile(self, op: Intervention, name: str, param: str) -> tuple[PlannedOp, Named]:
+    def compile(self, op: Operation, name: str, param: str) -> tuple[PlannedOp, Named]:
         """Return the planned operation and what its rule names of the prompt.
 
         Args:

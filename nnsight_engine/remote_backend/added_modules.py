@@ -14,8 +14,9 @@ import torch
 
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.remote_backend.codecs import Codec, decode_blocks, encode_blocks
-from nnsight_engine.remote_backend.places import Places, Reference, reference_of
+from nnsight_engine.remote_backend.places import Reference, reference_of
 from nnsight_engine.wire import DecodeError
+from nnsight_engine.wire.decoder import Resolve
 
 _ADDED: Final = "added"
 _NOTHING: Final = object()
@@ -42,14 +43,16 @@ def added_part(model: Envoy, codec: Codec) -> list[bytes]:
 
 
 @contextlib.contextmanager
-def attached(model: Envoy, parts: Sequence[bytes | memoryview], codec: str, places: Places) -> Iterator[None]:
+def attached(
+    model: Envoy, parts: Sequence[bytes | memoryview], codec: str, resolve: Resolve
+) -> Iterator[None]:
     """Have a request's modules in a model's tree.
 
     Args:
         model: The engine's model.
         parts: The request's parts behind its blocks, as ``added_part`` made them.
         codec: What they are written in, by a sender whom the server has checked.
-        places: Finds what they name.
+        resolve: Finds what they name.
 
     Raises:
         DecodeError: They cannot be read, or have no place in this tree.
@@ -59,9 +62,9 @@ def attached(model: Envoy, parts: Sequence[bytes | memoryview], codec: str, plac
     by_module = dict(known)
     try:
         for part in parts:
-            shared = decode_blocks(codec, part, resolve=places, trusted=True).shared
+            shared = decode_blocks(codec, part, resolve=resolve, trusted=True).shared
             for parent, name, module in _checked(shared.get(_ADDED)):
-                envoy = _parent(places, parent)
+                envoy = _parent(resolve, parent)
                 before.append(_Before(envoy, name))
                 envoy._add_envoy(module.to(model._root.device), name)  # noqa: SLF001 - the same
         yield
@@ -111,9 +114,9 @@ def _checked(added: Any) -> list[tuple[str, str, torch.nn.Module]]:
     return added
 
 
-def _parent(places: Places, path: str) -> Envoy:
+def _parent(resolve: Resolve, path: str) -> Envoy:
     try:
-        envoy = places(("envoy", path))
+        envoy = resolve(("envoy", path))
     except LookupError as error:
         raise DecodeError(str(error)) from error
     assert isinstance(envoy, Envoy)  # noqa: S101 - what that kind of reference names

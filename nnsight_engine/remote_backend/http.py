@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import httpx
 
+from api_schemas.jobs import JobStatus
 from nnsight_engine.core.config import CONFIG
 from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameReader
@@ -148,7 +149,9 @@ class HttpTransport:
                 for event in self._events(job_id, last, end):
                     last = event["id"]
                     yield event
-                return  # noqa: TRY300 - the stream's end is the job's
+                    if JobStatus(event["status"]).is_final:
+                        return
+                raise httpx.RemoteProtocolError("the events ended before the job did")
             except httpx.TransportError as error:
                 if end is not None and time.monotonic() >= end:
                     raise TimeoutError(f"job {job_id} is not done yet; it goes on") from error

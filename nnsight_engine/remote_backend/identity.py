@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any, Final
 
 _FIELDS: Final = (
@@ -26,3 +27,9 @@ def fingerprint_of(config: Any) -> str:
     text = config.get_text_config()
     shape = {name: getattr(text, name, None) for name in _FIELDS}
     return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
+
+
+def name_of(source: str) -> str:
+    """Return what a server is to know a model by: its name, or a folder's whole path, which shows as one."""
+    path = Path(source).expanduser()
+    return str(path.absolute()) if path.is_dir() else source

@@ -57,6 +57,7 @@ class TraceHead(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: Whose blocks they are: a repository's name, a folder's, or the name the server gives its model.
+        revision: Of the repository, if the client asked for one.
         fingerprint: Of the model's shape, see ``fingerprint_of``; empty where the client knows none.
         dialect: Whose modules the blocks name, vLLM's or those of the transformers library.
         engine: What is to run it; ``auto`` leaves that to the server.
@@ -75,6 +76,7 @@ class TraceHead(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: str
+    revision: str = ""
     fingerprint: str = ""
     dialect: Literal["vllm", "transformers"]
     engine: Literal["auto", "vllm", "local"] = "auto"

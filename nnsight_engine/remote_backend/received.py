@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 SAVED: Final = "saved"
 """Name, among a trace's shared values, of the list of containers that were saved before its blocks ran."""
 
+_MAX_SAID: Final = 2000
+"""Characters of an error in an event; the error itself is in the result."""
+
 
 class ReceivedInvoke:
     """A block's variables, and the surrounding ones that they stand for; see ``interleaving.sharing``.
@@ -102,6 +105,12 @@ def outcome_of(
         "shapes": {},
         "flows": dict(flows),
     }
+
+
+def failure_of(blocks: Sequence[Mapping[str, Any]]) -> str:
+    """Return what to say of the first block that failed, nothing if none did."""
+    told = next((block["error"] for block in blocks if block["error"] is not None), None)
+    return "" if told is None else f"{told['name']}: {told['message']}"[:_MAX_SAID]
 
 
 def encoded_outcomes(

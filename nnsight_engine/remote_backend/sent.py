@@ -60,12 +60,14 @@ class Dialect(ABC):
     Attributes:
         name: Whose modules the blocks name.
         model: What the server is to know the model by.
+        revision: Of its repository, if the client asked for one.
         fingerprint: Of its shape, see ``identity``; empty where nobody knows.
         policy: What results may be made of.
     """
 
     name: Literal["vllm", "transformers"]
     model: str
+    revision: str = ""
     fingerprint: str = ""
     policy: Policy
 
@@ -149,6 +151,7 @@ class SentRemotely:
         )
         head = TraceHead(
             model=model,
+            revision=dialect.revision,
             fingerprint=dialect.fingerprint,
             dialect=dialect.name,
             engine=engine,

@@ -15,7 +15,7 @@ from nnsight_engine.envoys.tracers.invoker import Invoker
 from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.remote_backend.added_modules import added_part
 from nnsight_engine.remote_backend.codecs import Codec
-from nnsight_engine.remote_backend.identity import fingerprint_of
+from nnsight_engine.remote_backend.identity import fingerprint_of, name_of
 from nnsight_engine.remote_backend.outcomes import SentPart
 from nnsight_engine.remote_backend.places import HOME_CLASSES, Places, reference_of
 from nnsight_engine.remote_backend.sent import Dialect, Inputs, Resolve
@@ -36,16 +36,20 @@ class TransformersDialect(Dialect):
 
     Args:
         model: The model, with its weights or without.
-        name: What the server is to know it by.
+        name: What it was loaded from.
+        revision: Of the repository.
         rename: The user's own names for modules.
     """
 
     name = "transformers"
     policy = DATA_ONLY.allowing(HOME_CLASSES)
 
-    def __init__(self, model: Envoy, name: str, rename: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, model: Envoy, name: str, revision: str | None, rename: Mapping[str, Any] | None
+    ) -> None:
         """Speak for a model."""
-        self.model = name
+        self.model = name_of(name) if name else ""
+        self.revision = revision or ""
         self._envoy = model
         self._rename = rename
         config = getattr(model._module, "config", None)  # noqa: SLF001 - an envoy of ours

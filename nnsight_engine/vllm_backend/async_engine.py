@@ -7,9 +7,11 @@ a bad request is refused with a status and not inside a stream.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -18,11 +20,13 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
 from api_schemas.errors import ApiError, ErrorCode
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.request_plan import PLAN_KEY
+from nnsight_engine.vllm_backend.answers import answer
 from nnsight_engine.vllm_backend.call import (
     TICKET_KEY,
     InterventionCall,
@@ -33,8 +37,12 @@ from nnsight_engine.vllm_backend.call import (
 from nnsight_engine.vllm_backend.compat import check_supported
 from nnsight_engine.vllm_backend.interning import ContentTable
 from nnsight_engine.vllm_backend.router import ResultRouter
+from nnsight_engine.vllm_backend.trace_call import TraceCall, TracedPrompt
 from nnsight_engine.vllm_backend.trace_router import TraceRouter
+from nnsight_engine.vllm_backend.traced_requests import GatheredOutput, apart, carry, results_of
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
+
+logger = logging.getLogger(__name__)
 
 
 class InterventionAsyncLLM(AsyncLLM):
@@ -71,20 +79,44 @@ class InterventionAsyncLLM(AsyncLLM):
         self.traces = TraceRouter()
         self.traces.attach(self.output_processor)
         self._coming: dict[str, Callable[[], None]] = {}
-        self._calls: dict[str, InterventionCall] = {}
+        self._calls: dict[str, InterventionCall | TraceCall] = {}
+        self._left: set[asyncio.Future[None]] = set()
         self._contents = ContentTable()
         self._salt_secret = secrets.token_hex()
         return self.spec
 
-    def open_call(self, call: InterventionCall) -> None:
+    def open_call(self, call: InterventionCall | TraceCall) -> None:
         """Make a call known by its ticket; ``close_call`` it in the end."""
         self._calls[call.ticket] = call
 
-    def close_call(self, call: InterventionCall) -> None:
+    def close_call(self, call: InterventionCall | TraceCall) -> None:
         """Forget a call and its prompts, those included that never ran because another was refused."""
         self._calls.pop(call.ticket, None)
+        if isinstance(call, TraceCall):
+            for traced in call.prompts:
+                self.traces.close(traced.key)
+                if not traced.is_over:
+                    self._leave(self.forget_trace(traced.key, [traced.request_id]))
+            return
         for entry in call.entries:
             self._close_entry(entry)
+
+    async def forget_trace(self, key: str, request_ids: Sequence[str]) -> None:
+        """End what is left of a trace in the engine; never raises."""
+        try:
+            # vLLM itself ends a request of a cancelled caller only if that was waiting for its outputs.
+            await self.abort(request_ids)
+            await self.collective_rpc("drop_trace", args=(key,))
+        except EngineDeadError:
+            return
+        except Exception:
+            logger.exception("the engine could not be told that a trace is over")
+
+    def _leave(self, doing: Coroutine[Any, Any, None]) -> None:
+        """Let something be done that nobody waits for."""
+        task = asyncio.ensure_future(doing)
+        self._left.add(task)
+        task.add_done_callback(self._left.discard)
 
     def _close_entry(self, entry: PromptEntry) -> None:
         self.router.close(entry.key)
@@ -109,6 +141,10 @@ class InterventionAsyncLLM(AsyncLLM):
                 "send `interventions` instead",
                 "vllm_xargs",
             )
+        if isinstance(call, TraceCall):
+            _token_ids(prompt)  # embeddings have no positions that code could count
+            traced = call.begin(request_id, sampling_params.n)
+            return self._generate_beside(call, traced, prompt, sampling_params, **kwargs)
         if call is None:
             plain: AsyncGenerator[RequestOutput, None] = super().generate(
                 prompt, sampling_params, request_id, **kwargs
@@ -182,6 +218,40 @@ class InterventionAsyncLLM(AsyncLLM):
             raise
         finally:
             await outputs.aclose()
+
+    async def _generate_beside(
+        self,
+        call: TraceCall,
+        traced: TracedPrompt,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        **kwargs: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generate with a trace's block beside the request; the last output comes once that is collected."""
+        entry = traced.entry()
+        if not entry.data:
+            await self.collective_rpc("hold_trace", args=(traced.key, call.data))
+        carry(sampling_params, entry)
+        self.traces.open(traced.key, traced.hear)
+        gathered = GatheredOutput(is_delta=sampling_params.output_kind is RequestOutputKind.DELTA)
+        outputs = super().generate(apart(prompt, entry), sampling_params, traced.request_id, **kwargs)
+        try:
+            async for output in outputs:
+                gathered.add(output)
+                if output.finished:
+                    await self._collect(traced, gathered.output)
+                yield output
+        except ApiError as error:
+            call.failure = error
+            raise
+        finally:
+            await outputs.aclose()
+
+    async def _collect(self, traced: TracedPrompt, output: RequestOutput) -> None:
+        results = results_of({0: output})
+        data, printed = answer(await self.collective_rpc("finish_trace", args=(traced.key, results)))
+        traced.is_over = True
+        await asyncio.to_thread(traced.finish, data, printed, output)
 
 
 def _token_ids(prompt: Any) -> list[int]:

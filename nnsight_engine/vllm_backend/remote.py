@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import msgspec
 from transformers import AutoConfig, AutoTokenizer
 
 from nnsight_engine.interleaving.barrier import Barrier
-from nnsight_engine.remote_backend.identity import fingerprint_of
+from nnsight_engine.remote_backend.identity import fingerprint_of, name_of
 from nnsight_engine.remote_backend.messages import SentEdit, SentInvoke
 from nnsight_engine.remote_backend.sent import Dialect, Inputs, Resolve
 from nnsight_engine.vllm_backend.traces.caches import HOME_CLASSES
@@ -62,18 +63,19 @@ class VLLMDialect(Dialect):
 
     Args:
         model: The model.
-        name: What the server is to know it by.
+        name: What it was loaded from.
+        revision: Of the repository.
     """
 
     name = "vllm"
-    policy = DATA_ONLY.allowing(HOME_CLASSES)
+    policy = DATA_ONLY.allowing((*HOME_CLASSES, RemoteChoice, RemoteOutput))
 
-    def __init__(self, model: VLLM, name: str) -> None:
+    def __init__(self, model: VLLM, name: str, revision: str = "") -> None:
         """Speak for a model."""
-        self.model = name
+        self.model = name_of(name)
+        self.revision = revision
         self._envoy = model
-        # Another machine has other folders, so one is told by what lies in it.
-        self.fingerprint = fingerprint_of(AutoConfig.from_pretrained(name)) if Path(name).is_dir() else ""
+        self.fingerprint = _fingerprint(name)
 
     def inputs(self, tracer: InterleavingTracer) -> Inputs:
         """Return the requests of a trace; see ``Dialect``."""
@@ -119,9 +121,16 @@ class VLLMDialect(Dialect):
         return resolve
 
 
+@functools.cache
+def _fingerprint(name: str) -> str:
+    """Return that of a folder, which has another name on another machine; a repository's name says enough."""
+    return fingerprint_of(AutoConfig.from_pretrained(name)) if Path(name).is_dir() else ""
+
+
 def local_tokenizer(model: VLLM) -> Any:
     """Return the tokenizer of a model that runs elsewhere, from its files here."""
-    return AutoTokenizer.from_pretrained(model.remote_dialect().model)
+    dialect = model.remote_dialect()
+    return AutoTokenizer.from_pretrained(dialect.model, revision=dialect.revision or None)
 
 
 def _prompt(prompt: Mapping[str, Any]) -> str | list[int]:

@@ -257,7 +257,8 @@ class VLLM(StandardNames):
                 "rename= and envoys= of VLLM are not for remote traces yet: the server's workers know "
                 "vLLM's names. Use a model without them"
             )
-        return VLLMDialect(self, self.__dict__["_engine_args"]["model"])
+        given = self.__dict__["_engine_args"]
+        return VLLMDialect(self, given["model"], given.get("revision") or "")
 
     def scan(  # type: ignore[override] # another kind of scan
         self, *args: Any, **kwargs: Any

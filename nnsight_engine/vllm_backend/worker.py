@@ -59,10 +59,10 @@ class InterventionWorker(_PlatformWorker):
         saved: bytes = self.model_runner.traces.collect(key, results, index)
         return saved
 
-    def finish_trace(self, key: str, results: dict[str, Any]) -> tuple[bytes, str] | None:
-        """Return what a trace saved, and what it printed last; called over vLLM's RPC."""
+    def finish_trace(self, key: str, results: dict[str, Any]) -> tuple[bytes, str, str] | None:
+        """Return what a trace saved, what it printed last and how it failed; called over vLLM's RPC."""
         saved = self.collect_trace(key, results)
-        return (saved, self.model_runner.traces.telling.take_left(key)) if saved else None
+        return (saved, *self.model_runner.traces.telling.take_left(key)) if saved else None
 
     def drop_trace(self, key: str) -> None:
         """Forget a trace that nobody will collect; called over vLLM's RPC."""

@@ -86,7 +86,7 @@ def pack(table: Table, limits: Limits, *, compress: bool = False) -> bytes:
         raise EncodeError(f"a string has more than the {limits.max_text_bytes:,} bytes that one may have")
     lengths = np.fromiter(map(len, texts), "<u4", len(texts))
     parts += [ints.tobytes(), floats.tobytes(), lengths.tobytes(), *texts]
-    tensors = write_segments(table.tensors)
+    tensors = write_segments(table.tensors, _HEAD.size + sum(map(len, parts)))
     counts = (len(edges), len(ints), len(floats), len(texts), sum(map(len, texts)), sum(map(len, tensors)))
     parts += tensors
     codec = _ZSTD if compress else _NO_CODEC

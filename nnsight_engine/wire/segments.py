@@ -2,7 +2,8 @@
 
 safetensors' own functions copy two or three times, and saves are what messages are large for. The layout is
 theirs: the header's length (8 bytes), a header in JSON, the bytes of the tensors one after another. A reader
-gives each tensor memory of its own, so that keeping a small one does not keep the message.
+gives each tensor memory of its own, so that keeping a small one does not keep the message; one that is most
+of the message keeps the message instead, where that may be written to.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import torch
 from nnsight_engine.wire.errors import DecodeError
 
 _LENGTH: Final = struct.Struct("<Q")
+_ALIGNMENT: Final = 16
+"""In bytes, as of all memory that is asked for; the largest of torch's numbers has as many."""
 _MAX_HEADER_BYTES: Final = 100_000_000
 """What readers of safetensors take."""
 _NAMES: Final = {
@@ -42,8 +45,13 @@ class _Entry(msgspec.Struct):
 _HEADER: Final = msgspec.json.Decoder(dict[str, _Entry])
 
 
-def write_segments(tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
-    """Return contiguous tensors on the host as pieces of a file, which share their memory."""
+def write_segments(tensors: Mapping[str, torch.Tensor], start: int = 0) -> list[bytes | memoryview]:
+    """Return contiguous tensors on the host as pieces of a file, which share their memory.
+
+    Args:
+        tensors: The tensors.
+        start: How many bytes are before the file, so that a reader finds the first tensor aligned.
+    """
     if not tensors:
         return []
     header, pieces, at = {}, list[bytes | memoryview](), 0
@@ -53,7 +61,7 @@ def write_segments(tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryvi
         pieces.append(tensor.reshape(-1).view(torch.uint8).numpy().data)
         at = end
     text = msgspec.json.encode(header)
-    text += b" " * (-len(text) % _LENGTH.size)
+    text += b" " * (-(start + _LENGTH.size + len(text)) % _ALIGNMENT)
     return [_LENGTH.pack(len(text)), text, *pieces]
 
 
@@ -91,8 +99,11 @@ def _tensor(entry: _Entry, data: memoryview) -> torch.Tensor:
         raise DecodeError(f"the message is broken: a tensor has the type {entry.dtype!r} and {entry.shape}")
     if math.prod(entry.shape) * dtype.itemsize != end - start or start == end:
         raise DecodeError("the message is broken: a tensor has another size than its shape says")
+    found = np.frombuffer(data[start:end], np.uint8)
+    if found.flags.writeable and 2 * found.nbytes >= len(data) and found.ctypes.data % _ALIGNMENT == 0:
+        return torch.from_numpy(found).view(dtype).reshape(entry.shape)
     tensor = torch.empty(entry.shape, dtype=dtype)
-    tensor.reshape(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data[start:end], np.uint8)
+    tensor.reshape(-1).view(torch.uint8).numpy()[:] = found
     return tensor
 
 

@@ -27,6 +27,7 @@ from nnsight_engine.plans.collected import (
     LensResult,
     ProbeResult,
     TensorResult,
+    TraceResult,
 )
 from nnsight_engine.plans.collector import RequestCollector
 from nnsight_engine.plans.compile import compile_request
@@ -62,7 +63,9 @@ class Reply:
     def result(self, name: str) -> CaptureResult | ProbeResult | LensResult:
         """Return the result called ``name``."""
         assert self.collected is not None, self.failure
-        return next(result for result in self.collected.results if result.name == name)
+        found = next(result for result in self.collected.results if result.name == name)
+        assert not isinstance(found, TraceResult)
+        return found
 
     def tensor(self, name: str, point: str) -> torch.Tensor:
         """Return a captured tensor as float32."""

@@ -24,8 +24,8 @@ async def serve(directory: Path) -> None:
         result_dir=directory / "results", data_dir=directory / "data", max_running_jobs=3, drain_timeout_s=0.2
     )
     store = new_store(settings)
-    engine = FakeEngineClient(settings, store)
     scripted = ScriptedEngine()
+    engine = FakeEngineClient(settings, store)
     engine.traces = {"vllm": scripted}
     config = uvicorn.Config(create_app(settings, engine, store), log_level="warning")
     server = uvicorn.Server(config)

@@ -70,8 +70,8 @@ async def live(
     folders = {"result_dir": directory / "results", "data_dir": directory / "data"}
     chosen = Settings.model_validate({**folders, "drain_timeout_s": 0.1, **settings})
     store = new_store(chosen)
-    engine = FakeEngineClient(chosen, store, behaviour)
     scripted = ScriptedEngine()
+    engine = FakeEngineClient(chosen, store, behaviour)
     engine.traces = {"vllm": scripted}
     app = create_app(chosen, engine, store)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))

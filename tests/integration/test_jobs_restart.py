@@ -16,7 +16,7 @@ import pytest
 
 from api_schemas.jobs import Job
 from tests.integration.scripted_traces import HEADERS, RESULT, frames_of, trace
-from tests.integration.waiting import until_async
+from tests.integration.waiting import until, until_async
 
 pytestmark = pytest.mark.timeout(120)
 PROJECT = Path(__file__).resolve().parents[2]
@@ -153,17 +153,21 @@ async def test_a_server_that_is_told_to_stop_gives_its_jobs_back(tmp_path: Path)
 
 
 async def test_uploads_that_a_crash_cut_off_are_removed(tmp_path: Path):
+    def received() -> list[Path]:
+        return [path for path in (tmp_path / "data/servers").glob("*/*") if path.name != ".lock"]
+
     async with started(tmp_path) as server:
 
         async def half() -> AsyncIterator[bytes]:
             yield trace(payload=bytes(5_000_000))[:3_000_000]
+            await until(lambda: len(received()) == 1)
             await server.end(signal.SIGKILL)
             yield b""
 
         with pytest.raises(httpx.TransportError):
             await server.client.post("/v1/jobs", content=half(), headers=HEADERS)
-    assert [path.name for path in (tmp_path / "data/servers").glob("*/*") if path.name != ".lock"] != []
+    assert len(received()) == 1
     async with started(tmp_path) as server:
         assert (await server.client.get("/v1/jobs")).json()["data"] == []
-        assert [path.name for path in (tmp_path / "data/servers").glob("*/*")] == [".lock"]
+        assert received() == []
         assert list((tmp_path / "data/jobs").iterdir()) == []

@@ -10,17 +10,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import torch
-import uvicorn
 
 from api_schemas.errors import ErrorCode
-from app.engine import local_traces
+from app.engine import trace_processes
 from app.engine.fake import FakeEngineClient
 from app.engine.fake_results import MODEL
 from app.engine.local_traces import LocalTraceEngine
@@ -37,29 +35,9 @@ from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceHead, TraceR
 from nnsight_engine.remote_backend.transport import Progress
 from nnsight_engine.wire import encode
 from tests.families.checkpoints import write_checkpoint
+from tests.integration.live import Leaving, Recording, listening, until
 
 TEXT = " the tower of Paris"
-
-
-class Recording(HttpTransport):
-    """Talks to the server, and keeps the frames."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self.frames: list[Frame] = []
-
-    def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
-        for frame in super().run(request, progress):
-            self.frames.append(frame)
-            yield frame
-
-    @property
-    def heard(self) -> list[dict[str, Any]]:
-        return [frame.json() for frame in self.frames if frame.kind is FrameKind.EVENT]
-
-    @property
-    def logs(self) -> list[str]:
-        return [event["message"] for event in self.heard if event["status"] == "LOG"]
 
 
 class Served:
@@ -70,6 +48,11 @@ class Served:
         self.engine = engine
         self.path = path
         self.model = LanguageModel(path)
+
+    @property
+    def pid(self) -> int:
+        until(lambda: bool(self.engine.pids))
+        return self.engine.pids[0]
 
     def remote(self, transport: HttpTransport | None = None) -> RemoteBackend:
         return RemoteBackend(self.url, model_key=MODEL, transport=transport or HttpTransport(self.url))
@@ -83,34 +66,23 @@ class Served:
             here = local.lm_head.output.save()
         assert torch.equal(here, there)
 
-    def until(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + 30
-        while not condition():
-            assert time.monotonic() < end
-            time.sleep(0.02)
-
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("local")
     path = write_checkpoint("llama", folder / "llama")
     os.environ["NNSIGHT_ENGINE_SECRET_FOR_TESTS"] = "secret"
-    settings = Settings.model_validate({"result_dir": folder / "results", "drain_timeout_s": 1})
+    settings = Settings.model_validate(
+        {"result_dir": folder / "results", "data_dir": folder / "data", "drain_timeout_s": 1}
+    )
     store = new_store(settings)
     local = LocalTraceEngine(ProcessOptions(model=str(path)), settings, environment_for_traces())
     app = create_app(settings, FakeEngineClient(settings, store), store, local=local)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    yield Served(f"http://127.0.0.1:{port}", local, path)
-    pid = local.pid
-    server.should_exit = True
-    thread.join()
+    with listening(app) as url:
+        served = Served(url, local, path)
+        yield served
+        pid = served.pid
     del os.environ["NNSIGHT_ENGINE_SECRET_FOR_TESTS"]
-    assert pid is not None
     assert not is_alive(pid)
 
 
@@ -197,7 +169,7 @@ def test_a_process_knows_no_secrets(served: Served) -> None:
 
 
 def test_changed_weights_are_nobody_else_s(served: Served) -> None:
-    model, transport, pid = served.model, Recording(served.url), served.engine.pid
+    model, transport, pid = served.model, Recording(served.url), served.pid
     with model.trace(TEXT, backend=served.remote(transport)):
         with torch.no_grad():
             model.lm_head.weight.zero_()
@@ -205,7 +177,7 @@ def test_changed_weights_are_nobody_else_s(served: Served) -> None:
     assert zeros == 0
     assert "weights" in transport.logs[-1]
     served.check()
-    assert served.engine.pid != pid
+    assert served.pid != pid
 
 
 @pytest.mark.parametrize("way", ["exit", "signal", "babble"])
@@ -230,34 +202,21 @@ def test_a_block_that_ends_the_process_fails_alone(served: Served, way: str) -> 
 
 def test_a_client_that_leaves_ends_its_trace(served: Served) -> None:
     served.check()
-    model, pid = served.model, served.engine.pid
+    model, pid = served.model, served.pid
     for way in ("sleeps", "computes"):
         with pytest.raises(RemoteError):
-            with model.trace(TEXT, backend=served.remote(Leaving(served))):
+            with model.trace(TEXT, backend=served.remote(Leaving(served.url))):
                 print("begun")
                 while True:
                     time.sleep(1000 if way == "sleeps" else 0)
         served.check()
-    assert served.engine.pid == pid
-
-
-class Leaving(HttpTransport):
-    """Hangs up when the block has begun."""
-
-    def __init__(self, served: Served) -> None:
-        super().__init__(served.url)
-
-    def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
-        for frame in super().run(request, progress):
-            if frame.kind is FrameKind.EVENT and frame.json()["status"] == "LOG":
-                raise RemoteError("left")
-            yield frame
+    assert served.pid == pid
 
 
 def test_a_trace_that_will_not_end_is_ended(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_traces, "CANCEL_GRACE_S", 0.3)
-    monkeypatch.setattr(served.engine, "_time_limit_s", 0.5)
-    model, pid = served.model, served.engine.pid
+    monkeypatch.setattr(trace_processes, "CANCEL_GRACE_S", 0.3)
+    monkeypatch.setattr(served.engine, "time_limit_s", 0.5)
+    model, pid = served.model, served.pid
     with pytest.raises(RemoteError, match="trace_time_limit_s") as caught:
         with model.trace(TEXT, backend=served.remote()):
             while True:
@@ -266,22 +225,22 @@ def test_a_trace_that_will_not_end_is_ended(served: Served, monkeypatch: pytest.
                 except BaseException:  # noqa: BLE001 - it is what is tested
                     continue
     assert caught.value.code == ErrorCode.TRACE_TIMED_OUT
-    served.until(lambda: pid is not None and not is_alive(pid))
-    monkeypatch.setattr(served.engine, "_time_limit_s", 60)
+    until(lambda: not is_alive(pid))
+    monkeypatch.setattr(served.engine, "time_limit_s", 60)
     served.check()
-    pid = served.engine.pid
+    pid = served.pid
     monkeypatch.undo()
-    monkeypatch.setattr(served.engine, "_time_limit_s", 0.5)
+    monkeypatch.setattr(served.engine, "time_limit_s", 0.5)
     with pytest.raises(RemoteError, match="trace_time_limit_s"):
         with model.trace(TEXT, backend=served.remote()):
             time.sleep(1000)
-    monkeypatch.setattr(served.engine, "_time_limit_s", 60)
+    monkeypatch.setattr(served.engine, "time_limit_s", 60)
     served.check()
-    assert served.engine.pid == pid
+    assert served.pid == pid
 
 
 def test_who_waits_is_told_and_not_too_many_do(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served.engine, "_max_queued", 1)
+    monkeypatch.setattr(served.engine, "max_queued", 1)
     transports = [Recording(served.url) for _ in range(2)]
 
     def run(transport: Recording, pause_s: float) -> None:
@@ -294,9 +253,9 @@ def test_who_waits_is_told_and_not_too_many_do(served: Served, monkeypatch: pyte
         threading.Thread(target=run, args=(one, pause)) for one, pause in zip(transports, (2, 0), strict=True)
     ]
     threads[0].start()
-    served.until(lambda: any(one["status"] == "RUNNING" for one in transports[0].heard))
+    until(lambda: any(one["status"] == "RUNNING" for one in transports[0].heard))
     threads[1].start()
-    served.until(lambda: served.engine.num_waiting == 1)
+    until(lambda: served.engine.num_waiting == 1)
     request = capture(served)
     answer = httpx.post(f"{served.url}/v1/traces", content=request, headers={"content-type": MEDIA_TYPE})
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
@@ -345,7 +304,7 @@ def test_a_model_that_cannot_be_loaded_is_said_to_be_so(tmp_path: Path) -> None:
         engine.start()
         request = TraceRequest(TraceHead(model=MODEL, dialect="transformers"), [b"x"])
         try:
-            with pytest.raises(Exception, match="could not load") as caught:
+            with pytest.raises(Exception, match="could not start") as caught:
                 async for _ in engine.run_trace(request, "job"):
                     pass
             return str(caught.value)
@@ -364,9 +323,9 @@ from nnsight_engine.local_engine.link import ProcessOptions
 async def main():
     engine = LocalTraceEngine(ProcessOptions(model=sys.argv[1]), Settings(), environment_for_traces())
     engine.start()
-    while engine.pid is None:
+    while not engine.pids:
         await asyncio.sleep(0.01)
-    print(engine.pid, flush=True)
+    print(engine.pids[0], flush=True)
     await asyncio.sleep(1000)
 
 asyncio.run(main())
@@ -383,4 +342,4 @@ def test_a_process_does_not_outlive_its_server(served: Served) -> None:
     server.kill()
     server.wait()
     server.stdout.close()
-    served.until(lambda: not is_alive(pid))
+    until(lambda: not is_alive(pid))

@@ -14,6 +14,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import OPERATIONS, parse_interventions
 from api_schemas.operations import Ablate, Capture, LogitLens, Patch, Probe, Steer
 from api_schemas.points import MODEL_POINTS, PointPattern
+from api_schemas.request_traces import Trace
 from api_schemas.results import ChoiceInterventions
 from api_schemas.where import Where
 from app.engine.fake import FakeEngineClient
@@ -28,7 +29,7 @@ PAGES = sorted(DOCS.rglob("*.md"))
 LINKED_PAGES = [*PAGES, PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", PROJECT / "CHANGELOG.md"]
 GENERATED_ROUTES = {"/docs", "/redoc", "/openapi.json"}
 
-SCHEMAS: tuple[type[BaseModel], ...] = (Steer, Ablate, Patch, Capture, Probe, LogitLens)
+SCHEMAS: tuple[type[BaseModel], ...] = (Steer, Ablate, Patch, Capture, Probe, LogitLens, Trace)
 
 
 def page(name: str) -> str:
@@ -83,7 +84,7 @@ def test_every_route_is_documented(tmp_path: Path) -> None:
     served = {
         f"{method.upper()} {path}" for path, methods in app.openapi()["paths"].items() for method in methods
     }
-    assert served == {key for key in documented if key.startswith(("GET ", "POST "))}
+    assert served == {key for key in documented if key.startswith(("DELETE ", "GET ", "POST "))}
     for path in GENERATED_ROUTES:
         assert f"`{path}`" in page("http.md")
 
@@ -147,7 +148,7 @@ def test_examples_of_interventions_parse(block: Any) -> None:
     raw = block if isinstance(block, list) else [block]
     operations = parse_interventions(raw)
     for operation in operations:
-        points = [] if isinstance(operation, LogitLens) else operation.at
+        points = [] if isinstance(operation, LogitLens | Trace) else operation.at
         for text in [points] if isinstance(points, str) else points:
             PointPattern.parse(text).resolve(30)
 

@@ -1,5 +1,5 @@
 """What runs a compiled block."""
 
-from nnsight_engine.intervention.backends import base, execution
+from nnsight_engine.intervention.backends import base, execution, remote
 
-__all__ = ["base", "execution"]
+__all__ = ["base", "execution", "remote"]

@@ -84,4 +84,5 @@ class RemoteableMixin(MetaMixin):
                 f"a server has our own classes for modules and models, and this model has {names}: use one "
                 "without it, LanguageModel itself and no envoys="
             )
-        return TransformersDialect(self, self.__dict__.get("repo_id") or "", self.__dict__["_own_names"])
+        mine = self.__dict__
+        return TransformersDialect(self, mine.get("repo_id") or "", mine.get("revision"), mine["_own_names"])

@@ -41,7 +41,7 @@ class TraceContext:
         received = decode_blocks(entry.codec, entry.data, resolve=self._resolved, trusted=True)
         self._invokes = invokes_of(received.blocks, entry.groups)
         self._publishers = publishers(self._invokes)
-        self._saved: list[Any] = received.shared[SAVED]
+        self._saved: list[Any] = received.shared.get(SAVED, [])
         self._marks = Marks(self._saved)
         self._wanted = frozenset(entry.wanted)
 

@@ -47,6 +47,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
         codec: What the blocks are written in; another than ``wire`` only from senders that are trusted.
         wanted: Names whose values are to come home although nobody saved them.
         prints: Whether what the block prints is told, rather than printed by the worker.
+        plain: Whether what is saved must be of JSON's types and tensors, see ``plain``.
         compresses: Whether what is left of the trace is to be compressed.
     """
 
@@ -63,6 +64,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
     wanted: list[str] = []
     prints: bool = False
     compresses: bool = False
+    plain: bool = False
 
     def to_plain(self) -> dict[str, Any]:
         """Return what vLLM carries."""

@@ -32,10 +32,11 @@ class Telling:
         self._news: dict[str, News] = {}
         self._prints: dict[str, Prints] = {}
         self._left: dict[str, str] = {}
+        self._failed: dict[str, str] = {}
 
     def __len__(self) -> int:
         """Return how many requests' prints nobody has fetched."""
-        return len(self._prints) + len(self._left)
+        return len(self._prints) + len(self._left) + len(self._failed)
 
     def open(self, request_id: str, entry: TraceEntry) -> Callable[[], None]:
         """Begin with a request; returns what its blocks' threads call before anything else."""
@@ -82,9 +83,14 @@ class Telling:
         if last:
             self._left[key] = self._left.get(key, "") + last
 
-    def take_left(self, key: str) -> str:
-        """Return what a trace printed and was not told, and forget it."""
-        return self._left.pop(key, "")
+    def fail(self, key: str, failure: str) -> None:
+        """Take note that a block of a trace failed, and of what is to be said of it."""
+        if failure:
+            self._failed[key] = failure
+
+    def take_left(self, key: str) -> tuple[str, str]:
+        """Return what a trace printed last, and what is to be said of its failure; and forget both."""
+        return self._left.pop(key, ""), self._failed.pop(key, "")
 
 
 def _nothing() -> None:

@@ -18,8 +18,9 @@ import msgspec
 import torch
 
 from nnsight_engine.interleaving.threads import Threads
-from nnsight_engine.remote_backend.received import encoded_outcomes, outcome_of
+from nnsight_engine.remote_backend.received import encoded_outcomes, failure_of, outcome_of
 from nnsight_engine.vllm_backend.outline import OutlineEntry, outline_of
+from nnsight_engine.vllm_backend.plain import NotPlainError, plain_saves
 from nnsight_engine.vllm_backend.traces.board import Board
 from nnsight_engine.vllm_backend.traces.context import TraceContext
 from nnsight_engine.vllm_backend.traces.edits import KeptEdits
@@ -298,6 +299,8 @@ class WorkerTraces:
         blocks = [self._closed(member, results) for member in in_order]
         for request_id in request_ids:
             self.telling.close(request_id, key)
+        if any(member.entry.prints for member in members):  # somebody asks for both
+            self.telling.fail(key, failure_of(blocks))
         contexts = [context for name, context in self._contexts.items() if name[0] == key]
         # Containers of all blocks, which whoever has saved too much has filled.
         is_too_much = any(one.request is not None and _is_too_much(one.request.error) for one in members)
@@ -320,6 +323,8 @@ class WorkerTraces:
         if member.context is not None and member.request is not None and not _is_too_much(error):
             saves = member.context.saves(member.entry.index)
             flows = member.context.flows(member.entry.index)
+        if member.entry.plain and error is None:
+            saves, error = _checked(saves)
         told = None if error is None else self._told(error)
         outcome = outcome_of(member.entry.index, saves, told, choice=member.choice, flows=flows)
         return outcome | {"shapes": {} if member.shapes is None else first_values(member.shapes)}
@@ -363,6 +368,15 @@ class WorkerTraces:
                 self.drop(key)
                 if len(self._by_key) <= _MAX_UNCOLLECTED:
                     return
+
+
+def _checked(saves: dict[str, Any]) -> tuple[dict[str, Any], NotPlainError | None]:
+    """Return what was saved if JSON has a place for it, nothing and why otherwise."""
+    try:
+        plain_saves(saves, lambda _tensor: None, frozenset({_Result}))
+    except NotPlainError as error:
+        return {}, error
+    return saves, None
 
 
 def _is_too_much(error: BaseException | None) -> bool:

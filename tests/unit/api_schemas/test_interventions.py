@@ -50,7 +50,7 @@ def test_operations_keep_their_order_and_fields() -> None:
             {"op": "logit_lens", "layers": [0, -1], "targets": [" Paris", 7]},
         ]
     )
-    assert [op.op for op in ops] == list(OPERATIONS)
+    assert [op.op for op in ops] == [name for name in OPERATIONS if name != "trace"]
     steer, _, patch, capture, probe, lens = ops
     assert isinstance(steer, Steer)
     assert (steer.scale, steer.mode, steer.where.phase) == (4.0, "clamp", "generated")

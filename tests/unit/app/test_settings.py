@@ -41,3 +41,10 @@ def test_processes_that_run_clients_code_get_no_secrets(monkeypatch: pytest.Monk
     assert "secret" not in environment.values()
     assert environment["CUDA_VISIBLE_DEVICES"] == "1"
     assert environment["HF_HUB_OFFLINE"] == "1"
+
+
+def test_jobs_lie_in_the_data_directory_and_a_password_is_not_shown(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_DATA_HOME", "/somewhere")
+    settings = Settings(database_url="postgresql://me:hunter2@there/jobs")
+    assert settings.data_dir == Path("/somewhere/nnsight-engine/server")
+    assert "hunter2" not in repr(settings)

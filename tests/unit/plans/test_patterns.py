@@ -191,7 +191,7 @@ class Worker:
         assert payload is not None
         collector = self.collector()
         collector.add(Payload.decode(payload.encode()))
-        return collector.take_final([7] * num_tokens).results
+        return list(collector.take_final([7] * num_tokens).results)
 
 
 def values(result: CaptureResult, point: str = "layers.0.attn.pattern") -> torch.Tensor:

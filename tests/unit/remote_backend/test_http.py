@@ -105,7 +105,8 @@ class Server:
 
         async def stream() -> AsyncIterator[str]:
             for number in range(after + 1, 5):
-                yield f"id: {number}\ndata: {json.dumps({'id': number, 'status': 'LOG'})}\n\n"
+                status = "COMPLETED" if number == 4 else "LOG"
+                yield f"id: {number}\ndata: {json.dumps({'id': number, 'status': status})}\n\n"
                 if fails:
                     raise ConnectionResetError
 

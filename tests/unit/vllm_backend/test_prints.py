@@ -65,7 +65,7 @@ def test_lines_are_told_when_they_have_ended_and_the_rest_in_the_end(monkeypatch
     assert told is not None
     assert told[3] == "whole\n"
     telling.close("request", "trace")
-    assert telling.take_left("trace") == "half"
+    assert telling.take_left("trace") == ("half", "")
     assert len(telling) == 0
 
 

@@ -1,0 +1,393 @@
+"""Traces in processes of their own: who is next, for how long, and what is believed of what comes back.
+
+A process runs one trace at a time. A trace that kills its process, or does not end when it is told to, costs
+itself alone: the process is started anew and the next trace runs. Nothing of a trace is read here. The local
+engine (``local_traces``) and vLLM's sessions (``session_traces``) are made of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Mapping
+from typing import Any, Final
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.jobs import JobStatus
+from app.engine.fair_queue import FairQueue
+from app.errors import internal_error
+from app.services.traces import event_frame
+from app.settings import Settings
+from nnsight_engine.local_engine.child import Child, ProcessEndedError
+from nnsight_engine.local_engine.link import CANCEL, FAILED, READY, WORN, ProcessOptions
+from nnsight_engine.remote_backend.frames import Frame, FrameKind
+from nnsight_engine.remote_backend.messages import TraceRequest
+from nnsight_engine.wire import DecodeError
+
+logger = logging.getLogger(__name__)
+
+CANCEL_GRACE_S: Final = 5.0
+"""How long a trace has to end that was told to, before its process is ended."""
+
+_LOAD_LIMIT_S: Final = 900.0
+_PAUSE_S: Final = 30.0
+"""After a process that could not be started, how long traces are refused before it is tried again."""
+
+_MAX_EVENT_BYTES: Final = 2**21
+
+
+class Job:
+    """A trace on its way.
+
+    Attributes:
+        request: The trace.
+        engine: What runs it, as clients know that.
+        frames: What its client is to be told; an error, or None, is the last.
+        cancelled: Set when nobody waits for it any more.
+        is_late: Whether its time is over.
+        position: How many are before it, as its client was told last.
+        has_begun: Whether it was run; if not, another process may try.
+    """
+
+    def __init__(self, request: TraceRequest, engine: str) -> None:
+        """Begin with a trace that came."""
+        self.request = request
+        self.engine = engine
+        self.frames: asyncio.Queue[Frame | ApiError | None] = asyncio.Queue()
+        self.cancelled = asyncio.Event()
+        self.is_late = False
+        self.position = 0
+        self.has_begun = False
+
+    def tell(self, status: JobStatus, message: str | None = None) -> None:
+        """Tell its client of an event."""
+        self.frames.put_nowait(event_frame(status, message=message, engine=self.engine))
+
+
+class TraceProcesses:
+    """Runs traces in processes beside the server; a ``TraceEngine``.
+
+    Args:
+        module: What the processes run.
+        options: What they are started with.
+        settings: The server's.
+        environment: Of the processes.
+        num_processes: How many there may be.
+    """
+
+    name = ""
+    purpose = ""
+    """What the processes are, for messages."""
+    starts_ahead = False
+    """Whether processes are started before there is a trace for them."""
+
+    def __init__(
+        self,
+        module: str,
+        options: ProcessOptions,
+        settings: Settings,
+        environment: Mapping[str, str],
+        *,
+        num_processes: int = 1,
+    ) -> None:
+        """Start nothing yet."""
+        self.module = module
+        self.options = options
+        self.environment = environment
+        self.time_limit_s = settings.trace_time_limit_s
+        self.max_queued = settings.max_queued_traces
+        self.max_frame_bytes = max(options.max_result_bytes, settings.max_trace_request_bytes) + 2**20
+        self._queue: FairQueue[Job] = FairQueue()
+        self._lines = [_Line(self) for _ in range(num_processes)]
+        self._drivers: list[asyncio.Task[None]] = []
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes' ids."""
+        return [line.child.pid for line in self._lines if line.child is not None]
+
+    @property
+    def num_waiting(self) -> int:
+        """How many traces wait."""
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        """How many traces run."""
+        return sum(line.running is not None for line in self._lines)
+
+    def start(self, after: Awaitable[Any] | None = None) -> None:
+        """Begin to take traces, once ``after`` is over; what they need is loaded in the background."""
+        after = None if after is None else asyncio.ensure_future(after)
+        self._drivers = [
+            asyncio.create_task(line.drive(after), name=f"{self.purpose} {index}")
+            for index, line in enumerate(self._lines)
+        ]
+
+    async def close(self) -> None:
+        """End the processes; traces that run or wait fail."""
+        for driver in self._drivers:
+            driver.cancel()
+        await asyncio.gather(*self._drivers, return_exceptions=True)
+        await asyncio.gather(*(line.drop() for line in self._lines))
+        refusal = ApiError(ErrorCode.DRAINING, "The server is shutting down; send the trace to another one.")
+        for job in [*self._queue, *(line.running for line in self._lines if line.running is not None)]:
+            self._queue.remove(job)
+            job.frames.put_nowait(refusal)
+
+    async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:  # noqa: ARG002 - the protocol's
+        """Run a trace; see ``TraceEngine``.
+
+        Raises:
+            ApiError: Too many wait, the trace cannot be read, took too long or ended its process, or no
+                process can be started.
+        """
+        job = Job(request, self.name)
+        self._check_takes_more()
+        self._queue.add(request.sender, job)
+        if not self.pids:
+            job.tell(JobStatus.QUEUED, f"{self.purpose} is being started")
+        self.tell_positions()
+        try:
+            while (item := await job.frames.get()) is not None:
+                if isinstance(item, ApiError):
+                    raise item
+                yield item
+        finally:
+            job.cancelled.set()
+            if self._queue.remove(job):
+                self.tell_positions()
+
+    def _check_takes_more(self) -> None:
+        num_waiting = len(self._queue)
+        is_free = not num_waiting and self.num_running < len(self._lines)
+        if not is_free and num_waiting >= self.max_queued:
+            raise ApiError(
+                ErrorCode.QUEUE_FULL,
+                f"{num_waiting} traces wait for {self.purpose} and no more may (max_queued_traces); send it "
+                "again later.",
+            )
+
+    async def take(self) -> Job:
+        """Wait for a trace, and take the one whose turn it is."""
+        return await self._queue.take()
+
+    def tell_positions(self) -> None:
+        """Tell waiting clients how many are before them, where that is news."""
+        is_busy = self.num_running == len(self._lines)
+        for index, job in enumerate(self._queue):
+            position = index + is_busy
+            if position and position != job.position:
+                job.tell(JobStatus.QUEUED, f"{position} before this one")
+            job.position = position
+
+    async def asked(self, child: Child, word: dict[str, Any], job: Job) -> None:
+        """Do what a trace's process asks for.
+
+        Raises:
+            DecodeError: It is not known here.
+        """
+        del child, job
+        raise DecodeError(f"a process asks for what it cannot have: {', '.join(word)}")
+
+    async def ended(self, job: Job) -> None:
+        """Undo what a trace has asked for; it has ended, in whatever way."""
+
+
+class _Line:
+    """One process after another, and the trace that runs in it.
+
+    Attributes:
+        child: The process; None while there is none.
+        running: The trace that has been taken.
+    """
+
+    def __init__(self, traces: TraceProcesses) -> None:
+        self._traces = traces
+        self.child: Child | None = None
+        self.running: Job | None = None
+        self._is_worn = False
+        self._failure = ""
+        self._retry_at = 0.0
+        self._num_runs = 0
+
+    async def drive(self, after: Awaitable[Any] | None) -> None:
+        """Keep a process, and run one trace after the other in it."""
+        if after is not None:
+            await after
+        while True:
+            if self._traces.starts_ahead:
+                with contextlib.suppress(ApiError):
+                    await self._ready()
+            job = self.running = await self._traces.take()
+            self._traces.tell_positions()
+            try:
+                await self._serve(job)
+            except ApiError as error:
+                job.frames.put_nowait(error)
+            except Exception:
+                logger.exception("a trace failed on its way")
+                job.frames.put_nowait(internal_error())
+                await self.drop()
+            self.running = None
+
+    async def _ready(self) -> Child:
+        """Return the process, started and loaded.
+
+        Raises:
+            ApiError: It cannot be.
+        """
+        if self.child is not None and not self.child.has_ended:
+            return self.child
+        await self.drop()
+        if time.monotonic() < self._retry_at:
+            raise self._refusal()
+        traces = self._traces
+        try:
+            child = self.child = await Child.start(
+                traces.module, traces.options, traces.environment, max_bytes=traces.max_frame_bytes
+            )
+            async with asyncio.timeout(_LOAD_LIMIT_S):
+                word = (await child.frame()).json()
+            if READY in word:
+                return child
+            self._failure = str(word.get(FAILED, ""))
+        except (ProcessEndedError, OSError, TimeoutError, DecodeError) as error:
+            self._failure = str(error) or "it took too long"
+        logger.error("%s could not be started: %s", traces.purpose, self._failure)
+        await self.drop()
+        self._retry_at = time.monotonic() + _PAUSE_S
+        raise self._refusal()
+
+    def _refusal(self) -> ApiError:
+        return ApiError(
+            ErrorCode.LOCAL_ENGINE_FAILED,
+            f"The server could not start {self._traces.purpose}: {self._failure}. Its log says more; other "
+            "requests are served.",
+        )
+
+    async def drop(self) -> None:
+        """End the process; the next trace gets another one."""
+        child, self.child, self._is_worn = self.child, None, False
+        if child is not None:
+            await child.close()
+
+    async def _serve(self, job: Job) -> None:
+        """Run a trace.
+
+        Raises:
+            ApiError: There is no process for it, it has ended, or it refused the trace.
+        """
+        if job.cancelled.is_set():
+            return
+        try:
+            await self._serve_in(await self._ready(), job)
+        except ProcessEndedError as error:
+            await self.drop()
+            if job.has_begun or job.cancelled.is_set():
+                raise self._ended(job, error) from error
+            try:
+                await self._serve_in(await self._ready(), job)  # that one had ended before
+            except ProcessEndedError as again:
+                await self.drop()
+                raise self._ended(job, again) from again
+
+    async def _serve_in(self, child: Child, job: Job) -> None:
+        """Run a trace in a process, and pass on what that says.
+
+        Raises:
+            ApiError: The process refused the trace.
+            ProcessEndedError: The process has ended.
+        """
+        self._num_runs += 1
+        number = self._num_runs
+        watch = asyncio.create_task(self._watch(child, job, number))
+        try:
+            if not child.is_quiet:
+                raise ProcessEndedError(None)
+            await child.run(number, job.request.chunks())
+            while not await self._pass_on(child, await child.frame(), job):
+                pass
+        except DecodeError as error:
+            logger.warning("a trace made its process say what it never says: %s", error)
+            raise ProcessEndedError(None) from error
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            await self._traces.ended(job)
+        if self._is_worn:
+            await self.drop()
+
+    async def _watch(self, child: Child, job: Job, number: int) -> None:
+        """End a trace that nobody waits for or whose time is over; politely first."""
+        try:
+            async with asyncio.timeout(self._traces.time_limit_s):
+                await job.cancelled.wait()
+        except TimeoutError:
+            job.is_late = True
+        with contextlib.suppress(ProcessEndedError, TimeoutError):
+            async with asyncio.timeout(CANCEL_GRACE_S):
+                await child.say({CANCEL: number})
+                await asyncio.sleep(CANCEL_GRACE_S)
+        child.kill()
+
+    async def _pass_on(self, child: Child, frame: Frame, job: Job) -> bool:
+        """Tell the client what the process says, as far as it is its to say; True if it was the last.
+
+        Raises:
+            ApiError: The trace failed.
+            DecodeError: The process says what it should not, on a block's behalf.
+        """
+        if frame.kind is FrameKind.RESULT:
+            job.frames.put_nowait(frame)
+            job.frames.put_nowait(None)
+            return True
+        if len(frame.data) > _MAX_EVENT_BYTES:
+            raise DecodeError("an event is too long")
+        said = frame.json()
+        if not isinstance(said, dict):
+            raise DecodeError("an event is an object")
+        if frame.kind is FrameKind.ERROR:
+            raise self._failed(said, job)
+        await self._heard(child, said, job)
+        return False
+
+    async def _heard(self, child: Child, said: dict[str, Any], job: Job) -> None:
+        status = said.get("status")
+        if status == JobStatus.RUNNING:
+            job.has_begun = True
+            job.tell(JobStatus.RUNNING)
+        elif status == JobStatus.LOG:
+            job.tell(JobStatus.LOG, str(said.get("message", "")))
+        elif WORN in said:
+            self._is_worn = True
+        else:
+            await self._traces.asked(child, said, job)
+
+    def _failed(self, said: dict[str, Any], job: Job) -> ApiError:
+        error = said.get("error")
+        error = error if isinstance(error, dict) else {}
+        if error.get("code") == ErrorCode.INVALID_TRACE:
+            return ApiError(ErrorCode.INVALID_TRACE, str(error.get("message", "")))
+        return self._late() if job.is_late else internal_error()
+
+    def _ended(self, job: Job, error: ProcessEndedError) -> ApiError:
+        if job.is_late:
+            return self._late()
+        return ApiError(
+            ErrorCode.TRACE_PROCESS_ENDED,
+            f"The process that ran the trace has ended: {error}. A block can do that by running out of "
+            "memory or by ending it on purpose; the server has started another one.",
+        )
+
+    def _late(self) -> ApiError:
+        return ApiError(
+            ErrorCode.TRACE_TIMED_OUT,
+            f"The trace ran for {self._traces.time_limit_s:g} s, which is all that one may "
+            "(trace_time_limit_s).",
+        )
+
+
+__all__ = ["CANCEL_GRACE_S", "Job", "TraceProcesses"]

@@ -1,0 +1,56 @@
+"""Which traces the server takes: from whom, under what content type, in which codec, for which model.
+
+Whatever brings a trace goes through here, ``/v1/traces`` as well as jobs: first who sends it, before its body
+is read, then what its head says, before anybody looks at its parts.
+"""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from api_schemas.errors import ApiError, ErrorCode
+from app.auth.codecs import check_codec, codecs_of
+from app.body import check_media_type
+from app.services.code_policy import check_code_allowed
+from app.services.served_model import ServedModel
+from app.settings import Settings
+from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceHead
+
+
+def check_sender(settings: Settings, http: Request) -> None:
+    """Raise ApiError unless whoever sends a request may send traces, and it is one.
+
+    Raises:
+        ApiError: ``code_not_allowed``, ``bad_request`` (of another content type).
+    """
+    check_code_allowed(settings, http)
+    # No form of a page can send this type: a browser asks first whether the page's site may.
+    check_media_type(http, MEDIA_TYPE)
+
+
+def check_head(settings: Settings, http: Request, served: ServedModel, head: TraceHead) -> None:
+    """Raise ApiError unless the server takes a trace with this head from this sender.
+
+    Raises:
+        ApiError: ``codec_not_allowed``, ``model_not_found``.
+    """
+    check_codec(head, http.headers.get("authorization"), settings)
+    served.check(head)
+
+
+def check_still_taken(settings: Settings, head: TraceHead) -> None:
+    """Raise ApiError where the operator has changed their mind since a trace was taken.
+
+    Raises:
+        ApiError: ``code_not_allowed``, ``codec_not_allowed``.
+    """
+    if settings.allow_code is False:
+        raise ApiError(
+            ErrorCode.CODE_NOT_ALLOWED, "This server takes no traces any more: allow_code is false."
+        )
+    if head.codec not in codecs_of(settings):
+        raise ApiError(
+            ErrorCode.CODEC_NOT_ALLOWED,
+            f"This server takes no blocks written in {head.codec!r} any more; send them in 'wire'.",
+            "codec",
+        )

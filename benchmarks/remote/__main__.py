@@ -1,0 +1,180 @@
+"""What it costs to run a trace on a server rather than in its process, on loopback.
+
+    python -m benchmarks.remote [--repeats 15] [--quick]
+
+One server, in this process; one client, in another. A trace that saves one layer's last token, from the
+client's ``with`` statement to its variable, against the same message handed to the same engine in the
+server's process. And a trace that saves 50 MB, against one that saves next to nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from benchmarks.processes import ENVIRONMENT
+
+os.environ.update(ENVIRONMENT)  # vLLM reads it when it is imported
+
+from rich.console import Console
+
+from benchmarks.machine import announced_machine
+from benchmarks.remote.blocks import LAYER, PROMPT, SAVED_BYTES
+from benchmarks.remote.server import BenchmarkServer, result_of
+from benchmarks.tracing.report import Report
+from benchmarks.tracing.timing import Case, Measure, Row, Sample, measure
+from nnsight_engine import bundled_model_path, save
+from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.frames import Frame
+from nnsight_engine.remote_backend.http import HttpTransport
+from nnsight_engine.remote_backend.messages import TraceRequest
+from nnsight_engine.remote_backend.transport import Progress
+from nnsight_engine.vllm_backend.vllm import VLLM
+
+_RESULTS: Final = Path(__file__).parents[1] / "results"
+_OVERHEAD_TARGET_MS: Final = 5.0
+_RATE_TARGET: Final = 300.0
+_WARM: Final = 20
+
+
+class _Kept(HttpTransport):
+    """Keeps the message that a trace sends."""
+
+    request: TraceRequest
+
+    def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
+        self.request = request
+        yield from super().run(request, progress)
+
+
+def message(model: str, url: str) -> TraceRequest:
+    """Return the message of the small trace, as the client sends it."""
+    client, transport = VLLM(model, remote=url), _Kept(url)
+    with client.trace(PROMPT, max_tokens=1, temperature=0, backend=RemoteBackend(transport=transport)):
+        hidden = save(client.layers[LAYER].output[-1])
+    del hidden
+    return transport.request
+
+
+class Sides:
+    """The client's traces and the server's own, by turns."""
+
+    def __init__(self, server: BenchmarkServer, model: str, count: int) -> None:
+        """Start the client and warm both sides up."""
+        self._server, self._count = server, count
+        self._request = message(model, server.url)
+        self._numbers = itertools.count()
+        self._client = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.remote.client", model, server.url],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._ask("small", _WARM)
+        self._ask("large", 2)
+        self._inside(_WARM)
+
+    def __call__(self) -> Sample:
+        """Run one repetition: seconds of one trace of each side, medians."""
+        half = self._count // 2
+        inside = self._inside(half)
+        remote = self._ask("small", self._count)
+        inside += self._inside(self._count - half)
+        large = self._ask("large", 3)
+        return {
+            "remote": statistics.median(remote),
+            "in the server's process": statistics.median(inside),
+            "remote, 50 MB": statistics.median(large),
+        }
+
+    def _ask(self, kind: str, count: int) -> list[float]:
+        assert self._client.stdin is not None  # noqa: S101 - they are pipes
+        assert self._client.stdout is not None  # noqa: S101
+        self._client.stdin.write(json.dumps({"kind": kind, "count": count}) + "\n")
+        self._client.stdin.flush()
+        seconds: list[float] = json.loads(self._client.stdout.readline())
+        return seconds
+
+    def _inside(self, count: int) -> list[float]:
+        return self._server.wait(self._inside_there(count))
+
+    async def _inside_there(self, count: int) -> list[float]:
+        seconds = []
+        for _ in range(count):
+            start = time.perf_counter()
+            await result_of(self._server.traces, self._request, f"inside-{next(self._numbers)}")
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    def close(self) -> None:
+        """End the client."""
+        assert self._client.stdin is not None  # noqa: S101 - it is a pipe
+        self._client.stdin.close()
+        self._client.wait()
+
+
+def _over(sample: Sample) -> float:
+    return 1e3 * (sample["remote"] - sample["in the server's process"])
+
+
+def _rate(sample: Sample) -> float:
+    """Return the megabytes of saves for a second of the trace, as a negative: more is better."""
+    return -SAVED_BYTES / 1e6 / sample["remote, 50 MB"]
+
+
+def main() -> int:
+    """Run the command line and return its exit status."""
+    args = _arguments()
+    console = Console()
+    machine = announced_machine(console)
+    model = str(bundled_model_path())
+    with BenchmarkServer(model) as server:
+        sides = Sides(server, model, 10 if args.quick else 30)
+        case = Case(
+            "a trace that saves one layer's last token; one that saves 50 MB",
+            "8 tokens",
+            lambda: sides,
+            (
+                Measure("remote - in the server's process, ms", _over, _OVERHEAD_TARGET_MS),
+                Measure("minus MB/s, 50 MB saved, all of the trace", _rate, -_RATE_TARGET),
+            ),
+        )
+        rows: list[Row] = measure(case, args.repeats)
+        sides.close()
+    method = _METHOD.format(repeats=args.repeats)
+    report = Report(machine, "remote", "Traces on a server", method, [args.repeats], rows)
+    console.print(report.table())
+    if not args.quick:
+        console.print(f"Written to {report.write(args.output)}", soft_wrap=True)
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.remote", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=15, help="repetitions")
+    parser.add_argument("--quick", action="store_true", help="few repetitions, printed and not written")
+    parser.add_argument("--output", type=Path, default=_RESULTS, help="folder of the tables")
+    args = parser.parse_args()
+    if args.quick:
+        args.repeats = 4
+    return args
+
+
+_METHOD: Final = """\
+SmolLM2-135M-Instruct in bf16, eager, served on loopback by uvicorn in one process; the client is another. Of
+each repetition the medians of 30 traces (3 of 50 MB) count; "in the server's process" is the client's message
+handed to the server's trace engine, up to the bytes of the result. A figure is the median over {repeats}
+repetitions. Made by `python -m benchmarks.remote --repeats {repeats}`."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

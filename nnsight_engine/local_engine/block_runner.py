@@ -1,0 +1,193 @@
+"""Runs what a client has sent, and says what came of it: what traces and sessions have in common.
+
+Whoever builds on ``BlockRunner`` says what ``model`` and ``tracer`` are, and how the blocks run. ``process``
+calls it, one trace at a time, in a process that exists for that: reading a trace runs its sender's code.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from nnsight_engine.core.saves import SAVES
+from nnsight_engine.envoys.tracers.session import Session
+from nnsight_engine.local_engine.errors import TraceCancelledError
+from nnsight_engine.remote_backend.codecs import decode_blocks
+from nnsight_engine.remote_backend.received import (
+    SAVED,
+    ReceivedInvoke,
+    encoded_outcomes,
+    invokes_of,
+    outcome_of,
+)
+from nnsight_engine.tracing.tracebacks import clean
+from nnsight_engine.wire import DecodeError, Limits, ReceivedTrace, encode_error
+
+if TYPE_CHECKING:
+    from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
+    from nnsight_engine.tracing.tracer import Tracer
+    from nnsight_engine.wire.decoder import Resolve
+
+
+class ReadTrace:
+    """A trace as it was read, its parts checked.
+
+    Attributes:
+        head: What its sender says of it.
+        shared: The values beside its blocks.
+        invokes: Its blocks, with their inputs.
+        edits: Blocks that run beside those.
+        saved: Containers that were saved before the blocks ran.
+    """
+
+    def __init__(self, head: TraceHead, received: ReceivedTrace) -> None:
+        """Check it.
+
+        Raises:
+            DecodeError: A part is not what it should be.
+        """
+        self.head = head
+        self.shared: Mapping[str, Any] = received.shared
+        num_own = len(received.blocks) - head.num_edits
+        if num_own < 1 or (head.kind == "session" and num_own != 1):
+            raise DecodeError(
+                f"the trace is broken: it has {len(received.blocks)} blocks, and says that "
+                f"{head.num_edits} of them are edits of a {head.kind}"
+            )
+        self.invokes: Sequence[ReceivedInvoke] = invokes_of(received.blocks[:num_own], head.groups[:num_own])
+        self.edits = received.blocks[num_own:]
+        self.saved: Collection[Any] = self.shared.get(SAVED) or []
+        if head.kind == "trace":
+            for invoke, (args, kwargs) in zip(self.invokes, _inputs(self.shared, num_own), strict=True):
+                invoke.args, invoke.kwargs = args, kwargs
+
+
+def _inputs(shared: Mapping[str, Any], num_invokes: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    given = shared.get("inputs")
+    if (
+        not isinstance(given, list)
+        or len(given) != num_invokes
+        or not all(isinstance(one, tuple) and len(one) == 2 for one in given)
+        or not all(isinstance(args, tuple) and isinstance(kwargs, dict) for args, kwargs in given)
+    ):
+        raise DecodeError(f"the trace is broken: it needs inputs for its {num_invokes} invokes")
+    return given
+
+
+class BlockRunner(ABC):
+    """Runs traces, one after the other.
+
+    Args:
+        max_result_bytes: What a trace may save.
+        compresses: Whether results are compressed for clients that can read it.
+    """
+
+    def __init__(self, *, max_result_bytes: int = Limits().max_bytes, compresses: bool = False) -> None:
+        """Wait for traces."""
+        self._limits = Limits(max_bytes=max_result_bytes)
+        self._compresses = compresses
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether no other trace is to run here."""
+        return False
+
+    @abstractmethod
+    def _tracer(self, head: TraceHead) -> Tracer:
+        """Begin with a trace; returns what ``tracer`` is in its blocks."""
+
+    @abstractmethod
+    def _resolver(self, tracer: Tracer) -> Resolve:
+        """Return what finds the things that the message names."""
+
+    @abstractmethod
+    def _execute(self, trace: ReadTrace, tracer: Tracer) -> None:
+        """Run the blocks; raises what they raise."""
+
+    @abstractmethod
+    def _reference(self, value: Any) -> tuple[str, ...] | None:
+        """Name what the client has itself."""
+
+    @abstractmethod
+    def _tidy(self) -> None:
+        """Undo what the trace has done, after it has ended in whatever way."""
+
+    def run(self, request: TraceRequest) -> bytes:
+        """Return what came of a trace's blocks, see ``outcomes``.
+
+        Raises:
+            DecodeError: The trace cannot be read.
+            TraceCancelledError: It was cancelled while it ran.
+        """
+        SAVES.enter()
+        try:
+            return self._run(request)
+        finally:
+            SAVES.exit()
+            self._tidy()
+
+    def recover(self) -> None:
+        """Make ready again after a trace that was cut off, wherever that was."""
+        while SAVES.depth:
+            SAVES.exit()
+        self._tidy()
+
+    def _run(self, request: TraceRequest) -> bytes:
+        tracer = self._tracer(request.head)
+        resolve = self._resolver(tracer)
+        with self._prepared(request, resolve):
+            return self._run_blocks(request, tracer, resolve)
+
+    def _prepared(
+        self,
+        request: TraceRequest,  # noqa: ARG002 - for those who prepare something
+        resolve: Resolve,  # noqa: ARG002 - the same
+    ) -> AbstractContextManager[None]:
+        """Have what a request's blocks find when they are read, for as long as they run."""
+        return nullcontext()
+
+    def _run_blocks(self, request: TraceRequest, tracer: Tracer, resolve: Resolve) -> bytes:
+        head = request.head
+        # The server has checked whose codec it is, see ``app.auth.codecs``.
+        received = decode_blocks(head.codec, request.blocks, resolve=resolve, trusted=True)
+        trace = ReadTrace(head, received)
+        SAVES.marked.update({id(value): value for value in (*trace.saved, *received.saved)})
+        error = self._outcome(trace, tracer)
+        told = None if error is None else encode_error(error)
+        del error  # whose traceback holds the block's frames, and what they hold
+        blocks = [
+            outcome_of(
+                index,
+                invoke.saves(SAVES.marked),
+                told if index == 0 else None,
+                flows=invoke.flows(SAVES.marked, head.wanted),
+            )
+            for index, invoke in enumerate(trace.invokes)
+        ]
+        return encoded_outcomes(
+            {"blocks": blocks, "before": list(trace.saved)},
+            self._reference,
+            compress=self._compresses and "zstd" in head.accepts,
+            limits=self._limits,
+        )
+
+    def _outcome(self, trace: ReadTrace, tracer: Tracer) -> BaseException | None:
+        """Run the blocks; returns what they raised."""
+        try:
+            self._execute(trace, tracer)
+        except TraceCancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - it goes to whoever wrote the block
+            return clean(error, debug=False)
+        return None
+
+
+def run_session(trace: ReadTrace, session: Session) -> None:
+    """Run a session's block as plain code; its traces run where its model says."""
+    (block,) = trace.invokes
+    session.compile_on(block.info)()
+
+
+__all__ = ["BlockRunner", "ReadTrace", "run_session"]

@@ -1,0 +1,239 @@
+"""What a process does between its start and its end: it listens, and runs one trace after the other.
+
+``process`` and ``session_process`` bring what runs the traces. The process ends when its server has gone,
+however that came about.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import io
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TextIO
+
+import msgspec
+
+from nnsight_engine.core.config import CONFIG
+from nnsight_engine.local_engine.cancelling import Cancelling
+from nnsight_engine.local_engine.errors import TraceCancelledError
+from nnsight_engine.local_engine.link import (
+    ANSWER,
+    CANCEL,
+    FAILED,
+    KIND,
+    READY,
+    RUN,
+    WORN,
+    Link,
+    ProcessOptions,
+)
+from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
+from nnsight_engine.remote_backend.messages import TraceRequest
+from nnsight_engine.remote_backend.prints import Prints
+from nnsight_engine.wire import DecodeError
+
+if TYPE_CHECKING:
+    from nnsight_engine.local_engine.block_runner import BlockRunner
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG: Final = 1
+_OOM_SCORE: Final = 500
+"""Of 1000: where memory runs out, the kernel is to end this process before its server."""
+
+
+class Asking:
+    """How a block asks the server for something, and gets frames in answer.
+
+    Attributes:
+        said: What the server said when the process was started for it, if it said anything.
+    """
+
+    def __init__(self, say: Callable[[dict[str, Any], bytes], None]) -> None:
+        """Ask in this way."""
+        self._say = say
+        self._answers: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+
+    def ask(self, word: dict[str, Any], data: bytes) -> None:
+        """Ask; frames come from ``answer``."""
+        while not self._answers.empty():  # of a trace that was cancelled
+            self._answers.get()
+        self._say(word, data)
+
+    def answer(self) -> Frame:
+        """Wait for the next frame of the answer."""
+        return self._answers.get()
+
+    def take(self, frame: Frame) -> None:
+        """Take a frame that has come."""
+        self._answers.put(frame)
+
+
+def serve(arguments: list[str], load: Callable[[ProcessOptions, Asking], BlockRunner]) -> None:
+    """Run traces until the server has gone.
+
+    Args:
+        arguments: Of the process: the socket's number, and its options as JSON.
+        load: Makes what runs the traces; may take long.
+    """
+    _end_with(os.getppid())
+    sock = socket.socket(fileno=int(arguments[0]))
+    sock.settimeout(None)
+    options = msgspec.json.decode(arguments[1], type=ProcessOptions)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
+    # What the server's user has configured for programs of theirs is nothing to clients.
+    CONFIG.APP.DEBUG = CONFIG.APP.REMOTE_LOGGING = False
+    CONFIG.APP.CROSS_INVOKER = CONFIG.APP.PYMOUNT = True
+    serving = _Serving(Link(sock))
+    threading.Thread(target=serving.listen, name="listener", daemon=True).start()
+    serving.run(lambda: load(options, serving.asking))
+
+
+class _Serving:
+    """Runs what the server asks for."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._cancelling = Cancelling()
+        self._traces: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self.asking = Asking(self._say)
+
+    def listen(self) -> None:
+        """Take what the server says; ends the process when it has gone."""
+        try:
+            frames = self._link.frames()
+            for frame in frames:
+                word = frame.json()
+                if RUN in word:
+                    self._traces.put((word[RUN], next(frames).data))
+                elif CANCEL in word:
+                    self._cancelling.cancel(word[CANCEL])
+                elif ANSWER in word:
+                    self.asking.take(Frame(FrameKind(word[KIND]), next(frames).data))
+        finally:
+            os.killpg(os.getpgid(0), signal.SIGKILL)  # and whatever blocks have started
+
+    def run(self, load: Callable[[], BlockRunner]) -> None:
+        """Load what runs traces, and run them."""
+        try:
+            runner = load()
+        except Exception as error:
+            logger.exception("what runs traces could not be loaded")
+            self._say({FAILED: f"{type(error).__name__}: {error}"})
+            return
+        gc.collect()
+        gc.freeze()  # what is here stays, and need not be looked at after each trace
+        sys.breakpointhook = _refuse_breakpoint
+        sys.stdout = stdout = _TraceStdout(sys.stdout, self._log)
+        self._say({READY: True})
+        while True:
+            number, data = self._traces.get()
+            self._send_event("RUNNING")
+            stdout.begin()
+            answer = self._answer(runner, number, data)
+            del data
+            stdout.end()
+            if runner.is_worn:
+                self._log("[the trace has changed the model's weights, which are loaded anew for others]")
+                self._say({WORN: True})
+            self._link.send(answer)
+            if runner.is_worn:
+                return
+
+    def _answer(self, runner: BlockRunner, number: int, data: Any) -> Frame:
+        try:
+            self._cancelling.begin(number)
+            try:
+                return Frame(FrameKind.RESULT, runner.run(TraceRequest.from_bytes(data)))
+            finally:
+                self._cancelling.end()
+        except DecodeError as error:
+            return _refusal("invalid_trace", str(error))
+        except TraceCancelledError:
+            runner.recover()
+            return _refusal("cancelled", "the trace was cancelled")
+        except Exception:
+            logger.exception("a trace failed on its way")
+            return _refusal("internal_error", "the trace failed")
+
+    def _log(self, text: str) -> None:
+        self._send_event("LOG", message=text)
+
+    def _send_event(self, status: str, **more: str) -> None:
+        self._say({"status": status, "time": time.time(), **more})
+
+    def _say(self, word: dict[str, Any], data: bytes = b"") -> None:
+        with self._cancelling.whole():
+            self._link.send(json_frame(FrameKind.EVENT, word), data)
+
+
+def _refuse_breakpoint(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise RuntimeError(
+        "breakpoint() needs a terminal, which a trace on a server does not have: run it with remote=False"
+    )
+
+
+class _TraceStdout(io.TextIOBase):
+    """Stands for ``sys.stdout``: what is printed during a trace goes to whoever sent it."""
+
+    def __init__(self, real: TextIO, tell: Callable[[str], None]) -> None:
+        self._real = real
+        self._tell = tell
+        self._prints: Prints | None = None
+
+    def begin(self) -> None:
+        """Begin with a trace."""
+        self._prints = Prints()
+
+    def end(self) -> None:
+        """End with it, and tell what stands on a line that was not ended."""
+        prints, self._prints = self._prints, None
+        if prints is not None:
+            self._tell_if(prints.take(everything=True))
+
+    def writable(self) -> bool:
+        """Return that it can be written to."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Tell the lines that this completes."""
+        if self._prints is None:
+            return self._real.write(text)
+        self._prints.write(text)
+        if "\n" in text:
+            self._tell_if(self._prints.take())
+        return len(text)
+
+    def _tell_if(self, text: str) -> None:
+        if text:
+            self._tell(text.removesuffix("\n"))
+
+
+def _refusal(code: str, message: str) -> Frame:
+    return json_frame(FrameKind.ERROR, {"error": {"code": code, "message": message}})
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel end this process with its parent, should the listener be kept from doing so."""
+    os.nice(10)  # beside an engine that serves others
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)  # it has gone in the meantime
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
+
+
+__all__ = ["Asking", "serve"]

@@ -1,0 +1,170 @@
+"""The process of a session on vLLM: ``python -m nnsight_engine.local_engine.session_process SOCKET OPTIONS``.
+
+A session is plain code around traces. It must run neither in the API server, where it could read secrets, nor
+in vLLM's workers, where everybody would wait for it. So it has a process without a model, whose ``model`` is
+the client's class: each trace goes through the socket to the server, which has vLLM run it.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from transformers import AutoTokenizer
+
+from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.envoys.envoy import refuse_statement
+from nnsight_engine.envoys.tracers.session import Session
+from nnsight_engine.local_engine.block_runner import BlockRunner, ReadTrace, run_session
+from nnsight_engine.local_engine.link import OUTLINE, TRACE, ProcessOptions
+from nnsight_engine.local_engine.serving import Asking, serve
+from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.errors import RemoteError
+from nnsight_engine.remote_backend.frames import Frame, FrameKind
+from nnsight_engine.remote_backend.sent import refused
+from nnsight_engine.vllm_backend.traces.points import place_named, place_of
+from nnsight_engine.vllm_backend.vllm import VLLM
+from nnsight_engine.wire import DecodeError
+
+if TYPE_CHECKING:
+    from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+    from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
+    from nnsight_engine.remote_backend.transport import Progress
+    from nnsight_engine.tracing.tracer import Tracer
+    from nnsight_engine.wire.decoder import Resolve
+
+_LAST: Final = frozenset({FrameKind.RESULT, FrameKind.ERROR})
+
+
+class PipeTransport:
+    """Carries a session's traces to the server that runs it.
+
+    Args:
+        asking: The way there.
+    """
+
+    name = "the session's server"
+
+    def __init__(self, asking: Asking) -> None:
+        """Learn what the model consists of when somebody asks."""
+        self._asking = asking
+        self._outline: dict[str, Any] | None = None
+
+    def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
+        """Send a trace, and yield the frames of the answer; see ``Transport``."""
+        del progress
+        self._asking.ask({TRACE: True}, request.to_bytes())
+        while True:
+            frame = self._asking.answer()
+            yield frame
+            if frame.kind in _LAST:
+                return
+
+    def stream(self, request: TraceRequest) -> AsyncIterator[Frame]:
+        """Refuse: a session is plain code, and waits for each of its traces."""
+        del request
+        raise RemoteError('a session waits for its traces: leave mode="async" out, or trace outside of it')
+
+    def outline(self) -> dict[str, Any]:
+        """Return what the server says of its model; see ``Transport``."""
+        if self._outline is None:
+            self._asking.ask({OUTLINE: True}, b"")
+            frame = self._asking.answer()
+            if frame.kind is FrameKind.ERROR:
+                raise refused(frame)
+            self._outline = frame.json()
+        return self._outline
+
+
+class SessionModel(VLLM):
+    """What ``model`` is in a session's block: its traces run where the session was sent.
+
+    Args:
+        transport: The way there.
+        folder: Where the model's files are.
+        trust_remote_code: Whether code beside them may run.
+    """
+
+    def __init__(self, transport: PipeTransport, folder: str, *, trust_remote_code: bool) -> None:
+        """Have the tree of the server's model."""
+        outline = transport.outline()
+        super().__init__(str(outline["model"]), remote=True)
+        self.__dict__["_transport"] = transport
+        self.__dict__["_files"] = (folder, trust_remote_code)
+        entries = [tuple(entry) for entry in outline["outline"]]
+        self._know(entries, ModelSpec.from_plain(outline["spec"]))
+
+    def trace(
+        self, *args: Any, remote: Any = None, blocking: bool = True, **kwargs: Any
+    ) -> InterleavingTracer:
+        """Open a trace; it runs where the session was sent, wherever it says it runs."""
+        del remote, blocking
+        refuse_statement(sys._getframe(1), "trace")  # noqa: SLF001 - the caller is what it is about
+        return super().trace(*args, backend=self._remote_backend(), **kwargs)
+
+    def _remote_backend(self) -> RemoteBackend:
+        return RemoteBackend(transport=self.__dict__["_transport"])
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        folder, trusts = self.__dict__["_files"]
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusts)
+
+
+class SessionRunner(BlockRunner):
+    """Runs sessions, one after the other.
+
+    Args:
+        transport: Where their traces go.
+        options: The process's.
+    """
+
+    def __init__(self, transport: PipeTransport, options: ProcessOptions) -> None:
+        """Wait for sessions."""
+        super().__init__(max_result_bytes=options.max_result_bytes, compresses=options.compresses)
+        self._transport = transport
+        self._options = options
+        self._model: SessionModel | None = None
+
+    def _tracer(self, head: TraceHead) -> Tracer:
+        if head.kind != "session":
+            raise DecodeError("this process runs sessions, and the message is a trace")
+        options = self._options
+        # For each session another one: its edits and names are nobody else's.
+        self._model = SessionModel(
+            self._transport, options.model, trust_remote_code=options.trust_remote_code
+        )
+        return Session(self._model)
+
+    def _resolver(self, tracer: Tracer) -> Resolve:
+        model = self._model
+        assert model is not None  # noqa: S101 - the session has begun
+
+        def resolve(reference: tuple[str, ...]) -> Any:
+            kind, *rest = reference
+            return tracer if kind == "tracer" else place_named(model, kind, *rest)
+
+        return resolve
+
+    def _reference(self, value: Any) -> tuple[str, ...] | None:
+        return place_of(value)
+
+    def _execute(self, trace: ReadTrace, tracer: Tracer) -> None:
+        assert isinstance(tracer, Session)  # noqa: S101 - as it was made
+        run_session(trace, tracer)
+
+    def _tidy(self) -> None:
+        self._model = None
+        gc.collect()
+
+
+def load(options: ProcessOptions, asking: Asking) -> BlockRunner:
+    """Return what runs sessions."""
+    return SessionRunner(PipeTransport(asking), options)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:], load)

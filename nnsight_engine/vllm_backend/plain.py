@@ -1,0 +1,132 @@
+"""Saved values in JSON's types, with tensors where they stand, or an error that names the variable.
+
+The worker checks what a request's ``trace`` has saved before it leaves, since objects of classes that only it
+knows can be named there alone; ``trace_call`` makes the answer of it. Types are compared and never asked, so
+no code of a value's own runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+_AS_THEY_ARE: Final = frozenset({type(None), bool})
+_LISTS: Final = frozenset({list, tuple, set, frozenset, torch.Size})
+_TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+_NAMES: Final = frozenset({torch.dtype, torch.device})
+_MAX_DEPTH: Final = 32
+_MAX_VALUES: Final = 100_000
+_MAX_INTEGER_BITS: Final = 1024
+
+
+class NotPlainError(TypeError):
+    """A variable was saved that JSON has no place for."""
+
+
+class _UnfitError(Exception):
+    """A value does not fit; says why."""
+
+
+def plain_saves(
+    saves: Mapping[str, Any], tensor: Callable[[torch.Tensor], Any], known: frozenset[type] = frozenset()
+) -> dict[str, Any]:
+    """Return what was saved in JSON's types.
+
+    Args:
+        saves: By variable.
+        tensor: Makes what stands for a tensor; may raise ValueError for one that does not fit.
+        known: Further types that are let through.
+
+    Raises:
+        NotPlainError: A variable holds something else.
+    """
+    plain = {}
+    for name, value in saves.items():
+        try:
+            plain[name] = _Walk(tensor, known).plain(value, _MAX_DEPTH)
+        except _UnfitError as error:
+            raise NotPlainError(
+                f"`{name}` was saved and cannot be answered with: {error}. Save tensors, numbers, strings, "
+                "None, and lists and dicts of them."
+            ) from error
+    return plain
+
+
+class _Walk:
+    """Converts one variable's value, and counts."""
+
+    def __init__(self, tensor: Callable[[torch.Tensor], Any], known: frozenset[type]) -> None:
+        self._tensor = tensor
+        self._known = known
+        self._num_left = _MAX_VALUES
+
+    def plain(self, value: Any, depth: int) -> Any:
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise _UnfitError(f"it holds more than {_MAX_VALUES:,} values; make a tensor of them")
+        if not depth:
+            raise _UnfitError(f"it is more than {_MAX_DEPTH} lists and dicts deep")
+        kind = type(value)
+        if kind in _LISTS:
+            return [self.plain(item, depth - 1) for item in value]
+        if kind is dict:
+            return self._plain_dict(value, depth)
+        if kind in _TENSORS:
+            return self._plain_tensor(value)
+        if issubclass(kind, np.ndarray | np.generic):
+            return self._plain_array(value)
+        return _scalar(value, self._known)
+
+    def _plain_dict(self, value: dict[Any, Any], depth: int) -> dict[str, Any]:
+        plain = {_key(key): self.plain(item, depth - 1) for key, item in value.items()}
+        if len(plain) != len(value):
+            raise _UnfitError("it holds a dict with a number and its digits as keys, which are one in JSON")
+        return plain
+
+    def _plain_tensor(self, value: torch.Tensor) -> Any:
+        try:
+            return self._tensor(value)
+        except ValueError as error:
+            raise _UnfitError(str(error)) from error
+
+    def _plain_array(self, value: Any) -> Any:
+        if type(value) is np.ndarray and value.dtype.kind in "biuf":
+            return self._plain_tensor(torch.from_numpy(np.ascontiguousarray(value)))
+        if type(value).__module__ == "numpy" and value.dtype.kind in "biuf" and not value.ndim:
+            return _scalar(value.item(), self._known)
+        raise _UnfitError(f"it holds an array of {value.dtype}")
+
+
+def _key(key: Any) -> str:
+    if type(key) is str:
+        return _text(key)
+    if type(key) is int and key.bit_length() <= _MAX_INTEGER_BITS:
+        return str(key)
+    raise _UnfitError(f"it holds a dict with a key of type {type(key).__name__}")
+
+
+def _scalar(value: Any, known: frozenset[type]) -> Any:
+    kind = type(value)
+    if kind in _AS_THEY_ARE or kind in known:
+        return value
+    if kind is str:
+        return _text(value)
+    if kind is int and value.bit_length() <= _MAX_INTEGER_BITS:
+        return value
+    if kind is float:
+        # JSON has no infinity; null says that it is no number that JSON has.
+        return value if math.isfinite(value) else None
+    if kind in _NAMES:
+        return str(value)
+    raise _UnfitError(f"it holds a value of type {kind.__name__}")
+
+
+def _text(value: str) -> str:
+    return value.encode("utf-8", "backslashreplace").decode()  # half of a surrogate pair has no UTF-8
+
+
+__all__ = ["NotPlainError", "plain_saves"]

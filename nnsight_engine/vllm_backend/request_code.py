@@ -1,0 +1,96 @@
+"""The code of an operation ``trace`` as a message to the worker.
+
+The text is compiled here, to find what is wrong with it before anything runs, and sent as source; no part of
+it runs in this process. ``trace_call`` sends it with its request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from types import CellType
+from typing import Any, Final
+
+import torch
+
+import nnsight_engine
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.request_traces import MODEL_NAME, TRACER_NAME, Trace
+from api_schemas.tensors import TensorObject
+from nnsight_engine.core.saves import save
+from nnsight_engine.core.tensor_bytes import tensor_from_bytes
+from nnsight_engine.remote_backend.received import SAVED
+from nnsight_engine.tracing.given_text import block_of_text
+from nnsight_engine.tracing.tracer import Info
+from nnsight_engine.wire import EncodeError, SentBlock, encode_trace
+
+_ROOT: Final = ("envoy", "model")
+_GLOBALS: Final = {
+    "__name__": "__trace__",
+    "nnsight_engine": nnsight_engine,
+    "save": save,
+    "torch": torch,
+}
+"""The module that the code stands in; a name that it does not use is not sent."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Theirs:
+    """Stands for something that the worker has: goes by reference."""
+
+    name: tuple[str, ...]
+
+
+def filename_of(trace: Trace) -> str:
+    """Return what tracebacks call a trace's code: equal for equal code alone, as lines are kept under it."""
+    return f"<trace {hashlib.sha256((trace.code or '').encode()).hexdigest()[:16]}>"
+
+
+def encoded_code(trace: Trace, param: str) -> bytes:
+    """Return a trace as a message for the worker.
+
+    Args:
+        trace: The operation.
+        param: Where it stands in the request, for errors.
+
+    Raises:
+        ApiError: Its code is no Python, or nothing that can run beside a request.
+    """
+    if trace.code is None:
+        return trace.data
+    names = frozenset({MODEL_NAME, TRACER_NAME, *trace.variables})
+    try:
+        block = block_of_text(trace.code, filename_of(trace), names)
+    except SyntaxError as error:
+        raise _refusal(trace.code, error, param) from error
+    cells = {name: CellType(_value(value)) for name, value in trace.variables.items()}
+    cells |= {MODEL_NAME: CellType(_Theirs(_ROOT)), TRACER_NAME: CellType(_Theirs(("tracer",)))}
+    sent = SentBlock(Info(block, cells, None, dict(_GLOBALS)), cells)
+    try:
+        return encode_trace([sent], {SAVED: []}, reference=_reference)
+    except EncodeError as error:
+        raise ApiError(ErrorCode.INVALID_VALUE, f"The trace cannot be sent: {error}.", param) from error
+
+
+def _reference(value: Any) -> tuple[str, ...] | None:
+    return value.name if type(value) is _Theirs else None
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, TensorObject):
+        return tensor_from_bytes(value.dtype, value.shape, value.raw)
+    return value
+
+
+def _refusal(code: str, error: SyntaxError, param: str) -> ApiError:
+    lines = code.splitlines() or [""]
+    number = min(max(error.lineno or 1, 1), len(lines))
+    return ApiError(
+        ErrorCode.INVALID_VALUE,
+        f"The trace's `code` cannot be compiled: {error.msg}, in line {number}: "
+        f"`{lines[number - 1].strip()[:200]}`.",
+        f"{param}.code",
+    )
+
+
+__all__ = ["encoded_code", "filename_of"]

@@ -1,0 +1,251 @@
+"""One API call whose ``interventions`` are a trace: its block runs beside each of the prompts.
+
+To vLLM's serving classes it is a ticket like other calls (``call``). The engine begins each prompt here and
+ends it here, when the worker has said what came of its block; the answers' choices take their results here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from api_schemas.errors import ApiError, ErrorCode
+from nnsight_engine.core.tensor_bytes import DTYPES, tensor_to_bytes
+from nnsight_engine.plans.collected import CollectedResults, TensorResult, TraceResult
+from nnsight_engine.tracing.given_text import NUM_LINES_BEFORE
+from nnsight_engine.vllm_backend.plain import NotPlainError, plain_saves
+from nnsight_engine.vllm_backend.traced_requests import results_of
+from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from nnsight_engine.wire import DecodeError, decode
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+
+    from nnsight_engine.vllm_backend.trace_router import Told
+
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+_AS_INT64: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32})
+_MAX_PENDING_BYTES: Final = 256 * 2**20
+
+
+@dataclasses.dataclass(slots=True)
+class _Choice:
+    """What one choice of a prompt has told, and in the end saved.
+
+    Attributes:
+        news: What it told since the last chunk, as it came.
+        num_pending: Bytes of that.
+        printed: What it printed since then.
+        saves: Everything it saved, once it has ended.
+    """
+
+    news: list[bytes] = dataclasses.field(default_factory=list)
+    num_pending: int = 0
+    printed: list[str] = dataclasses.field(default_factory=list)
+    saves: dict[str, Any] | None = None
+
+    def hear(self, told: Told) -> None:
+        if told.printed:
+            self.printed.append(told.printed)
+        size = len(told.news or b"")
+        if told.news is not None and self.num_pending + size <= _MAX_PENDING_BYTES:
+            self.news.append(told.news)  # else it comes with the last chunk
+            self.num_pending += size
+
+    def take_news(self) -> tuple[dict[str, Any], dict[str, list[Any]], str]:
+        """Return what is new since the last call: values, items that lists grew by, and prints."""
+        saves: dict[str, Any] = {}
+        grown: dict[str, list[Any]] = {}
+        for data in self.news:
+            message = decode(data)
+            for name, value in message["whole"].items():
+                saves[name] = value
+                grown.pop(name, None)
+            for name, items in message["grown"].items():
+                if name in saves:
+                    saves[name] = [*saves[name], *items]
+                else:
+                    grown.setdefault(name, []).extend(items)
+        self.news.clear()
+        self.num_pending = 0
+        return saves, grown, self.take_printed()
+
+    def take_printed(self) -> str:
+        printed = "".join(self.printed)
+        self.printed.clear()
+        return printed
+
+
+class TracedPrompt:
+    """One prompt of the call while it runs.
+
+    Attributes:
+        key: What the worker knows its trace by.
+        request_id: What vLLM calls its request.
+        choices: One for each of its choices.
+        is_over: Whether the worker has forgotten it.
+    """
+
+    def __init__(self, call: TraceCall, request_id: str, num_choices: int) -> None:
+        """Begin with one prompt."""
+        self.key = uuid.uuid4().hex
+        self.request_id = request_id
+        self.choices = [_Choice() for _ in range(num_choices)]
+        self.is_over = False
+        self._call = call
+
+    def entry(self) -> TraceEntry:
+        """Return what its request carries; with several choices the blocks go ahead of them."""
+        data = self._call.data if len(self.choices) == 1 else b""
+        return TraceEntry(
+            self.key, 0, len(self.choices), data, [{}], self._call.streams, prints=True, plain=True
+        )
+
+    def hear(self, told: Told) -> None:
+        """Take note of what a block told after a step."""
+        self.choices[told.choice].hear(told)
+
+    def finish(self, data: bytes, printed: str, output: RequestOutput) -> None:
+        """Take what came of the block; may take long, and is called on a thread.
+
+        Raises:
+            ApiError: The block failed, or there is nothing of it.
+        """
+        results = results_of({0: output})
+        try:
+            message = decode(data, resolve=lambda _: next(iter(results.values()), None))
+            blocks: list[dict[str, Any]] = message["blocks"]
+            for block in blocks:
+                if block["error"] is not None:
+                    raise self._call.failed(block["error"])
+                self.choices[block["choice"]].saves = plain_saves(block["saves"], _tensor)
+        except NotPlainError as error:
+            raise ApiError(ErrorCode.TRACE_FAILED, str(error), self._call.param) from error
+        except (DecodeError, LookupError, TypeError, AttributeError) as error:
+            raise ApiError(
+                ErrorCode.INTERVENTION_FAILED,
+                f"What the trace left behind cannot be read: {error}. This request only is concerned.",
+                self._call.param,
+            ) from error
+        if any(choice.saves is None for choice in self.choices):
+            raise ApiError(
+                ErrorCode.INTERVENTION_FAILED,
+                "The engine returned nothing of the trace: too many waited to be collected. Send it again.",
+                self._call.param,
+            )
+        self.choices[0].printed.append(printed)
+
+
+class TraceCall:
+    """A call with a trace.
+
+    Args:
+        data: The block as a message, see ``request_code``.
+        name: Key of the result.
+        param: Where the operation stands in the request.
+        filename: What tracebacks call the code.
+        streams: Whether the answer streams.
+        max_requests: How many requests it may make.
+    """
+
+    def __init__(
+        self, data: bytes, *, name: str, param: str, filename: str, streams: bool, max_requests: int
+    ) -> None:
+        """Start with no prompt."""
+        self.ticket = uuid.uuid4().hex
+        self.data = data
+        self.param = param
+        self.streams = streams
+        self.failure: ApiError | None = None
+        self.prompts: list[TracedPrompt] = []
+        self._name = name
+        self._filename = filename
+        self._max_requests = max_requests
+        self._num_requests = 0
+
+    def begin(self, request_id: str, num_choices: int) -> TracedPrompt:
+        """Take on a prompt.
+
+        Raises:
+            ApiError: The call makes too many requests, or streams several choices.
+        """
+        self._num_requests += num_choices
+        if self._num_requests > self._max_requests:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                f"A request with a trace may have {self._max_requests} choices, those of all its prompts "
+                "together; send fewer prompts, or a smaller `n`.",
+                self.param,
+            )
+        if self.streams and num_choices > 1:
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                f"A stream with a trace has one choice for each prompt, got `n` {num_choices}: what a choice "
+                "saved is collected when all choices of its prompt have ended.",
+                "n",
+            )
+        prompt = TracedPrompt(self, request_id, num_choices)
+        self.prompts.append(prompt)
+        return prompt
+
+    def take_part(self, choice: int, num_choices: int) -> CollectedResults | None:
+        """Return what is new of a choice since the last call; None where nothing is."""
+        saves, grown, printed = self._choice(choice, num_choices).take_news()
+        if not (saves or grown or printed):
+            return None
+        try:
+            plain, more = plain_saves(saves, _tensor), plain_saves(grown, _tensor)
+        except NotPlainError:  # the last chunk says so
+            return None
+        return self._collected(TraceResult(self._name, plain, more, printed))
+
+    def take_final(self, choice: int, num_choices: int) -> CollectedResults:
+        """Return everything that a choice has saved."""
+        found = self._choice(choice, num_choices)
+        return self._collected(TraceResult(self._name, found.saves or {}, {}, found.take_printed()))
+
+    def failed(self, error: Mapping[str, Any]) -> ApiError:
+        """Return the error of a block, which ``encode_error`` has told."""
+        place = self._place(error.get("entries") or ())
+        notes = "".join(f" {note}" for note in error.get("notes") or ())
+        return ApiError(
+            ErrorCode.TRACE_FAILED,
+            f"The trace failed{place}: {error['name']}: {error['message']}{notes}",
+            self.param,
+        )
+
+    def _place(self, entries: Sequence[Mapping[str, Any]]) -> str:
+        for entry in reversed(entries):
+            if entry["file"] == self._filename:
+                return f" in line {entry['line'] - NUM_LINES_BEFORE}, `{entry['source'].strip()}`"
+        if entries:
+            return f" in {entries[-1]['file']}, line {entries[-1]['line']}, `{entries[-1]['source'].strip()}`"
+        return ""
+
+    def _choice(self, choice: int, num_choices: int) -> _Choice:
+        # vLLM numbers choices prompt by prompt.
+        prompt, index = divmod(choice, num_choices)
+        return self.prompts[prompt].choices[index]
+
+    def _collected(self, result: TraceResult) -> CollectedResults:
+        return CollectedResults([result], final=False)
+
+
+def _tensor(value: torch.Tensor) -> TensorResult:
+    if value.dtype in _AS_INT64:
+        value = value.to(torch.int64)
+    name = _NAMES.get(value.dtype)
+    if name is None or value.is_meta:
+        where = " without numbers" if value.is_meta else ""
+        raise ValueError(
+            f"it holds a tensor of {str(value.dtype).removeprefix('torch.')}{where}; `.float()` makes one "
+            "that can be"
+        )
+    return TensorResult(name, tuple(value.shape), tensor_to_bytes(value))
+
+
+__all__ = ["TraceCall", "TracedPrompt"]

@@ -1,0 +1,123 @@
+"""The server does what its OpenAPI document says, for requests made up from the document and for broken ones.
+
+Schemathesis makes them up, always the same ones, and checks each answer: no 5xx, and status, content type,
+headers and body as documented; what the document allows is accepted, and what it does not is refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+import schemathesis
+import uvicorn
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis import CheckFunction, GenerationMode
+from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
+
+from app.engine.fake import FakeEngineClient
+from app.main import create_app, new_store
+from app.settings import Settings
+from nnsight_engine.remote_backend.messages import MEDIA_TYPE
+from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
+
+NUM_EXAMPLES: Final = 20
+SCRIPTS: Final = ["ok", "logs:2", "refused", "block-fails"]
+
+# The document says that a trace is bytes; which bytes, docs/remote.md does. Other tests send broken ones.
+schemathesis.openapi.media_type(MEDIA_TYPE, st.sampled_from([trace(script) for script in SCRIPTS[:2]]))
+
+SWITCHED_OFF: Final[dict[str, list[CheckFunction]]] = {
+    # The document leaves OpenAI's fields to vLLM, which is not here, and points to the model.
+    "/v1/completions": [positive_data_acceptance, negative_data_rejection],
+    "/v1/chat/completions": [positive_data_acceptance, negative_data_rejection],
+}
+
+
+def application(folder: Path) -> Any:
+    chosen = Settings(
+        result_dir=folder / "results", data_dir=folder / "data", allow_code=True, drain_timeout_s=0
+    )
+    store = new_store(chosen)
+    engine = FakeEngineClient(chosen, store)
+    engine.traces = {"vllm": ScriptedEngine()}
+    return create_app(chosen, engine, store)
+
+
+DOCUMENT: Final = application(Path("never started")).openapi()
+OPERATIONS: Final = [
+    (method.upper(), path) for path, methods in DOCUMENT["paths"].items() for method in methods
+]
+
+
+def can_be_broken(method: str, path: str) -> bool:
+    """Whether the document forbids something: any text is a path's parameter, and any bytes are a trace."""
+    operation = DOCUMENT["paths"][path][method.lower()]
+    places = {parameter["in"] for parameter in operation.get("parameters", [])}
+    body = operation.get("requestBody", {"content": {}})["content"]
+    return bool(places & {"query", "header"}) or "application/json" in body
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    config = uvicorn.Config(
+        application(tmp_path_factory.mktemp("openapi")),
+        port=0,
+        log_level="critical",
+        timeout_graceful_shutdown=1,
+    )
+    sock = config.bind_socket()
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+    thread.start()
+    yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    server.should_exit = True
+    thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def document(url: str) -> Any:
+    return schemathesis.openapi.from_url(f"{url}/openapi.json", wait_for_schema=10)
+
+
+def check_all(document: Any, method: str, path: str, mode: GenerationMode, url: str | None = None) -> None:
+    @settings(
+        derandomize=True,
+        database=None,
+        deadline=None,
+        max_examples=NUM_EXAMPLES,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        case=document[path][method].as_strategy(generation_mode=mode),
+        script=st.none() if url is None else st.sampled_from(SCRIPTS),
+    )
+    def check(case: schemathesis.Case[Any], script: str | None) -> None:
+        if script is not None:
+            answer = httpx.post(f"{url}/v1/jobs", content=trace(script), headers=HEADERS)
+            case.path_parameters["job_id"] = answer.json()["id"]
+        case.call_and_validate(excluded_checks=SWITCHED_OFF.get(path, []))
+
+    check()
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_what_the_document_allows_is_answered_as_it_says(document: Any, method: str, path: str) -> None:
+    check_all(document, method, path, GenerationMode.POSITIVE)
+
+
+@pytest.mark.parametrize(("method", "path"), [each for each in OPERATIONS if can_be_broken(*each)])
+def test_what_the_document_forbids_is_refused_as_it_says(document: Any, method: str, path: str) -> None:
+    check_all(document, method, path, GenerationMode.NEGATIVE)
+
+
+@pytest.mark.parametrize(("method", "path"), [each for each in OPERATIONS if "{job_id}" in each[1]])
+def test_jobs_that_are_there_are_as_the_document_says(
+    document: Any, url: str, method: str, path: str
+) -> None:
+    check_all(document, method, path, GenerationMode.POSITIVE, url)

@@ -1,0 +1,184 @@
+"""Sessions on vLLM, whose engine is a fake here: what the processes do around it, what hostile ones get."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from api_schemas.errors import ApiError, ErrorCode
+from app.context import Context
+from app.engine.client import DescribedModel
+from app.engine.fake import FakeEngineClient
+from app.engine.fake_results import MODEL
+from app.engine.trace_processes import TraceProcesses
+from app.main import create_app, new_store
+from app.settings import Settings
+from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
+from nnsight_engine.core.saves import save
+from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.errors import RemoteError
+from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.integration.live import Leaving, Recording, listening, until
+
+SPEC = ModelSpec(
+    MODEL, "LlamaForCausalLM", 1, 8, 16, "float32", 64, 64, (LeafSpec("input", (8,), "tap", ()),), 1
+)
+
+
+class Engine(FakeEngineClient):
+    """Describes a model of a known architecture."""
+
+    async def describe_model(self) -> DescribedModel:
+        modules = [("", "LlamaForCausalLM", "", ""), ("model", "LlamaModel", "", "")]
+        return DescribedModel(modules, SPEC.to_plain())
+
+
+class Served:
+    """A server over a fake engine."""
+
+    def __init__(self, url: str, engine: FakeEngineClient, sessions: TraceProcesses) -> None:
+        self.url = url
+        self.traces = engine.fake_traces
+        self.sessions = sessions
+        self.model = VLLM(MODEL, remote=url)
+
+    def check(self) -> None:
+        """See that the next session runs."""
+        model = self.model
+        with model.session():
+            with model.trace("a"):
+                kept = save(1)
+            done = save(2)
+        assert (kept, done) == (5, 2)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder: Path = tmp_path_factory.mktemp("sessions")
+    settings = Settings.model_validate(
+        {
+            "result_dir": folder / "results",
+            "data_dir": folder / "data",
+            "drain_timeout_s": 1,
+            "session_processes": 1,
+            "max_queued_traces": 0,
+        }
+    )
+    store = new_store(settings)
+    engine = Engine(settings, store)
+    app = create_app(settings, engine, store)
+    context: Context = app.state.context
+    (sessions,) = context.processes
+    engine.fake_traces.behaviour.saves = {"kept": 5}
+    with listening(app) as url:
+        yield Served(url, engine, sessions)
+
+
+def test_its_traces_run_on_the_engine_and_tell_of_themselves(served: Served) -> None:
+    model, transport = served.model, Recording(served.url)
+    served.traces.behaviour.logs = ["from the block"]
+    served.traces.behaviour.saves = {"values": torch.ones(3)}
+    before = len(served.traces.heads)
+    with model.session(backend=RemoteBackend(transport=transport)):
+        print("begun")
+        for _ in range(2):
+            with model.trace("a"):
+                values = save(torch.zeros(1))
+        total = save(values.sum())
+    assert total == 3
+    assert transport.logs == ["begun", "from the block", "from the block"]
+    heads = served.traces.heads[before:]
+    assert [(head.kind, head.wanted) for head in heads] == [("trace", ["values"])] * 2
+    served.traces.behaviour.logs, served.traces.behaviour.saves = [], {"kept": 5}
+
+
+def test_what_the_engine_refuses_is_an_error_in_the_session(served: Served) -> None:
+    model = served.model
+    served.traces.behaviour.error = ApiError(ErrorCode.INVALID_VALUE, "no such temperature")
+    with model.session():
+        try:
+            with model.trace("a"):
+                kept = save(1)
+        except RemoteError as error:
+            said = save((str(error), error.code))
+    served.traces.behaviour.error = None
+    assert said == ("no such temperature", "invalid_value")
+    with pytest.raises(NameError):
+        _ = kept
+
+
+def test_a_client_that_leaves_ends_the_trace_as_well(served: Served) -> None:
+    served.check()
+    model, pids = served.model, served.sessions.pids
+    served.traces.behaviour.hangs = True
+    with pytest.raises(RemoteError, match="left"):
+        with model.session(backend=RemoteBackend(transport=Leaving(served.url))):
+            print("begun")
+            with model.trace("a"):
+                kept = save(1)
+    until(lambda: not served.traces.num_running)
+    served.traces.behaviour.hangs = False
+    until(lambda: served.sessions.num_running == 0)
+    served.check()
+    assert served.sessions.pids == pids
+    with pytest.raises(NameError):
+        _ = kept
+
+
+@pytest.mark.parametrize(
+    "babble", [b"\x09" * 1000, b'\x01\x0e\0\0\0\0\0\0\0{"trace":true}' * 3], ids=["noise", "words"]
+)
+def test_a_session_that_babbles_fails_alone(served: Served, babble: bytes) -> None:
+    model = served.model
+    with pytest.raises(RemoteError, match="has ended") as caught:
+        with model.session():
+            for number in range(3, 64):
+                with contextlib.suppress(OSError):
+                    os.write(number, babble)
+            with model.trace("a"):
+                kept = save(1)
+    assert caught.value.code == ErrorCode.TRACE_PROCESS_ENDED
+    assert not served.traces.num_running
+    served.check()
+    with pytest.raises(NameError):
+        _ = kept
+
+
+def speak_later(file: str) -> None:
+    """Say something after the session that has nothing to say any more; then tell so, by a file."""
+
+    def speak() -> None:
+        time.sleep(0.2)
+        for number in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(number, b"\x01\x02\0\0\0\0\0\0\0{}")
+        Path(file).touch()
+
+    threading.Thread(target=speak).start()
+
+
+def test_what_a_session_leaves_behind_is_not_the_next_one_s(served: Served, tmp_path: Path) -> None:
+    model, pids, told = served.model, served.sessions.pids, tmp_path / "told"
+    file = str(told)
+    with model.session():
+        speak_later(file)
+    until(told.exists)
+    served.check()
+    assert served.sessions.pids != pids
+
+
+def test_a_session_within_a_session_s_traces_is_refused(served: Served) -> None:
+    model = served.model
+    with pytest.raises(RemoteError, match="and nothing else"):
+        with model.session():
+            with model.session(backend=model._remote_backend()):
+                kept = save(1)
+    with pytest.raises(NameError):
+        _ = kept

@@ -1,0 +1,57 @@
+"""Whose traces a server takes: those written against the model that it has."""
+
+from __future__ import annotations
+
+import pytest
+
+from api_schemas.errors import ApiError
+from app.services.served_model import ServedModel
+from nnsight_engine.remote_backend.messages import TraceHead
+
+MODEL = ServedModel(("smol", "smol-2"), "org/smol", "shape")
+
+
+def head(model: str, **fields: str) -> TraceHead:
+    return TraceHead(model=model, dialect="vllm", **fields)  # type: ignore[arg-type] # all of them are text
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        head("smol"),
+        head("smol-2"),
+        head("org/smol"),
+        head("org/smol/"),
+        head("/home/me/checkpoints/x", fingerprint="shape"),
+        head("C:\\models\\x", fingerprint="shape"),
+        head("smol", revision="main"),
+    ],
+)
+def test_its_own_are_taken(of: TraceHead) -> None:
+    MODEL.check(of)
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        head(""),
+        head("gpt2"),
+        head("org/other", fingerprint="shape"),  # another checkpoint of the same shape
+        head("/home/me/checkpoints/x", fingerprint="other"),
+        head("/home/me/checkpoints/x"),
+        head("smol", revision="step-1000"),
+    ],
+)
+def test_those_of_other_models_are_not(of: TraceHead) -> None:
+    with pytest.raises(ApiError) as caught:
+        MODEL.check(of)
+    assert caught.value.code == "model_not_found"
+
+
+def test_a_model_whose_shape_is_not_known_goes_by_its_name_alone() -> None:
+    unknown = ServedModel(("smol",), "/srv/smol")
+    unknown.check(head("smol"))
+    with pytest.raises(ApiError):
+        unknown.check(head("/home/me/x", fingerprint=""))
+    with pytest.raises(ApiError, match="revision 'main'"):
+        ServedModel(("smol",), "smol", revision="v2").check(head("smol", revision="main"))
