@@ -66,7 +66,7 @@ def attached(
             for parent, name, module in _checked(shared.get(_ADDED)):
                 envoy = _parent(resolve, parent)
                 before.append(_Before(envoy, name))
-                envoy._add_envoy(module.to(model._root.device), name)  # noqa: SLF001 - the same
+                _add(envoy, name, module)
         yield
     finally:
         for one in reversed(before):
@@ -112,6 +112,13 @@ def _checked(added: Any) -> list[tuple[str, str, torch.nn.Module]]:
     ):
         raise DecodeError("the trace is broken: modules are added with their place and their name")
     return added
+
+
+def _add(envoy: Envoy, name: str, module: torch.nn.Module) -> None:
+    try:
+        envoy._add_envoy(module.to(envoy._root.device), name)  # noqa: SLF001 - an envoy of ours
+    except Exception as error:  # a module of somebody's own may fail in any way
+        raise DecodeError(f"the module {name!r} cannot be added to {envoy.path}: {error}") from error
 
 
 def _parent(resolve: Resolve, path: str) -> Envoy:

@@ -1,7 +1,7 @@
 """The models of the guide's examples: tiny random ones of the documented architectures, and the bundled one.
 
 Every test of one that a server can have runs twice: ``[local]`` with weights here, and ``[remote]`` with one
-that has none, and whose traces run on a live server of the checkpoint. ``local_only`` names those that cannot.
+without, whose traces run on a live server of the checkpoint. ``local_only`` names those that do not.
 
 A model is loaded once for all tests, so a test that changes one changes it for all: edit copies with
 ``edit()``, and wrap a module of its own where the model itself must change. Weights are float32, attention is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def plain_gradients(model: LanguageModel, *layers: int) -> tuple[torch.Tensor, .
     """Return the gradients of the summed logits at the outputs of these layers, by torch alone."""
     kept: dict[int, torch.Tensor] = {}
 
-    def keep(layer: int) -> torch.utils.hooks.RemovableHandle:
+    def keep(layer: int) -> Any:
         return (
             module_of(model)
             .get_submodule(f"transformer.h.{layer}")

@@ -436,7 +436,8 @@ def test_modules_that_were_added_come_along(bench: Bench) -> None:
     client, here = LanguageModel(bench.path), LanguageModel(bench.path, dispatch=True)
     probe = Probe()
     found = []
-    for model, how in ((here, {}), (client, {"backend": bench.elsewhere()})):
+    ways: list[tuple[LanguageModel, dict[str, Any]]] = [(here, {}), (client, {"backend": bench.elsewhere()})]
+    for model, how in ways:
         model.probe = probe
         model.model.layers[1].mlp.lens = probe.scale  # a part of the other, under a name of its own
         with model.trace(**how) as tracer:
@@ -444,8 +445,8 @@ def test_modules_that_were_added_come_along(bench: Bench) -> None:
                 model.probe(model.model.layers[0].output, hook=True)
                 model.model.layers[1].mlp.lens(torch.ones(1, 1))
             with tracer.invoke():
-                scores = model.probe.output.save()
                 inner = model.probe.scale.input.save()
+                scores = model.probe.output.save()
                 part = save(model.probe.scale._module)
         found.append((scores, inner))
         assert part is probe.scale
@@ -454,9 +455,10 @@ def test_modules_that_were_added_come_along(bench: Bench) -> None:
     engine = bench.runner._model
     assert "probe" not in dir(engine)
     assert [path for path, _ in engine.named_modules()] == [path for path, _ in bench.local.named_modules()]
+    plain = bench.client
     with pytest.raises(AttributeError, match="probe"):
-        with bench.client.trace(TEXT, backend=bench.elsewhere()):
-            bench.client.probe(bench.client.model.layers[0].output)
+        with plain.trace(TEXT, backend=bench.elsewhere()):
+            plain.probe(plain.model.layers[0].output)
 
 
 def test_a_module_that_takes_anothers_place_gives_it_back(bench: Bench) -> None:
@@ -470,9 +472,10 @@ def test_a_module_that_takes_anothers_place_gives_it_back(bench: Bench) -> None:
         assert same == 128
     engine = bench.runner._model
     assert engine.lm_head._module is engine._module.get_submodule("lm_head")
-    with bench.client.trace(TEXT, backend=bench.elsewhere()):
-        logits = bench.client.lm_head.output.save()
-    assert logits.shape[-1] == bench.client.config.vocab_size
+    plain = bench.client
+    with plain.trace(TEXT, backend=bench.elsewhere()):
+        logits = plain.lm_head.output.save()
+    assert logits.shape[-1] == plain.config.vocab_size
 
 
 @pytest.mark.parametrize(
@@ -491,11 +494,12 @@ def test_modules_that_have_no_place_are_refused(bench: Bench, added: Any) -> Non
         part = encode_trace([], {"added": added})
         return bench.runner.run(TraceRequest(request.head, [*request.parts, part]))
 
+    model = bench.client
     with pytest.raises(DecodeError):
-        with bench.client.trace(TEXT, backend=RemoteBackend(transport=InProcess(send))):
-            bench.client.lm_head.output.save()
-    with bench.client.trace(TEXT, backend=bench.elsewhere()):
-        bench.client.lm_head.output.save()
+        with model.trace(TEXT, backend=RemoteBackend(transport=InProcess(send))):
+            model.lm_head.output.save()
+    with model.trace(TEXT, backend=bench.elsewhere()):
+        model.lm_head.output.save()
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
@@ -522,7 +526,7 @@ def test_what_surrounds_a_trace_and_does_not_reach_it_is_refused(bench: Bench) -
         with model.trace(TEXT, backend=bench.elsewhere()):
             model.lm_head.output.save()
     with model.trace(TEXT, backend=bench.elsewhere()), torch.autocast("cpu"):
-        product = (torch.ones(2, 2) @ torch.ones(2, 2)).save()
+        product = save(torch.ones(2, 2) @ torch.ones(2, 2))
     assert product.dtype is torch.bfloat16
 
 
@@ -535,7 +539,7 @@ def test_classes_of_ones_own_are_refused(bench: Bench) -> None:
 
     block = type(bench.client.model.layers[0]._module)
     for model in (Twice(bench.path), LanguageModel(bench.path, envoys={block: Doubled})):
-        with pytest.raises(ValueError, match="this model has (Twice|Doubled)"):
+        with pytest.raises(ValueError, match=r"this model has (Twice|Doubled)"):
             with model.trace(TEXT, backend=bench.elsewhere()):
                 model.lm_head.output.save()
 
