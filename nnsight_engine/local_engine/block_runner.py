@@ -19,6 +19,7 @@ from nnsight_engine.remote_backend.received import (
     SAVED,
     ReceivedInvoke,
     encoded_outcomes,
+    failure_of,
     invokes_of,
     outcome_of,
 )
@@ -86,6 +87,8 @@ class BlockRunner(ABC):
 
     def __init__(self, *, max_result_bytes: int = Limits().max_bytes, compresses: bool = False) -> None:
         """Wait for traces."""
+        self.failure = ""
+        """What is to be said of the last trace's error, nothing if it had none."""
         self._limits = Limits(max_bytes=max_result_bytes)
         self._compresses = compresses
 
@@ -135,6 +138,7 @@ class BlockRunner(ABC):
         self._tidy()
 
     def _run(self, request: TraceRequest) -> bytes:
+        self.failure = ""
         tracer = self._tracer(request.head)
         resolve = self._resolver(tracer)
         with self._prepared(request, resolve):
@@ -166,6 +170,7 @@ class BlockRunner(ABC):
             )
             for index, invoke in enumerate(trace.invokes)
         ]
+        self.failure = failure_of(blocks)
         return encoded_outcomes(
             {"blocks": blocks, "before": list(trace.saved)},
             self._reference,

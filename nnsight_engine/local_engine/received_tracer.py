@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nnsight_engine.envoys.tracers.editing import Edit
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+from nnsight_engine.remote_backend.errors import LocalBlockError
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
@@ -46,6 +47,10 @@ class ReceivedTracer(InterleavingTracer):
             "Cannot invoke during an active model execution / interleaving. Invokes stand side by side in a "
             "trace without an input of its own: `with model.trace() as tracer:`."
         )
+
+    def local(self) -> NoReturn:
+        """Refuse: the client is not asked for anything while its trace runs."""
+        raise LocalBlockError.on_server()
 
     def trace(self, function: Callable[..., Any], model: Envoy, *, validate: bool) -> Any:
         """Run ``function``, which runs ``model``, with the blocks beside it.

@@ -144,6 +144,8 @@ class _Serving:
             answer = self._answer(runner, number, data)
             del data
             stdout.end()
+            if answer.kind is FrameKind.RESULT and runner.failure:
+                self._send_event("ERROR", message=runner.failure)
             if runner.is_worn:
                 self._log("[the trace has changed the model's weights, which are loaded anew for others]")
                 self._say({WORN: True})

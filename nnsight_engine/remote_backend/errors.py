@@ -39,3 +39,24 @@ class RemoteError(RuntimeError):
 
 class RemoteConnectionError(RemoteError, ConnectionError):
     """The server could not be reached, or the connection broke."""
+
+
+class LocalBlockError(RuntimeError):
+    """A block asks for a part of it to run where it was written, and runs where that cannot be done."""
+
+    @classmethod
+    def on_vllm(cls) -> LocalBlockError:
+        """In an engine that serves many requests in one step."""
+        return cls(
+            "tracer.local() is not for blocks inside vLLM: all requests of a step would wait for your "
+            "machine. Save what you need, compute with it after the trace, and trace again; a session keeps "
+            "the values on the server in between"
+        )
+
+    @classmethod
+    def on_server(cls) -> LocalBlockError:
+        """In a process of a server, which cannot reach its client yet."""
+        return cls(
+            "tracer.local() is not for traces on a server yet: save what you need, compute with it after the "
+            "trace, and trace again"
+        )

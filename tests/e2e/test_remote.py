@@ -176,3 +176,34 @@ def test_a_prompt_that_is_too_long_is_refused(model: VLLM) -> None:
         with model.trace([1] * 2000):
             model.layers[0].output.save()
     assert caught.value.status == 400
+
+
+def test_sessions_run_as_one_request(model: VLLM) -> None:
+    other = "Shaquille O'Neal plays the sport of"
+    with model.session() as session:
+        norms = nnsight_engine.save([])
+        for layer in (3, 9):
+            with model.trace(PROMPT):
+                hidden = model.layers[layer].output[-1]  # not saved
+            with model.trace(other):
+                model.layers[layer].output[-1] = hidden
+                after = model.layers[layer].output[-1].save()
+            norms.append((layer, torch.equal(after, hidden)))
+    with model.trace(PROMPT):
+        alone = model.layers[9].output[-1].save()
+    assert norms == [(3, True), (9, True)]
+    assert torch.equal(after, alone)
+    assert session.backend.engine
+    with pytest.raises(NameError):
+        _ = hidden
+
+
+def test_a_sessions_errors_are_the_users_own(model: VLLM) -> None:
+    with pytest.raises(IndexError) as caught:
+        with model.session():
+            with model.trace(PROMPT):
+                hidden = model.layers[3].output
+            with model.trace(PROMPT):
+                model.layers[3].output[0] = hidden[500]  # the line
+    entries = traceback.extract_tb(caught.value.__traceback__)
+    assert any("# the line" in (entry.line or "") for entry in entries)

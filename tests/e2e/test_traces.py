@@ -339,3 +339,18 @@ def test_a_module_is_called_for_the_block_alone(model: VLLM) -> None:
     with pytest.raises(ValueError, match="hook=True"), model.trace(PROMPT, **GREEDY):
         hidden = model.model.layers[3].mlp.output
         model.model.layers[4].mlp(hidden, hook=True).save()
+
+
+def test_a_session_passes_values_on_unsaved(model: VLLM) -> None:
+    with model.session():
+        with model.trace(PROMPT, **GREEDY):
+            unused = model.layers[3].output
+            hidden = model.layers[9].output[-1]
+        with model.trace("Rome", **GREEDY):
+            model.layers[9].output[-1] = hidden
+            patched = model.layers[9].output[-1].save()
+    with model.trace(PROMPT, **GREEDY):
+        alone = model.layers[9].output[-1].save()
+    assert torch.equal(patched, alone)
+    with pytest.raises(NameError):
+        _ = hidden, unused

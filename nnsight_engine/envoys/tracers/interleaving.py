@@ -127,6 +127,14 @@ class InterleavingTracer(Tracer):
         self.barriers.append(barrier)
         return barrier
 
+    def local(self) -> Tracer:
+        """Run a part of a block where it was written: ``with tracer.local():``; a trace here is there anyway.
+
+        Raises:
+            LocalBlockError: The block runs elsewhere, from where that cannot be done.
+        """
+        return Tracer()
+
     def cache(
         self,
         modules: Sequence[Envoy | str] | None = None,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.interleaving.barrier import Barrier
+from nnsight_engine.remote_backend.errors import LocalBlockError
 from nnsight_engine.vllm_backend.traces.caches import RequestCache
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ class BlockTracer(InterleavingTracer):
             "Cannot invoke during an active model execution / interleaving. Invokes stand side by "
             "side in a trace without an input of its own: `with model.trace() as tracer:`."
         )
+
+    def local(self) -> NoReturn:
+        """Refuse: everybody's step would wait."""
+        raise LocalBlockError.on_vllm()
 
     def _new_cache(
         self, *, device: torch.device | str | None, dtype: torch.dtype | None, detach: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -14,12 +14,14 @@ from nnsight_engine.core.config import CONFIG
 from nnsight_engine.core.saves import save
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.interleaving.events import MissedProviderError
-from nnsight_engine.local_engine.runner import TraceRunner
+from nnsight_engine.local_engine.runner import ServedModel, TraceRunner
 from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.errors import LocalBlockError
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 from nnsight_engine.remote_backend.sent import Inputs
 from nnsight_engine.remote_backend.transformers_dialect import TransformersDialect
+from nnsight_engine.vllm_backend.traces.tracer import BlockTracer
 from nnsight_engine.wire import DecodeError, EncodeError, encode, encode_trace
 from tests.families.checkpoints import write_checkpoint
 from tests.transports import InProcess
@@ -417,6 +419,37 @@ def test_a_function_of_ones_own_is_traced(bench: Bench) -> None:
     with model.trace(TEXT, fn=twice, backend=bench.elsewhere()) as tracer:
         result = tracer.result.save()
     assert len(result) == 2
+
+
+def test_parts_that_run_where_they_were_written_are_for_traces_here(bench: Bench) -> None:
+    seen: list[float] = []
+    local = bench.local
+    with local.trace(TEXT) as tracer:
+        hidden = local.layers[0].output
+        with tracer.local():
+            seen.append(hidden.sum().item())
+            factor = 2.0
+        local.layers[1].output[:] = hidden * factor
+        changed = local.layers[1].output.sum().save()
+    assert torch.isclose(changed, torch.tensor(2 * seen[0]), rtol=1e-3)
+    model = bench.client
+    with pytest.raises(LocalBlockError, match="not for traces on a server yet"):
+        with model.trace(TEXT, backend=bench.elsewhere()) as tracer:
+            with tracer.local():
+                model.layers[0].output.sum().save()
+    with pytest.raises(LocalBlockError, match="inside vLLM"):
+        BlockTracer.local(cast("Any", None))
+
+
+def test_a_session_s_traces_run_where_it_does_whatever_they_say(bench: Bench) -> None:
+    model = bench.client
+    runner = TraceRunner(ServedModel(bench.path, dispatch=True))
+    with model.session(backend=RemoteBackend(transport=InProcess(runner.run))):
+        with model.trace(TEXT, remote="http://127.0.0.1:9"):
+            hidden = model.layers[0].output.save()
+    with bench.local.trace(TEXT):
+        expected = bench.local.layers[0].output.save()
+    assert torch.equal(hidden, expected)
 
 
 class Probe(torch.nn.Module):
