@@ -31,6 +31,7 @@ from tests.guide.served import Load, Servers, client_of, without_weights
 
 LOCAL: Final = "local"
 REMOTE: Final = "remote"
+SERVERS: Final = pytest.StashKey[Servers]()
 
 
 @pytest.hookimpl(trylast=True)  # so that this parameter is the last of a test's name
@@ -43,6 +44,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if name not in LOCAL_ONLY:
         places.append(pytest.param(REMOTE, marks=pytest.mark.e2e))
     metafunc.parametrize("where", places, indirect=True, scope="session")
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """End the servers with the last test that uses them: others may come that want the memory."""
+    servers = item.session.stash.get(SERVERS, None)
+    if servers is not None and is_remote(item):
+        rest = item.session.items[item.session.items.index(item) + 1 :]
+        if not any(map(is_remote, rest)):
+            servers.close()
+
+
+def is_remote(item: pytest.Item) -> bool:
+    """Tell whether a test's traces run on a server."""
+    callspec = getattr(item, "callspec", None)  # of those with parameters
+    return callspec is not None and callspec.params.get("where") == REMOTE
 
 
 @pytest.fixture(scope="session")
@@ -58,10 +74,11 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def servers() -> Iterator[Servers]:
+def servers(request: pytest.FixtureRequest) -> Iterator[Servers]:
     """The servers of the checkpoints, each started with its first trace."""
-    with Servers() as servers:
-        yield servers
+    servers = request.session.stash[SERVERS] = Servers()
+    yield servers
+    servers.close()
 
 
 @pytest.fixture(scope="session")

@@ -6,9 +6,9 @@ with a plain forward pass wherever its traces ran.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from tests.guide.plain import TWIN
 Load = Callable[..., LanguageModel]
 """Loads a checkpoint; its arguments are a folder, and options for ``LanguageModel``."""
 
-
 _TRACE = re.compile(r"^\[\S+\] LOG +: ", re.MULTILINE)
 
 
@@ -29,27 +28,24 @@ def printed(text: str) -> str:
 
 
 class Servers:
-    """One server for each checkpoint, started when it is first needed; used as a context manager."""
+    """One server for each checkpoint, started when it is first needed."""
 
     def __init__(self) -> None:
         """Start nothing yet."""
-        self._urls: dict[Path, str] = {}
-        self._open = contextlib.ExitStack()
-
-    def __enter__(self) -> Servers:
-        """Return itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """End them all."""
-        self._open.close()
+        self._servers: dict[Path, Server] = {}
 
     def url(self, folder: Path) -> str:
         """Return the address of the server of a checkpoint."""
-        if folder not in self._urls:
+        if folder not in self._servers:
             server = Server(str(folder), arguments=["--local-engine", "--max-model-len", "256"])
-            self._urls[folder] = self._open.enter_context(server).base_url
-        return self._urls[folder]
+            self._servers[folder] = server.__enter__()
+        return self._servers[folder].base_url
+
+    def close(self) -> None:
+        """End them, all at once: each takes a while."""
+        servers, self._servers = self._servers, {}
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(Server.stop, servers.values()))
 
 
 def without_weights(folder: Path, target: Path) -> Path:
