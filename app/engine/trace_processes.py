@@ -36,6 +36,8 @@ _PAUSE_S: Final = 30.0
 """After a process that could not be started, how long traces are refused before it is tried again."""
 
 _MAX_EVENT_BYTES: Final = 2**21
+_MAX_TOLD: Final = 20_000
+"""Prints of one trace; what it may print in bytes is the process's own limit."""
 
 
 class Job:
@@ -49,6 +51,7 @@ class Job:
         is_late: Whether its time is over.
         position: How many are before it, as its client was told last.
         has_begun: Whether it was run; if not, another process may try.
+        num_told: How often it has printed.
     """
 
     def __init__(self, request: TraceRequest, engine: str) -> None:
@@ -59,6 +62,7 @@ class Job:
         self.cancelled = asyncio.Event()
         self.is_late = False
         self.position = 0
+        self.num_told = 0
         self.has_begun = False
 
     def tell(self, status: JobStatus, message: str | None = None) -> None:
@@ -357,9 +361,13 @@ class _Line:
     async def _heard(self, child: Child, said: dict[str, Any], job: Job) -> None:
         status = said.get("status")
         if status == JobStatus.RUNNING:
+            if not job.has_begun:
+                job.tell(JobStatus.RUNNING)
             job.has_begun = True
-            job.tell(JobStatus.RUNNING)
         elif status in {JobStatus.LOG, JobStatus.ERROR}:
+            job.num_told += 1
+            if job.num_told > _MAX_TOLD:
+                raise DecodeError("a trace tells more than anybody reads")
             job.tell(JobStatus(status), str(said.get("message", "")))
         elif WORN in said:
             self._is_worn = True

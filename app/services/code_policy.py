@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 
 from api_schemas.errors import ApiError, ErrorCode
 from app.settings import Settings
@@ -31,8 +31,13 @@ def check_code_allowed(settings: Settings, http: Request) -> None:
             f"Traces are code, and this server listens on {settings.host}, for other machines too: its "
             "operator has to allow them, allow_code=true (NNSIGHT_ENGINE_ALLOW_CODE=1)."
         )
-    name = http.url.hostname or ""
-    if not _is_loopback(name):
+    check_name(settings, http)
+
+
+def check_name(settings: Settings, connection: HTTPConnection) -> None:
+    """Raise ApiError for a connection to a name that a page of somebody else's may have made up."""
+    name = connection.url.hostname or ""
+    if settings.allow_code is None and _is_loopback(settings.host) and not _is_loopback(name):
         raise _refusal(
             f"Traces are code, and this request came to the name {name!r}, which is none of this machine's "
             "own: use http://localhost or http://127.0.0.1, or have the operator set allow_code=true "

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from pathlib import Path
 from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
@@ -86,7 +88,7 @@ class JobService:
         self._traces = traces
         self._lifecycle = lifecycle
         self._database = Database(settings.data_dir, settings.database_url)
-        self._files = JobFiles(settings.data_dir, max_bytes=settings.job_store_bytes)
+        self._files = JobFiles(_folder_of(settings), max_bytes=settings.job_store_bytes)
         self._store = JobStore(self._database, max_queued=settings.max_queued_jobs, ttl_s=settings.job_ttl_s)
         self._feed = JobFeed(self._store)
         self._served = served
@@ -102,6 +104,11 @@ class JobService:
     def num_running(self) -> int:
         """How many jobs run here now."""
         return len(self._dispatcher.running) if self._dispatcher is not None else 0
+
+    def _check(self, head: TraceHead) -> None:
+        """Raise ApiError for a job that this server would not take any more, or that is of another model."""
+        check_still_taken(self._settings, head)
+        self._served().check(head)
 
     async def num_waiting(self) -> int:
         """Return how many jobs wait for a server of this model."""
@@ -127,7 +134,7 @@ class JobService:
             traces=self._traces,
             files=self._files,
             leases=leases,
-            check=lambda head: check_still_taken(self._settings, head),
+            check=self._check,
             told=self._feed.told,
         )
         self._dispatcher = JobDispatcher(
@@ -366,3 +373,11 @@ def _error_frame(row: JobRow) -> bytes:
 
 
 __all__ = ["JobResult", "JobService", "Submitted"]
+
+
+def _folder_of(settings: Settings) -> Path:
+    """Return where files of jobs lie: each database has its own, since others' look left behind to it."""
+    if not settings.database_url:
+        return settings.data_dir
+    digest = hashlib.sha256(settings.database_url.encode()).hexdigest()
+    return settings.data_dir / f"database-{digest[:16]}"

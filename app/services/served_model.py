@@ -40,8 +40,10 @@ class ServedModel:
                 f"{self.revision or _DEFAULT_REVISION!r}.",
                 "revision",
             )
-        is_same_shape = bool(self.fingerprint) and head.fingerprint == self.fingerprint
-        if self._is_called(head.model) or (is_same_shape and _is_path(head.model)):
+        knows_shapes = bool(self.fingerprint and head.fingerprint)
+        is_same_shape = knows_shapes and head.fingerprint == self.fingerprint
+        decides = _is_path(head.model) and knows_shapes
+        if is_same_shape if decides else self._is_called(head.model):
             return
         raise ApiError(
             ErrorCode.MODEL_NOT_FOUND,

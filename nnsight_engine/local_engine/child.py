@@ -121,6 +121,9 @@ class Child:
                     await loop.sock_sendall(self._socket, piece)
             except OSError as error:
                 raise await self._ended() from error
+            except BaseException:
+                self.kill()  # half a frame may be on its way, and nothing after it would be understood
+                raise
 
     async def run(self, number: int, chunks: Sequence[bytes | memoryview]) -> None:
         """Have it run a trace; raises ProcessEndedError."""

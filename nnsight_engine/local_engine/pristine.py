@@ -41,15 +41,11 @@ class Pristine:
 
     def begin(self) -> None:
         """Make ready for a trace: its random numbers are its own."""
-        torch.seed()
-        random.seed()
-        np.random.seed()
-        torch.set_grad_enabled(mode=True)
+        renew_globals()
 
     def restore(self) -> bool:
         """Undo what a trace has done; False if its weights are not what they were."""
-        torch.set_default_dtype(torch.float32)
-        torch.set_default_device(None)
+        renew_globals()
         model = self._model
         module: Any = model._module  # noqa: SLF001 - an envoy of ours
         for one, training, forward, hooks in self._modules:
@@ -68,6 +64,16 @@ class Pristine:
         model.clear_edits()
         model._forget_looks()  # noqa: SLF001 - an envoy of ours
         return _weights(module) == self._weights
+
+
+def renew_globals() -> None:
+    """Have torch's settings as they are at first, and random numbers that nobody has begun."""
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(mode=True)
+    torch.seed()
+    random.seed()
+    np.random.seed()
 
 
 def _put_back(module: torch.nn.Module, forward: Any) -> None:

@@ -19,6 +19,7 @@ from nnsight_engine.envoys.envoy import refuse_statement
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.local_engine.block_runner import BlockRunner, ReadTrace, run_session
 from nnsight_engine.local_engine.link import OUTLINE, TRACE, ProcessOptions
+from nnsight_engine.local_engine.pristine import renew_globals
 from nnsight_engine.local_engine.serving import Asking, serve
 from nnsight_engine.remote_backend.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import RemoteError
@@ -157,6 +158,7 @@ class SessionRunner(BlockRunner):
         run_session(trace, tracer)
 
     def _tidy(self) -> None:
+        renew_globals()
         self._model = None
         gc.collect()
 

@@ -20,7 +20,9 @@ MEDIA_TYPE: Final = "application/vnd.nnsight.trace"
 MAGIC: Final = b"NNSR"
 VERSION: Final = 1
 _START: Final = struct.Struct("<4sBxxxI")
-_MAX_HEAD_BYTES: Final = 64 * 2**20
+_MAX_HEAD_BYTES: Final = 16 * 2**20
+_MAX_ITEMS: Final = 4096
+"""Blocks, requests, edits and parts of one trace."""
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -82,16 +84,16 @@ class TraceHead(msgspec.Struct, frozen=True, kw_only=True):
     engine: Literal["auto", "vllm", "local"] = "auto"
     kind: Literal["trace", "session"] = "trace"
     codec: Literal["wire", "cloudpickle"] = "wire"
-    groups: list[dict[str, int]] = []
-    invokes: list[SentInvoke] = []
+    groups: Annotated[list[dict[str, int]], msgspec.Meta(max_length=_MAX_ITEMS)] = []
+    invokes: Annotated[list[SentInvoke], msgspec.Meta(max_length=_MAX_ITEMS)] = []
     method: str = ""
     num_edits: Count = 0
-    wanted: list[str] = []
+    wanted: Annotated[list[str], msgspec.Meta(max_length=_MAX_ITEMS)] = []
     streams: bool = False
-    accepts: list[str] = []
+    accepts: Annotated[list[str], msgspec.Meta(max_length=16)] = []
     python: str = msgspec.field(default_factory=platform.python_version)
     client: str = ""
-    parts: list[Count] = []
+    parts: Annotated[list[Count], msgspec.Meta(max_length=_MAX_ITEMS)] = []
 
 
 class TraceRequest:

@@ -110,7 +110,10 @@ def outcome_of(
 def failure_of(blocks: Sequence[Mapping[str, Any]]) -> str:
     """Return what to say of the first block that failed, nothing if none did."""
     told = next((block["error"] for block in blocks if block["error"] is not None), None)
-    return "" if told is None else f"{told['name']}: {told['message']}"[:_MAX_SAID]
+    if told is None:
+        return ""
+    said = f"{told['name']}: {told['message']}"[:_MAX_SAID]
+    return said.encode("utf-8", "backslashreplace").decode()  # it goes where lone surrogates cannot
 
 
 def encoded_outcomes(

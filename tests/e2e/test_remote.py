@@ -254,3 +254,10 @@ def test_a_jobs_block_error_is_raised_where_its_result_is_asked_for(model: VLLM)
     with pytest.raises(IndexError):
         backend.wait(timeout_s=30)
     assert backend.job_status == "ERROR"
+
+
+def test_an_error_that_is_no_text_ends_its_own_trace_alone(model: VLLM) -> None:
+    for _ in range(2):  # the engine goes on
+        with pytest.raises(ValueError, match="wrong"):
+            with model.trace(PROMPT):
+                raise ValueError("wrong \ud800")

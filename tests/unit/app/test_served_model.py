@@ -39,6 +39,7 @@ def test_its_own_are_taken(of: TraceHead) -> None:
         head("org/other", fingerprint="shape"),  # another checkpoint of the same shape
         head("/home/me/checkpoints/x", fingerprint="other"),
         head("/home/me/checkpoints/x"),
+        head("/srv/smol", fingerprint="other"),  # the same folder's name, on another machine
         head("smol", revision="step-1000"),
     ],
 )
