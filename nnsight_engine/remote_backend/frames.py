@@ -35,6 +35,8 @@ class FrameKind(enum.IntEnum):
     """A wire message: what came of each block, see ``outcomes``."""
     ERROR = 5
     """JSON: OpenAI's error object, of the server and not of a block."""
+    LOCAL = 6
+    """Over a job's WebSocket: a call of ``tracer.local()``, or its answer; its number and a wire message."""
 
 
 class Frame(NamedTuple):

@@ -1,0 +1,251 @@
+"""Parts of a block that run here while the rest runs on a server: the client's side of ``with tracer.local():``.
+
+The statements are found in the blocks before those are sent. Variables that nothing else mentions stay here,
+so they may hold what cannot be sent. The engine names one of these statements and no other code; its body
+runs on variables of its own, which last for the trace, with the values that came from the engine.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import CellType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nnsight_engine.core.cells import UNBOUND, content
+from nnsight_engine.core.saves import SAVES
+from nnsight_engine.core.trees import map_tensors
+from nnsight_engine.remote_backend.errors import LocalBlockError
+from nnsight_engine.remote_backend.local_messages import (
+    GIVEN,
+    PartAsked,
+    PartDone,
+    Place,
+    place_of,
+    plain,
+    read_asked,
+)
+from nnsight_engine.tracing.blocks import Block, Nested, compile_block, mangled, names_in
+from nnsight_engine.tracing.tracer import Info, Tracer, compiled
+from nnsight_engine.wire import DecodeError, decode, encode, encode_error
+
+if TYPE_CHECKING:
+    from nnsight_engine.remote_backend.outcomes import Outcome, SentPart
+    from nnsight_engine.remote_backend.sent import Dialect
+
+_Found = Mapping[Place, Nested]
+
+
+def local_parts(parts: Sequence[SentPart], tracer: Tracer, dialect: Dialect) -> LocalParts | None:
+    """Return the parts of a trace's blocks that run here; None where there are none."""
+    found = [_statements(part, tracer) for part in parts]
+    return LocalParts(parts, found, dialect) if any(found) else None
+
+
+class LocalParts:
+    """The parts of one trace.
+
+    Args:
+        parts: Its blocks.
+        found: Of each block, the statements whose bodies run here.
+        dialect: How values travel.
+
+    Attributes:
+        own: Names that only these bodies mention.
+    """
+
+    def __init__(self, parts: Sequence[SentPart], found: Sequence[_Found], dialect: Dialect) -> None:
+        """Copy the blocks' variables."""
+        self._found = found
+        self._dialect = dialect
+        self._infos = [part.info for part in parts]
+        inside, outside = set[str](), set[str]()
+        for part, statements in zip(parts, found, strict=True):
+            class_name = part.info.block.context.class_name
+            inside |= mangled(names_in([one for it in statements.values() for one in it.body]), class_name)
+            outside |= mangled(names_in(_without(part.info.block.origin.body, statements)), class_name)
+        self.own = frozenset(inside - outside)
+        shared: dict[int, CellType] = {}
+        self._cells = [
+            {name: shared.setdefault(id(part.outer.get(name, cell)), _copy(cell)) for name, cell in part.own.items()}
+            for part in parts
+        ]
+        self._blocks: dict[tuple[int, Place, frozenset[str]], Block] = {}
+        self._saved: list[dict[str, Any]] = [{} for _ in parts]
+        self._flows: list[dict[str, Any]] = [{} for _ in parts]
+        self._error: BaseException | None = None
+
+    def run(self, data: bytes | bytearray | memoryview) -> bytes:
+        """Run one of the parts, as the engine asks; returns the answer, which tells of what it raised."""
+        SAVES.enter()
+        try:
+            return self._run(data)
+        except Exception as error:  # noqa: BLE001 - raised in the block, and then here
+            self._error = error
+            return encode(plain(PartDone(error=encode_error(error))))
+        finally:
+            SAVES.exit()
+
+    def completed(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Return what came of the blocks with what stayed here: what was saved, and the error itself."""
+        return [
+            dataclasses.replace(
+                outcome,
+                saves={**outcome.saves, **self._saved[outcome.index]},
+                flows={**outcome.flows, **self._flows[outcome.index]},
+                error=self._error if self._is_own(outcome.error) else outcome.error,
+            )
+            if outcome.index < len(self._infos)
+            else outcome
+            for outcome in outcomes
+        ]
+
+    def _is_own(self, error: BaseException | None) -> bool:
+        mine = self._error
+        if mine is None or error is None:
+            return False
+        return (type(mine).__qualname__, str(mine)) == (type(error).__qualname__, str(error))
+
+    def _run(self, data: bytes | bytearray | memoryview) -> bytes:
+        dialect = self._dialect
+        asked = read_asked(decode(data, resolve=dialect.resolver({}), policy=dialect.policy))
+        block, cells = self._block(asked), self._cells[asked.block]
+        for name in block.stored:
+            cells.setdefault(name, CellType())
+        for name, value in asked.values.items():
+            cells.setdefault(name, CellType()).cell_contents = value
+        before = {name: self._state(value) for name, value in asked.values.items()}
+        compiled(Info(block, cells, None, self._infos[asked.block].globals_), cells)()
+        for name, value in asked.values.items():
+            if self._state(value) != before[name]:
+                raise LocalBlockError.changed(name)
+        return self._answer(asked, block, cells)
+
+    def _block(self, asked: PartAsked) -> Block:
+        """Return the body that is asked for.
+
+        Raises:
+            DecodeError: There is none, or it has not these variables.
+        """
+        if not 0 <= asked.block < len(self._found) or asked.place not in self._found[asked.block]:
+            raise DecodeError("the server asks for a part under tracer.local() that the trace does not have")
+        nested, info = self._found[asked.block][asked.place], self._infos[asked.block]
+        mentioned = mangled(names_in(nested.body), info.block.context.class_name)
+        if not mentioned >= {*asked.values, *asked.names}:
+            raise DecodeError("the server sends variables that the part under tracer.local() does not have")
+        shared = (mentioned & self._cells[asked.block].keys()) | {*asked.names}
+        key = (asked.block, asked.place, shared)
+        if key not in self._blocks:
+            self._blocks[key] = compile_block(nested, info.block.source, shared, info.block.context)
+        return self._blocks[key]
+
+    def _answer(self, asked: PartAsked, block: Block, cells: Mapping[str, CellType]) -> bytes:
+        """Keep what stays here of what was assigned, and return the rest as a message."""
+        wanted = self._infos[asked.block].wanted
+        saved, flows = self._saved[asked.block], self._flows[asked.block]
+        done = PartDone()
+        for name in block.stored:
+            value = content(cells[name])
+            if name in self.own:
+                saved.pop(name, None)
+                flows.pop(name, None)
+                if value is not UNBOUND and SAVES.keeps(value):
+                    saved[name] = value
+                elif value is not UNBOUND and name in wanted:
+                    flows[name] = value
+            elif value is UNBOUND:
+                done.deleted.append(name)
+            else:
+                done.values[name] = value
+                _check_has_values(name, value)
+        done.saved = [name for name, value in done.values.items() if SAVES.keeps(value)]
+        done.computed = [name for name, value in done.values.items() if _is_computed(value)]
+        given = {id(value): name for name, value in asked.values.items()}
+        return encode(plain(done), reference=lambda value: self._reference(value, given))
+
+    def _reference(self, value: Any, given: Mapping[int, str]) -> tuple[str, ...] | None:
+        name = given.get(id(value))
+        return (GIVEN, name) if name is not None else self._dialect.reference(value, [])
+
+    def _state(self, value: Any) -> bytes:
+        """Return what is different when a value was changed in place; tensors count their changes."""
+
+        def reference(one: Any) -> tuple[str, ...] | None:
+            if isinstance(one, torch.Tensor):
+                return ("tensor", str(id(one)), str(one._version))
+            return self._dialect.reference(one, [])
+
+        return encode(value, reference=reference)
+
+
+def _statements(part: SentPart, tracer: Tracer) -> _Found:
+    """Return the ``with`` statements of a block that call ``local`` of this tracer."""
+    info = part.info
+    names = {name for name, cell in part.own.items() if content(cell) is tracer}
+    found = {}
+    for nested in info.block.nested:
+        match nested.node.items[nested.item].context_expr:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="local")) if (
+                name in names or (name not in part.own and info.globals_.get(name) is tracer)
+            ):
+                found[place_of(nested)] = nested
+    return found
+
+
+class _Stripper(ast.NodeTransformer):
+    """Takes the bodies of statements away."""
+
+    def __init__(self, places: Mapping[tuple[int, int], int]) -> None:
+        self._places = places
+
+    def visit_With(self, node: ast.With) -> ast.AST:
+        num_left = self._places.get((node.lineno, node.col_offset))
+        if num_left is not None and num_left <= len(node.items):
+            node.items = node.items[: len(node.items) - num_left + 1]
+            node.body = [ast.Pass()]
+        return self.generic_visit(node)
+
+
+def _without(body: Sequence[ast.stmt], statements: _Found) -> list[ast.stmt]:
+    """Return a block's statements without the bodies that run here."""
+    if not statements:
+        return list(body)
+    places: dict[tuple[int, int], int] = {}
+    for line, column, num_left in statements:
+        places[(line, column)] = max(num_left, places.get((line, column), 0))
+    stripper = _Stripper(places)
+    return [stripper.visit(copy.deepcopy(statement)) for statement in body]
+
+
+def _copy(cell: CellType) -> CellType:
+    value = content(cell)
+    return CellType() if value is UNBOUND else CellType(value)
+
+
+def _is_computed(value: Any) -> bool:
+    found: list[bool] = []
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor.grad_fn is not None)
+        return tensor
+
+    map_tensors(value, look)
+    return any(found)
+
+
+def _check_has_values(name: str, value: Any) -> None:
+    """Raise LocalBlockError for what was computed with a model that has no weights here."""
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta and not isinstance(tensor, torch.nn.Parameter):
+            raise LocalBlockError.without_values(name)
+        return tensor
+
+    map_tensors(value, look)
+
+
+__all__ = ["LocalParts", "local_parts"]
