@@ -16,7 +16,7 @@ from nnsight_engine.core.cells import UNBOUND, content
 from nnsight_engine.core.saves import SAVES
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.local_engine.link import LOCAL
-from nnsight_engine.remote_backend.errors import LocalBlockError, RemoteError
+from nnsight_engine.remote_backend.errors import LocalBlockError
 from nnsight_engine.remote_backend.frames import FrameKind
 from nnsight_engine.remote_backend.local_messages import (
     GIVEN,
@@ -55,10 +55,7 @@ def answered(asking: Asking, data: bytes) -> bytes | bytearray | memoryview:
     frame = asking.answer()
     if frame.kind is FrameKind.RESULT:
         return frame.data
-    problem = refused(frame)
-    if problem.code == "unreachable":
-        raise LocalBlockError.unreachable()
-    raise LocalBlockError(str(problem))
+    raise LocalBlockError(str(refused(frame)))
 
 
 class LocalPart(Tracer):
@@ -97,7 +94,9 @@ class LocalPart(Tracer):
             block=self._number, place=place_of(info.block.origin), names=sorted(cells), values=values
         )
         data = self._ask(encode(plain(asked), reference=self._reference))
-        decoded = decode(data, resolve=self._resolver(values), policy=TRUSTED, device=self._model.device)
+        decoded = decode(
+            data, resolve=self._resolver(values), policy=TRUSTED, device=self._model.device or "cpu"
+        )
         done = read_done(decoded)
         if done.error is not None:
             raise restore_error(done.error)
@@ -120,7 +119,9 @@ class LocalPart(Tracer):
         read = names_read(block.origin.body, block.context.class_name)
         found = {name: content(cell) for name, cell in self.info.variables.items() if name in read}
         return {
-            name: value for name, value in found.items() if value is not UNBOUND and self._may_differ(name, value)
+            name: value
+            for name, value in found.items()
+            if value is not UNBOUND and self._may_differ(name, value)
         }
 
     def _may_differ(self, name: str, value: Any) -> bool:
@@ -169,7 +170,7 @@ def _without_gradients(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.requires_grad:
         return tensor
     with torch.enable_grad():
-        made: torch.Tensor = _NoGradient.apply(tensor)
+        made: torch.Tensor = _NoGradient.apply(tensor)  # type: ignore[no-untyped-call] # as torch has it
     return made
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import struct
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -18,17 +17,12 @@ from websockets.sync.client import ClientConnection, connect
 
 from api_schemas.jobs import JobStatus
 from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
-from nnsight_engine.remote_backend.frames import Frame, FrameKind, FrameReader
+from nnsight_engine.remote_backend.frames import Frame, FrameReader, called, calling
 from nnsight_engine.remote_backend.http import MAX_FRAME_BYTES, HttpTransport, growing_pauses
-from nnsight_engine.wire import DecodeError
 
 Run = Callable[[memoryview], bytes]
 """Runs a part of a block, as its message asks; returns the answer's."""
 
-NUMBER: Final = struct.Struct("<Q")
-"""Begins what is asked and what is answered."""
-
-_PIECE_BYTES: Final = 2**20
 _OPEN_S: Final = 10.0
 
 
@@ -91,20 +85,9 @@ def _events(socket: ClientConnection, run: Run, end: float | None) -> Iterator[d
 
 
 def _answer(socket: ClientConnection, frame: Frame, run: Run) -> None:
-    data = memoryview(frame.data)
-    if frame.kind is not FrameKind.LOCAL or len(data) < NUMBER.size:
-        raise DecodeError(f"the server sent a {frame.kind.name} frame over a job's WebSocket")
-    answer = run(data[NUMBER.size :])
-    for piece in pieces(Frame(FrameKind.LOCAL, bytes(data[: NUMBER.size]) + answer)):
+    number, data = called(frame)
+    for piece in calling(number, run(data)).pieces():
         socket.send(piece)
-
-
-def pieces(frame: Frame) -> Iterator[bytes]:
-    """Return a frame as messages of a WebSocket, none of them large."""
-    yield frame.head()
-    view = memoryview(frame.data)
-    for start in range(0, len(view), _PIECE_BYTES):
-        yield bytes(view[start : start + _PIECE_BYTES])
 
 
 def _refusal(error: InvalidStatus) -> RemoteError:
@@ -115,4 +98,4 @@ def _refusal(error: InvalidStatus) -> RemoteError:
     return RemoteError(f"the server refused a job's WebSocket with {status}", status=status)
 
 
-__all__ = ["NUMBER", "Run", "followed", "pieces"]
+__all__ = ["Run", "followed"]

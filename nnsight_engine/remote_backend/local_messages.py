@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ from nnsight_engine.wire import DecodeError
 GIVEN: Final = "given"
 """Begins the name of a value that the engine sent."""
 
+T = TypeVar("T")
 Place = tuple[int, int, int]
 """Of a statement: line, column, and how many of its items are left from this one on."""
 
@@ -80,7 +81,7 @@ def read_done(value: Any) -> PartDone:
     return _read(value, PartDone)
 
 
-def _read[T](value: Any, kind: type[T]) -> T:
+def _read(value: Any, kind: type[T]) -> T:
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -116,4 +117,14 @@ def names_read(body: Sequence[ast.stmt], class_name: str | None) -> frozenset[st
     return mangled(frozenset(found - (stored - used - changed)), class_name)
 
 
-__all__ = ["GIVEN", "PartAsked", "PartDone", "Place", "names_read", "place_of", "plain", "read_asked", "read_done"]
+__all__ = [
+    "GIVEN",
+    "PartAsked",
+    "PartDone",
+    "Place",
+    "names_read",
+    "place_of",
+    "plain",
+    "read_asked",
+    "read_done",
+]

@@ -1,4 +1,4 @@
-"""Parts of a block that run here while the rest runs on a server: the client's side of ``with tracer.local():``.
+"""Parts of a block that run here while the rest runs on a server: a client's ``with tracer.local():``.
 
 The statements are found in the blocks before those are sent. Variables that nothing else mentions stay here,
 so they may hold what cannot be sent. The engine names one of these statements and no other code; its body
@@ -71,7 +71,10 @@ class LocalParts:
         self.own = frozenset(inside - outside)
         shared: dict[int, CellType] = {}
         self._cells = [
-            {name: shared.setdefault(id(part.outer.get(name, cell)), _copy(cell)) for name, cell in part.own.items()}
+            {
+                name: shared.setdefault(id(part.outer.get(name, cell)), _copy(cell))
+                for name, cell in part.own.items()
+            }
             for part in parts
         ]
         self._blocks: dict[tuple[int, Place, frozenset[str]], Block] = {}
@@ -137,7 +140,7 @@ class LocalParts:
         mentioned = mangled(names_in(nested.body), info.block.context.class_name)
         if not mentioned >= {*asked.values, *asked.names}:
             raise DecodeError("the server sends variables that the part under tracer.local() does not have")
-        shared = (mentioned & self._cells[asked.block].keys()) | {*asked.names}
+        shared = mentioned.intersection(self._cells[asked.block]).union(asked.names)
         key = (asked.block, asked.place, shared)
         if key not in self._blocks:
             self._blocks[key] = compile_block(nested, info.block.source, shared, info.block.context)
@@ -176,7 +179,7 @@ class LocalParts:
 
         def reference(one: Any) -> tuple[str, ...] | None:
             if isinstance(one, torch.Tensor):
-                return ("tensor", str(id(one)), str(one._version))
+                return ("tensor", str(id(one)), str(one._version))  # noqa: SLF001 - torch says it nowhere else
             return self._dialect.reference(one, [])
 
         return encode(value, reference=reference)
@@ -189,8 +192,8 @@ def _statements(part: SentPart, tracer: Tracer) -> _Found:
     found = {}
     for nested in info.block.nested:
         match nested.node.items[nested.item].context_expr:
-            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="local")) if (
-                name in names or (name not in part.own and info.globals_.get(name) is tracer)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="local")) if name in names or (
+                name not in part.own and info.globals_.get(name) is tracer
             ):
                 found[place_of(nested)] = nested
     return found

@@ -137,7 +137,9 @@ class SentRemotely:
         else:
             self._parts = parts_of(tracer)
             inputs, barriers = dialect.inputs(tracer), tracer.barriers
-        self.local = None if is_session or dialect.name == "vllm" else local_parts(self._parts, tracer, dialect)
+        self.local = (
+            None if is_session or dialect.name == "vllm" else local_parts(self._parts, tracer, dialect)
+        )
         own = frozenset[str]() if self.local is None else self.local.own
         self._saved = saved_containers([part.as_sent(own).cells for part in self._parts])
         sent = [*self._parts, *inputs.edits]
