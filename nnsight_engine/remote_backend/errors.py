@@ -96,10 +96,10 @@ class LocalBlockError(RuntimeError):
         )
 
     @classmethod
-    def without_values(cls, name: str) -> LocalBlockError:
+    def without_values(cls) -> LocalBlockError:
         """Where a part computed with a model that was loaded without its weights."""
         return cls(
-            f"`{name}`, assigned within tracer.local(), is a meta tensor, without values: your model was "
+            "a part under tracer.local() computes with a meta tensor, which has no values: your model was "
             "loaded without its weights. Compute with them on the server, or load it with dispatch=True"
         )
 

@@ -15,10 +15,12 @@ from types import CellType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-from nnsight_engine.core.cells import UNBOUND, content
+from nnsight_engine.core.cells import UNBOUND, content, copied
 from nnsight_engine.core.saves import SAVES
 from nnsight_engine.core.trees import map_tensors
+from nnsight_engine.interleaving.sharing import publishers
 from nnsight_engine.remote_backend.errors import LocalBlockError
 from nnsight_engine.remote_backend.local_messages import (
     GIVEN,
@@ -69,14 +71,10 @@ class LocalParts:
             inside |= mangled(names_in([one for it in statements.values() for one in it.body]), class_name)
             outside |= mangled(names_in(_without(part.info.block.origin.body, statements)), class_name)
         self.own = frozenset(inside - outside)
-        shared: dict[int, CellType] = {}
-        self._cells = [
-            {
-                name: shared.setdefault(id(part.outer.get(name, cell)), _copy(cell))
-                for name, cell in part.own.items()
-            }
-            for part in parts
-        ]
+        self._cells = [copied(part.own) for part in parts]
+        self._publish = publishers(
+            [_Own(part, cells, self.own) for part, cells in zip(parts, self._cells, strict=True)]
+        )
         self._blocks: dict[tuple[int, Place, frozenset[str]], Block] = {}
         self._saved: list[dict[str, Any]] = [{} for _ in parts]
         self._flows: list[dict[str, Any]] = [{} for _ in parts]
@@ -122,10 +120,15 @@ class LocalParts:
         for name, value in asked.values.items():
             cells.setdefault(name, CellType()).cell_contents = value
         before = {name: self._state(value) for name, value in asked.values.items()}
-        compiled(Info(block, cells, None, self._infos[asked.block].globals_), cells)()
+        run = compiled(Info(block, cells, None, self._infos[asked.block].globals_), cells)
+        with _Values():
+            run()
         for name, value in asked.values.items():
             if self._state(value) != before[name]:
                 raise LocalBlockError.changed(name)
+        publish = self._publish[asked.block]
+        if publish is not None:
+            publish()
         return self._answer(asked, block, cells)
 
     def _block(self, asked: PartAsked) -> Block:
@@ -164,7 +167,6 @@ class LocalParts:
                 done.deleted.append(name)
             else:
                 done.values[name] = value
-                _check_has_values(name, value)
         done.saved = [name for name, value in done.values.items() if SAVES.keeps(value)]
         done.computed = [name for name, value in done.values.items() if _is_computed(value)]
         given = {id(value): name for name, value in asked.values.items()}
@@ -183,6 +185,15 @@ class LocalParts:
             return self._dialect.reference(one, [])
 
         return encode(value, reference=reference)
+
+
+class _Own:
+    """The variables of one block that stay here, which invokes share as they do elsewhere."""
+
+    def __init__(self, part: SentPart, cells: Mapping[str, CellType], names: frozenset[str]) -> None:
+        self.outer = {name: cell for name, cell in part.outer.items() if name in names}
+        self.own = {name: cell for name, cell in cells.items() if name in self.outer}
+        self.stored = [name for name in part.info.block.stored if name in self.outer]
 
 
 def _statements(part: SentPart, tracer: Tracer) -> _Found:
@@ -224,11 +235,6 @@ def _without(body: Sequence[ast.stmt], statements: _Found) -> list[ast.stmt]:
     return [stripper.visit(copy.deepcopy(statement)) for statement in body]
 
 
-def _copy(cell: CellType) -> CellType:
-    value = content(cell)
-    return CellType() if value is UNBOUND else CellType(value)
-
-
 def _is_computed(value: Any) -> bool:
     found: list[bool] = []
 
@@ -240,15 +246,18 @@ def _is_computed(value: Any) -> bool:
     return any(found)
 
 
-def _check_has_values(name: str, value: Any) -> None:
-    """Raise LocalBlockError for what was computed with a model that has no weights here."""
+class _Values(TorchFunctionMode):
+    """Refuses to compute with weights that are not here: torch makes numbers up where it should fail."""
 
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_meta and not isinstance(tensor, torch.nn.Parameter):
-            raise LocalBlockError.without_values(name)
-        return tensor
-
-    map_tensors(value, look)
+    def __torch_function__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch's, unless it mixes tensors with values and without."""
+        given = [*args, *(kwargs or {}).values()]
+        found = {one.is_meta for one in given if isinstance(one, torch.Tensor)}
+        if len(found) > 1:
+            raise LocalBlockError.without_values()
+        return func(*args, **(kwargs or {}))
 
 
 __all__ = ["LocalParts", "local_parts"]
