@@ -63,15 +63,21 @@ class LocalPart(Tracer):
 
     Args:
         model: The model.
+        ask: The way to the client.
+        attempt: Of the engine at the trace.
+        turn: How many parts the client was asked before.
         number: Of the block, in its trace.
         kept: Variables that no block of the trace assigns: the client has them too.
-        ask: The way to the client.
     """
 
-    def __init__(self, model: Envoy, number: int, kept: Collection[str], ask: Ask) -> None:
+    def __init__(
+        self, model: Envoy, ask: Ask, *, attempt: str, turn: int, number: int, kept: Collection[str]
+    ) -> None:
         """Wait for the block."""
         super().__init__()
         self._model = model
+        self._attempt = attempt
+        self._turn = turn
         self._number = number
         self._kept = kept
         self._ask = ask
@@ -91,7 +97,12 @@ class LocalPart(Tracer):
             raise LocalBlockError.misplaced()
         cells, values = info.variables, self._values()
         asked = PartAsked(
-            block=self._number, place=place_of(info.block.origin), names=sorted(cells), values=values
+            attempt=self._attempt,
+            turn=self._turn,
+            block=self._number,
+            place=place_of(info.block.origin),
+            names=sorted(cells),
+            values=values,
         )
         data = self._ask(encode(plain(asked), reference=self._reference))
         decoded = decode(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import secrets
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -28,6 +30,8 @@ class ReceivedTracer(InterleavingTracer):
         """Stand for the tracer that was left behind."""
         super().__init__(model._run_module, model)  # noqa: SLF001 - an envoy of ours
         self._ask = ask
+        self._attempt = secrets.token_hex(16)
+        self._turns = itertools.count()
         self._received: Sequence[ReceivedInvoke] = ()
         self._kept_edits: Sequence[Edit] = ()
 
@@ -64,7 +68,9 @@ class ReceivedTracer(InterleavingTracer):
             raise LocalBlockError.misplaced()
         number, root = self.mediators.index(current), self.model._root  # noqa: SLF001 - an envoy of ours
         assigned = {name for invoke in self._received for name in invoke.stored}
-        return LocalPart(root, number, self._received[number].own.keys() - assigned, self._ask)
+        kept = self._received[number].own.keys() - assigned
+        turn = next(self._turns)
+        return LocalPart(root, self._ask, attempt=self._attempt, turn=turn, number=number, kept=kept)
 
     def trace(self, function: Callable[..., Any], model: Envoy, *, validate: bool) -> Any:
         """Run ``function``, which runs ``model``, with the blocks beside it.

@@ -104,6 +104,14 @@ class LocalBlockError(RuntimeError):
         )
 
     @classmethod
+    def repeated(cls) -> LocalBlockError:
+        """Where a server has begun with the trace a second time."""
+        return cls(
+            "the server began with the trace again, after a restart, when parts of it had run under "
+            "tracer.local(): they would run twice. Run the trace again"
+        )
+
+    @classmethod
     def without_gradients(cls) -> LocalBlockError:
         """Where a backward pass comes to what a client computed."""
         return cls(

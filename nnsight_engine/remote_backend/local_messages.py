@@ -28,12 +28,16 @@ class PartAsked(msgspec.Struct, kw_only=True):
     """A part of a block that is to run.
 
     Attributes:
+        attempt: Of the engine at the trace, unguessable: a server that is started again has another.
+        turn: How many were asked before this one.
         block: Which of the trace's blocks it is in.
         place: The statement.
         names: The variables that its body shares with the block.
         values: What those hold that it reads and the engine has.
     """
 
+    attempt: str
+    turn: int
     block: int
     place: Place
     names: list[str]

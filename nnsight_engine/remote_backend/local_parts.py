@@ -79,6 +79,7 @@ class LocalParts:
         self._saved: list[dict[str, Any]] = [{} for _ in parts]
         self._flows: list[dict[str, Any]] = [{} for _ in parts]
         self._error: BaseException | None = None
+        self._last: tuple[str, int, bytes] | None = None
 
     def run(self, data: bytes | bytearray | memoryview) -> bytes:
         """Run one of the parts, as the engine asks; returns the answer, which tells of what it raised."""
@@ -87,7 +88,10 @@ class LocalParts:
             return self._run(data)
         except Exception as error:  # noqa: BLE001 - raised in the block, and then here
             self._error = error
-            return encode(plain(PartDone(error=encode_error(error))))
+            answer = encode(plain(PartDone(error=encode_error(error))))
+            if self._last is not None:
+                self._last = (*self._last[:2], answer)
+            return answer
         finally:
             SAVES.exit()
 
@@ -114,6 +118,13 @@ class LocalParts:
     def _run(self, data: bytes | bytearray | memoryview) -> bytes:
         dialect = self._dialect
         asked = read_asked(decode(data, resolve=dialect.resolver({}), policy=dialect.policy))
+        if self._last is not None and self._last[:2] == (asked.attempt, asked.turn):
+            return self._last[2]  # which was lost with its connection
+        if (self._last is None) != (asked.turn == 0):
+            raise LocalBlockError.repeated()
+        if self._last is not None and self._last[0] != asked.attempt:
+            raise LocalBlockError.repeated()
+        self._last = (asked.attempt, asked.turn, b"")
         block, cells = self._block(asked), self._cells[asked.block]
         for name in block.stored:
             cells.setdefault(name, CellType())
@@ -129,7 +140,9 @@ class LocalParts:
         publish = self._publish[asked.block]
         if publish is not None:
             publish()
-        return self._answer(asked, block, cells)
+        answer = self._answer(asked, block, cells)
+        self._last = (asked.attempt, asked.turn, answer)
+        return answer
 
     def _block(self, asked: PartAsked) -> Block:
         """Return the body that is asked for.
