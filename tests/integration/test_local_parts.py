@@ -28,7 +28,7 @@ from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.remote_backend.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import LocalBlockError, RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, called, calling
-from nnsight_engine.wire import DecodeError, EncodeError, encode
+from nnsight_engine.wire import DecodeError, EncodeError, decode, encode
 from tests.families.checkpoints import write_checkpoint
 from tests.integration.live import listening, until
 
@@ -90,7 +90,7 @@ def test_a_part_runs_here_with_what_never_leaves(served: Served, capsys: pytest.
                 with lock, GLOBAL_LOCK:
                     modified = hidden + local_bias
                 seen.append(hidden.shape)
-                print("here", tuple(hidden.shape))
+                print("here", tuple(hidden.shape))  # noqa: T201 - it is what is tested
             model.layers[0].output = modified
             output = model.lm_head.output.save()
         found.append((output, seen))
@@ -117,7 +117,7 @@ def test_parts_share_variables_in_a_loop_over_steps(served: Served) -> None:
             with tracer.local():
                 total = save([count])
                 kept = save(torch.tensor(factor))
-            same = (kept * 2).save()
+            same = save(kept * 2)
         found.append((sums, total, kept, same))
     assert found[0] == found[1]
     assert found[1][1] == [3]
@@ -229,8 +229,8 @@ def test_one_that_is_not_waited_for_runs_its_parts_in_wait(served: Served) -> No
         hidden = model.layers[0].output
         with tracer.local():
             seen.append(hidden.shape[0])
-            size = save(tuple(hidden.shape))
-        doubled = (hidden * 2).save()
+            size = save(tuple(hidden.shape))  # noqa: F841 - it is in the result
+        doubled = (hidden * 2).save()  # noqa: F841 - the same
     until(lambda: served.calls.num_pending == 1)
     assert not seen
     result = tracer.backend.wait()
@@ -249,13 +249,7 @@ def test_a_client_that_does_not_answer_ends_its_trace(
             nothing = 1
         kept = save(nothing)
     backend = tracer.backend
-    until(
-        lambda: (
-            backend.job.poll_status() == "ERROR"
-            if hasattr(backend.job, "poll_status")
-            else is_over(served, backend)
-        )
-    )
+    until(lambda: is_over(served, backend))
     with pytest.raises(LocalBlockError, match="nobody answered"):
         backend.wait()
     with pytest.raises(NameError):
@@ -302,12 +296,16 @@ def socket_of(served: Served, job_id: str | None, query: str = "?local=true") ->
 
 def asked(socket: ClientConnection) -> int:
     """Wait for a call; returns its number."""
+    return call_from(socket)[0]
+
+
+def call_from(socket: ClientConnection) -> tuple[int, memoryview]:
+    """Wait for a call; returns its number and what is asked."""
     data = b""
     while len(data) < 9 or len(data) < 9 + struct.unpack_from("<Q", data, 1)[0]:
         message = socket.recv()
         data += message if isinstance(message, bytes) else b""
-    number, _ = called(Frame(FrameKind(data[0]), data[9:]))
-    return number
+    return called(Frame(FrameKind(data[0]), data[9:]))
 
 
 def send(socket: ClientConnection, number: int, data: bytes) -> None:
@@ -338,11 +336,7 @@ def test_a_broken_answer_is_an_error_in_the_block(served: Served, answer: bytes,
 
 def test_bytes_that_are_no_answer_end_the_socket_alone(served: Served) -> None:
     backend = waiting(served)
-    for noise in (
-        b"\x09" * 20,
-        calling(1, b"")[1][:4].join([b"\x06\x04" + bytes(7), b""]),
-        b"\x01\x02" + bytes(7) + b"{}",
-    ):
+    for noise in (b"\x09" * 20, b"\x06\x04" + bytes(11), b"\x01\x02" + bytes(7) + b"{}"):
         with socket_of(served, backend.job_id) as socket:
             asked(socket)
             socket.send(noise)
@@ -359,6 +353,30 @@ def test_bytes_that_are_no_answer_end_the_socket_alone(served: Served) -> None:
     with pytest.raises(InvalidStatus, match="404"), socket_of(served, "somebody-else-s"):
         pass
     assert backend.wait()["kept"] == 1
+
+
+def test_an_answer_that_was_lost_is_given_again_and_nothing_runs_twice(served: Served) -> None:
+    model, seen = served.model, list[int]()
+    with model.trace(TEXT, backend=served.remote(blocking=False)) as tracer:
+        hidden = model.layers[0].output
+        with tracer.local():
+            seen.append(hidden.shape[0])
+            size = hidden.shape[0]
+        kept = save(size)  # noqa: F841 - it is in the result
+    backend = tracer.backend
+    assert isinstance(backend, RemoteBackend)
+    until(lambda: served.calls.num_pending == 1)
+    with socket_of(served, backend.job_id) as socket:
+        _, data = call_from(socket)
+        assert backend.job._run is not None
+        backend.job._run(data)  # and the connection breaks
+    assert backend.wait()["kept"] == 1
+    assert seen == [1]
+    message = decode(data)
+    error = decode(backend.job._run(memoryview(encode({**message, "attempt": "another", "turn": 0}))))[
+        "error"
+    ]
+    assert "would run twice" in error["message"]
 
 
 def test_a_client_that_comes_back_goes_on(served: Served) -> None:
