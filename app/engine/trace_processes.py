@@ -359,8 +359,8 @@ class _Line:
         if status == JobStatus.RUNNING:
             job.has_begun = True
             job.tell(JobStatus.RUNNING)
-        elif status == JobStatus.LOG:
-            job.tell(JobStatus.LOG, str(said.get("message", "")))
+        elif status in {JobStatus.LOG, JobStatus.ERROR}:
+            job.tell(JobStatus(status), str(said.get("message", "")))
         elif WORN in said:
             self._is_worn = True
         else:

@@ -27,7 +27,6 @@ from app.settings import Settings
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import SentEdit, SentInvoke, TraceHead, TraceRequest
 from nnsight_engine.remote_backend.saves_so_far import output_data
-from nnsight_engine.vllm_backend.answers import answer
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
 from nnsight_engine.vllm_backend.running_trace import Begun, Output, RunningTrace, SlowReaderError
 from nnsight_engine.vllm_backend.trace_router import Told
@@ -191,15 +190,14 @@ class _Run:
                     for frame in self._told(event):
                         yield frame
             results = results_of({index: one.output for index, one in enumerate(self._gathered)})
-            answers = await engine.collective_rpc("finish_trace", args=(trace.key, results))
-            data, printed, failure = answer(answers)
+            finished = await engine.finish_trace(trace.key, results)
             is_over = True
-            for frame in _logs(printed):
+            for frame in _logs(finished.printed):
                 yield frame
-            if failure:
-                yield event_frame(JobStatus.ERROR, message=failure)
+            if finished.failure:
+                yield event_frame(JobStatus.ERROR, message=finished.failure)
             yield json_frame(FrameKind.OUTPUTS, results)
-            yield Frame(FrameKind.RESULT, data)
+            yield Frame(FrameKind.RESULT, finished.data)
         finally:
             if not is_over:
                 # Also if the caller is being cancelled: what runs in the engine must end.

@@ -30,5 +30,5 @@ async def get_status(context: Served) -> ServerStatus:
         python=platform.python_version(),
         models=[model],
         in_flight=context.lifecycle.num_in_flight,
-        queued=await context.jobs.num_waiting(),
+        queued=await context.jobs.num_waiting() + sum(one.num_waiting for one in context.processes),
     )

@@ -70,24 +70,27 @@ def reference(value: Any) -> tuple[str, ...] | None:
 
 def _one_line() -> _Sender:
     model = _Place()
-    with _Sender() as tracer:
+    sender = _Sender()
+    with sender:
         hidden = model.layers[5].output.save()  # noqa: F841 - it is the block that counts
-    return tracer
+    return sender
 
 
 def _scaled(value: torch.Tensor, *, by: float = SCALE) -> torch.Tensor:
     """Return the value scaled to a length."""
     length = value.norm(dim=-1, keepdim=True)
-    return value * by / length
+    scaled: torch.Tensor = value * by / length
+    return scaled
 
 
 def _twenty_lines() -> _Sender:
     model, strength, tokens = _Place(), 4.0, [1, 2, 3]
     direction = torch.randn(_WIDTH)
-    with _Sender() as tracer:
+    sender = _Sender()
+    with sender as tracer:
         kept: list[Any] = []
         norms: list[float] = []
-        for step in tracer.iter[:]:  # type: ignore[attr-defined] # of a tracer that would run
+        for step in tracer.iter[:]:
             hidden = model.layers[10].output
             before = hidden.norm(dim=-1)
             hidden[:] = hidden + _scaled(direction, by=strength)
@@ -102,9 +105,9 @@ def _twenty_lines() -> _Sender:
                 norms.append(float(after[-1]))
             ratios = [second / first for first, second in itertools.pairwise(norms)]
             if ratios and max(ratios) > SCALE:
-                tracer.stop()  # type: ignore[attr-defined] # as above
-        answer = tracer.result.save()  # type: ignore[attr-defined] # noqa: F841 - as above
-    return tracer
+                tracer.stop()
+        answer = tracer.result.save()  # noqa: F841 - as above
+    return sender
 
 
 def _closure() -> _Sender:
@@ -123,7 +126,8 @@ def _closure() -> _Sender:
     def among(values: list[torch.Tensor]) -> float:
         return max(measured(value) for value in values)
 
-    with _Sender() as tracer:
+    sender = _Sender()
+    with sender:
         largest = among([model.layers[layer].output for layer in range(3)])  # noqa: F841 - as above
         seen = count  # noqa: F841 - as above
-    return tracer
+    return sender

@@ -67,6 +67,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
     _default_mediators: list[Edit]
     _fake: dict[str, Any]
     _by_module: dict[int, Envoy]
+    _added: dict[tuple[str, str], torch.nn.Module]
     _probes: Probes | None
 
     def __init__(
@@ -105,6 +106,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
             mine["_by_module"] = {id(module): self}
             mine["_probes"] = None
             mine["_sources"] = []
+            mine["_added"] = {}  # by a user: whoever runs traces elsewhere has to be sent them
         for name, child in module.named_children():
             self._add_envoy(child, name)
         check_aliases(self)
@@ -456,6 +458,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         """Add a module to the tree, or set the attribute on the envoy."""
         if isinstance(value, torch.nn.Module) and name != "_module":
             self._add_envoy(value, name)
+            self._root._added[str(self.path), name] = value
         else:
             super().__setattr__(name, value)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.core.saves import SAVES
@@ -18,6 +19,7 @@ from nnsight_engine.remote_backend.received import (
     SAVED,
     ReceivedInvoke,
     encoded_outcomes,
+    failure_of,
     invokes_of,
     outcome_of,
 )
@@ -85,6 +87,8 @@ class BlockRunner(ABC):
 
     def __init__(self, *, max_result_bytes: int = Limits().max_bytes, compresses: bool = False) -> None:
         """Wait for traces."""
+        self.failure = ""
+        """What is to be said of the last trace's error, nothing if it had none."""
         self._limits = Limits(max_bytes=max_result_bytes)
         self._compresses = compresses
 
@@ -134,9 +138,22 @@ class BlockRunner(ABC):
         self._tidy()
 
     def _run(self, request: TraceRequest) -> bytes:
-        head = request.head
-        tracer = self._tracer(head)
+        self.failure = ""
+        tracer = self._tracer(request.head)
         resolve = self._resolver(tracer)
+        with self._prepared(request, resolve):
+            return self._run_blocks(request, tracer, resolve)
+
+    def _prepared(
+        self,
+        request: TraceRequest,  # noqa: ARG002 - for those who prepare something
+        resolve: Resolve,  # noqa: ARG002 - the same
+    ) -> AbstractContextManager[None]:
+        """Have what a request's blocks find when they are read, for as long as they run."""
+        return nullcontext()
+
+    def _run_blocks(self, request: TraceRequest, tracer: Tracer, resolve: Resolve) -> bytes:
+        head = request.head
         # The server has checked whose codec it is, see ``app.auth.codecs``.
         received = decode_blocks(head.codec, request.blocks, resolve=resolve, trusted=True)
         trace = ReadTrace(head, received)
@@ -153,6 +170,7 @@ class BlockRunner(ABC):
             )
             for index, invoke in enumerate(trace.invokes)
         ]
+        self.failure = failure_of(blocks)
         return encoded_outcomes(
             {"blocks": blocks, "before": list(trace.saved)},
             self._reference,

@@ -9,7 +9,10 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
 
 from nnsight_engine.envoys.envoy import Envoy, refuse_statement
 from nnsight_engine.envoys.tracers.editing import Edit
@@ -19,13 +22,15 @@ from nnsight_engine.local_engine.local_part import Ask
 from nnsight_engine.local_engine.pristine import Pristine
 from nnsight_engine.local_engine.received_tracer import ReceivedTracer
 from nnsight_engine.modeling.language import LanguageModel
+from nnsight_engine.remote_backend.added_modules import attached
 from nnsight_engine.remote_backend.errors import LocalBlockError
 from nnsight_engine.remote_backend.places import Places, place_of
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
-    from nnsight_engine.remote_backend.messages import TraceHead
+    from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
     from nnsight_engine.tracing.tracer import Tracer
+    from nnsight_engine.wire.decoder import Resolve
 
 
 class ServedModel(LanguageModel):
@@ -84,10 +89,21 @@ class TraceRunner(BlockRunner):
     def _resolver(self, tracer: Tracer) -> Places:
         return Places(self._model, tracer)
 
+    def _prepared(self, request: TraceRequest, resolve: Resolve) -> AbstractContextManager[None]:
+        return attached(self._model, request.parts[1:], request.head.codec, resolve)
+
     def _reference(self, value: Any) -> tuple[str, ...] | None:
         return place_of(value, self._model)
 
     def _execute(self, trace: ReadTrace, tracer: Tracer) -> None:
+        shared = trace.shared
+        with (
+            torch.inference_mode(bool(shared.get("inference"))),
+            torch.set_grad_enabled(bool(shared.get("grad", True))),
+        ):
+            self._execute_here(trace, tracer)
+
+    def _execute_here(self, trace: ReadTrace, tracer: Tracer) -> None:
         model, shared = self._model, trace.shared
         model._rename(shared.get("rename"))  # noqa: SLF001 - an envoy of ours
         if isinstance(tracer, Session):

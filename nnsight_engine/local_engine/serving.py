@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TextIO
 
 import msgspec
 
@@ -134,6 +134,7 @@ class _Serving:
             return
         gc.collect()
         gc.freeze()  # what is here stays, and need not be looked at after each trace
+        sys.breakpointhook = _refuse_breakpoint
         sys.stdout = stdout = _TraceStdout(sys.stdout, self._log)
         self._say({READY: True})
         while True:
@@ -143,6 +144,8 @@ class _Serving:
             answer = self._answer(runner, number, data)
             del data
             stdout.end()
+            if answer.kind is FrameKind.RESULT and runner.failure:
+                self._send_event("ERROR", message=runner.failure)
             if runner.is_worn:
                 self._log("[the trace has changed the model's weights, which are loaded anew for others]")
                 self._say({WORN: True})
@@ -175,6 +178,12 @@ class _Serving:
     def _say(self, word: dict[str, Any], data: bytes = b"") -> None:
         with self._cancelling.whole():
             self._link.send(json_frame(FrameKind.EVENT, word), data)
+
+
+def _refuse_breakpoint(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise RuntimeError(
+        "breakpoint() needs a terminal, which a trace on a server does not have: run it with remote=False"
+    )
 
 
 class _TraceStdout(io.TextIOBase):

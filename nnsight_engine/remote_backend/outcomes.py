@@ -13,6 +13,7 @@ from types import CellType
 from typing import Any, NamedTuple
 
 from nnsight_engine.core.cells import content
+from nnsight_engine.core.config import CONFIG
 from nnsight_engine.core.saves import SAVES
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.remote_backend.errors import LostTraceError
@@ -172,10 +173,18 @@ def saved_containers(blocks: Sequence[Mapping[str, CellType]]) -> list[Any]:
 
 
 def groups_of(outers: Sequence[Mapping[str, CellType]]) -> list[dict[str, int]]:
-    """Number the surrounding variables: the same one has the same number in every block."""
-    numbers: dict[int, int] = {}
+    """Number the surrounding variables: the same one has the same number in every block.
+
+    Where blocks are not to see each other's variables, see ``CONFIG.APP.CROSS_INVOKER``, none is the same.
+    """
+    numbers: dict[tuple[int, int], int] = {}
+    shares = CONFIG.APP.CROSS_INVOKER
     return [
-        {name: numbers.setdefault(id(cell), len(numbers)) for name, cell in outer.items()} for outer in outers
+        {
+            name: numbers.setdefault((0 if shares else index, id(cell)), len(numbers))
+            for name, cell in outer.items()
+        }
+        for index, outer in enumerate(outers)
     ]
 
 

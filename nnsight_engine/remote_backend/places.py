@@ -28,8 +28,6 @@ Reference = tuple[str, ...]
 HOME_CLASSES: Final = (Cache, CacheView, Entry)
 """What comes home beside data: these hold data, and places in the model."""
 
-_PLACES: Final = (Envoy, Points, PointGroup, SourceEnvoy, OperationEnvoy)
-
 
 def reference_of(value: Any, model: Envoy, barriers: list[Barrier]) -> Reference | None:
     """Return the name of something that the engine has itself; None for what has to be sent.
@@ -42,8 +40,9 @@ def reference_of(value: Any, model: Envoy, barriers: list[Barrier]) -> Reference
     Raises:
         EncodeError: It is a part of another model, which the engine does not have.
     """
-    if isinstance(value, _PLACES):
-        return place_of(value, model)
+    place = place_of(value, model)
+    if place is not None:
+        return place
     if isinstance(value, Barrier):
         number = next((at for at, one in enumerate(barriers) if one is value), len(barriers))
         if number == len(barriers):
@@ -70,6 +69,9 @@ def place_of(value: Any, model: Envoy) -> Reference | None:
         if value.interleaver is not model.interleaver:
             _refuse_other(str(value.path))
         return _operation_of(value, model)
+    if isinstance(value, torch.nn.Module):
+        envoy = model._root._by_module.get(id(value))  # noqa: SLF001 - an envoy of ours
+        return None if envoy is None else ("module", str(envoy.path))
     return None
 
 
@@ -90,10 +92,7 @@ def _operation_of(value: SourceEnvoy | OperationEnvoy, model: Envoy) -> Referenc
 
 
 def _part_of(value: Any, root: Envoy) -> Reference | None:
-    """Name what a model consists of, or has beside its modules."""
-    if isinstance(value, torch.nn.Module):
-        envoy = root._by_module.get(id(value))  # noqa: SLF001 - an envoy of ours
-        return None if envoy is None else ("module", str(envoy.path))
+    """Name what a model has beside its modules."""
     if isinstance(value, torch.Tensor):
         return _tensor_of(value, root)
     tokenizer = root.__dict__.get("tokenizer")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import nnsight_engine
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.interleaving.barrier import Barrier
-from nnsight_engine.remote_backend.codecs import encode_blocks
+from nnsight_engine.remote_backend.codecs import Codec, encode_blocks
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.local_parts import local_parts
@@ -33,9 +33,6 @@ from nnsight_engine.remote_backend.outcomes import (
 from nnsight_engine.remote_backend.received import SAVED
 from nnsight_engine.tracing.tracer import Tracer
 from nnsight_engine.wire import DATA_ONLY, DecodeError, EncodeError, Policy
-
-if TYPE_CHECKING:
-    pass
 
 Resolve = Callable[[tuple[str, ...]], Any]
 
@@ -92,6 +89,15 @@ class Dialect(ABC):
         del session
         return Inputs()
 
+    def parts(self, codec: Codec) -> list[bytes]:
+        """Return what the engine has to read before the blocks, beyond ``inputs``.
+
+        Raises:
+            EncodeError: Something in it cannot travel.
+        """
+        del codec
+        return []
+
     @abstractmethod
     def reference(self, value: Any, barriers: list[Barrier]) -> tuple[str, ...] | None:
         """Return the name of something that the server has itself."""
@@ -119,7 +125,7 @@ class SentRemotely:
         dialect: Dialect,
         *,
         engine: Literal["auto", "vllm", "local"],
-        codec: Literal["wire", "cloudpickle"],
+        codec: Codec,
         model: str,
         streams: bool,
         accepts: Sequence[str],
@@ -167,7 +173,7 @@ class SentRemotely:
             accepts=list(accepts),
             client=nnsight_engine.__version__,
         )
-        self.request = TraceRequest(head, [blocks, *inputs.parts])
+        self.request = TraceRequest(head, [blocks, *inputs.parts, *dialect.parts(codec)])
 
     def read(self, frames: Sequence[Frame]) -> list[Outcome]:
         """Return what came of the blocks; see ``read_frames``."""

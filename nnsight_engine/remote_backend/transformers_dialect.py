@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from nnsight_engine.envoys.tracers.invoker import Invoker
 from nnsight_engine.interleaving.barrier import Barrier
+from nnsight_engine.remote_backend.added_modules import added_part
+from nnsight_engine.remote_backend.codecs import Codec
 from nnsight_engine.remote_backend.identity import fingerprint_of, name_of
 from nnsight_engine.remote_backend.outcomes import SentPart
 from nnsight_engine.remote_backend.places import HOME_CLASSES, Places, reference_of
 from nnsight_engine.remote_backend.sent import Dialect, Inputs, Resolve
-from nnsight_engine.wire import DATA_ONLY
+from nnsight_engine.wire import DATA_ONLY, EncodeError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,16 +66,30 @@ class TransformersDialect(Dialect):
             "validate": tracer.validate,
             "traced": tracer.model,
             "fn": tracer.function if method is None else None,
-            **self._names(),
+            **self._surroundings(),
         }
         return Inputs(shared=shared, method=method or "", edits=_sent(tracer.edits))
 
     def session(self, session: Session) -> Inputs:
         """Return what a session needs; see ``Dialect``."""
-        return Inputs(shared=self._names(), edits=_sent(session.model._default_mediators))  # noqa: SLF001 - an envoy of ours
+        return Inputs(shared=self._surroundings(), edits=_sent(session.model._default_mediators))  # noqa: SLF001 - an envoy of ours
 
-    def _names(self) -> dict[str, Any]:
-        return {"rename": None if self._rename is None else dict(self._rename)}
+    def parts(self, codec: Codec) -> list[bytes]:
+        """Return the modules that the user has added to the model; see ``Dialect``."""
+        return added_part(self._envoy, codec)
+
+    def _surroundings(self) -> dict[str, Any]:
+        """Return what a trace or session finds around it here, and is to find there."""
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise EncodeError(
+                "torch.autocast around a trace does not reach a server, whose devices may be others: enter "
+                "it in the block"
+            )
+        return {
+            "rename": None if self._rename is None else dict(self._rename),
+            "grad": torch.is_grad_enabled(),
+            "inference": torch.is_inference_mode_enabled(),
+        }
 
     def _method(self, tracer: InterleavingTracer) -> str | None:
         """Return what is traced: a method's name, nothing for a call of the module, None for a function."""

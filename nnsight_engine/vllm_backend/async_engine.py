@@ -12,7 +12,7 @@ import logging
 import secrets
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from vllm.config import VllmConfig
@@ -43,6 +43,20 @@ from nnsight_engine.vllm_backend.traced_requests import GatheredOutput, apart, c
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 
 logger = logging.getLogger(__name__)
+
+
+class FinishedTrace(NamedTuple):
+    """What came of a trace.
+
+    Attributes:
+        data: What its blocks saved and raised, see ``outcomes``.
+        printed: What they printed and nobody was told of yet.
+        failure: How a block failed, in a line; empty if none did.
+    """
+
+    data: bytes
+    printed: str
+    failure: str
 
 
 class InterventionAsyncLLM(AsyncLLM):
@@ -100,6 +114,15 @@ class InterventionAsyncLLM(AsyncLLM):
             return
         for entry in call.entries:
             self._close_entry(entry)
+
+    async def finish_trace(self, key: str, results: dict[str, Any]) -> FinishedTrace:
+        """End a trace whose requests have ended, and return what came of it.
+
+        Args:
+            key: The trace.
+            results: What its requests returned, see ``results_of``.
+        """
+        return FinishedTrace(*answer(await self.collective_rpc("finish_trace", args=(key, results))))
 
     async def forget_trace(self, key: str, request_ids: Sequence[str]) -> None:
         """End what is left of a trace in the engine; never raises."""
@@ -249,9 +272,9 @@ class InterventionAsyncLLM(AsyncLLM):
 
     async def _collect(self, traced: TracedPrompt, output: RequestOutput) -> None:
         results = results_of({0: output})
-        data, printed = answer(await self.collective_rpc("finish_trace", args=(traced.key, results)))
+        finished = await self.finish_trace(traced.key, results)
         traced.is_over = True
-        await asyncio.to_thread(traced.finish, data, printed, output)
+        await asyncio.to_thread(traced.finish, finished.data, finished.printed, output)
 
 
 def _token_ids(prompt: Any) -> list[int]:

@@ -180,6 +180,11 @@ def _make_module(decoder: Decoder, index: int, _parts: list[Any]) -> Any:
     return decoder.import_name(decoder.payload(index), "")
 
 
+def _has_kind(value: type) -> bool:
+    """Tell whether a class may be mentioned alone, since a node of its own kind makes its objects."""
+    return value.__module__ == "builtins" or issubclass(value, torch.Tensor)
+
+
 def _check_call(decoder: Decoder, value: Any, args: tuple[Any, ...]) -> None:
     """Refuse to call what would do more, for a message that is data alone, than put its arguments together.
 
@@ -188,7 +193,7 @@ def _check_call(decoder: Decoder, value: Any, args: tuple[Any, ...]) -> None:
     """
     if decoder.policy.allow_source and callable(value):
         return
-    if not isinstance(value, type) or value.__module__ == "builtins":
+    if not isinstance(value, type) or _has_kind(value):
         raise DecodeError(
             f"the message asks to call a {type(value).__name__}, which this side does not do for one"
         )
@@ -208,7 +213,7 @@ def _make_new(decoder: Decoder, index: int, parts: list[Any]) -> Any:
     kind, args, kwargs = parts
     if not isinstance(kind, type):
         raise DecodeError("the message is broken: an object's class is none")
-    if not decoder.policy.allow_source and kind.__module__ == "builtins":
+    if not decoder.policy.allow_source and _has_kind(kind):
         raise DecodeError(f"the message asks to call {kind.__name__}, which this side does not do for one")
     return kind.__new__(kind, *_typed(args, tuple), **(kwargs or {}))
 

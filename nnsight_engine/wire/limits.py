@@ -23,6 +23,7 @@ _DATA_NAMES = frozenset(
         *(("datetime", name) for name in ("date", "datetime", "time", "timedelta", "timezone")),
         ("decimal", "Decimal"),
         *(("pathlib", name) for name in ("PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath")),
+        ("torch", "Tensor"),
         ("types", "SimpleNamespace"),
         ("uuid", "UUID"),
         ("uuid", "SafeUUID"),

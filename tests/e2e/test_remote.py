@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import nnsight_engine
-from nnsight_engine import RemoteError
+from nnsight_engine import RemoteBackend, RemoteError
 from nnsight_engine.vllm_backend.vllm import VLLM
 from nnsight_engine.wire import EncodeError
 from tests.e2e.reference import Reference
@@ -207,3 +207,50 @@ def test_a_sessions_errors_are_the_users_own(model: VLLM) -> None:
                 model.layers[3].output[0] = hidden[500]  # the line
     entries = traceback.extract_tb(caught.value.__traceback__)
     assert any("# the line" in (entry.line or "") for entry in entries)
+
+
+async def test_jobs_go_on_without_us(server: Server, model: VLLM) -> None:
+    with model.trace(PROMPT, max_tokens=3, temperature=0, blocking=False) as tracer:
+        hidden = model.layers[15].output[-1].save()
+        print("from the job")  # noqa: T201 - what the test is about
+    backend = tracer.backend
+    assert isinstance(backend, RemoteBackend)
+    assert backend.job_status in {"RECEIVED", "QUEUED"}
+    with pytest.raises(NameError):
+        _ = hidden
+    result = await backend
+    assert result["id"] == backend.job_id
+    assert result["hidden"].shape == (576,)
+    assert (backend.job_status, backend.engine) == ("COMPLETED", "vllm")
+    statuses = [event["status"] for event in backend.events()]
+    assert statuses[-1] == "COMPLETED"
+    assert "LOG" in statuses
+    assert backend() is backend.wait()  # what is there already
+    again = RemoteBackend(server.base_url, job_id=backend.job_id)()
+    assert again is not None
+    assert torch.equal(again["hidden"], result["hidden"])
+
+
+def test_jobs_are_waited_for_no_longer_than_asked_and_can_be_ended(model: VLLM) -> None:
+    with model.trace(PROMPT, max_tokens=900, ignore_eos=True, blocking=False) as tracer:
+        for _ in tracer.iter[:]:
+            model.layers[15].output.save()
+    backend = tracer.backend
+    assert isinstance(backend, RemoteBackend)
+    with pytest.raises(TimeoutError, match="it goes on"):
+        backend.wait(timeout_s=0.3)
+    backend.cancel()
+    with pytest.raises(RemoteError) as caught:
+        backend.wait(timeout_s=30)
+    assert backend.job_status == "CANCELLED"
+    assert caught.value.code == "job_cancelled"
+
+
+def test_a_jobs_block_error_is_raised_where_its_result_is_asked_for(model: VLLM) -> None:
+    with model.trace(PROMPT, blocking=False) as tracer:
+        model.layers[3].output[99999].save()
+    backend = tracer.backend
+    assert isinstance(backend, RemoteBackend)
+    with pytest.raises(IndexError):
+        backend.wait(timeout_s=30)
+    assert backend.job_status == "ERROR"

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from nnsight_engine import LanguageModel
+from nnsight_engine import Envoy, LanguageModel
+from tests.guide.plain import with_weights
 
 
 def tokens(model: LanguageModel, *texts: str) -> dict[str, torch.Tensor]:
@@ -14,9 +15,9 @@ def tokens(model: LanguageModel, *texts: str) -> dict[str, torch.Tensor]:
     return dict(model.tokenizer(list(texts), return_tensors="pt"))
 
 
-def module_of(model: LanguageModel) -> Any:
-    """Return transformers' own model."""
-    return model._module
+def module_of(model: Envoy) -> Any:
+    """Return transformers' own model or a part of it, with its weights wherever its traces run."""
+    return with_weights(model._module)
 
 
 def generated(model: LanguageModel, text: str, **options: Any) -> torch.Tensor:

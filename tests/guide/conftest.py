@@ -1,5 +1,8 @@
 """The models of the guide's examples: tiny random ones of the documented architectures, and the bundled one.
 
+Every test of one that a server can have runs twice: ``[local]`` with weights here, and ``[remote]`` with one
+without, whose traces run on a live server of the checkpoint. ``local_only`` names those that do not.
+
 A model is loaded once for all tests, so a test that changes one changes it for all: edit copies with
 ``edit()``, and wrap a module of its own where the model itself must change. Weights are float32, attention is
 torch's own and dropout is off, so that a plain forward pass computes the very same numbers.
@@ -7,9 +10,12 @@ torch's own and dropout is off, so that a plain forward pass computes the very s
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, Final
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -19,7 +25,40 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from nnsight_engine import LanguageModel, NNsight, bundled_model_path
 from tests.families.checkpoints import HIDDEN_SIZE, build_tokenizer, write_checkpoint
+from tests.guide.local_only import LOCAL_ONLY
 from tests.guide.modules import TinyMLP
+from tests.guide.served import Load, Servers, client_of, without_weights
+
+LOCAL: Final = "local"
+REMOTE: Final = "remote"
+SERVERS: Final = pytest.StashKey[Servers]()
+
+
+@pytest.hookimpl(trylast=True)  # so that this parameter is the last of a test's name
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run every test of a model that a server can have a second time, with its traces on that server."""
+    if "where" not in metafunc.fixturenames:
+        return
+    name = f"{metafunc.definition.path.name}::{metafunc.definition.originalname}"
+    places: list[Any] = [LOCAL]
+    if name not in LOCAL_ONLY:
+        places.append(pytest.param(REMOTE, marks=pytest.mark.e2e))
+    metafunc.parametrize("where", places, indirect=True, scope="session")
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """End the servers with the last test that uses them: others may come that want the memory."""
+    servers = item.session.stash.get(SERVERS, None)
+    if servers is not None and is_remote(item):
+        rest = item.session.items[item.session.items.index(item) + 1 :]
+        if not any(map(is_remote, rest)):
+            servers.close()
+
+
+def is_remote(item: pytest.Item) -> bool:
+    """Tell whether a test's traces run on a server."""
+    callspec = getattr(item, "callspec", None)  # of those with parameters
+    return callspec is not None and callspec.params.get("where") == REMOTE
 
 
 @pytest.fixture(scope="session")
@@ -35,15 +74,59 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def gpt2(gpt2_folder: Path) -> LanguageModel:
-    """The tiny GPT-2, its weights loaded."""
-    return LanguageModel(gpt2_folder, dispatch=True)
+def servers(request: pytest.FixtureRequest) -> Iterator[Servers]:
+    """The servers of the checkpoints, each started with its first trace."""
+    servers = request.session.stash[SERVERS] = Servers()
+    yield servers
+    servers.close()
 
 
 @pytest.fixture(scope="session")
-def llama(llama_folder: Path) -> LanguageModel:
-    """The tiny Llama, its weights loaded."""
-    return LanguageModel(llama_folder, dispatch=True)
+def where(request: pytest.FixtureRequest) -> str:
+    """Where the traces of models run, ``local`` or ``remote``."""
+    return str(getattr(request, "param", LOCAL))
+
+
+@pytest.fixture(scope="session")
+def plain() -> Load:
+    """Load a checkpoint with its weights, each once."""
+
+    @functools.cache
+    def load(folder: Path) -> LanguageModel:
+        return LanguageModel(folder, dtype=torch.float32, dispatch=True)
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """Copy a checkpoint without its weights, each once."""
+    return functools.cache(lambda folder: without_weights(folder, tmp_path_factory.mktemp("shell")))
+
+
+@pytest.fixture(scope="session")
+def load(where: str, plain: Load, shell: Callable[[Path], Path], request: pytest.FixtureRequest) -> Load:
+    """Load a checkpoint; ``load(folder, rename=...)`` runs its traces here or on a server."""
+
+    def load(folder: Path, **options: Any) -> LanguageModel:
+        if where == LOCAL:
+            return LanguageModel(folder, dtype=torch.float32, dispatch=True, **options)
+        servers: Servers = request.getfixturevalue("servers")
+        return client_of(shell(folder), servers.url(folder), plain(folder), **options)
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def gpt2(gpt2_folder: Path, load: Load) -> LanguageModel:
+    """The tiny GPT-2."""
+    return load(gpt2_folder)
+
+
+@pytest.fixture(scope="session")
+def llama(llama_folder: Path, load: Load) -> LanguageModel:
+    """The tiny Llama."""
+    return load(llama_folder)
 
 
 @pytest.fixture(scope="session")
@@ -68,9 +151,9 @@ def bert() -> LanguageModel:
 
 
 @pytest.fixture(scope="session")
-def smollm() -> LanguageModel:
+def smollm(load: Load) -> LanguageModel:
     """The bundled SmolLM2, for what only real text shows; its tests are marked ``e2e``."""
-    return LanguageModel(bundled_model_path(), dtype=torch.float32, dispatch=True)
+    return load(bundled_model_path())
 
 
 @pytest.fixture

@@ -1,19 +1,28 @@
 """What a module computes by itself, seen and edited with torch's own hooks: what traces are compared with.
 
 Every value is copied when the module returns it, so that later edits in place do not reach the record. Only
-modules outside of traces are handed in here.
+modules outside of traces are handed in here; one without weights stands for its twin that has them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 Edit = Callable[[Any], Any]
 """Takes a module's output and returns what replaces it."""
+
+TWIN: Final = "_twin"
+"""Where the module of a client without weights has the same module with weights, see ``served``."""
+
+
+def with_weights(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module, or the one with weights that it stands for."""
+    twin: torch.nn.Module = vars(module).get(TWIN, module)
+    return twin
 
 
 def copied(value: Any) -> Any:
@@ -33,8 +42,10 @@ def recorded(module: torch.nn.Module, *paths: str) -> Iterator[dict[str, list[An
     outputs: dict[str, list[Any]] = {path: [] for path in paths}
 
     def record(path: str) -> Any:
-        return module.get_submodule(path).register_forward_hook(
-            lambda _module, _args, output: outputs[path].append(copied(output))
+        return (
+            with_weights(module)
+            .get_submodule(path)
+            .register_forward_hook(lambda _module, _args, output: outputs[path].append(copied(output)))
         )
 
     hooks = [record(path) for path in paths]
@@ -49,8 +60,12 @@ def recorded(module: torch.nn.Module, *paths: str) -> Iterator[dict[str, list[An
 def recorded_inputs(module: torch.nn.Module, path: str) -> Iterator[list[tuple[Any, Any]]]:
     """Record ``(args, kwargs)`` of the module at ``path``, one per call."""
     inputs: list[tuple[Any, Any]] = []
-    hook = module.get_submodule(path).register_forward_pre_hook(
-        lambda _module, args, kwargs: inputs.append((copied(args), copied(kwargs))), with_kwargs=True
+    hook = (
+        with_weights(module)
+        .get_submodule(path)
+        .register_forward_pre_hook(
+            lambda _module, args, kwargs: inputs.append((copied(args), copied(kwargs))), with_kwargs=True
+        )
     )
     try:
         yield inputs
@@ -68,7 +83,7 @@ def edited(module: torch.nn.Module, path: str, edit: Edit, *, calls: range | Non
         count += 1
         return edit(output) if calls is None or count - 1 in calls else output
 
-    hook = module.get_submodule(path).register_forward_hook(replace)
+    hook = with_weights(module).get_submodule(path).register_forward_hook(replace)
     try:
         yield
     finally:
@@ -78,5 +93,5 @@ def edited(module: torch.nn.Module, path: str, edit: Edit, *, calls: range | Non
 def outputs_of(module: torch.nn.Module, inputs: dict[str, Any], *paths: str) -> list[Any]:
     """Run the module and return what the modules at ``paths`` gave, the first time each was called."""
     with recorded(module, *paths) as outputs:
-        module(**inputs)
+        with_weights(module)(**inputs)
     return [outputs[path][0] for path in paths]

@@ -7,7 +7,7 @@ import torch
 
 import nnsight_engine
 from nnsight_engine import LanguageModel, NNsight
-from tests.guide.alone import tokens
+from tests.guide.alone import module_of, tokens
 from tests.guide.modules import TinyMLP
 from tests.guide.plain import edited, outputs_of, recorded_inputs
 
@@ -33,7 +33,7 @@ def test_input_is_the_first_positional_argument(gpt2: LanguageModel) -> None:
     with gpt2.trace("Hello"):
         given = gpt2.transformer.h[0].input.save()
     with recorded_inputs(gpt2._module, "transformer.h.0") as plain:
-        gpt2._module(**tokens(gpt2, "Hello"))
+        module_of(gpt2)(**tokens(gpt2, "Hello"))
     ((args, _),) = plain
     assert torch.equal(given, args[0])
 
@@ -50,7 +50,7 @@ def test_inputs_are_all_arguments(gpt2: LanguageModel) -> None:
         args, kwargs = nnsight_engine.save(gpt2.transformer.h[0].inputs)
         args, kwargs = nnsight_engine.save(args), nnsight_engine.save(kwargs)
     with recorded_inputs(gpt2._module, "transformer.h.0") as plain:
-        gpt2._module(**tokens(gpt2, "Hello"))
+        module_of(gpt2)(**tokens(gpt2, "Hello"))
     ((expected_args, expected_kwargs),) = plain
     assert isinstance(args, tuple)
     assert isinstance(kwargs, dict)

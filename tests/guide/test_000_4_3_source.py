@@ -10,7 +10,7 @@ import torch
 import nnsight_engine
 from nnsight_engine import LanguageModel, NNsight
 from nnsight_engine.intervention.envoy import OperationEnvoy
-from tests.guide.alone import tokens
+from tests.guide.alone import module_of, tokens
 from tests.guide.plain import outputs_of, recorded_inputs
 
 PROJECTION = "transformer.h.0.attn.c_proj"
@@ -19,7 +19,7 @@ PROJECTION = "transformer.h.0.attn.c_proj"
 def projection_input(model: LanguageModel) -> Any:
     """Return what the first attention projects: the heads' outputs side by side."""
     with recorded_inputs(model._module, PROJECTION) as plain:
-        model._module(**tokens(model, "Hello"))
+        module_of(model)(**tokens(model, "Hello"))
     return plain[0][0][0]
 
 
@@ -67,7 +67,7 @@ def test_an_operation_can_be_set(gpt2: LanguageModel) -> None:
         operation = gpt2.transformer.h[0].attn.source.self_c_proj_0
         operation.input = torch.zeros(1, 5, 128)
         attended = gpt2.transformer.h[0].attn.output[0].save()
-    bias = gpt2.transformer.h[0].attn.c_proj.bias
+    bias = module_of(gpt2.transformer.h[0].attn.c_proj).bias
     torch.testing.assert_close(attended, bias.expand(1, 5, 128))
 
 

@@ -11,10 +11,11 @@ from nnsight_engine import LanguageModel, NNsight
 from tests.guide.alone import tokens
 from tests.guide.modules import NamedOutput, TinyMLP
 from tests.guide.plain import outputs_of
+from tests.guide.served import Load
 
 
-def test_paths_are_mounted_at_the_root(gpt2_folder: Path) -> None:
-    model = LanguageModel(gpt2_folder, rename={".transformer.h": ".blocks", ".transformer.wte": ".embed"})
+def test_paths_are_mounted_at_the_root(gpt2_folder: Path, load: Load) -> None:
+    model = load(gpt2_folder, rename={".transformer.h": ".blocks", ".transformer.wte": ".embed"})
     assert model.blocks[0] is model.transformer.h[0]
     assert model.embed is model.transformer.wte
 
@@ -27,15 +28,15 @@ def test_paths_are_mounted_at_the_root(gpt2_folder: Path) -> None:
     assert torch.equal(hidden, expected[1])
 
 
-def test_one_name_serves_different_architectures(gpt2: LanguageModel, llama: LanguageModel) -> None:
+def test_one_name_serves_different_architectures(gpt2_folder: Path, llama_folder: Path, load: Load) -> None:
     rename = {
         "attn": "attention",
         "self_attn": "attention",
         "transformer.h": "blocks",
         "model.layers": "blocks",
     }
-    for wrapped in (gpt2, llama):
-        model = LanguageModel(wrapped._module, tokenizer=wrapped.tokenizer, rename=rename)
+    for folder in (gpt2_folder, llama_folder):
+        model = load(folder, rename=rename)
         with model.trace("Hello"):
             attended = model.blocks[1].attention.output[0].save()
         path = model.blocks[1].attention.path.removeprefix("model.")
@@ -51,9 +52,9 @@ def test_a_simple_rename_holds_beside_the_original_name(features: torch.Tensor) 
     assert torch.equal(hidden, TinyMLP().layer1(features))
 
 
-def test_one_path_may_have_many_names(gpt2: LanguageModel) -> None:
+def test_one_path_may_have_many_names(gpt2_folder: Path, load: Load) -> None:
     rename = {".transformer": ["backbone", "mdl"]}
-    model = LanguageModel(gpt2._module, tokenizer=gpt2.tokenizer, rename=rename)
+    model = load(gpt2_folder, rename=rename)
     assert model.backbone is model.mdl is model.transformer
 
 

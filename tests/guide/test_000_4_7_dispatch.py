@@ -14,6 +14,7 @@ from nnsight_engine.modeling.mixins.meta import MetaMixin
 from tests.guide.alone import tokens
 from tests.guide.modules import TinyMLP
 from tests.guide.plain import outputs_of
+from tests.guide.served import Load
 
 
 class Hosted(LoadableMixin):
@@ -62,7 +63,7 @@ def test_a_model_is_first_made_without_memory(gpt2_folder: Path) -> None:
     assert model.transformer.h[3].path == "model.transformer.h.3"
 
 
-def test_dispatch_loads_the_weights_and_the_tree_follows(gpt2_folder: Path, gpt2: LanguageModel) -> None:
+def test_dispatch_loads_the_weights_and_the_tree_follows(gpt2_folder: Path, plain: Load) -> None:
     model = LanguageModel(gpt2_folder)
     envoy, placeholder = model.transformer.h[0], model.transformer.h[0]._module
     model.dispatch()
@@ -71,7 +72,7 @@ def test_dispatch_loads_the_weights_and_the_tree_follows(gpt2_folder: Path, gpt2
     assert model.transformer.h[0] is envoy
     assert envoy._module is model._module.get_submodule("transformer.h.0")
     assert envoy._module is not placeholder
-    assert torch.equal(model.lm_head.weight, gpt2.lm_head.weight)
+    assert torch.equal(model.lm_head.weight, plain(gpt2_folder).lm_head.weight)
 
 
 def test_the_first_trace_dispatches(gpt2_folder: Path) -> None:

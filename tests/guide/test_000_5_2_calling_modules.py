@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from nnsight_engine import LanguageModel, NNsight, save
-from tests.guide.alone import tokens
+from tests.guide.alone import module_of, tokens
 from tests.guide.modules import SparseAutoencoder, TinyMLP
 from tests.guide.plain import edited, outputs_of
+from tests.guide.served import Load
 
 
 def test_logit_lens_of_the_last_layer_is_what_the_model_predicts(gpt2: LanguageModel) -> None:
@@ -30,7 +33,7 @@ def test_logit_lens_of_every_layer(gpt2: LanguageModel) -> None:
     layers = outputs_of(
         gpt2._module, tokens(gpt2, "Hello"), *(f"transformer.h.{layer}" for layer in range(4))
     )
-    head, norm = gpt2.lm_head._module, gpt2.transformer.ln_f._module
+    head, norm = module_of(gpt2.lm_head), module_of(gpt2.transformer.ln_f)
     assert all(map(torch.equal, lens, [head(norm(hidden)) for hidden in layers]))
 
 
@@ -50,7 +53,7 @@ def test_a_call_bypasses_the_hooks(gpt2: LanguageModel) -> None:
         own = gpt2.lm_head.output.save()  # the model's own call, not the one above
     hidden, expected = outputs_of(gpt2._module, tokens(gpt2, "Hello"), "transformer.h.0", "lm_head")
     assert torch.equal(own, expected)
-    assert torch.equal(early, gpt2.lm_head._module(gpt2.transformer.ln_f._module(hidden)))
+    assert torch.equal(early, module_of(gpt2.lm_head)(module_of(gpt2.transformer.ln_f)(hidden)))
 
 
 def test_a_probe_is_applied_in_the_trace(gpt2: LanguageModel) -> None:
@@ -62,8 +65,10 @@ def test_a_probe_is_applied_in_the_trace(gpt2: LanguageModel) -> None:
     assert torch.equal(scores, probe(hidden[:, -1]))
 
 
-def test_hook_true_lets_other_invokes_see_an_auxiliary_module(gpt2: LanguageModel) -> None:
-    model = LanguageModel(gpt2._module, tokenizer=gpt2.tokenizer)
+def test_hook_true_lets_other_invokes_see_an_auxiliary_module(
+    gpt2: LanguageModel, gpt2_folder: Path, load: Load
+) -> None:
+    model = load(gpt2_folder)
     model.sae = SparseAutoencoder(128, 32)
     with model.trace() as tracer:
         with tracer.invoke("Hello"):
@@ -85,9 +90,11 @@ def test_hook_true_lets_other_invokes_see_an_auxiliary_module(gpt2: LanguageMode
     assert torch.equal(logits, expected)
 
 
-def test_an_invoke_with_an_input_sees_an_auxiliary_module_run_by_another(gpt2: LanguageModel) -> None:
+def test_an_invoke_with_an_input_sees_an_auxiliary_module_run_by_another(
+    gpt2: LanguageModel, gpt2_folder: Path, load: Load
+) -> None:
     # As the document shows it: the value belongs to one row of two, so the other invoke sees it whole.
-    model = LanguageModel(gpt2._module, tokenizer=gpt2.tokenizer)
+    model = load(gpt2_folder)
     model.sae = SparseAutoencoder(128, 32)
     with model.trace() as tracer:
         with tracer.invoke("Hello"):

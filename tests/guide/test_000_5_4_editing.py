@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from nnsight_engine import LanguageModel, save
 from tests.guide.alone import generated, tokens
 from tests.guide.plain import edited, outputs_of
+from tests.guide.served import Load
 
 
 @pytest.fixture
-def model(gpt2: LanguageModel) -> LanguageModel:
+def model(gpt2_folder: Path, load: Load) -> LanguageModel:
     """A model of its own, to be edited in place."""
-    return LanguageModel(gpt2._module, tokenizer=gpt2.tokenizer)
+    return load(gpt2_folder)
 
 
 def test_an_edited_copy_applies_the_intervention_and_the_original_does_not(model: LanguageModel) -> None:

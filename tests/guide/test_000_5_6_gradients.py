@@ -22,7 +22,7 @@ def plain_gradients(model: LanguageModel, *paths: str) -> tuple[torch.Tensor, ..
     def keep(path: str) -> Any:
         return lambda _module, _args, output: outputs.__setitem__(path, output)
 
-    hooks = [model._module.get_submodule(path).register_forward_hook(keep(path)) for path in paths]
+    hooks = [module_of(model).get_submodule(path).register_forward_hook(keep(path)) for path in paths]
     logits = module_of(model)(**tokens(model, "Hello")).logits
     for hook in hooks:
         hook.remove()

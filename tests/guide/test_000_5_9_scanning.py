@@ -7,6 +7,7 @@ import torch
 
 import nnsight_engine
 from nnsight_engine import LanguageModel, NNsight
+from tests.guide.alone import module_of
 from tests.guide.modules import TinyMLP
 
 
@@ -26,7 +27,7 @@ def test_a_scan_runs_on_fake_tensors_and_leaves_the_weights_alone(gpt2: Language
     assert kind == "FakeTensor"
     assert gpt2.lm_head.weight is weight
     assert torch.equal(weight, before)
-    assert type(gpt2._module(torch.tensor([[1]])).logits) is torch.Tensor
+    assert type(module_of(gpt2)(torch.tensor([[1]])).logits) is torch.Tensor
 
 
 def test_a_scan_finds_an_index_out_of_range(gpt2: LanguageModel) -> None:

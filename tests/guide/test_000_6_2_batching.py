@@ -57,7 +57,7 @@ def test_an_empty_invoke_acts_on_the_whole_batch(gpt2: LanguageModel) -> None:
             gpt2.transformer.h[0].output[:] = 0
     (expected,) = outputs_of(gpt2._module, tokens(gpt2, "Hello", "World"), "transformer.h.1")
     assert not torch.equal(torch.cat([out1, out2]), expected)
-    block = gpt2.transformer.h[1]._module
+    block = module_of(gpt2.transformer.h[1])
     assert torch.equal(torch.cat([out1, out2]), block(torch.zeros(2, 5, 128)))
 
 

@@ -17,6 +17,7 @@ from nnsight_engine.intervention.tracing.base import WithBlockNotFoundError
 from tests.guide.alone import tokens
 from tests.guide.modules import TinyMLP
 from tests.guide.plain import outputs_of
+from tests.guide.served import printed
 
 
 def test_out_of_order_access_names_the_value_and_asks_about_the_order(gpt2: LanguageModel) -> None:
@@ -179,13 +180,13 @@ def test_printing_a_model_or_a_part_shows_its_structure(tiny: NNsight, gpt2: Lan
 
 
 def test_print_works_inside_a_trace(gpt2: LanguageModel) -> None:
-    printed = io.StringIO()
-    with redirect_stdout(printed), gpt2.trace("Hello"):
+    shown = io.StringIO()
+    with redirect_stdout(shown), gpt2.trace("Hello"):
         out = gpt2.transformer.h[0].output
         print("Layer 0 shape:", out.shape)  # noqa: T201 - the example
         print("Layer 0 mean:", out.mean().item())  # noqa: T201 - the example
     (expected,) = outputs_of(gpt2._module, tokens(gpt2, "Hello"), "transformer.h.0")
-    assert printed.getvalue().splitlines() == [
+    assert printed(shown.getvalue()).splitlines() == [
         "Layer 0 shape: torch.Size([1, 5, 128])",
         f"Layer 0 mean: {expected.mean().item()}",
     ]

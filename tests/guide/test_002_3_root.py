@@ -14,6 +14,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from nnsight_engine import LanguageModel, NNsight
 from nnsight_engine.intervention.envoy import Envoy, eproperty
 from nnsight_engine.intervention.hooks import requires_output
+from tests.guide.alone import module_of
 from tests.guide.attention import WIDTH, Attender, Attention, Block
 from tests.guide.plain import outputs_of
 
@@ -196,7 +197,7 @@ def test_a_root_class_gives_blocks_parts_from_elsewhere_in_the_tree(gpt2: Langua
     with model.trace(" the city of"):
         per_layer_tokens = [b.lens.argmax(-1).save() for b in model.transformer.h]
         logits = model.lm_head.output.save()
-    plain: Any = gpt2._module
+    plain: Any = module_of(gpt2)
     inputs = gpt2.tokenizer(" the city of", return_tensors="pt")
     hiddens = outputs_of(plain, inputs, *(f"transformer.h.{index}" for index in range(4)))
     assert len(per_layer_tokens) == 4

@@ -7,6 +7,7 @@ import torch
 
 import nnsight_engine
 from nnsight_engine import LanguageModel, NNsight
+from tests.guide.alone import module_of
 from tests.guide.plain import outputs_of, recorded_inputs
 
 
@@ -33,7 +34,7 @@ def test_input_is_the_first_argument_and_inputs_are_all(gpt2: LanguageModel) -> 
         all_inputs = model.transformer.h[1].inputs.save()
         by_keyword = model.transformer.ln_f.input.save()
     with recorded_inputs(model._module, "transformer.h.1") as recorded:
-        model._module(**model.tokenizer("Hello", return_tensors="pt"))
+        module_of(model)(**model.tokenizer("Hello", return_tensors="pt"))
     ((plain_args, plain_kwargs),) = recorded
     args, kwargs = all_inputs
     assert isinstance(args, tuple)

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from nnsight_engine import LanguageModel
+from tests.guide.alone import module_of
 from tests.guide.plain import outputs_of, recorded, recorded_inputs
 
 
 def test_a_cache_has_the_output_of_every_module_that_ran(gpt2: LanguageModel) -> None:
     with gpt2.trace("Hello") as tracer:
         cache = tracer.cache()
-    plain = gpt2._module
+    plain = module_of(gpt2)
     with recorded(plain, *(path for path, _ in plain.named_modules())) as outputs:
         plain(**gpt2.tokenizer("Hello", return_tensors="pt"))
     expected = {f"model.{path}".rstrip("."): values[0] for path, values in outputs.items() if values}
@@ -44,7 +45,7 @@ def test_a_cache_can_include_inputs(gpt2: LanguageModel) -> None:
         cache = tracer.cache(include_inputs=True)
     args, kwargs = cache["model.transformer.h.1"].inputs
     with recorded_inputs(gpt2._module, "transformer.h.1") as recorded:
-        gpt2._module(**gpt2.tokenizer("Hello", return_tensors="pt"))
+        module_of(gpt2)(**gpt2.tokenizer("Hello", return_tensors="pt"))
     ((plain_args, plain_kwargs),) = recorded
     assert torch.equal(args[0], plain_args[0])
     assert kwargs.keys() == plain_kwargs.keys()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nnsight_engine import LanguageModel, save
+from tests.guide.alone import module_of
 from tests.guide.plain import edited, outputs_of
 
 
@@ -54,7 +55,7 @@ def test_a_later_trace_of_a_session_uses_what_an_earlier_one_read(gpt2: Language
             gpt2.transformer.h[0].output[:] = hs1
             hs2 = gpt2.transformer.h[0].output.save()
             logits = gpt2.lm_head.output.save()
-    plain = gpt2._module
+    plain = module_of(gpt2)
     (hello,) = outputs_of(plain, gpt2.tokenizer("Hello", return_tensors="pt"), "transformer.h.0")
     with edited(plain, "transformer.h.0", lambda _: hello):
         (expected,) = outputs_of(plain, gpt2.tokenizer("World", return_tensors="pt"), "lm_head")
@@ -73,7 +74,7 @@ def test_values_flow_between_the_traces_of_a_session_without_saving(gpt2: Langua
         with gpt2.trace(corrupted_text):
             gpt2.transformer.h[1].output[:, -1, :] = hs
             patched = gpt2.lm_head.output[0][-1].save()
-    plain, tokenizer = gpt2._module, gpt2.tokenizer
+    plain, tokenizer = module_of(gpt2), gpt2.tokenizer
     inputs = tokenizer(corrupted_text, return_tensors="pt")
     (source,) = outputs_of(plain, tokenizer(clean_text, return_tensors="pt"), "transformer.h.1")
 

@@ -15,6 +15,7 @@ import nnsight_engine
 from nnsight_engine import CONFIG, LanguageModel, NNsight
 from nnsight_engine.core.config import Config
 from nnsight_engine.intervention.tracing.globals import Globals
+from tests.guide.alone import module_of
 
 
 def test_saved_options_hold_for_later_programs(tmp_path: Path) -> None:
@@ -58,7 +59,7 @@ def test_without_cross_invoker_saved_values_still_come_back(
             first = gpt2.lm_head.output.save()
         with tracer.invoke("World"):
             second = gpt2.lm_head.output.save()
-    logits = gpt2._module(**gpt2.tokenizer(["Hello", "World"], return_tensors="pt")).logits
+    logits = module_of(gpt2)(**gpt2.tokenizer(["Hello", "World"], return_tensors="pt")).logits
     assert torch.equal(torch.cat([first, second]), logits)
 
 

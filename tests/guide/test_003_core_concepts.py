@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from nnsight_engine import LanguageModel, NNsight, save
 from nnsight_engine.intervention.interleaver import OutOfOrderError
+from tests.guide.alone import module_of
 from tests.guide.plain import edited, outputs_of
 
 
@@ -17,7 +16,7 @@ def test_the_basic_pattern_saves_and_edits_activations(gpt2: LanguageModel) -> N
     with model.trace("input text"):
         model.transformer.h[0].output[:] = 0  # a block gives its hidden states themselves, not in a tuple
         hidden_states = model.transformer.h[-1].output.save()
-    plain, inputs = model._module, model.tokenizer("input text", return_tensors="pt")
+    plain, inputs = module_of(model), model.tokenizer("input text", return_tensors="pt")
     (untouched,) = outputs_of(plain, inputs, "transformer.h.3")
     with edited(plain, "transformer.h.0", torch.zeros_like):
         (expected,) = outputs_of(plain, inputs, "transformer.h.3")
@@ -64,8 +63,8 @@ def test_the_model_waits_while_the_block_uses_a_value(tiny: NNsight, features: t
 
 
 def test_invokes_run_in_the_order_of_their_definition(gpt2: LanguageModel) -> None:
-    order: list[str] = []
     with gpt2.trace() as tracer:
+        order = save(list[str]())
         with tracer.invoke("Hello"):
             order.append("1 starts")
             layer_2 = gpt2.transformer.h[2].output.save()
@@ -143,8 +142,8 @@ def test_empty_invokes_alone_are_refused(gpt2: LanguageModel) -> None:
 
 
 def test_an_invoke_can_hold_another_interventions_logic_on_the_same_batch(gpt2: LanguageModel) -> None:
-    seen: list[Any] = []
     with gpt2.trace() as tracer:
+        seen = save(list[float]())
         with tracer.invoke("Hello"):
             gpt2.transformer.h[1].output[:] = 0
         with tracer.invoke():

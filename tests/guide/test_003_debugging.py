@@ -15,6 +15,7 @@ import torch
 import nnsight_engine
 from nnsight_engine import CONFIG, LanguageModel, NNsight
 from nnsight_engine.intervention.interleaver import MissedProviderError, OutOfOrderError
+from tests.guide.alone import module_of
 
 OURS = str(Path(nnsight_engine.__file__).parent)
 
@@ -98,7 +99,7 @@ def test_a_trace_works_after_one_that_failed(gpt2: LanguageModel) -> None:
         gpt2.transformer.h[100].output.save()
     with gpt2.trace("Hello"):
         logits = gpt2.lm_head.output.save()
-    assert torch.equal(logits, gpt2._module(**gpt2.tokenizer("Hello", return_tensors="pt")).logits)
+    assert torch.equal(logits, module_of(gpt2)(**gpt2.tokenizer("Hello", return_tensors="pt")).logits)
 
 
 def test_debug_mode_shows_the_librarys_frames(gpt2: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:

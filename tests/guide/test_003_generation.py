@@ -9,6 +9,7 @@ import torch
 
 from nnsight_engine import LanguageModel, save
 from nnsight_engine.intervention.interleaver import MissedProviderError
+from tests.guide.alone import module_of
 from tests.guide.plain import edited, recorded
 
 TEXT = "Hello"
@@ -34,7 +35,7 @@ def plain_run(
     Returns:
         The tokens, and what the module at ``path`` gave in each step.
     """
-    plain: Any = model._module
+    plain: Any = module_of(model)
     inputs = model.tokenizer(TEXT, return_tensors="pt")
     with recorded(plain, path) as outputs, edited(plain, FIRST, torch.zeros_like, calls=zeroed):
         tokens = plain.generate(**inputs, **exactly(num_tokens))

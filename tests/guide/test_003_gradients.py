@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from nnsight_engine import LanguageModel
 from nnsight_engine.intervention.interleaver import MissedProviderError
+from tests.guide.alone import module_of
 
 TEXT = "Hello"
 
@@ -17,20 +19,22 @@ TEXT = "Hello"
 def _no_gradients_left(gpt2: LanguageModel) -> Iterator[None]:
     """Leave the shared model's parameters as they were."""
     yield
-    gpt2._module.zero_grad(set_to_none=True)
+    module_of(gpt2).zero_grad(set_to_none=True)
 
 
 def plain_gradients(model: LanguageModel, *layers: int) -> tuple[torch.Tensor, ...]:
     """Return the gradients of the summed logits at the outputs of these layers, by torch alone."""
     kept: dict[int, torch.Tensor] = {}
 
-    def keep(layer: int) -> torch.utils.hooks.RemovableHandle:
-        return model._module.get_submodule(f"transformer.h.{layer}").register_forward_hook(
-            lambda _module, _args, output: kept.update({layer: output})
+    def keep(layer: int) -> Any:
+        return (
+            module_of(model)
+            .get_submodule(f"transformer.h.{layer}")
+            .register_forward_hook(lambda _module, _args, output: kept.update({layer: output}))
         )
 
     hooks = [keep(layer) for layer in layers]
-    logits = model._module(**model.tokenizer(TEXT, return_tensors="pt")).logits
+    logits = module_of(model)(**model.tokenizer(TEXT, return_tensors="pt")).logits
     for hook in hooks:
         hook.remove()
     return torch.autograd.grad(logits.sum(), [kept[layer] for layer in layers])
@@ -138,7 +142,7 @@ def test_the_forward_pass_goes_on_after_a_backward_block(gpt2: LanguageModel) ->
             hs.grad.save()
         later = gpt2.lm_head.output.save()
     inputs = gpt2.tokenizer(TEXT, return_tensors="pt")
-    assert torch.equal(later, gpt2._module(**inputs).logits)
+    assert torch.equal(later, module_of(gpt2)(**inputs).logits)
 
 
 def test_backward_without_a_block_is_torchs_own(tiny_leaf: torch.Tensor) -> None:

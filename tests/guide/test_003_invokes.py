@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nnsight_engine import LanguageModel, NNsight
+from tests.guide.alone import module_of
 from tests.guide.plain import edited, outputs_of
 
 TOWER = " the tower is in"
@@ -75,7 +76,7 @@ def test_a_barrier_holds_an_invoke_until_another_has_its_value(gpt2: LanguageMod
             barrier()
             model.transformer.wte.output = embeddings
             output2 = model.generator.output.save()
-    plain: Any = model._module
+    plain: Any = module_of(model)
     inputs = model.tokenizer([TOWER, CITY], return_tensors="pt")
     with edited(plain, "transformer.wte", swapped, calls=range(1)):  # the prompt's embeddings
         expected = plain.generate(**inputs, max_new_tokens=3)

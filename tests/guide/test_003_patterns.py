@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from nnsight_engine import LanguageModel, save
+from tests.guide.alone import module_of
 from tests.guide.modules import SparseAutoencoder
 from tests.guide.plain import edited, outputs_of
+from tests.guide.served import Load
 
 CLEAN = " the tower of Paris is"
 CORRUPTED = " the tower of Rome is"
@@ -49,7 +51,7 @@ def test_the_logit_lens_applies_the_head_to_every_layer(gpt2: LanguageModel) -> 
             hs = model.transformer.h[i].output
             lens.append(model.lm_head(model.transformer.ln_f(hs)))
         logits = model.lm_head.output.save()
-    plain: Any = model._module
+    plain: Any = module_of(model)
     inputs = model.tokenizer(CLEAN, return_tensors="pt")
     layers = outputs_of(plain, inputs, *(f"transformer.h.{index}" for index in range(4)))
     for own, hidden in zip(lens, layers, strict=True):
@@ -71,9 +73,9 @@ def test_modules_called_in_a_block_are_not_the_models_own_calls(gpt2: LanguageMo
 
 
 @pytest.fixture
-def with_sae(gpt2_folder: Path) -> LanguageModel:
+def with_sae(gpt2_folder: Path, load: Load) -> LanguageModel:
     """A GPT-2 of its own, with a sparse autoencoder added."""
-    model = LanguageModel(gpt2_folder, dispatch=True)
+    model = load(gpt2_folder)
     model.sae = SparseAutoencoder(model.config.hidden_size, 16)
     return model
 

@@ -9,19 +9,19 @@ import torch
 
 from nnsight_engine import LanguageModel
 from tests.guide.plain import outputs_of
+from tests.guide.served import Load
 
 
 @pytest.fixture(scope="module")
-def renamed(gpt2_folder: Path) -> LanguageModel:
+def renamed(gpt2_folder: Path, load: Load) -> LanguageModel:
     """GPT-2 with the user guide's further names."""
-    return LanguageModel(
+    return load(
         gpt2_folder,
         rename={
             "transformer.h": "layers",
             "mlp": "feedforward",
             ".transformer": ["model", "backbone"],
         },
-        dispatch=True,
     )
 
 
@@ -53,15 +53,14 @@ def test_a_cache_knows_the_new_names(renamed: LanguageModel) -> None:
     assert cache.model.layers[0].output is cache["model.transformer.h.0"].output
 
 
-def test_a_single_name_and_several_as_the_extension_guide_has_them(gpt2_folder: Path) -> None:
-    model = LanguageModel(
+def test_a_single_name_and_several_as_the_extension_guide_has_them(gpt2_folder: Path, load: Load) -> None:
+    model = load(
         gpt2_folder,
         rename={
             "transformer.h": "layers",
             "transformer.ln_f": "final_norm",
             ".transformer": ["model", "backbone"],
         },
-        dispatch=True,
     )
     with model.trace("hello"):
         h0_new = model.layers[0].output.save()
@@ -71,8 +70,8 @@ def test_a_single_name_and_several_as_the_extension_guide_has_them(gpt2_folder: 
     assert model.model is model.backbone is model.transformer
 
 
-def test_a_module_from_below_is_mounted_at_the_root(llama_folder: Path) -> None:
-    model = LanguageModel(llama_folder, rename={".model.layers": ".layers"}, dispatch=True)
+def test_a_module_from_below_is_mounted_at_the_root(llama_folder: Path, load: Load) -> None:
+    model = load(llama_folder, rename={".model.layers": ".layers"})
     with model.trace("hello"):
         mounted = model.layers[0].output.save()
     assert model.layers is model.model.layers
@@ -80,7 +79,7 @@ def test_a_module_from_below_is_mounted_at_the_root(llama_folder: Path) -> None:
     assert torch.equal(mounted, *outputs_of(model._module, inputs, "model.layers.0"))
 
 
-def test_one_set_of_names_serves_two_architectures(gpt2_folder: Path, llama_folder: Path) -> None:
+def test_one_set_of_names_serves_two_architectures(gpt2_folder: Path, llama_folder: Path, load: Load) -> None:
     rename = {
         "transformer.h": "layers",
         "model.layers": "layers",
@@ -89,7 +88,7 @@ def test_one_set_of_names_serves_two_architectures(gpt2_folder: Path, llama_fold
     }
     shapes = []
     for folder in (gpt2_folder, llama_folder):
-        model = LanguageModel(folder, rename=rename, dispatch=True)
+        model = load(folder, rename=rename)
         with model.trace("hello"):
             attention = model.layers[1].attention.output[0].save()
         shapes.append(attention.shape)

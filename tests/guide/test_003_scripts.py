@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nnsight_engine import LanguageModel
+from tests.guide.alone import module_of
 from tests.guide.plain import edited, outputs_of
 
 
@@ -60,6 +61,7 @@ def test_saved_values_are_variables_of_the_script_and_others_are_not(script: Scr
 
 def test_functions_and_variables_of_the_script_are_used_in_blocks(script: Script) -> None:
     variables = script("""
+        import nnsight_engine
         import torch
 
         scale = 2.0
@@ -70,6 +72,7 @@ def test_functions_and_variables_of_the_script_are_used_in_blocks(script: Script
             return hidden * scale
 
         with model.trace("Hello"):
+            scales = nnsight_engine.save(scales)
             model.transformer.wte.output = rescaled(model.transformer.wte.output)
             logits: torch.Tensor = model.lm_head.output.save()
     """)
@@ -158,7 +161,7 @@ def test_gradients_are_read_at_the_top_level_too(script: Script) -> None:
         with logits.sum().backward():
             later = hs.grad.save()
     """)
-    script.model._module.zero_grad(set_to_none=True)
+    module_of(script.model).zero_grad(set_to_none=True)
     assert torch.equal(variables["grad"], variables["later"])
     assert variables["grad"].shape == variables["hs"].shape
 

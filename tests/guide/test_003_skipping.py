@@ -7,6 +7,7 @@ import torch
 
 from nnsight_engine import LanguageModel
 from nnsight_engine.intervention.interleaver import MissedProviderError, OutOfOrderError
+from tests.guide.alone import module_of
 from tests.guide.plain import edited, outputs_of
 
 TEXT = "Hello"
@@ -25,7 +26,7 @@ def test_a_skipped_module_gives_the_value_and_does_not_run(gpt2: LanguageModel) 
     hook.remove()
     assert ran == []
     assert torch.equal(layer0_out, layer1_out)
-    plain, inputs = gpt2._module, gpt2.tokenizer(TEXT, return_tensors="pt")
+    plain, inputs = module_of(gpt2), gpt2.tokenizer(TEXT, return_tensors="pt")
     (expected_0,) = outputs_of(plain, inputs, "transformer.h.0")
     with edited(plain, "transformer.h.1", lambda _: expected_0):
         (expected,) = outputs_of(plain, inputs, "lm_head")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nnsight_engine import LanguageModel, save
+from tests.guide.alone import module_of
 from tests.guide.plain import edited, outputs_of, recorded_inputs
 
 TEXT = "Hello"
@@ -16,7 +17,7 @@ TEXT = "Hello"
 def input_of(model: LanguageModel, path: str) -> torch.Tensor:
     """Return the first argument of the module at ``path``, seen by a torch hook."""
     with recorded_inputs(model._module, path) as inputs:
-        model._module(**model.tokenizer(TEXT, return_tensors="pt"))
+        module_of(model)(**model.tokenizer(TEXT, return_tensors="pt"))
     tensor: torch.Tensor = inputs[0][0][0]
     return tensor
 

@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from nnsight_engine import LanguageModel, NNsight, save
+from tests.guide.alone import module_of
 from tests.guide.plain import outputs_of
+from tests.guide.served import printed
 
 
 def test_a_trace_is_one_forward_pass(gpt2: LanguageModel) -> None:
     with gpt2.trace("Hello World"):
         output = gpt2.output.save()
-    expected = gpt2._module(**gpt2.tokenizer("Hello World", return_tensors="pt"))
+    expected = module_of(gpt2)(**gpt2.tokenizer("Hello World", return_tensors="pt"))
     assert type(output) is type(expected)
     assert torch.equal(output.logits, expected.logits)
 
@@ -22,7 +24,7 @@ def test_a_trace_is_one_forward_pass(gpt2: LanguageModel) -> None:
 def test_generation_gives_the_tokens_of_transformers(gpt2: LanguageModel) -> None:
     with gpt2.generate("Hello", max_new_tokens=5):
         output = gpt2.generator.output.save()
-    plain: Any = gpt2._module
+    plain: Any = module_of(gpt2)
     inputs = gpt2.tokenizer("Hello", return_tensors="pt")
     assert torch.equal(output, plain.generate(**inputs, max_new_tokens=5))
 
@@ -46,7 +48,7 @@ def test_printing_works_as_anywhere(gpt2: LanguageModel, capsys: pytest.CaptureF
         print("Shape:", out.shape)  # noqa: T201 - the example
         print("Mean:", out.mean())  # noqa: T201
     (expected,) = outputs_of(gpt2._module, gpt2.tokenizer("Hello", return_tensors="pt"), "transformer.h.0")
-    assert capsys.readouterr().out == f"Shape: {expected.shape}\nMean: {expected.mean()!s}\n"
+    assert printed(capsys.readouterr().out) == f"Shape: {expected.shape}\nMean: {expected.mean()!s}\n"
 
 
 def test_stop_ends_the_run_there(tiny: NNsight, features: torch.Tensor) -> None:

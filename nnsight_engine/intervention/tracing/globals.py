@@ -58,6 +58,10 @@ class _Globals:
         self.saves = SavedIds()
         self.cache = SITES
 
+    def __reduce__(self) -> str:
+        """Travel by name: a block that runs elsewhere means that process's traces."""
+        return "Globals"
+
     @property
     def stack(self) -> int:
         """How many traces of this thread are open, one within the other."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Final
 
 from nnsight_engine.envoys.envoy import refuse_statement
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
@@ -12,6 +12,8 @@ from nnsight_engine.modeling.mixins.meta import MetaMixin
 from nnsight_engine.remote_backend.backend import Remote, chosen_backend
 from nnsight_engine.remote_backend.transformers_dialect import TransformersDialect
 from nnsight_engine.tracing.tracer import Backend
+
+_LIBRARIES: Final = ("nnsight_engine.", "builtins", "abc", "typing")
 
 
 class RemoteableMixin(MetaMixin):
@@ -33,7 +35,7 @@ class RemoteableMixin(MetaMixin):
         """
         mine = self.__dict__
         mine["remote"] = remote
-        mine["_own_names"] = (kwargs.get("rename"), kwargs.get("envoys"))
+        mine["_own_names"] = kwargs.get("rename")
         super().__init__(source, *args, **kwargs)
 
     def trace(
@@ -74,11 +76,13 @@ class RemoteableMixin(MetaMixin):
         Raises:
             ValueError: The server cannot stand for its modules as this model does.
         """
-        rename, envoys = self.__dict__["_own_names"]
-        if envoys is not None:
+        kinds = {type(envoy) for envoy in self._root._walk()}  # noqa: SLF001 - an envoy of ours
+        own = {base for kind in kinds for base in kind.__mro__ if not base.__module__.startswith(_LIBRARIES)}
+        if own:
+            names = ", ".join(sorted(one.__name__ for one in own))
             raise ValueError(
-                "envoys= is not for remote traces yet: a server has our own classes for modules. Use a model "
-                "without it"
+                f"a server has our own classes for modules and models, and this model has {names}: use one "
+                "without it, LanguageModel itself and no envoys="
             )
         mine = self.__dict__
-        return TransformersDialect(self, mine.get("repo_id") or "", mine.get("revision"), rename)
+        return TransformersDialect(self, mine.get("repo_id") or "", mine.get("revision"), mine["_own_names"])

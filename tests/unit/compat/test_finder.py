@@ -86,7 +86,7 @@ def test_nothing_happens_unasked() -> None:
             "from nnsight import Nothing",
             r"nnsight has no 'Nothing' in nnsight_engine.*; it has .*CONFIG.*NNsight",
         ),
-        ("import nnsight.nothing", r"nnsight has no 'nothing'.*; it has .*intervention, modeling"),
+        ("import nnsight.nothing", r"nnsight has no 'nothing'.*; it has .*intervention, .*modeling"),
         (
             "import nnsight.intervention.nothing.more",
             r"nnsight\.intervention has no 'nothing'.*; it has .*envoy",

@@ -211,6 +211,9 @@ def test_results_call_no_function_and_no_class_that_makes_room() -> None:
     new = (Kind.NEW, call[1], None)
     refused(message(new, (Kind.NAME, [], "builtins:bytes"), *rest), "asks to call")
     refused(message(new, (Kind.NAME, [], "collections:OrderedDict.fromkeys"), *rest), "does not take")
+    for wanted in (call, new):  # the class may be mentioned alone; made so, it is memory of a stranger's size
+        refused(message(wanted, (Kind.NAME, [], "torch:Tensor"), *rest), "asks to call")
+    assert decode(encode(torch.Tensor), policy=DATA_ONLY) is torch.Tensor
 
 
 def test_results_hold_no_code() -> None:

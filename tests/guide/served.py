@@ -1,0 +1,72 @@
+"""Servers that the guide's tests run on a second time, and clients of them, which have no weights.
+
+A client's modules know their counterparts with weights (``plain.with_weights``), so that a test may compare
+with a plain forward pass wherever its traces ran.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from nnsight_engine import LanguageModel
+from tests.e2e.server import Server
+from tests.guide.plain import TWIN
+
+Load = Callable[..., LanguageModel]
+"""Loads a checkpoint; its arguments are a folder, and options for ``LanguageModel``."""
+
+_TRACE = re.compile(r"^\[\S+\] LOG +: ", re.MULTILINE)
+
+
+def printed(text: str) -> str:
+    """Return what blocks printed, without the names of traces that stand before what a server sent."""
+    return _TRACE.sub("", text)
+
+
+class Servers:
+    """One server for each checkpoint, started when it is first needed."""
+
+    def __init__(self) -> None:
+        """Start nothing yet."""
+        self._servers: dict[Path, Server] = {}
+
+    def url(self, folder: Path) -> str:
+        """Return the address of the server of a checkpoint."""
+        if folder not in self._servers:
+            server = Server(str(folder), arguments=["--local-engine", "--max-model-len", "256"])
+            self._servers[folder] = server.__enter__()
+        return self._servers[folder].base_url
+
+    def close(self) -> None:
+        """End them, all at once: each takes a while."""
+        servers, self._servers = self._servers, {}
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(Server.stop, servers.values()))
+
+
+def without_weights(folder: Path, target: Path) -> Path:
+    """Write what a client needs of a checkpoint: everything but the weights."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in folder.iterdir():
+        if file.is_file() and file.suffix != ".safetensors":
+            (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def client_of(folder: Path, url: str, plain: LanguageModel, **options: Any) -> LanguageModel:
+    """Return a model without weights whose traces run on a server.
+
+    Args:
+        folder: The checkpoint, its weights left out.
+        url: The server.
+        plain: The same model, with its weights.
+        **options: For ``LanguageModel``.
+    """
+    client = LanguageModel(folder, remote=url, **options)
+    for name, module in client._module.named_modules():
+        vars(module)[TWIN] = plain._module.get_submodule(name)
+    return client

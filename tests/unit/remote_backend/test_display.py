@@ -1,0 +1,53 @@
+"""What a person sees of a remote trace."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from nnsight_engine.core.config import CONFIG
+from nnsight_engine.remote_backend.display import Display
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr("nnsight_engine.remote_backend.display._QUIET_S", 0.01)
+
+
+def test_a_long_trace_shows_where_it_is_and_how_much_is_through(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display() as display:
+        display.event({"status": "QUEUED", "message": "3 before this one", "job": "j"})
+        time.sleep(0.3)
+        display.event({"status": "RUNNING", "engine": "local", "job": "j"})
+        display.progress("download", 5_000_000, 50_000_000)
+        time.sleep(0.3)
+    shown = capsys.readouterr().err
+    assert "3 before this one" in shown
+    assert "RUNNING on local" in shown
+    assert "5.0/50.0 MB" in shown
+
+
+def test_prints_are_printed_and_can_be_turned_off(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Display() as display:
+        display.event({"status": "LOG", "message": "hello", "job": "trace-1"})
+    assert capsys.readouterr().out == "[trace-1] LOG       : hello\n"
+    monkeypatch.setattr(CONFIG.APP, "REMOTE_LOGGING", False)
+    with Display() as display:
+        display.event({"status": "LOG", "message": "hello", "job": "trace-1"})
+        time.sleep(0.1)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_short_trace_shows_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nnsight_engine.remote_backend.display._QUIET_S", 60.0)
+    with Display() as display:
+        display.event({"status": "RUNNING", "job": "j"})
+        display.progress("upload", 1, 2)
+    assert capsys.readouterr() == ("", "")
