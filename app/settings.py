@@ -119,6 +119,11 @@ class Settings(BaseSettings):
     trace_time_limit_s: float = Field(
         default=600.0, gt=0, description="How long a trace on the local engine, or a session, may run."
     )
+    local_block_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="How long a block waits for its client to run a part of it, `tracer.local()`.",
+    )
     session_processes: int = Field(
         default=2, ge=1, description="Most sessions on vLLM that run at once, each in a process."
     )

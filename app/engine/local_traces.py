@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Mapping
+from typing import Any
 
-from app.engine.trace_processes import TraceProcesses
+from api_schemas.errors import ApiError, ErrorCode
+from app.engine.trace_processes import Job, TraceProcesses
+from app.errors import error_bytes
 from app.settings import Settings
-from nnsight_engine.local_engine.link import ProcessOptions
+from nnsight_engine.local_engine.child import Child, ProcessEndedError
+from nnsight_engine.local_engine.link import LOCAL, ProcessOptions
+from nnsight_engine.remote_backend.errors import LocalBlockError
+from nnsight_engine.remote_backend.frames import Frame, FrameKind
+from nnsight_engine.wire import DecodeError
 
 
 class LocalTraceEngine(TraceProcesses):
@@ -25,6 +34,47 @@ class LocalTraceEngine(TraceProcesses):
     def __init__(self, options: ProcessOptions, settings: Settings, environment: Mapping[str, str]) -> None:
         """Start nothing yet."""
         super().__init__("nnsight_engine.local_engine.process", options, settings, environment)
+        self._timeout_s = settings.local_block_timeout_s
+        self._asking: dict[Job, asyncio.Task[None]] = {}
+
+    async def asked(self, child: Child, word: dict[str, Any], job: Job) -> None:
+        """Have a trace's client run a part of its block, beside listening to the trace.
+
+        Raises:
+            DecodeError: Something else is asked for, or the last is not done.
+        """
+        if LOCAL not in word:
+            await super().asked(child, word, job)
+            return
+        if job in self._asking and not self._asking[job].done():
+            raise DecodeError("a trace asks its client while it waits for the client")
+        kind, data = await child.frame()
+        if kind is not FrameKind.RESULT:
+            raise DecodeError("a trace sends nothing to its client where it says so")
+        self._asking[job] = asyncio.create_task(self._ask(child, data, job))
+
+    async def ended(self, job: Job) -> None:
+        """Ask no longer for a trace that has ended."""
+        asking = self._asking.pop(job, None)
+        if asking is not None:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    async def _ask(self, child: Child, data: bytes | bytearray | memoryview, job: Job) -> None:
+        with contextlib.suppress(ProcessEndedError):
+            await child.answer(await self._answer(data, job))
+
+    async def _answer(self, data: bytes | bytearray | memoryview, job: Job) -> Frame:
+        if job.request.ask is None:
+            return _refusal(LocalBlockError.unreachable())
+        try:
+            return Frame(FrameKind.RESULT, await job.request.ask(data))
+        except TimeoutError:
+            return _refusal(LocalBlockError.unanswered(self._timeout_s))
+
+
+def _refusal(error: LocalBlockError) -> Frame:
+    return Frame(FrameKind.ERROR, error_bytes(ApiError(ErrorCode.UNSUPPORTED_COMBINATION, str(error))))
 
 
 __all__ = ["LocalTraceEngine"]

@@ -20,7 +20,7 @@ from app.engine.traces import TraceEngine
 from app.errors import error_bytes, internal_error
 from app.settings import Settings
 from nnsight_engine.local_engine.child import Child, ProcessEndedError
-from nnsight_engine.local_engine.link import ANSWER, KIND, OUTLINE, TRACE, ProcessOptions
+from nnsight_engine.local_engine.link import OUTLINE, TRACE, ProcessOptions
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceRequest
 from nnsight_engine.wire import DecodeError
@@ -108,27 +108,27 @@ class SessionTraces(TraceProcesses):
                     async for frame in frames:
                         await self._pass_to(child, frame, job)
             except DecodeError as error:
-                await _answer(child, _refusal(ApiError(ErrorCode.INVALID_TRACE, str(error))))
+                await child.answer(_refusal(ApiError(ErrorCode.INVALID_TRACE, str(error))))
             except ApiError as error:
-                await _answer(child, _refusal(error))
+                await child.answer(_refusal(error))
             except ProcessEndedError:
                 raise
             except Exception:
                 logger.exception("a session's trace failed")
-                await _answer(child, _refusal(internal_error()))
+                await child.answer(_refusal(internal_error()))
 
     async def _pass_to(self, child: Child, frame: Frame, job: Job) -> None:
         if frame.kind in _PASSED_ON:
-            await _answer(child, frame)
+            await child.answer(frame)
         elif frame.kind is FrameKind.EVENT and (event := frame.json())["status"] == JobStatus.LOG:
             job.tell(JobStatus.LOG, event.get("message"))
 
     async def _describe(self, child: Child) -> None:
         with contextlib.suppress(ProcessEndedError):
             try:
-                await _answer(child, json_frame(FrameKind.EVENT, await self._outline()))
+                await child.answer(json_frame(FrameKind.EVENT, await self._outline()))
             except ApiError as error:
-                await _answer(child, _refusal(error))
+                await child.answer(_refusal(error))
 
 
 def _check(request: TraceRequest) -> None:
@@ -141,11 +141,6 @@ def _check(request: TraceRequest) -> None:
         raise DecodeError(
             "a session on vLLM runs traces of VLLM that are written as 'wire', and nothing else"
         )
-
-
-async def _answer(child: Child, frame: Frame) -> None:
-    """Send a frame in answer to what a session asked."""
-    await child.say({ANSWER: True, KIND: int(frame.kind)}, [memoryview(frame.data)])
 
 
 def _refusal(error: ApiError) -> Frame:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import Annotated, Final, Literal
 
 import msgspec
-from fastapi import APIRouter, Header, Query, WebSocket
+from fastapi import APIRouter, Depends, Header, Query, WebSocket, WebSocketDisconnect
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from api_schemas.errors import ApiError
@@ -19,6 +20,8 @@ from api_schemas.jobs import JobEvent
 from app.context import Context, Owner, Served
 from app.errors import error_response
 from app.openapi import EVENTS_TYPE, JOB_EVENTS, error_responses
+from nnsight_engine.remote_backend.frames import Frame, FrameReader
+from nnsight_engine.wire import DecodeError
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
@@ -28,6 +31,15 @@ _MAX_SEQ: Final = 2**31 - 1
 _NORMAL, _GOING_AWAY, _UNSUPPORTED = 1000, 1001, 1003
 
 After = Annotated[int, Query(ge=0, le=_MAX_SEQ, description="The id of the last event that is known.")]
+
+
+def _runs_parts(
+    local: Annotated[bool | None, Query(description="Whether the client runs the job's local parts.")] = None,
+) -> bool:
+    return bool(local)
+
+
+Local = Annotated[bool, Depends(_runs_parts)]
 LastSeen = Annotated[
     int | None,
     Header(
@@ -64,9 +76,13 @@ async def follow_job(
 
 @router.websocket("/{job_id}/events")
 async def follow_job_by_websocket(
-    websocket: WebSocket, job_id: str, context: Served, owner: Owner, after: After = 0
+    websocket: WebSocket, job_id: str, context: Served, owner: Owner, local: Local, after: After = 0
 ) -> None:
-    """The same events as JSON text, `{"type": "event", …}`; `{"type": "ping"}` is answered with a pong."""
+    """The same events as JSON text, `{"type": "event", …}`; `{"type": "ping"}` is answered with a pong.
+
+    With `local=true` come the job's calls of `tracer.local()` too, and answers are taken: `LOCAL` frames in
+    binary messages.
+    """
     try:
         events = await context.jobs.follow(job_id, owner, after)
     except ApiError as error:
@@ -74,19 +90,26 @@ async def follow_job_by_websocket(
         return
     await websocket.accept()
     telling = asyncio.create_task(_tell(websocket, events), name=f"tell-{job_id}")
-    listening = asyncio.create_task(_listen(websocket))
+    calls = context.jobs.local_calls
+    take = partial(calls.answer, job_id) if local else None
+    reader = FrameReader(context.settings.max_trace_request_bytes)
+    listening = asyncio.create_task(_listen(websocket, reader, take))
+    tasks = [telling, listening]
+    if local:
+        tasks.append(asyncio.create_task(_ask(websocket, calls.frames(job_id)), name=f"ask-{job_id}"))
     try:
-        done, _ = await asyncio.wait((telling, listening), return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         code = listening.result() if listening in done else None
         if telling in done:
             telling.result()
             code = _NORMAL if await _is_over(context, job_id, owner) else _GOING_AWAY
     finally:
-        telling.cancel()
-        listening.cancel()
-        await asyncio.gather(telling, listening, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     if code is not None:
-        await websocket.close(code)
+        with contextlib.suppress(WebSocketDisconnect):  # it knew from the last event
+            await websocket.close(code)
 
 
 async def _sent(events: AsyncGenerator[JobEvent, None]) -> AsyncGenerator[ServerSentEvent, None]:
@@ -110,12 +133,26 @@ async def _tell(websocket: WebSocket, events: AsyncGenerator[JobEvent, None]) ->
             await websocket.send_json({"type": "event", **event.model_dump(mode="json", exclude_none=True)})
 
 
-async def _listen(websocket: WebSocket) -> int | None:
+async def _ask(websocket: WebSocket, frames: AsyncGenerator[Frame, None]) -> None:
+    """Send what the client is to run."""
+    async with contextlib.aclosing(frames):
+        async for frame in frames:
+            for piece in frame.pieces():
+                await websocket.send_bytes(piece)
+
+
+async def _listen(
+    websocket: WebSocket, reader: FrameReader, take: Callable[[Frame], None] | None
+) -> int | None:
     """Answer what the client sends; returns the code to close with, None where the client is gone."""
     while (message := await websocket.receive())["type"] != "websocket.disconnect":
         try:
+            if take is not None and message.get("bytes") is not None:
+                for frame in reader.feed(message["bytes"]):
+                    take(frame)
+                continue
             msgspec.json.decode(message.get("text") or b"", type=_Ping)
-        except (msgspec.DecodeError, RecursionError):
+        except (msgspec.DecodeError, RecursionError, DecodeError):
             return _UNSUPPORTED
         await websocket.send_json({"type": "pong"})
     return None

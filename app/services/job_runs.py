@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import enum
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -21,6 +22,7 @@ import msgspec
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus
 from app.errors import internal_error
+from app.services.local_calls import LocalCalls
 from app.services.traces import TraceService
 from app.storage.job_files import JobFiles, ResultFile
 from app.storage.job_leases import MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError
@@ -58,6 +60,7 @@ class JobTools:
         leases: Take what happens to it.
         check: Raises ApiError for a trace that may not run any more.
         told: Called with its id after something was written down.
+        calls: Asks its client to run parts of its blocks.
     """
 
     traces: TraceService
@@ -65,6 +68,7 @@ class JobTools:
     leases: JobLeases
     check: Callable[[TraceHead], None]
     told: Callable[[str], None]
+    calls: LocalCalls
 
 
 class JobRun:
@@ -146,6 +150,7 @@ class JobRun:
         # Nobody reads outputs as they come, so none need be made.
         request.head = msgspec.structs.replace(request.head, streams=False)
         request.sender = f"jobs of {self._job.owner!r}"
+        request.ask = functools.partial(self._tools.calls.ask, self._job.id)
         while True:
             try:
                 await self._play_once(request, result)

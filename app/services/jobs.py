@@ -24,6 +24,7 @@ from app.lifecycle import Lifecycle
 from app.services.job_dispatch import JobDispatcher
 from app.services.job_feed import JobFeed
 from app.services.job_runs import JobTools
+from app.services.local_calls import LocalCalls
 from app.services.served_model import ServedModel
 from app.services.trace_admission import check_still_taken
 from app.services.traces import TraceService
@@ -74,6 +75,9 @@ class JobService:
         traces: Runs them.
         lifecycle: Says whether they may run.
         served: Returns what the model is called.
+
+    Attributes:
+        local_calls: Parts of its jobs' blocks that wait for their clients.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class JobService:
         self._store = JobStore(self._database, max_queued=settings.max_queued_jobs, ttl_s=settings.job_ttl_s)
         self._feed = JobFeed(self._store)
         self._served = served
+        self.local_calls = LocalCalls(settings.local_block_timeout_s)
         self._dispatcher: JobDispatcher | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -136,6 +141,7 @@ class JobService:
             leases=leases,
             check=self._check,
             told=self._feed.told,
+            calls=self.local_calls,
         )
         self._dispatcher = JobDispatcher(
             tools,

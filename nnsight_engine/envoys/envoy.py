@@ -31,7 +31,7 @@ from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.mediator import Mediator
 from nnsight_engine.tracing.errors import WithBlockNotFoundError
 from nnsight_engine.tracing.tracebacks import users_stacklevel
-from nnsight_engine.tracing.tracer import SITES, Backend
+from nnsight_engine.tracing.tracer import SITES, Backend, Tracer
 
 EnvoyMap: TypeAlias = "type[Envoy] | Mapping[type[torch.nn.Module], type[Envoy]] | None"
 """Which class stands for a module: one for all, or by the module's class; None means ``Envoy``."""
@@ -256,6 +256,10 @@ class Envoy(CallValues, EnvoyTree, Batchable):
     def _has_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG002 - a hook
         """Tell whether these arguments of a trace are an input, so that its block is the one invoke."""
         return bool(args)
+
+    def _new_local_part(self) -> Tracer:
+        """Return what runs the block of ``with tracer.local():``, which is here anyway."""
+        return Tracer()
 
     def _shallow_copy(self) -> Self:
         """Return an envoy of the same module and tree with edits of its own."""

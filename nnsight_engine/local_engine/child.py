@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from nnsight_engine.local_engine.link import MAX_FRAME_BYTES, RUN, widen
+from nnsight_engine.local_engine.link import ANSWER, KIND, MAX_FRAME_BYTES, RUN, widen
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, FrameReader, head_of, json_frame
 from nnsight_engine.wire import DecodeError
 
@@ -128,6 +128,10 @@ class Child:
     async def run(self, number: int, chunks: Sequence[bytes | memoryview]) -> None:
         """Have it run a trace; raises ProcessEndedError."""
         await self.say({RUN: number}, chunks)
+
+    async def answer(self, frame: Frame) -> None:
+        """Send a frame in answer to what it asked; raises ProcessEndedError."""
+        await self.say({ANSWER: True, KIND: int(frame.kind)}, [memoryview(frame.data)])
 
     async def frame(self) -> Frame:
         """Return the next frame that it says.

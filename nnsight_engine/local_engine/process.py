@@ -13,11 +13,12 @@ import torch
 
 from nnsight_engine.local_engine.block_runner import BlockRunner
 from nnsight_engine.local_engine.link import ProcessOptions
+from nnsight_engine.local_engine.local_part import answered
 from nnsight_engine.local_engine.runner import ServedModel, TraceRunner
 from nnsight_engine.local_engine.serving import Asking, serve
 
 
-def load(options: ProcessOptions, _asking: Asking) -> BlockRunner:
+def load(options: ProcessOptions, asking: Asking) -> BlockRunner:
     """Load the model; returns what runs traces on it."""
     if options.num_threads:
         torch.set_num_threads(options.num_threads)
@@ -26,7 +27,12 @@ def load(options: ProcessOptions, _asking: Asking) -> BlockRunner:
         more["trust_remote_code"] = True
     model = ServedModel(options.model, revision=options.revision, dispatch=True, **more)
     model.to(options.device)
-    return TraceRunner(model, max_result_bytes=options.max_result_bytes, compresses=options.compresses)
+    return TraceRunner(
+        model,
+        ask=lambda data: answered(asking, data),
+        max_result_bytes=options.max_result_bytes,
+        compresses=options.compresses,
+    )
 
 
 if __name__ == "__main__":

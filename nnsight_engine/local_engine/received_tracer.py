@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import secrets
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nnsight_engine.envoys.tracers.editing import Edit
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+from nnsight_engine.local_engine.local_part import Ask, LocalPart
 from nnsight_engine.remote_backend.errors import LocalBlockError
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.remote_backend.received import ReceivedInvoke
-    from nnsight_engine.tracing.tracer import Info
+    from nnsight_engine.tracing.tracer import Info, Tracer
 
 
 class ReceivedTracer(InterleavingTracer):
@@ -20,11 +23,15 @@ class ReceivedTracer(InterleavingTracer):
 
     Args:
         model: The model.
+        ask: Asks the client to run a part of a block; None where it does not wait for that.
     """
 
-    def __init__(self, model: Envoy) -> None:
+    def __init__(self, model: Envoy, ask: Ask | None = None) -> None:
         """Stand for the tracer that was left behind."""
         super().__init__(model._run_module, model)  # noqa: SLF001 - an envoy of ours
+        self._ask = ask
+        self._attempt = secrets.token_hex(16)
+        self._turns = itertools.count()
         self._received: Sequence[ReceivedInvoke] = ()
         self._kept_edits: Sequence[Edit] = ()
 
@@ -48,9 +55,22 @@ class ReceivedTracer(InterleavingTracer):
             "trace without an input of its own: `with model.trace() as tracer:`."
         )
 
-    def local(self) -> NoReturn:
-        """Refuse: the client is not asked for anything while its trace runs."""
-        raise LocalBlockError.on_server()
+    def local(self) -> Tracer:
+        """Have the client run a part of the block that calls this.
+
+        Raises:
+            LocalBlockError: It cannot be asked, or not for this.
+        """
+        current = self.interleaver.current
+        if self._ask is None:
+            raise LocalBlockError.unreachable()
+        if self.validate or current not in self.mediators:
+            raise LocalBlockError.misplaced()
+        number, root = self.mediators.index(current), self.model._root  # noqa: SLF001 - an envoy of ours
+        assigned = {name for invoke in self._received for name in invoke.stored}
+        kept = self._received[number].own.keys() - assigned
+        turn = next(self._turns)
+        return LocalPart(root, self._ask, attempt=self._attempt, turn=turn, number=number, kept=kept)
 
     def trace(self, function: Callable[..., Any], model: Envoy, *, validate: bool) -> Any:
         """Run ``function``, which runs ``model``, with the blocks beside it.

@@ -10,7 +10,7 @@ import gc
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -18,10 +18,12 @@ from nnsight_engine.envoys.envoy import Envoy, refuse_statement
 from nnsight_engine.envoys.tracers.editing import Edit
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.local_engine.block_runner import BlockRunner, ReadTrace, run_session
+from nnsight_engine.local_engine.local_part import Ask
 from nnsight_engine.local_engine.pristine import Pristine
 from nnsight_engine.local_engine.received_tracer import ReceivedTracer
 from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.remote_backend.added_modules import attached
+from nnsight_engine.remote_backend.errors import LocalBlockError
 from nnsight_engine.remote_backend.places import Places, place_of
 
 if TYPE_CHECKING:
@@ -42,19 +44,24 @@ class ServedModel(LanguageModel):
         refuse_statement(sys._getframe(1), "trace")  # noqa: SLF001 - the caller is what it is about
         return super().trace(*args, remote=False, **kwargs)
 
+    def _new_local_part(self) -> NoReturn:
+        raise LocalBlockError.in_session()
+
 
 class TraceRunner(BlockRunner):
     """Runs traces on one model, one after the other.
 
     Args:
         model: The model, with its weights; nobody else is to use it.
+        ask: Asks a trace's client to run a part of a block; None where nobody can be asked.
         **options: See ``BlockRunner``.
     """
 
-    def __init__(self, model: LanguageModel, **options: Any) -> None:
+    def __init__(self, model: LanguageModel, ask: Ask | None = None, **options: Any) -> None:
         """Take the model."""
         super().__init__(**options)
         self._model = model
+        self._ask = ask
         self._pristine = Pristine(model)
         self._is_worn = False
 
@@ -75,7 +82,9 @@ class TraceRunner(BlockRunner):
 
     def _tracer(self, head: TraceHead) -> Tracer:
         self._pristine.begin()
-        return Session(self._model) if head.kind == "session" else ReceivedTracer(self._model)
+        if head.kind == "session":
+            return Session(self._model)
+        return ReceivedTracer(self._model, self._ask if head.local_parts else None)
 
     def _resolver(self, tracer: Tracer) -> Places:
         return Places(self._model, tracer)

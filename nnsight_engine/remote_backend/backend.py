@@ -11,9 +11,10 @@ the trace is one request, and over when its answer is here. Otherwise it is a jo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import ipaddress
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,8 +25,8 @@ from nnsight_engine.remote_backend.display import Display
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.http import HttpTransport
-from nnsight_engine.remote_backend.jobs import RemoteJob
-from nnsight_engine.remote_backend.outcomes import by_name, named, raise_first
+from nnsight_engine.remote_backend.jobs import Read, RemoteJob
+from nnsight_engine.remote_backend.outcomes import Outcome, by_name, named, raise_first
 from nnsight_engine.remote_backend.saves_so_far import OutputReader, StreamedOutput
 from nnsight_engine.remote_backend.sent import Dialect, SentRemotely, gathered, read_frames, refused
 from nnsight_engine.tracing.tracer import Backend, Tracer
@@ -130,6 +131,8 @@ class RemoteBackend(Backend):
             )
             if self.streams:
                 self._sent = sent
+            elif self.blocking and sent.local is not None:
+                return self._run_as_job(sent)
             elif self.blocking:
                 return self._run(sent)
             else:
@@ -150,6 +153,25 @@ class RemoteBackend(Backend):
         sent.bring_home(outcomes)
         return None
 
+    def _run_as_job(self, sent: SentRemotely) -> None:
+        """Run a trace, parts of which run here: its server asks for those over its job's WebSocket."""
+        outcomes: list[Outcome] = []
+
+        def read(frames: Sequence[Frame]) -> dict[str, Any]:
+            outcomes.extend(sent.read(frames))
+            return {}
+
+        job = self._submit(sent, read)
+        try:
+            job.wait()
+        except BaseException:
+            with contextlib.suppress(RemoteError):
+                job.cancel()
+            raise
+        finally:
+            self._id, self._status, self._engine, self._job = job.id, job.status, job.engine, None
+        sent.bring_home(outcomes)
+
     def _heard(self, event: dict[str, Any], display: Display) -> None:
         status = event.get("status")
         if status in set(JobStatus) and status != JobStatus.LOG:
@@ -160,13 +182,18 @@ class RemoteBackend(Backend):
 
     # A job.
 
-    def _submit(self, sent: SentRemotely) -> None:
+    def _submit(self, sent: SentRemotely, read: Read | None = None) -> RemoteJob:
         http = self._http()
         with Display() as display:
             job = http.submit(sent.request, display.progress)
         self._job = RemoteJob(
-            http, str(job["id"]), lambda frames: named(sent.read(frames)), JobStatus(job["status"])
+            http,
+            str(job["id"]),
+            read or (lambda frames: named(sent.read(frames))),
+            JobStatus(job["status"]),
+            run=None if sent.local is None else sent.local.run,
         )
+        return self._job
 
     def _http(self) -> HttpTransport:
         if not isinstance(self.transport, HttpTransport):

@@ -54,9 +54,67 @@ class LocalBlockError(RuntimeError):
         )
 
     @classmethod
-    def on_server(cls) -> LocalBlockError:
-        """In a process of a server, which cannot reach its client yet."""
+    def unreachable(cls) -> LocalBlockError:
+        """In a trace whose client does not wait to be asked."""
         return cls(
-            "tracer.local() is not for traces on a server yet: save what you need, compute with it after the "
-            "trace, and trace again"
+            "tracer.local() needs its client, and nobody can be asked: write `with tracer.local():` in the "
+            "trace's own block, with the name that the trace is bound to, and send it over HTTP with a "
+            "client of this version"
+        )
+
+    @classmethod
+    def in_session(cls) -> LocalBlockError:
+        """In a trace of a session, whose traces belong to no job of their own."""
+        return cls(
+            "tracer.local() is not for the traces of a session on a server: trace outside of the session, or "
+            "save what you need and compute with it after"
+        )
+
+    @classmethod
+    def unanswered(cls, timeout_s: float) -> LocalBlockError:
+        """Where the client has gone, or its part takes too long."""
+        return cls(
+            f"nobody answered tracer.local() within {timeout_s:g} s (the server's local_block_timeout_s): "
+            "the client has gone, does not wait for its job, or computes for longer"
+        )
+
+    @classmethod
+    def misplaced(cls) -> LocalBlockError:
+        """In code that is no part of the trace's own blocks."""
+        return cls(
+            "tracer.local() stands in a trace's own block or in an invoke, where the client finds it; not "
+            "in a function, in an edit, or under validate=True"
+        )
+
+    @classmethod
+    def changed(cls, name: str) -> LocalBlockError:
+        """Where a part changed a copy, which the engine would not notice."""
+        return cls(
+            f"`{name}` was changed in place within tracer.local(), where it is a copy of the engine's: "
+            f"assign a new value instead, `{name} = ...`, or use a variable that only the parts under "
+            "tracer.local() mention, which is your own"
+        )
+
+    @classmethod
+    def without_values(cls) -> LocalBlockError:
+        """Where a part computed with a model that was loaded without its weights."""
+        return cls(
+            "a part under tracer.local() computes with a meta tensor, which has no values: your model was "
+            "loaded without its weights. Compute with them on the server, or load it with dispatch=True"
+        )
+
+    @classmethod
+    def repeated(cls) -> LocalBlockError:
+        """Where a server has begun with the trace a second time."""
+        return cls(
+            "the server began with the trace again, after a restart, when parts of it had run under "
+            "tracer.local(): they would run twice. Run the trace again"
+        )
+
+    @classmethod
+    def without_gradients(cls) -> LocalBlockError:
+        """Where a backward pass comes to what a client computed."""
+        return cls(
+            "gradients do not pass through tracer.local(): use `.detach()` on what it computed, or compute "
+            "with it on the server"
         )

@@ -18,6 +18,7 @@ from nnsight_engine.wire import DecodeError
 
 MEDIA_TYPE: Final = "application/vnd.nnsight.frames"
 _HEAD: Final = struct.Struct("<BQ")
+_NUMBER: Final = struct.Struct("<Q")
 HEAD_BYTES: Final = _HEAD.size
 _SMALL_BYTES: Final = 2**20
 
@@ -35,6 +36,8 @@ class FrameKind(enum.IntEnum):
     """A wire message: what came of each block, see ``outcomes``."""
     ERROR = 5
     """JSON: OpenAI's error object, of the server and not of a block."""
+    LOCAL = 6
+    """Over a job's WebSocket: a call of ``tracer.local()``, or its answer; its number and a wire message."""
 
 
 class Frame(NamedTuple):
@@ -46,6 +49,13 @@ class Frame(NamedTuple):
     def head(self) -> bytes:
         """Return what is written before the data."""
         return head_of(self.kind, len(self.data))
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the frame in pieces, none of them large, as messages of a WebSocket are."""
+        yield self.head()
+        view = memoryview(self.data)
+        for start in range(0, len(view), _SMALL_BYTES):
+            yield bytes(view[start : start + _SMALL_BYTES])
 
     def json(self) -> Any:
         """Return the data as JSON.
@@ -62,6 +72,23 @@ class Frame(NamedTuple):
 def head_of(kind: FrameKind, num_bytes: int) -> bytes:
     """Return what is written before the data of a frame."""
     return _HEAD.pack(kind, num_bytes)
+
+
+def calling(number: int, data: bytes | bytearray | memoryview) -> Frame:
+    """Return the ``LOCAL`` frame of a call, or of its answer."""
+    return Frame(FrameKind.LOCAL, b"".join((_NUMBER.pack(number), data)))
+
+
+def called(frame: Frame) -> tuple[int, memoryview]:
+    """Return which call a ``LOCAL`` frame is of, and its message.
+
+    Raises:
+        DecodeError: It is no such frame.
+    """
+    if frame.kind is not FrameKind.LOCAL or len(frame.data) < _NUMBER.size:
+        raise DecodeError(f"a {frame.kind.name} frame of {len(frame.data):,} bytes is no call of a client")
+    (number,) = _NUMBER.unpack_from(frame.data)
+    return number, memoryview(frame.data)[_NUMBER.size :]
 
 
 def json_frame(kind: FrameKind, value: Any) -> Frame:
@@ -155,4 +182,14 @@ def _room(num_bytes: int) -> bytearray | memoryview:
         raise DecodeError(f"a frame of {num_bytes:,} bytes is more than there is memory for") from error
 
 
-__all__ = ["HEAD_BYTES", "MEDIA_TYPE", "Frame", "FrameKind", "FrameReader", "head_of", "json_frame"]
+__all__ = [
+    "HEAD_BYTES",
+    "MEDIA_TYPE",
+    "Frame",
+    "FrameKind",
+    "FrameReader",
+    "called",
+    "calling",
+    "head_of",
+    "json_frame",
+]

@@ -29,7 +29,7 @@ from nnsight_engine.wire import DecodeError
 _CONNECT_S: Final = 10.0
 _READ_S: Final = 3600.0
 """Between two frames: a block may compute for long, and nobody tells in between."""
-_MAX_FRAME_BYTES: Final = 16 * 2**30
+MAX_FRAME_BYTES: Final = 16 * 2**30
 _CHUNK_BYTES: Final = 2**20
 _RETRIES: Final = 4
 _FIRST_PAUSE_S: Final = 0.2
@@ -75,8 +75,8 @@ class HttpTransport:
 
     async def stream(self, request: TraceRequest) -> AsyncIterator[Frame]:
         """Send a trace, and yield the frames of the answer as they come; see ``Transport``."""
-        reader = FrameReader(_MAX_FRAME_BYTES)
-        async with httpx.AsyncClient(timeout=_timeout(), headers=self._headers()) as client:
+        reader = FrameReader(MAX_FRAME_BYTES)
+        async with httpx.AsyncClient(timeout=_timeout(), headers=self.headers()) as client:
             try:
                 content = request.to_bytes()
                 async with client.stream(
@@ -143,7 +143,7 @@ class HttpTransport:
             TimeoutError: The job goes on beyond ``end``.
         """
         last = after
-        pauses = _pauses()
+        pauses = growing_pauses()
         while True:
             try:
                 for event in self._events(job_id, last, end):
@@ -189,7 +189,8 @@ class HttpTransport:
 
     # Requests.
 
-    def _headers(self) -> dict[str, str]:
+    def headers(self) -> dict[str, str]:
+        """Return what every request says of who sends it."""
         return {"authorization": f"Bearer {self._key}"} if self._key else {}
 
     def _post(
@@ -220,7 +221,7 @@ class HttpTransport:
         read_s: float = _READ_S,
     ) -> httpx.Response:
         client = _client(os.getpid())
-        sent = {**self._headers(), **(headers or {})}
+        sent = {**self.headers(), **(headers or {})}
         request = client.build_request(method, url, headers=sent, content=content, timeout=_timeout(read_s))
         response = client.send(request, stream=stream)
         if response.status_code >= httpx.codes.BAD_REQUEST:
@@ -233,7 +234,7 @@ class HttpTransport:
         self, send: Callable[[], httpx.Response], *, is_repeatable: bool = False
     ) -> httpx.Response:
         """Send, and again where that is safe, with growing pauses."""
-        pauses = _pauses()
+        pauses = growing_pauses()
         while True:
             try:
                 return send()
@@ -260,7 +261,7 @@ class _Download:
     """Frames that arrive over several connections."""
 
     def __init__(self) -> None:
-        self.reader = FrameReader(_MAX_FRAME_BYTES)
+        self.reader = FrameReader(MAX_FRAME_BYTES)
         self.frames: list[Frame] = []
         self.num_bytes = 0
 
@@ -297,7 +298,8 @@ def _timeout(read_s: float = _READ_S) -> httpx.Timeout:
     return httpx.Timeout(read_s, connect=_CONNECT_S)
 
 
-def _pauses() -> Iterator[float]:
+def growing_pauses() -> Iterator[float]:
+    """Yield how long to wait before trying again, as often as it is tried."""
     pause = _FIRST_PAUSE_S
     for _ in range(_RETRIES):
         yield min(pause, _MAX_PAUSE_S) * random.uniform(0.5, 1.5)  # noqa: S311 - so that clients do not come together
@@ -312,7 +314,7 @@ def _pieces(content: bytes, progress: Progress | None) -> Iterator[bytes]:
 
 
 def _frames(chunks: Iterator[bytes], progress: Progress | None) -> Iterator[Frame]:
-    reader = FrameReader(_MAX_FRAME_BYTES)
+    reader = FrameReader(MAX_FRAME_BYTES)
     for chunk in chunks:
         yield from reader.feed(chunk)
         _report(reader, progress)

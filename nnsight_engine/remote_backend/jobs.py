@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from api_schemas.jobs import JobStatus
@@ -12,6 +13,7 @@ from nnsight_engine.remote_backend.display import Display
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.http import HttpTransport
+from nnsight_engine.remote_backend.job_socket import Run, followed
 
 Read = Callable[[Sequence[Frame]], dict[str, Any]]
 _FIRST_POLL_S: Final = 0.05
@@ -26,6 +28,7 @@ class RemoteJob:
         job_id: Its name there.
         read: Returns what was saved, by name, from the frames of a result; raises what the blocks raised.
         status: Where it is, as far as is known.
+        run: Runs parts of its blocks here, where it has such parts.
 
     Attributes:
         id: Its name on the server.
@@ -33,13 +36,21 @@ class RemoteJob:
         engine: What runs it, once that is known.
     """
 
-    def __init__(self, http: HttpTransport, job_id: str, read: Read, status: JobStatus | None = None) -> None:
+    def __init__(
+        self,
+        http: HttpTransport,
+        job_id: str,
+        read: Read,
+        status: JobStatus | None = None,
+        run: Run | None = None,
+    ) -> None:
         """Ask nothing yet."""
         self.id = job_id
         self.status = status
         self.engine: str | None = None
         self._http = http
         self._read = read
+        self._run = run
         self._result: dict[str, Any] | None = None
 
     def poll(self) -> dict[str, Any] | None:
@@ -86,7 +97,8 @@ class RemoteJob:
             TimeoutError: It takes longer.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        for event in self._http.events(self.id, after, end):
+        events = self._http.events if self._run is None else partial(followed, self._http, self._run)
+        for event in events(self.id, after, end):
             if event["status"] != JobStatus.LOG:
                 self.status = JobStatus(event["status"])
             self.engine = event.get("engine") or self.engine
@@ -101,6 +113,8 @@ class RemoteJob:
         return self._awaited().__await__()
 
     async def _awaited(self) -> dict[str, Any]:
+        if self._run is not None:
+            return await asyncio.to_thread(self.wait)
         pause = _FIRST_POLL_S
         while True:
             result = await asyncio.to_thread(self.poll)

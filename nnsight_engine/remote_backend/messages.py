@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 import struct
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -23,6 +23,7 @@ _START: Final = struct.Struct("<4sBxxxI")
 _MAX_HEAD_BYTES: Final = 16 * 2**20
 _MAX_ITEMS: Final = 4096
 """Blocks, requests, edits and parts of one trace."""
+Ask = Callable[[bytes | bytearray | memoryview], Awaitable[bytes | bytearray | memoryview]]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -71,6 +72,7 @@ class TraceHead(msgspec.Struct, frozen=True, kw_only=True):
         num_edits: How many of the blocks, the last ones, are edits.
         wanted: Names to send home although nobody saved them: later traces of a session use them.
         streams: Whether outputs are to be told as they come.
+        local_parts: Whether the client is there to run parts of its blocks, over its job's WebSocket.
         accepts: Codecs in which the client reads results, ``zstd``.
         python: The client's version of Python, ``3.12.1``.
         client: The client's version of this package.
@@ -90,6 +92,7 @@ class TraceHead(msgspec.Struct, frozen=True, kw_only=True):
     num_edits: Count = 0
     wanted: Annotated[list[str], msgspec.Meta(max_length=_MAX_ITEMS)] = []
     streams: bool = False
+    local_parts: bool = False
     accepts: Annotated[list[str], msgspec.Meta(max_length=16)] = []
     python: str = msgspec.field(default_factory=platform.python_version)
     client: str = ""
@@ -104,15 +107,18 @@ class TraceRequest:
         parts: The blocks, then edits.
         sender: Who sent it, as the server knows them, so that nobody's traces keep others waiting; set by
             the server and not sent.
+        ask: How the server asks its client to run a part of a block: it sends bytes, bytes come in answer,
+            or TimeoutError where nobody answers. None where nobody can be asked; not sent either.
     """
 
-    __slots__ = ("head", "parts", "sender")
+    __slots__ = ("ask", "head", "parts", "sender")
 
     def __init__(self, head: TraceHead, parts: Sequence[bytes | memoryview]) -> None:
         """Put them together; the head learns the parts' sizes."""
         self.head = msgspec.structs.replace(head, parts=[len(part) for part in parts])
         self.parts = list(parts)
         self.sender = ""
+        self.ask: Ask | None = None
 
     @property
     def blocks(self) -> bytes | memoryview:

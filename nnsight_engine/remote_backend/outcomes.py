@@ -55,9 +55,10 @@ class SentPart(NamedTuple):
         if name in self.own:
             self.own[name].cell_contents = value
 
-    def as_sent(self) -> SentBlock:
-        """Return what of it travels."""
-        return SentBlock(self.info, self.own)
+    def as_sent(self, left_out: frozenset[str] = frozenset()) -> SentBlock:
+        """Return what of it travels, without the values of some names."""
+        cells = {name: cell for name, cell in self.own.items() if name not in left_out}
+        return SentBlock(self.info, cells, left_out)
 
 
 def parts_of(tracer: InterleavingTracer) -> list[SentPart]:

@@ -18,6 +18,7 @@ from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.remote_backend.codecs import Codec, encode_blocks
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
+from nnsight_engine.remote_backend.local_parts import local_parts
 from nnsight_engine.remote_backend.messages import SentInvoke, TraceHead, TraceRequest
 from nnsight_engine.remote_backend.outcomes import (
     Outcome,
@@ -115,6 +116,7 @@ class SentRemotely:
 
     Attributes:
         request: What goes to the server.
+        local: Parts of the blocks that run here, if there are any.
     """
 
     def __init__(
@@ -141,11 +143,15 @@ class SentRemotely:
         else:
             self._parts = parts_of(tracer)
             inputs, barriers = dialect.inputs(tracer), tracer.barriers
-        self._saved = saved_containers([part.own for part in self._parts])
+        self.local = (
+            None if is_session or dialect.name == "vllm" else local_parts(self._parts, tracer, dialect)
+        )
+        own = frozenset[str]() if self.local is None else self.local.own
+        self._saved = saved_containers([part.as_sent(own).cells for part in self._parts])
         sent = [*self._parts, *inputs.edits]
         blocks = encode_blocks(
             codec,
-            [part.as_sent() for part in sent],
+            [*(part.as_sent(own) for part in self._parts), *(edit.as_sent() for edit in inputs.edits)],
             shared={SAVED: self._saved, **inputs.shared},
             reference=lambda value: dialect.reference(value, barriers),
         )
@@ -163,6 +169,7 @@ class SentRemotely:
             num_edits=len(inputs.edits),
             wanted=wanted_of(self._parts),
             streams=streams,
+            local_parts=self.local is not None,
             accepts=list(accepts),
             client=nnsight_engine.__version__,
         )
@@ -170,7 +177,8 @@ class SentRemotely:
 
     def read(self, frames: Sequence[Frame]) -> list[Outcome]:
         """Return what came of the blocks; see ``read_frames``."""
-        return read_frames(frames, self._saved, self._dialect)
+        outcomes = read_frames(frames, self._saved, self._dialect)
+        return outcomes if self.local is None else self.local.completed(outcomes)
 
     def bring_home(self, outcomes: Sequence[Outcome]) -> None:
         """Put what the blocks saved where they were written; raises what they raised."""

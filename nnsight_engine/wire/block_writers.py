@@ -30,6 +30,9 @@ class _Sent(Protocol):
     @property
     def cells(self) -> Mapping[str, CellType]: ...
 
+    @property
+    def left_out(self) -> frozenset[str]: ...
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WrittenBlock:
@@ -68,7 +71,8 @@ def write_sent_block(encoder: Encoder, index: int, value: Any) -> None:
         encoder.node(tuple(cells), index, ""),
         encoder.node(cells, index, "", writer=write_cells),
     ]
-    encoder.emit(index, Kind.BLOCK, parts + bindings(encoder, index, globals_, written.global_names))
+    names = [name for name in written.global_names if name not in sent.left_out]
+    encoder.emit(index, Kind.BLOCK, parts + bindings(encoder, index, globals_, names))
 
 
 def written_block(block: Block) -> WrittenBlock:

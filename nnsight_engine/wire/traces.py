@@ -31,10 +31,12 @@ class SentBlock:
     Attributes:
         info: The block.
         cells: Its variables by name; one that is missing or unbound starts unbound.
+        left_out: Names of the module that are not sent, although the block mentions them.
     """
 
     info: Info
     cells: Mapping[str, CellType]
+    left_out: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -209,7 +209,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
             if not namespace:
                 namespace.update({key: globals_[key] for key in _OF_A_NAMESPACE if key in globals_})
         place = (written.piece, written.item, first_argument)
-        rest = (tuple(cells.values()), _held(cells.values()), bound_globals(globals_, written.global_names))
+        names = [name for name in written.global_names if name not in sent.left_out]
+        rest = (tuple(cells.values()), _held(cells.values()), bound_globals(globals_, names))
         return _block, (module, namespace, place, cells), rest, None, None, _fill_block
 
 

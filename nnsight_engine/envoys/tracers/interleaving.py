@@ -133,7 +133,7 @@ class InterleavingTracer(Tracer):
         Raises:
             LocalBlockError: The block runs elsewhere, from where that cannot be done.
         """
-        return Tracer()
+        return self.model._root._new_local_part()
 
     def cache(
         self,

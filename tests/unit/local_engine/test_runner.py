@@ -17,7 +17,7 @@ from nnsight_engine.interleaving.events import MissedProviderError
 from nnsight_engine.local_engine.runner import ServedModel, TraceRunner
 from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.remote_backend.backend import RemoteBackend
-from nnsight_engine.remote_backend.errors import LocalBlockError
+from nnsight_engine.remote_backend.errors import LocalBlockError, RemoteError
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 from nnsight_engine.remote_backend.sent import Inputs
 from nnsight_engine.remote_backend.transformers_dialect import TransformersDialect
@@ -433,9 +433,13 @@ def test_parts_that_run_where_they_were_written_are_for_traces_here(bench: Bench
         changed = local.layers[1].output.sum().save()
     assert torch.isclose(changed, torch.tensor(2 * seen[0]), rtol=1e-3)
     model = bench.client
-    with pytest.raises(LocalBlockError, match="not for traces on a server yet"):
+    with pytest.raises(RemoteError, match="jobs are for servers over HTTP"):
         with model.trace(TEXT, backend=bench.elsewhere()) as tracer:
             with tracer.local():
+                model.layers[0].output.sum().save()
+    with pytest.raises(LocalBlockError, match="nobody can be asked"):
+        with model.trace(TEXT, backend=bench.elsewhere()) as tracer:
+            with (lambda: tracer)().local():
                 model.layers[0].output.sum().save()
     with pytest.raises(LocalBlockError, match="inside vLLM"):
         BlockTracer.local(cast("Any", None))

@@ -1,0 +1,188 @@
+"""A part of a block that runs where it was written: the engine's side of ``with tracer.local():``.
+
+The block waits while its client runs the body. Values of the variables that the body reads go there, what it
+assigns comes back, and what it raises is raised in the block, at this place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from nnsight_engine.core.cells import UNBOUND, content
+from nnsight_engine.core.saves import SAVES
+from nnsight_engine.core.trees import map_tensors
+from nnsight_engine.local_engine.link import LOCAL
+from nnsight_engine.remote_backend.errors import LocalBlockError
+from nnsight_engine.remote_backend.frames import FrameKind
+from nnsight_engine.remote_backend.local_messages import (
+    GIVEN,
+    PartAsked,
+    names_read,
+    place_of,
+    plain,
+    read_done,
+)
+from nnsight_engine.remote_backend.places import Places
+from nnsight_engine.remote_backend.places import place_of as place_in
+from nnsight_engine.remote_backend.sent import refused
+from nnsight_engine.tracing.tracer import Tracer
+from nnsight_engine.wire import TRUSTED, DecodeError, decode, encode, restore_error
+
+if TYPE_CHECKING:
+    from nnsight_engine.envoys.envoy import Envoy
+    from nnsight_engine.local_engine.serving import Asking
+    from nnsight_engine.wire.decoder import Resolve
+
+Ask = Callable[[bytes], bytes | bytearray | memoryview]
+"""Sends what a client is asked, and returns the answer; raises LocalBlockError where there is none."""
+
+_OF_THE_CLIENT: Final = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, Tracer)
+"""What the client has itself, and no block changes."""
+_AS_IT_WAS: Final = (str, int, float, complex, bytes, type(None))
+
+
+def answered(asking: Asking, data: bytes) -> bytes | bytearray | memoryview:
+    """Have a trace's client asked through its server; see ``Ask``.
+
+    Raises:
+        LocalBlockError: Nobody answers, or nobody can be asked.
+    """
+    asking.ask({LOCAL: True}, data)
+    frame = asking.answer()
+    if frame.kind is FrameKind.RESULT:
+        return frame.data
+    raise LocalBlockError(str(refused(frame)))
+
+
+class LocalPart(Tracer):
+    """``with tracer.local():`` in a block that came from elsewhere.
+
+    Args:
+        model: The model.
+        ask: The way to the client.
+        attempt: Of the engine at the trace.
+        turn: How many parts the client was asked before.
+        number: Of the block, in its trace.
+        kept: Variables that no block of the trace assigns: the client has them too.
+    """
+
+    def __init__(
+        self, model: Envoy, ask: Ask, *, attempt: str, turn: int, number: int, kept: Collection[str]
+    ) -> None:
+        """Wait for the block."""
+        super().__init__()
+        self._model = model
+        self._attempt = attempt
+        self._turn = turn
+        self._number = number
+        self._kept = kept
+        self._ask = ask
+
+    def execute(self, function: Callable[[], Any]) -> None:
+        """Have the client run the block, and assign what it assigned.
+
+        Raises:
+            LocalBlockError: Nobody answers, or the block stands where nobody can find it.
+            EncodeError: A variable cannot be sent.
+            DecodeError: The answer is broken.
+            BaseException: What the block raised.
+        """
+        del function  # which is for the client
+        info = self.info
+        if info.frame is not None:
+            raise LocalBlockError.misplaced()
+        cells, values = info.variables, self._values()
+        asked = PartAsked(
+            attempt=self._attempt,
+            turn=self._turn,
+            block=self._number,
+            place=place_of(info.block.origin),
+            names=sorted(cells),
+            values=values,
+        )
+        data = self._ask(encode(plain(asked), reference=self._reference))
+        decoded = decode(
+            data, resolve=self._resolver(values), policy=TRUSTED, device=self._model.device or "cpu"
+        )
+        done = read_done(decoded)
+        if done.error is not None:
+            raise restore_error(done.error)
+        has_gradients = any(map(_has_gradients, values.values()))
+        for name, value in done.values.items():
+            if name not in info.block.stored or name not in cells:
+                raise DecodeError(f"the answer of tracer.local() assigns {name!r}, which its body does not")
+            if has_gradients and name in done.computed:
+                value = map_tensors(value, _without_gradients)  # noqa: PLW2901 - the same, but for gradients
+            cells[name].cell_contents = value
+            if name in done.saved:
+                SAVES.mark(value)
+        for name in done.deleted:
+            if name in info.block.stored and name in cells and content(cells[name]) is not UNBOUND:
+                del cells[name].cell_contents
+
+    def _values(self) -> dict[str, Any]:
+        """Return what the body may read and the client may lack, or have otherwise."""
+        block = self.info.block
+        read = names_read(block.origin.body, block.context.class_name)
+        found = {name: content(cell) for name, cell in self.info.variables.items() if name in read}
+        return {
+            name: value
+            for name, value in found.items()
+            if value is not UNBOUND and self._may_differ(name, value)
+        }
+
+    def _may_differ(self, name: str, value: Any) -> bool:
+        return name not in self._kept or not (
+            isinstance(value, (*_OF_THE_CLIENT, *_AS_IT_WAS)) or self._reference(value) is not None
+        )
+
+    def _reference(self, value: Any) -> tuple[str, ...] | None:
+        return place_in(value, self._model)
+
+    def _resolver(self, values: dict[str, Any]) -> Resolve:
+        places = Places(self._model)
+
+        def resolve(reference: tuple[str, ...]) -> Any:
+            if len(reference) == 2 and reference[0] == GIVEN and reference[1] in values:
+                return values[reference[1]]
+            return places(reference)
+
+        return resolve
+
+
+def _has_gradients(value: Any) -> bool:
+    found: list[bool] = []
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor.requires_grad)
+        return tensor
+
+    map_tensors(value, look)
+    return any(found)
+
+
+class _NoGradient(torch.autograd.Function):
+    """What gradients reach that would have to pass through the client."""
+
+    @staticmethod
+    def forward(_ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: torch.Tensor) -> torch.Tensor:
+        raise LocalBlockError.without_gradients()
+
+
+def _without_gradients(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.requires_grad:
+        return tensor
+    with torch.enable_grad():
+        made: torch.Tensor = _NoGradient.apply(tensor)  # type: ignore[no-untyped-call] # as torch has it
+    return made
+
+
+__all__ = ["Ask", "LocalPart", "answered"]

@@ -1,0 +1,101 @@
+"""A job followed over its WebSocket, whose server asks for parts of the job's blocks to be run here.
+
+Events are JSON text; what is asked and answered are frames, binary, in pieces. A connection that breaks is
+made again, and begins where the last one ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from websockets.exceptions import InvalidStatus, WebSocketException
+from websockets.sync.client import ClientConnection, connect
+
+from api_schemas.jobs import JobStatus
+from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
+from nnsight_engine.remote_backend.frames import Frame, FrameReader, called, calling
+from nnsight_engine.remote_backend.http import MAX_FRAME_BYTES, HttpTransport, growing_pauses
+
+Run = Callable[[memoryview], bytes]
+"""Runs a part of a block, as its message asks; returns the answer's."""
+
+_OPEN_S: Final = 10.0
+
+
+def followed(
+    http: HttpTransport, run: Run, job_id: str, after: int = 0, end: float | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield what happens to a job, and run what its server asks for; see ``HttpTransport.events``.
+
+    Raises:
+        TimeoutError: The job goes on beyond ``end``.
+        RemoteError: There is no such job, or the server cannot be reached.
+    """
+    last, pauses = after, growing_pauses()
+    while True:
+        problem: Exception | None = None
+        try:
+            with _connected(http, job_id, last) as socket:
+                for event in _events(socket, run, end):
+                    last = event["id"]
+                    yield event
+                    if JobStatus(event["status"]).is_final:
+                        return
+        except InvalidStatus as error:
+            raise _refusal(error) from error
+        except (WebSocketException, OSError) as error:
+            problem = error
+        if end is not None and time.monotonic() >= end:
+            raise TimeoutError(f"job {job_id} is not done yet; it goes on") from problem
+        pause = next(pauses, None)
+        if pause is None:
+            raise RemoteConnectionError(
+                f"the WebSocket of job {job_id} at {http.url} cannot be reached, or broke off: {problem}"
+            ) from problem
+        time.sleep(pause)
+
+
+def _connected(http: HttpTransport, job_id: str, after: int) -> ClientConnection:
+    address = "ws" + http.url.removeprefix("http")
+    return connect(
+        f"{address}/v1/jobs/{job_id}/events?after={after}&local=true",
+        additional_headers=http.headers(),
+        compression=None,
+        max_size=None,
+        open_timeout=_OPEN_S,
+    )
+
+
+def _events(socket: ClientConnection, run: Run, end: float | None) -> Iterator[dict[str, Any]]:
+    reader = FrameReader(MAX_FRAME_BYTES)
+    while True:
+        left = None if end is None else max(end - time.monotonic(), 0.001)
+        message = socket.recv(timeout=left)
+        if isinstance(message, str):
+            event = json.loads(message)
+            if event.get("type") == "event":
+                yield event
+            continue
+        for frame in reader.feed(message):
+            _answer(socket, frame, run)
+
+
+def _answer(socket: ClientConnection, frame: Frame, run: Run) -> None:
+    number, data = called(frame)
+    for piece in calling(number, run(data)).pieces():
+        socket.send(piece)
+
+
+def _refusal(error: InvalidStatus) -> RemoteError:
+    status, body = error.response.status_code, error.response.body
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        said = json.loads(body or b"")["error"]
+        return RemoteError(str(said["message"]), code=str(said["code"]), status=status)
+    return RemoteError(f"the server refused a job's WebSocket with {status}", status=status)
+
+
+__all__ = ["Run", "followed"]

@@ -1,0 +1,276 @@
+"""Parts of a block that run here while the rest runs on a server: a client's ``with tracer.local():``.
+
+The statements are found in the blocks before those are sent. Variables that nothing else mentions stay here,
+so they may hold what cannot be sent. The engine names one of these statements and no other code; its body
+runs on variables of its own, which last for the trace, with the values that came from the engine.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import CellType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from nnsight_engine.core.cells import UNBOUND, content, copied
+from nnsight_engine.core.saves import SAVES
+from nnsight_engine.core.trees import map_tensors
+from nnsight_engine.interleaving.sharing import publishers
+from nnsight_engine.remote_backend.errors import LocalBlockError
+from nnsight_engine.remote_backend.local_messages import (
+    GIVEN,
+    PartAsked,
+    PartDone,
+    Place,
+    place_of,
+    plain,
+    read_asked,
+)
+from nnsight_engine.tracing.blocks import Block, Nested, compile_block, mangled, names_in
+from nnsight_engine.tracing.tracer import Info, Tracer, compiled
+from nnsight_engine.wire import DecodeError, decode, encode, encode_error
+
+if TYPE_CHECKING:
+    from nnsight_engine.remote_backend.outcomes import Outcome, SentPart
+    from nnsight_engine.remote_backend.sent import Dialect
+
+_Found = Mapping[Place, Nested]
+
+
+def local_parts(parts: Sequence[SentPart], tracer: Tracer, dialect: Dialect) -> LocalParts | None:
+    """Return the parts of a trace's blocks that run here; None where there are none."""
+    found = [_statements(part, tracer) for part in parts]
+    return LocalParts(parts, found, dialect) if any(found) else None
+
+
+class LocalParts:
+    """The parts of one trace.
+
+    Args:
+        parts: Its blocks.
+        found: Of each block, the statements whose bodies run here.
+        dialect: How values travel.
+
+    Attributes:
+        own: Names that only these bodies mention.
+    """
+
+    def __init__(self, parts: Sequence[SentPart], found: Sequence[_Found], dialect: Dialect) -> None:
+        """Copy the blocks' variables."""
+        self._found = found
+        self._dialect = dialect
+        self._infos = [part.info for part in parts]
+        inside, outside = set[str](), set[str]()
+        for part, statements in zip(parts, found, strict=True):
+            class_name = part.info.block.context.class_name
+            inside |= mangled(names_in([one for it in statements.values() for one in it.body]), class_name)
+            outside |= mangled(names_in(_without(part.info.block.origin.body, statements)), class_name)
+        self.own = frozenset(inside - outside)
+        self._cells = [copied(part.own) for part in parts]
+        self._publish = publishers(
+            [_Own(part, cells, self.own) for part, cells in zip(parts, self._cells, strict=True)]
+        )
+        self._blocks: dict[tuple[int, Place, frozenset[str]], Block] = {}
+        self._saved: list[dict[str, Any]] = [{} for _ in parts]
+        self._flows: list[dict[str, Any]] = [{} for _ in parts]
+        self._error: BaseException | None = None
+        self._last: tuple[str, int, bytes] | None = None
+
+    def run(self, data: bytes | bytearray | memoryview) -> bytes:
+        """Run one of the parts, as the engine asks; returns the answer, which tells of what it raised."""
+        SAVES.enter()
+        try:
+            return self._run(data)
+        except Exception as error:  # noqa: BLE001 - raised in the block, and then here
+            self._error = error
+            answer = encode(plain(PartDone(error=encode_error(error))))
+            if self._last is not None:
+                self._last = (*self._last[:2], answer)
+            return answer
+        finally:
+            SAVES.exit()
+
+    def completed(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Return what came of the blocks with what stayed here: what was saved, and the error itself."""
+        return [
+            dataclasses.replace(
+                outcome,
+                saves={**outcome.saves, **self._saved[outcome.index]},
+                flows={**outcome.flows, **self._flows[outcome.index]},
+                error=self._error if self._is_own(outcome.error) else outcome.error,
+            )
+            if outcome.index < len(self._infos)
+            else outcome
+            for outcome in outcomes
+        ]
+
+    def _is_own(self, error: BaseException | None) -> bool:
+        mine = self._error
+        if mine is None or error is None:
+            return False
+        return (type(mine).__qualname__, str(mine)) == (type(error).__qualname__, str(error))
+
+    def _run(self, data: bytes | bytearray | memoryview) -> bytes:
+        dialect = self._dialect
+        asked = read_asked(decode(data, resolve=dialect.resolver({}), policy=dialect.policy))
+        if self._last is not None and self._last[:2] == (asked.attempt, asked.turn):
+            return self._last[2]  # which was lost with its connection
+        if (self._last is None) != (asked.turn == 0):
+            raise LocalBlockError.repeated()
+        if self._last is not None and self._last[0] != asked.attempt:
+            raise LocalBlockError.repeated()
+        self._last = (asked.attempt, asked.turn, b"")
+        block, cells = self._block(asked), self._cells[asked.block]
+        for name in block.stored:
+            cells.setdefault(name, CellType())
+        for name, value in asked.values.items():
+            cells.setdefault(name, CellType()).cell_contents = value
+        before = {name: self._state(value) for name, value in asked.values.items()}
+        run = compiled(Info(block, cells, None, self._infos[asked.block].globals_), cells)
+        with _Values():
+            run()
+        for name, value in asked.values.items():
+            if self._state(value) != before[name]:
+                raise LocalBlockError.changed(name)
+        publish = self._publish[asked.block]
+        if publish is not None:
+            publish()
+        answer = self._answer(asked, block, cells)
+        self._last = (asked.attempt, asked.turn, answer)
+        return answer
+
+    def _block(self, asked: PartAsked) -> Block:
+        """Return the body that is asked for.
+
+        Raises:
+            DecodeError: There is none, or it has not these variables.
+        """
+        if not 0 <= asked.block < len(self._found) or asked.place not in self._found[asked.block]:
+            raise DecodeError("the server asks for a part under tracer.local() that the trace does not have")
+        nested, info = self._found[asked.block][asked.place], self._infos[asked.block]
+        mentioned = mangled(names_in(nested.body), info.block.context.class_name)
+        if not mentioned >= {*asked.values, *asked.names}:
+            raise DecodeError("the server sends variables that the part under tracer.local() does not have")
+        shared = mentioned.intersection(self._cells[asked.block]).union(asked.names)
+        key = (asked.block, asked.place, shared)
+        if key not in self._blocks:
+            self._blocks[key] = compile_block(nested, info.block.source, shared, info.block.context)
+        return self._blocks[key]
+
+    def _answer(self, asked: PartAsked, block: Block, cells: Mapping[str, CellType]) -> bytes:
+        """Keep what stays here of what was assigned, and return the rest as a message."""
+        wanted = self._infos[asked.block].wanted
+        saved, flows = self._saved[asked.block], self._flows[asked.block]
+        done = PartDone()
+        for name in block.stored:
+            value = content(cells[name])
+            if name in self.own:
+                saved.pop(name, None)
+                flows.pop(name, None)
+                if value is not UNBOUND and SAVES.keeps(value):
+                    saved[name] = value
+                elif value is not UNBOUND and name in wanted:
+                    flows[name] = value
+            elif value is UNBOUND:
+                done.deleted.append(name)
+            else:
+                done.values[name] = value
+        done.saved = [name for name, value in done.values.items() if SAVES.keeps(value)]
+        done.computed = [name for name, value in done.values.items() if _is_computed(value)]
+        given = {id(value): name for name, value in asked.values.items()}
+        return encode(plain(done), reference=lambda value: self._reference(value, given))
+
+    def _reference(self, value: Any, given: Mapping[int, str]) -> tuple[str, ...] | None:
+        name = given.get(id(value))
+        return (GIVEN, name) if name is not None else self._dialect.reference(value, [])
+
+    def _state(self, value: Any) -> bytes:
+        """Return what is different when a value was changed in place; tensors count their changes."""
+
+        def reference(one: Any) -> tuple[str, ...] | None:
+            if isinstance(one, torch.Tensor):
+                return ("tensor", str(id(one)), str(one._version))  # noqa: SLF001 - torch says it nowhere else
+            return self._dialect.reference(one, [])
+
+        return encode(value, reference=reference)
+
+
+class _Own:
+    """The variables of one block that stay here, which invokes share as they do elsewhere."""
+
+    def __init__(self, part: SentPart, cells: Mapping[str, CellType], names: frozenset[str]) -> None:
+        self.outer = {name: cell for name, cell in part.outer.items() if name in names}
+        self.own = {name: cell for name, cell in cells.items() if name in self.outer}
+        self.stored = [name for name in part.info.block.stored if name in self.outer]
+
+
+def _statements(part: SentPart, tracer: Tracer) -> _Found:
+    """Return the ``with`` statements of a block that call ``local`` of this tracer."""
+    info = part.info
+    names = {name for name, cell in part.own.items() if content(cell) is tracer}
+    found = {}
+    for nested in info.block.nested:
+        match nested.node.items[nested.item].context_expr:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="local")) if name in names or (
+                name not in part.own and info.globals_.get(name) is tracer
+            ):
+                found[place_of(nested)] = nested
+    return found
+
+
+class _Stripper(ast.NodeTransformer):
+    """Takes the bodies of statements away."""
+
+    def __init__(self, places: Mapping[tuple[int, int], int]) -> None:
+        self._places = places
+
+    def visit_With(self, node: ast.With) -> ast.AST:
+        num_left = self._places.get((node.lineno, node.col_offset))
+        if num_left is not None and num_left <= len(node.items):
+            node.items = node.items[: len(node.items) - num_left + 1]
+            node.body = [ast.Pass()]
+        return self.generic_visit(node)
+
+
+def _without(body: Sequence[ast.stmt], statements: _Found) -> list[ast.stmt]:
+    """Return a block's statements without the bodies that run here."""
+    if not statements:
+        return list(body)
+    places: dict[tuple[int, int], int] = {}
+    for line, column, num_left in statements:
+        places[(line, column)] = max(num_left, places.get((line, column), 0))
+    stripper = _Stripper(places)
+    return [stripper.visit(copy.deepcopy(statement)) for statement in body]
+
+
+def _is_computed(value: Any) -> bool:
+    found: list[bool] = []
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor.grad_fn is not None)
+        return tensor
+
+    map_tensors(value, look)
+    return any(found)
+
+
+class _Values(TorchFunctionMode):
+    """Refuses to compute with weights that are not here: torch makes numbers up where it should fail."""
+
+    def __torch_function__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch's, unless it mixes tensors with values and without."""
+        given = [*args, *(kwargs or {}).values()]
+        found = {one.is_meta for one in given if isinstance(one, torch.Tensor)}
+        if len(found) > 1:
+            raise LocalBlockError.without_values()
+        return func(*args, **(kwargs or {}))
+
+
+__all__ = ["LocalParts", "local_parts"]

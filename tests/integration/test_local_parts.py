@@ -1,0 +1,409 @@
+"""``tracer.local()``: blocks on a server's local engine, parts of which run where they were written."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from websockets.exceptions import InvalidStatus, WebSocketException
+from websockets.sync.client import ClientConnection, connect
+
+from app.context import Context
+from app.engine.fake import FakeEngineClient
+from app.engine.fake_results import MODEL
+from app.engine.local_traces import LocalTraceEngine
+from app.main import create_app, new_store
+from app.settings import Settings, environment_for_traces
+from nnsight_engine.core.saves import save
+from nnsight_engine.local_engine.link import ProcessOptions
+from nnsight_engine.modeling.language import LanguageModel
+from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.errors import LocalBlockError, RemoteError
+from nnsight_engine.remote_backend.frames import Frame, FrameKind, called, calling
+from nnsight_engine.wire import DecodeError, EncodeError, decode, encode
+from tests.families.checkpoints import write_checkpoint
+from tests.integration.live import listening, until
+
+TEXT, OTHER = " the tower of Paris", " I love"
+GLOBAL_LOCK = threading.Lock()
+
+
+class Served:
+    """A server with a local engine, a client's model without weights, and one to compare with."""
+
+    def __init__(self, url: str, context: Context, path: Path) -> None:
+        self.url = url
+        self.calls = context.jobs.local_calls
+        self.model = LanguageModel(path)
+        self.here = LanguageModel(path, dispatch=True)
+
+    def remote(self, **options: Any) -> RemoteBackend:
+        return RemoteBackend(self.url, model_key=MODEL, **options)
+
+    @property
+    def ways(self) -> list[tuple[LanguageModel, dict[str, Any]]]:
+        """Return the two ways to run a block: here, and elsewhere."""
+        return [(self.here, {}), (self.model, {"backend": self.remote()})]
+
+    def check(self) -> None:
+        """See that the next trace runs."""
+        model = self.model
+        with model.trace(TEXT, backend=self.remote()):
+            there = model.lm_head.output.save()
+        with self.here.trace(TEXT):
+            here = self.here.lm_head.output.save()
+        assert torch.equal(here, there)
+        assert not self.calls.num_pending
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("parts")
+    path = write_checkpoint("llama", folder / "llama")
+    settings = Settings.model_validate(
+        {"result_dir": folder / "results", "data_dir": folder / "data", "drain_timeout_s": 1}
+    )
+    store = new_store(settings)
+    local = LocalTraceEngine(ProcessOptions(model=str(path)), settings, environment_for_traces())
+    app = create_app(settings, FakeEngineClient(settings, store), store, local=local)
+    with listening(app) as url:
+        yield Served(url, app.state.context, path)
+
+
+def test_a_part_runs_here_with_what_never_leaves(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for model, how in served.ways:
+        lock = threading.Lock()  # nothing that could be sent
+        local_bias = torch.linspace(-1, 1, model.config.hidden_size)
+        seen: list[torch.Size] = []
+        with model.trace(TEXT, **how) as tracer:
+            hidden = model.layers[0].output
+            with tracer.local(), torch.no_grad():
+                with lock, GLOBAL_LOCK:
+                    modified = hidden + local_bias
+                seen.append(hidden.shape)
+                print("here", tuple(hidden.shape))  # noqa: T201 - it is what is tested
+            model.layers[0].output = modified
+            output = model.lm_head.output.save()
+        found.append((output, seen))
+        assert "here (1, " in capsys.readouterr().out
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    assert len(found[1][1]) == 1
+
+
+def test_parts_share_variables_in_a_loop_over_steps(served: Served) -> None:
+    found = []
+    for model, how in served.ways:
+        sums: list[float] = []
+        with model.generate(TEXT, max_new_tokens=3, min_new_tokens=3, **how) as tracer:
+            with tracer.local():
+                count, factor = 0, 1.0
+            for _ in tracer.iter[:]:
+                hidden = model.layers[0].output[:, -1]
+                with tracer.local():
+                    count += 1
+                    factor *= 1.5
+                    sums.append(hidden.sum().item())
+                model.layers[0].output[:, -1] = hidden * factor
+            with tracer.local():
+                total = save([count])
+                kept = save(torch.tensor(factor))
+            same = save(kept * 2)
+        found.append((sums, total, kept, same))
+    assert found[0] == found[1]
+    assert found[1][1] == [3]
+
+
+def test_parts_of_invokes_are_one_another_s_neighbours(served: Served) -> None:
+    found = []
+    for model, how in served.ways:
+        seen: dict[str, float] = {}
+        with model.trace(**how) as tracer:
+            for text in (TEXT, OTHER):
+                with tracer.invoke(text):
+                    hidden = model.layers[0].output
+                    with tracer.local():
+                        seen[text] = round(hidden.sum().item(), 3)
+                        doubled = hidden * 2
+                    model.layers[0].output = doubled
+            with tracer.invoke():
+                logits = model.lm_head.output.save()
+        found.append((seen, logits))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+    assert len(found[1][0]) == 2
+
+
+def test_what_a_part_does_not_change_stays_the_engine_s_own(served: Served) -> None:
+    for model, how in served.ways:
+        with model.trace(TEXT, **how) as tracer:
+            hidden = model.layers[0].output
+            with tracer.local():
+                same = hidden
+            same[:] = 0
+            gone = hidden.abs().sum().save()
+        assert gone == 0
+
+
+def test_an_error_in_a_part_is_raised_here_and_ends_the_trace(served: Served) -> None:
+    model, later = served.model, None
+
+    class OwnError(Exception):
+        pass
+
+    raised = OwnError("no")
+    with pytest.raises(OwnError) as caught:
+        with model.trace(TEXT, backend=served.remote()) as tracer:
+            hidden = model.layers[0].output.save()
+            with tracer.local():
+                if hidden.shape[0]:
+                    raise raised
+            later = save(1)
+    assert caught.value is raised
+    assert hidden.shape[0] == 1
+    assert later is None
+    with model.trace(TEXT, backend=served.remote()) as tracer:
+        try:
+            with tracer.local():
+                raise ValueError("caught there")
+        except ValueError as error:
+            said = save(str(error))
+    assert said == "caught there"
+    served.check()
+
+
+def test_what_would_be_silently_wrong_is_refused(served: Served) -> None:
+    model, remote = served.model, served.remote
+    with pytest.raises(LocalBlockError, match="`hidden` was changed in place"):
+        with model.trace(TEXT, backend=remote()) as tracer:
+            hidden = model.layers[0].output
+            with tracer.local(), torch.no_grad():
+                hidden[:] = 0
+    with pytest.raises(LocalBlockError, match="`found` was changed in place"):
+        with model.trace(TEXT, backend=remote()) as tracer:
+            found = save(list[int]())
+            with tracer.local():
+                found.append(1)
+    with pytest.raises(LocalBlockError, match="gradients do not pass"):
+        with model.trace(TEXT, backend=remote()) as tracer:
+            hidden = model.layers[0].output
+            hidden.requires_grad_()
+            with tracer.local():
+                modified = hidden * 2
+            model.layers[0].output = modified
+            with model.lm_head.output.sum().backward():
+                grad = hidden.grad.save()
+    with pytest.raises(LocalBlockError, match="meta tensor"):
+        with model.trace(TEXT, backend=remote()) as tracer:
+            hidden = model.layers[0].output
+            with tracer.local():
+                modified = hidden @ model.layers[0].self_attn.q_proj.weight
+            model.layers[0].output = modified
+    with pytest.raises(EncodeError, match="lock"):
+        with model.trace(TEXT, backend=remote()) as tracer:
+            with tracer.local():
+                kept = threading.Lock()
+            kept.acquire()
+    with pytest.raises(LocalBlockError, match="session"):
+        with model.session(backend=remote()):
+            with model.trace(TEXT) as tracer:
+                with tracer.local():
+                    here = save(1)
+    with pytest.raises(NameError):
+        _ = grad, here
+    served.check()
+
+
+def test_one_that_is_not_waited_for_runs_its_parts_in_wait(served: Served) -> None:
+    model, seen = served.model, list[int]()
+    with model.trace(TEXT, backend=served.remote(blocking=False)) as tracer:
+        hidden = model.layers[0].output
+        with tracer.local():
+            seen.append(hidden.shape[0])
+            size = save(tuple(hidden.shape))  # noqa: F841 - it is in the result
+        doubled = (hidden * 2).save()  # noqa: F841 - the same
+    until(lambda: served.calls.num_pending == 1)
+    assert not seen
+    result = tracer.backend.wait()
+    assert seen == [1]
+    assert result["size"] == tuple(result["doubled"].shape)
+    assert set(result) == {"id", "size", "doubled"}
+
+
+def test_a_client_that_does_not_answer_ends_its_trace(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.calls, "_timeout_s", 0.3)
+    model = served.model
+    with model.trace(TEXT, backend=served.remote(blocking=False)) as tracer:
+        with tracer.local():
+            nothing = 1
+        kept = save(nothing)
+    backend = tracer.backend
+    until(lambda: is_over(served, backend))
+    with pytest.raises(LocalBlockError, match="nobody answered"):
+        backend.wait()
+    with pytest.raises(NameError):
+        _ = kept
+    served.check()
+
+
+def is_over(served: Served, backend: RemoteBackend) -> bool:
+    status = httpx.get(f"{served.url}/v1/jobs/{backend.job_id}").json()["status"]
+    return status in {"COMPLETED", "ERROR", "CANCELLED"}
+
+
+def waiting(served: Served) -> RemoteBackend:
+    """Begin a trace that waits for its client."""
+    model = served.model
+    with model.trace(TEXT, backend=served.remote(blocking=False)) as tracer:
+        hidden = model.layers[0].output
+        with tracer.local():
+            size = hidden.shape[0]
+        kept = save(size)
+    until(lambda: served.calls.num_pending == 1)
+    backend = tracer.backend
+    assert isinstance(backend, RemoteBackend)
+    with pytest.raises(NameError):
+        _ = kept
+    return backend
+
+
+def test_a_job_that_waits_for_its_client_can_be_cancelled(served: Served) -> None:
+    backend = waiting(served)
+    backend.cancel()
+    until(lambda: not served.calls.num_pending)
+    with pytest.raises(RemoteError, match="cancel"):
+        backend.wait()
+    served.check()
+
+
+@contextlib.contextmanager
+def socket_of(served: Served, job_id: str | None, query: str = "?local=true") -> Iterator[ClientConnection]:
+    address = f"ws{served.url.removeprefix('http')}/v1/jobs/{job_id}/events{query}"
+    with connect(address, max_size=None) as socket:
+        yield socket
+
+
+def asked(socket: ClientConnection) -> int:
+    """Wait for a call; returns its number."""
+    return call_from(socket)[0]
+
+
+def call_from(socket: ClientConnection) -> tuple[int, memoryview]:
+    """Wait for a call; returns its number and what is asked."""
+    data = b""
+    while len(data) < 9 or len(data) < 9 + struct.unpack_from("<Q", data, 1)[0]:
+        message = socket.recv()
+        data += message if isinstance(message, bytes) else b""
+    return called(Frame(FrameKind(data[0]), data[9:]))
+
+
+def send(socket: ClientConnection, number: int, data: bytes) -> None:
+    for piece in calling(number, data).pieces():
+        socket.send(piece)
+
+
+@pytest.mark.parametrize(
+    ("answer", "match"),
+    [
+        (b"noise", "message"),
+        (encode([1]), "tracer.local"),
+        (encode({"values": {"hidden": 1}}), "assigns 'hidden'"),
+        (encode({"values": {"size": 1}, "error": {"no": "error"}}), "no error"),
+    ],
+)
+def test_a_broken_answer_is_an_error_in_the_block(served: Served, answer: bytes, match: str) -> None:
+    backend = waiting(served)
+    with socket_of(served, backend.job_id) as socket:
+        number = asked(socket)
+        send(socket, number + 1, encode({"values": {"size": 7}}))  # a call that there is not
+        send(socket, number, answer)
+        until(lambda: is_over(served, backend))
+    with pytest.raises(DecodeError, match=match):
+        backend.wait()
+    served.check()
+
+
+def test_bytes_that_are_no_answer_end_the_socket_alone(served: Served) -> None:
+    backend = waiting(served)
+    for noise in (b"\x09" * 20, b"\x06\x04" + bytes(11), b"\x01\x02" + bytes(7) + b"{}"):
+        with socket_of(served, backend.job_id) as socket:
+            asked(socket)
+            socket.send(noise)
+            with pytest.raises(WebSocketException):
+                while True:
+                    socket.recv()
+            assert socket.close_code == 1003
+    with socket_of(served, backend.job_id, "") as socket:  # it did not say that it answers
+        socket.send(b"\x06\x08" + bytes(15))
+        with pytest.raises(WebSocketException):
+            while True:
+                assert isinstance(socket.recv(), str)
+        assert socket.close_code == 1003
+    with pytest.raises(InvalidStatus, match="404"), socket_of(served, "somebody-else-s"):
+        pass
+    assert backend.wait()["kept"] == 1
+
+
+def test_an_answer_that_was_lost_is_given_again_and_nothing_runs_twice(served: Served) -> None:
+    model, seen = served.model, list[int]()
+    with model.trace(TEXT, backend=served.remote(blocking=False)) as tracer:
+        hidden = model.layers[0].output
+        with tracer.local():
+            seen.append(hidden.shape[0])
+            size = hidden.shape[0]
+        kept = save(size)  # noqa: F841 - it is in the result
+    backend = tracer.backend
+    assert isinstance(backend, RemoteBackend)
+    until(lambda: served.calls.num_pending == 1)
+    with socket_of(served, backend.job_id) as socket:
+        _, data = call_from(socket)
+        assert backend.job._run is not None
+        backend.job._run(data)  # and the connection breaks
+    assert backend.wait()["kept"] == 1
+    assert seen == [1]
+    message = decode(data)
+    error = decode(backend.job._run(memoryview(encode({**message, "attempt": "another", "turn": 0}))))[
+        "error"
+    ]
+    assert "would run twice" in error["message"]
+
+
+def test_a_client_that_comes_back_goes_on(served: Served) -> None:
+    backend = waiting(served)
+    with socket_of(served, backend.job_id) as socket:
+        asked(socket)
+    assert backend.wait()["kept"] == 1
+
+
+def test_where_nobody_can_be_asked_it_says_so(served: Served) -> None:
+    model = served.model
+
+    def elsewhere(tracer: Any) -> None:
+        with tracer.local():
+            pass
+
+    with pytest.raises(LocalBlockError, match="needs its client"):
+        with model.trace(TEXT, backend=served.remote()) as tracer:
+            elsewhere(tracer)
+    part = model
+    with pytest.raises(LocalBlockError, match="own block"):
+        with model.trace(TEXT, backend=served.remote()) as tracer:
+            with tracer.local():
+                _ = part
+            elsewhere(tracer)
+    with pytest.raises(LocalBlockError, match="validate=True"):
+        with model.trace(TEXT, validate=True, backend=served.remote()) as tracer:
+            with tracer.local():
+                time.time()
+    served.check()
