@@ -25,16 +25,24 @@ class RemoteError(RuntimeError):
         code: What is wrong, as the server's API calls it; None where no server answered.
         status: The answer's HTTP status; None where there was none.
         param: The field that is wrong.
+        retry_after_s: How long the server asks to wait before it is asked again.
     """
 
     def __init__(
-        self, message: str, *, code: str | None = None, status: int | None = None, param: str | None = None
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        status: int | None = None,
+        param: str | None = None,
+        retry_after_s: float = 0.0,
     ) -> None:
         """Keep the parts; ``str()`` gives the message."""
         super().__init__(message)
         self.code = code
         self.status = status
         self.param = param
+        self.retry_after_s = retry_after_s
 
 
 class RemoteConnectionError(RemoteError, ConnectionError):

@@ -31,9 +31,12 @@ _READ_S: Final = 3600.0
 """Between two frames: a block may compute for long, and nobody tells in between."""
 MAX_FRAME_BYTES: Final = 16 * 2**30
 _CHUNK_BYTES: Final = 2**20
-_RETRIES: Final = 4
+_CONTACT_S: Final = 3.0
+"""How long a server is tried to be reached that has not answered yet."""
+PATIENCE_S: Final = 120.0
+"""How long one is waited for that has: it may be starting, or be started again."""
 _FIRST_PAUSE_S: Final = 0.2
-_MAX_PAUSE_S: Final = 10.0
+_MAX_PAUSE_S: Final = 5.0
 _RETRIED_CODES: Final = frozenset({"queue_full", "starting", "draining"})
 
 
@@ -89,7 +92,7 @@ class HttpTransport:
                         for frame in reader.feed(chunk):
                             yield frame
             except httpx.TransportError as error:
-                raise self._unreachable(error) from error
+                raise self.unreachable(error) from error
 
     # Jobs.
 
@@ -112,24 +115,31 @@ class HttpTransport:
 
     def result(self, job_id: str, progress: Progress | None = None) -> list[Frame]:
         """Return the frames of a job's result; a download that breaks goes on where it was."""
-        download = _Download()
-
-        def fetch() -> httpx.Response:
-            nonlocal download
-            headers = {"range": f"bytes={download.num_bytes}-"} if download.num_bytes else {}
-            path = f"{self.url}/v1/jobs/{job_id}/result"
-            response = self._send("GET", path, headers=headers, stream=True)
-            with contextlib.closing(response):
-                if response.status_code != httpx.codes.PARTIAL_CONTENT:
-                    download = _Download()
-                for chunk in response.iter_raw():
-                    download.take(chunk, progress)
-            return response
-
-        self._patiently(fetch, is_repeatable=True)
+        download, tries = _Download(), _Tries(self)
+        while True:
+            num_bytes = download.num_bytes
+            try:
+                self._fetch(job_id, download, progress)
+                break
+            except (httpx.TransportError, RemoteError) as error:
+                if download.num_bytes > num_bytes:
+                    tries.progressed()
+                tries.wait(error)
         if not download.reader.is_between:
             raise DecodeError("the job's result ends within a frame")
         return download.frames
+
+    def _fetch(self, job_id: str, download: _Download, progress: Progress | None) -> None:
+        headers = {}
+        if download.num_bytes:
+            headers = {"range": f"bytes={download.num_bytes}-", "if-range": download.tag}
+        path = f"{self.url}/v1/jobs/{job_id}/result"
+        response = self._send("GET", path, headers=headers, stream=True)
+        with contextlib.closing(response):
+            if response.status_code != httpx.codes.PARTIAL_CONTENT:
+                download.restart(response.headers.get("etag", ""))
+            for chunk in response.iter_raw():
+                download.take(chunk, progress)
 
     def events(self, job_id: str, after: int = 0, end: float | None = None) -> Iterator[dict[str, Any]]:
         """Yield what happens to a job, from after the event of this number to the last one.
@@ -142,23 +152,22 @@ class HttpTransport:
         Raises:
             TimeoutError: The job goes on beyond ``end``.
         """
-        last = after
-        pauses = growing_pauses()
+        last, tries = after, _Tries(self)
         while True:
             try:
                 for event in self._events(job_id, last, end):
                     last = event["id"]
+                    tries.progressed()
                     yield event
-                    if JobStatus(event["status"]).is_final:
-                        return
+                # The stream of a server that was stopped ends like that of a job; and one that was run again
+                # has its old end behind it.
+                if JobStatus(self.job(job_id)["status"]).is_final:
+                    return
                 raise httpx.RemoteProtocolError("the events ended before the job did")
-            except httpx.TransportError as error:
+            except (httpx.TransportError, RemoteError) as error:
                 if end is not None and time.monotonic() >= end:
                     raise TimeoutError(f"job {job_id} is not done yet; it goes on") from error
-                pause = next(pauses, None)
-                if pause is None:
-                    raise self._unreachable(error) from error
-                time.sleep(pause)
+                tries.wait(error)
 
     def _events(self, job_id: str, after: int, end: float | None) -> Iterator[dict[str, Any]]:
         path = f"{self.url}/v1/jobs/{job_id}/events?after={after}"
@@ -234,23 +243,21 @@ class HttpTransport:
         self, send: Callable[[], httpx.Response], *, is_repeatable: bool = False
     ) -> httpx.Response:
         """Send, and again where that is safe, with growing pauses."""
-        pauses = growing_pauses()
+        tries = _Tries(self)
         while True:
             try:
                 return send()
             except httpx.TransportError as error:
                 # Of these, the server has seen nothing.
                 unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
-                pause = next(pauses, None) if unsent or is_repeatable else None
-                if pause is None:
-                    raise self._unreachable(error) from error
+                if not (unsent or is_repeatable):
+                    raise self.unreachable(error) from error
+                tries.wait(error)
             except RemoteError as error:
-                pause = next(pauses, None) if error.code in _RETRIED_CODES else None
-                if pause is None:
-                    raise
-            time.sleep(pause)
+                tries.wait(error)
 
-    def _unreachable(self, error: httpx.TransportError) -> RemoteConnectionError:
+    def unreachable(self, error: httpx.TransportError) -> RemoteConnectionError:
+        """Return what to say of a server that does not answer."""
         return RemoteConnectionError(
             f"{self.url} cannot be reached, or broke off: {str(error) or type(error).__name__}. Is the "
             "server running, and is this its address? `remote=` and CONFIG.API.HOST say where it is."
@@ -261,6 +268,11 @@ class _Download:
     """Frames that arrive over several connections."""
 
     def __init__(self) -> None:
+        self.restart("")
+
+    def restart(self, tag: str) -> None:
+        """Begin with the first byte of what has this tag."""
+        self.tag = tag
         self.reader = FrameReader(MAX_FRAME_BYTES)
         self.frames: list[Frame] = []
         self.num_bytes = 0
@@ -298,12 +310,45 @@ def _timeout(read_s: float = _READ_S) -> httpx.Timeout:
     return httpx.Timeout(read_s, connect=_CONNECT_S)
 
 
-def growing_pauses() -> Iterator[float]:
-    """Yield how long to wait before trying again, as often as it is tried."""
+def growing_pauses(patience_s: float = _CONTACT_S) -> Iterator[float]:
+    """Yield how long to wait before each further try, for as long as the patience lasts."""
+    end = time.monotonic() + patience_s
     pause = _FIRST_PAUSE_S
-    for _ in range(_RETRIES):
-        yield min(pause, _MAX_PAUSE_S) * random.uniform(0.5, 1.5)  # noqa: S311 - so that clients do not come together
-        pause *= 2
+    while time.monotonic() < end:
+        yield pause * random.uniform(0.5, 1.5)  # noqa: S311 - so that clients do not come together
+        pause = min(2 * pause, _MAX_PAUSE_S)
+
+
+class _Tries:
+    """How often something is tried that failed."""
+
+    def __init__(self, transport: HttpTransport) -> None:
+        self._transport = transport
+        self._contact = growing_pauses(_CONTACT_S)
+        self._ready: Iterator[float] | None = None
+
+    def progressed(self) -> None:
+        """Begin anew: the server is there, and has done something."""
+        self._contact = growing_pauses(PATIENCE_S)
+        self._ready = None
+
+    def wait(self, error: httpx.TransportError | RemoteError) -> None:
+        """Wait before the next try, or raise what went wrong if there is to be none."""
+        if isinstance(error, httpx.TransportError | RemoteConnectionError):
+            pause = next(self._contact, None)
+            if pause is None and isinstance(error, httpx.TransportError):
+                raise self._transport.unreachable(error) from error
+            if pause is None:
+                raise error
+        else:
+            if error.code not in _RETRIED_CODES:
+                raise error
+            self._ready = self._ready or growing_pauses(PATIENCE_S)
+            pause = next(self._ready, None)
+            if pause is None:
+                raise error
+            pause = max(pause, min(error.retry_after_s, _MAX_PAUSE_S))
+        time.sleep(pause)
 
 
 def _pieces(content: bytes, progress: Progress | None) -> Iterator[bytes]:
@@ -334,7 +379,14 @@ def _refusal(response: httpx.Response) -> RemoteError:
     except (ValueError, KeyError, TypeError):
         text = response.text[:500] or response.reason_phrase
         message, code, param = f"{response.url} answered {response.status_code}: {text}", None, None
-    return RemoteError(message, code=code, status=response.status_code, param=param)
+    after = response.headers.get("retry-after", "")
+    return RemoteError(
+        message,
+        code=code,
+        status=response.status_code,
+        param=param,
+        retry_after_s=float(after) if after.isdecimal() else 0.0,
+    )
 
 
 def _object(response: httpx.Response) -> dict[str, Any]:

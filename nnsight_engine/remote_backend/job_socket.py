@@ -18,7 +18,7 @@ from websockets.sync.client import ClientConnection, connect
 from api_schemas.jobs import JobStatus
 from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameReader, called, calling
-from nnsight_engine.remote_backend.http import MAX_FRAME_BYTES, HttpTransport, growing_pauses
+from nnsight_engine.remote_backend.http import MAX_FRAME_BYTES, PATIENCE_S, HttpTransport, growing_pauses
 
 Run = Callable[[memoryview], bytes]
 """Runs a part of a block, as its message asks; returns the answer's."""
@@ -41,7 +41,7 @@ def followed(
         try:
             with _connected(http, job_id, last) as socket:
                 for event in _events(socket, run, end):
-                    last = event["id"]
+                    last, pauses = event["id"], growing_pauses(PATIENCE_S)
                     yield event
                     if JobStatus(event["status"]).is_final:
                         return

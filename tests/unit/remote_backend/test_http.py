@@ -38,9 +38,12 @@ class Server:
         self.keys: list[str | None] = []
         self.failures = 0
         self.code = "starting"
+        self.tag = '"one"'
+        self.status = "COMPLETED"
         routes = [
             Route("/v1/traces", self.trace, methods=["POST"]),
             Route("/v1/jobs", self.submit, methods=["POST"]),
+            Route("/v1/jobs/{id}", self.job),
             Route("/v1/jobs/{id}/result", self.result),
             Route("/v1/jobs/{id}/events", self.events),
             Route("/text", self.text),
@@ -81,6 +84,9 @@ class Server:
             await self.drop(request)
         return JSONResponse({"id": "j", "status": "QUEUED"}, 202)
 
+    async def job(self, request: Request) -> Response:
+        return JSONResponse({"id": "j", "status": self.status})
+
     async def drop(self, request: Request) -> None:
         raise ConnectionResetError
 
@@ -96,7 +102,10 @@ class Server:
                 raise ConnectionResetError
             yield data[start + 2_000_000 :]
 
-        headers = {"content-length": str(len(data) - start)}
+        headers = {"content-length": str(len(data) - start), "etag": self.tag}
+        if start and request.headers["if-range"] != self.tag:
+            start = 0  # what was there before is gone
+            headers["content-length"] = str(len(data))
         return StreamingResponse(rest(), 206 if start else 200, headers=headers)
 
     async def events(self, request: Request) -> Response:
@@ -127,6 +136,8 @@ def server() -> Iterator[Server]:
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nnsight_engine.remote_backend.http._FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("nnsight_engine.remote_backend.http._CONTACT_S", 0.1)
+    monkeypatch.setattr("nnsight_engine.remote_backend.http.PATIENCE_S", 0.5)
 
 
 def transport(server: Server) -> HttpTransport:
@@ -148,13 +159,16 @@ def test_a_server_that_starts_is_waited_for(server: Server) -> None:
     assert len(server.asked) == 4
 
 
-@pytest.mark.parametrize(("code", "asked"), [("starting", 5), ("invalid_trace", 1)])
-def test_refusals_are_typed_and_repeated_only_where_that_helps(server: Server, code: str, asked: int) -> None:
+@pytest.mark.parametrize(("code", "is_repeated"), [("starting", True), ("invalid_trace", False)])
+def test_refusals_are_typed_and_repeated_only_where_that_helps(
+    server: Server, code: str, is_repeated: bool
+) -> None:
     server.failures, server.code = 100, code
     with pytest.raises(RemoteError, match=f"it is {code}") as caught:
         list(transport(server).run(REQUEST))
     assert (caught.value.code, caught.value.status, caught.value.param) == (code, 503, "x")
-    assert len(server.asked) == asked
+    assert (len(server.asked) > 3) is is_repeated
+    assert is_repeated or len(server.asked) == 1
 
 
 def test_a_trace_that_has_begun_is_not_repeated(server: Server) -> None:
@@ -181,10 +195,32 @@ def test_a_download_that_breaks_goes_on_where_it_was(server: Server) -> None:
     assert len(server.asked) == 3
 
 
+def test_a_download_begins_anew_if_the_result_is_another_by_now(server: Server) -> None:
+    server.failures = 1
+    seen = server.tag
+
+    def change(*_: object) -> None:
+        server.tag = '"two"'
+
+    (frame,) = transport(server).result("j", change)
+    assert bytes(frame.data) == RESULT.data
+    assert server.tag != seen
+
+
 def test_events_go_on_after_the_last_one_seen(server: Server) -> None:
     server.failures = 2
     assert [event["id"] for event in transport(server).events("j")] == [1, 2, 3, 4]
     assert len(server.asked) == 3
+
+
+def test_the_end_of_a_stream_is_not_the_end_of_a_job(server: Server) -> None:
+    server.status = "RUNNING"  # again, after the last event that there is
+    seen = []
+    with pytest.raises(RemoteConnectionError, match="before the job did"):
+        for event in transport(server).events("j"):
+            seen.append(event["id"])
+    assert seen == [1, 2, 3, 4]
+    assert len(server.asked) > 3
 
 
 def test_something_else_at_the_address_is_recognised(server: Server) -> None:
