@@ -82,7 +82,7 @@ class VLLMTraceEngine:
 def check_head(head: TraceHead) -> None:
     """Raise ApiError for a head that is of no trace for vLLM, before anything is made of it."""
     if head.kind != "trace":
-        message = f"vLLM runs no {head.kind}s in the server yet: send its traces one by one."
+        message = f"A {head.kind} does not run in vLLM's workers; the traces in it do."
         raise ApiError(ErrorCode.UNSUPPORTED_COMBINATION, message, "kind")
     if not head.invokes or len(head.groups) != len(head.invokes) or head.num_edits:
         raise ApiError(

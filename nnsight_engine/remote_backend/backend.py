@@ -26,7 +26,7 @@ from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.http import HttpTransport
 from nnsight_engine.remote_backend.jobs import Read, RemoteJob
-from nnsight_engine.remote_backend.outcomes import Outcome, by_name, named, raise_first
+from nnsight_engine.remote_backend.outcomes import Outcome, named, raise_first, saves_of
 from nnsight_engine.remote_backend.saves_so_far import OutputReader, StreamedOutput
 from nnsight_engine.remote_backend.sent import Dialect, SentRemotely, gathered, read_frames, refused
 from nnsight_engine.tracing.tracer import Backend, Tracer
@@ -258,8 +258,7 @@ class RemoteBackend(Backend):
         outcomes = sent.read(frames)
         raise_first(outcomes)
         for output in last:
-            choices = [outcome.saves for outcome in outcomes if outcome.index == output.invoke]
-            yield dataclasses.replace(_shown(output), saves=by_name(choices))
+            yield dataclasses.replace(_shown(output), saves=saves_of(outcomes, output.invoke))
 
 
 def chosen_backend(

@@ -21,10 +21,10 @@ from nnsight_engine.wire import (
 )
 from nnsight_engine.wire.decoder import Resolve
 from nnsight_engine.wire.encoder import Reference
+from nnsight_engine.wire.values import DEFAULT_LIMITS
 
 Codec = Literal["wire", "cloudpickle"]
 CODECS: Final[tuple[Codec, ...]] = get_args(Codec)
-_LIMITS: Final = Limits()
 
 
 def encode_blocks(
@@ -34,7 +34,7 @@ def encode_blocks(
     *,
     reference: Reference | None = None,
     saved: Collection[int] = (),
-    limits: Limits = _LIMITS,
+    limits: Limits = DEFAULT_LIMITS,
 ) -> bytes:
     """Return blocks as a message, see ``wire.encode_trace``.
 
@@ -50,7 +50,7 @@ def decode_blocks(
     data: bytes | bytearray | memoryview,
     *,
     resolve: Resolve | None = None,
-    limits: Limits = _LIMITS,
+    limits: Limits = DEFAULT_LIMITS,
     trusted: bool = False,
 ) -> ReceivedTrace:
     """Return the blocks of a message, compiled. Runs code of its sender's, and if trusted any.

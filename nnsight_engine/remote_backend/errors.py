@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 
 class LostTraceError(RuntimeError):
@@ -43,6 +44,17 @@ class RemoteError(RuntimeError):
         self.status = status
         self.param = param
         self.retry_after_s = retry_after_s
+
+    @classmethod
+    def said(cls, plain: Any, *, status: int | None = None, retry_after_s: float = 0.0) -> RemoteError:
+        """Return what an answer says that holds OpenAI's error object.
+
+        Raises:
+            KeyError: It holds none, as does TypeError say.
+        """
+        error = plain["error"]
+        message, code, param = str(error["message"]), str(error["code"]), error.get("param")
+        return cls(message, code=code, status=status, param=param, retry_after_s=retry_after_s)
 
 
 class RemoteConnectionError(RemoteError, ConnectionError):

@@ -33,7 +33,7 @@ MAX_FRAME_BYTES: Final = 16 * 2**30
 _CHUNK_BYTES: Final = 2**20
 _CONTACT_S: Final = 3.0
 """How long a server is tried to be reached that has not answered yet."""
-PATIENCE_S: Final = 120.0
+_PATIENCE_S: Final = 120.0
 """How long one is waited for that has: it may be starting, or be started again."""
 _FIRST_PAUSE_S: Final = 0.2
 _MAX_PAUSE_S: Final = 5.0
@@ -152,10 +152,23 @@ class HttpTransport:
         Raises:
             TimeoutError: The job goes on beyond ``end``.
         """
+        return self.followed(lambda last: self._events(job_id, last, end), job_id, after, end)
+
+    def followed(
+        self, connect: Callable[[int], Iterator[dict[str, Any]]], job_id: str, after: int, end: float | None
+    ) -> Iterator[dict[str, Any]]:
+        """Yield what happens to a job, over as many connections as it takes; see ``events``.
+
+        Args:
+            connect: Yields the events after the one of a number, for as long as a connection lasts.
+            job_id: The job.
+            after: The number of the last event that is known.
+            end: When to give up.
+        """
         last, tries = after, _Tries(self)
         while True:
             try:
-                for event in self._events(job_id, last, end):
+                for event in connect(last):
                     last = event["id"]
                     tries.progressed()
                     yield event
@@ -310,7 +323,7 @@ def _timeout(read_s: float = _READ_S) -> httpx.Timeout:
     return httpx.Timeout(read_s, connect=_CONNECT_S)
 
 
-def growing_pauses(patience_s: float = _CONTACT_S) -> Iterator[float]:
+def _growing_pauses(patience_s: float = _CONTACT_S) -> Iterator[float]:
     """Yield how long to wait before each further try, for as long as the patience lasts."""
     end = time.monotonic() + patience_s
     pause = _FIRST_PAUSE_S
@@ -324,12 +337,12 @@ class _Tries:
 
     def __init__(self, transport: HttpTransport) -> None:
         self._transport = transport
-        self._contact = growing_pauses(_CONTACT_S)
+        self._contact = _growing_pauses(_CONTACT_S)
         self._ready: Iterator[float] | None = None
 
     def progressed(self) -> None:
         """Begin anew: the server is there, and has done something."""
-        self._contact = growing_pauses(PATIENCE_S)
+        self._contact = _growing_pauses(_PATIENCE_S)
         self._ready = None
 
     def wait(self, error: httpx.TransportError | RemoteError) -> None:
@@ -343,7 +356,7 @@ class _Tries:
         else:
             if error.code not in _RETRIED_CODES:
                 raise error
-            self._ready = self._ready or growing_pauses(PATIENCE_S)
+            self._ready = self._ready or _growing_pauses(_PATIENCE_S)
             pause = next(self._ready, None)
             if pause is None:
                 raise error
@@ -373,20 +386,13 @@ def _report(reader: FrameReader, progress: Progress | None) -> None:
 
 def _refusal(response: httpx.Response) -> RemoteError:
     """Return what a server answered instead of doing what it was asked for."""
+    status, after = response.status_code, response.headers.get("retry-after", "")
     try:
-        error = response.json()["error"]
-        message, code, param = str(error["message"]), str(error["code"]), error.get("param")
+        pause_s = float(after) if after.isdecimal() else 0.0
+        return RemoteError.said(response.json(), status=status, retry_after_s=pause_s)
     except (ValueError, KeyError, TypeError):
         text = response.text[:500] or response.reason_phrase
-        message, code, param = f"{response.url} answered {response.status_code}: {text}", None, None
-    after = response.headers.get("retry-after", "")
-    return RemoteError(
-        message,
-        code=code,
-        status=response.status_code,
-        param=param,
-        retry_after_s=float(after) if after.isdecimal() else 0.0,
-    )
+        return RemoteError(f"{response.url} answered {status}: {text}", status=status)
 
 
 def _object(response: httpx.Response) -> dict[str, Any]:

@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from websockets.exceptions import InvalidStatus, WebSocketException
+from websockets.exceptions import ConnectionClosedOK, InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
-from api_schemas.jobs import JobStatus
 from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameReader, called, calling
-from nnsight_engine.remote_backend.http import MAX_FRAME_BYTES, PATIENCE_S, HttpTransport, growing_pauses
+from nnsight_engine.remote_backend.http import MAX_FRAME_BYTES, HttpTransport
 
 Run = Callable[[memoryview], bytes]
 """Runs a part of a block, as its message asks; returns the answer's."""
@@ -35,28 +34,28 @@ def followed(
         TimeoutError: The job goes on beyond ``end``.
         RemoteError: There is no such job, or the server cannot be reached.
     """
-    last, pauses = after, growing_pauses()
-    while True:
-        problem: Exception | None = None
-        try:
-            with _connected(http, job_id, last) as socket:
-                for event in _events(socket, run, end):
-                    last, pauses = event["id"], growing_pauses(PATIENCE_S)
-                    yield event
-                    if JobStatus(event["status"]).is_final:
-                        return
-        except InvalidStatus as error:
-            raise _refusal(error) from error
-        except (WebSocketException, OSError) as error:
-            problem = error
-        if end is not None and time.monotonic() >= end:
-            raise TimeoutError(f"job {job_id} is not done yet; it goes on") from problem
-        pause = next(pauses, None)
-        if pause is None:
-            raise RemoteConnectionError(
-                f"the WebSocket of job {job_id} at {http.url} cannot be reached, or broke off: {problem}"
-            ) from problem
-        time.sleep(pause)
+    return http.followed(lambda last: _connection(http, run, job_id, last, end), job_id, after, end)
+
+
+def _connection(
+    http: HttpTransport, run: Run, job_id: str, after: int, end: float | None
+) -> Iterator[dict[str, Any]]:
+    """Yield events for as long as one connection lasts.
+
+    Raises:
+        RemoteError: The server refuses it, or it broke off.
+    """
+    try:
+        with _connected(http, job_id, after) as socket:
+            yield from _events(socket, run, end)
+    except ConnectionClosedOK:
+        return
+    except InvalidStatus as error:
+        raise _refusal(error) from error
+    except (WebSocketException, OSError) as error:
+        raise RemoteConnectionError(
+            f"the WebSocket of job {job_id} at {http.url} cannot be reached, or broke off: {error}"
+        ) from error
 
 
 def _connected(http: HttpTransport, job_id: str, after: int) -> ClientConnection:
@@ -93,8 +92,7 @@ def _answer(socket: ClientConnection, frame: Frame, run: Run) -> None:
 def _refusal(error: InvalidStatus) -> RemoteError:
     status, body = error.response.status_code, error.response.body
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        said = json.loads(body or b"")["error"]
-        return RemoteError(str(said["message"]), code=str(said["code"]), status=status)
+        return RemoteError.said(json.loads(body or b""), status=status)
     return RemoteError(f"the server refused a job's WebSocket with {status}", status=status)
 
 

@@ -135,7 +135,7 @@ def bring_home(parts: Sequence[SentPart], outcomes: Sequence[Outcome]) -> None:
         mine = [outcome for outcome in outcomes if outcome.index == index]
         for name, value in by_name([outcome.flows for outcome in mine]).items():
             part.bind(name, value)
-        for name, value in by_name([outcome.saves for outcome in mine]).items():
+        for name, value in saves_of(outcomes, index).items():
             part.bind(name, value)
             SAVES.mark(value)
     raise_first(outcomes)
@@ -153,8 +153,13 @@ def named(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     raise_first(outcomes)
     found: dict[str, Any] = {}
     for index in sorted({outcome.index for outcome in outcomes}):
-        found |= by_name([outcome.saves for outcome in outcomes if outcome.index == index])
+        found |= saves_of(outcomes, index)
     return found
+
+
+def saves_of(outcomes: Sequence[Outcome], index: int) -> dict[str, Any]:
+    """Return what one block saved, by name; see ``by_name``."""
+    return by_name([outcome.saves for outcome in outcomes if outcome.index == index])
 
 
 def by_name(choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -219,8 +219,7 @@ def refused(frame: Frame) -> RemoteError:
         DecodeError: It holds none.
     """
     try:
-        error = frame.json()["error"]
-        return RemoteError(str(error["message"]), code=str(error["code"]), param=error.get("param"))
+        return RemoteError.said(frame.json())
     except (KeyError, TypeError) as problem:
         raise DecodeError(f"an ERROR frame holds no error: {problem!r}") from problem
 

@@ -274,7 +274,6 @@ class VLLM(StandardNames):
             **kwargs: As for ``trace``.
         """
         refuse_statement(sys._getframe(1), "scan")  # noqa: SLF001 - the caller is what it is about
-        self.dispatch()
         scanner: RequestScanner = self.trace(*args, remote=False, tracer_cls=_starting().SCANNER, **kwargs)  # type: ignore[assignment]
         return scanner
 

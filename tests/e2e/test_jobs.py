@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,6 @@ from tests.e2e.server import Server
 
 PROMPT = "The Eiffel Tower is in the city of"
 pytestmark = pytest.mark.e2e
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server(arguments=["--max-model-len", "1024"]) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ One server of the bundled model for all of them.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,6 @@ from tests.e2e.server import Server
 
 PROMPT = "The Eiffel Tower is in the city of"
 pytestmark = pytest.mark.e2e
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server(arguments=["--max-model-len", "1024"]) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

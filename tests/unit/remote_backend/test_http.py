@@ -137,7 +137,7 @@ def server() -> Iterator[Server]:
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nnsight_engine.remote_backend.http._FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr("nnsight_engine.remote_backend.http._CONTACT_S", 0.1)
-    monkeypatch.setattr("nnsight_engine.remote_backend.http.PATIENCE_S", 0.5)
+    monkeypatch.setattr("nnsight_engine.remote_backend.http._PATIENCE_S", 0.5)
 
 
 def transport(server: Server) -> HttpTransport:
