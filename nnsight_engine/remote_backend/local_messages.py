@@ -13,7 +13,8 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from nnsight_engine.tracing.blocks import Nested, mangled, names_in
+from nnsight_engine.tracing.block_names import mangled, names_in
+from nnsight_engine.tracing.blocks import Nested
 from nnsight_engine.wire import DecodeError
 
 GIVEN: Final = "given"

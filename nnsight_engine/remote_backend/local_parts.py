@@ -31,7 +31,8 @@ from nnsight_engine.remote_backend.local_messages import (
     plain,
     read_asked,
 )
-from nnsight_engine.tracing.blocks import Block, Nested, compile_block, mangled, names_in
+from nnsight_engine.tracing.block_names import mangled, names_in
+from nnsight_engine.tracing.blocks import Block, Nested, compile_block
 from nnsight_engine.tracing.tracer import Info, Tracer, compiled
 from nnsight_engine.wire import DecodeError, decode, encode, encode_error
 

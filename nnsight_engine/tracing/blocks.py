@@ -30,6 +30,14 @@ from types import CellType, CodeType, FunctionType
 from typing import Any, TypeVar
 
 from nnsight_engine.core.stepping import IterationOver
+from nnsight_engine.tracing.block_names import (
+    is_bare_super,
+    leaving,
+    mangled,
+    names_in,
+    names_outside,
+    stored_in,
+)
 from nnsight_engine.tracing.errors import TraceSyntaxError
 from nnsight_engine.tracing.source_text import SourceText
 
@@ -116,34 +124,8 @@ class Block:
 
     def used_after(self, index: int) -> frozenset[str]:
         """Return the names that may be read once the ``with`` statement ``index`` has been passed."""
-        visitor = _Elsewhere(self.nested[index].node)
-        for statement in self.origin.body:
-            visitor.visit(statement)
-        return mangled(frozenset(visitor.names), self.context.class_name)
-
-
-class _Elsewhere(ast.NodeVisitor):
-    """Gathers the names outside of a statement, and all names of the loops that it stands in."""
-
-    def __init__(self, node: ast.With) -> None:
-        self._place = (node.lineno, node.col_offset)
-        self._is_inside = False
-        self.names: set[str] = set()
-
-    def visit(self, node: ast.AST) -> None:
-        if isinstance(node, ast.With) and (node.lineno, node.col_offset) == self._place:
-            self._is_inside = True
-            return
-        if isinstance(node, ast.For | ast.While):
-            outside, self._is_inside = self._is_inside, False
-            self.generic_visit(node)
-            if self._is_inside:
-                self.names |= names_in([node])
-            self._is_inside |= outside
-            return
-        if isinstance(node, ast.Name):
-            self.names.add(node.id)
-        self.generic_visit(node)
+        names = names_outside(self.nested[index].node, self.origin.body)
+        return mangled(names, self.context.class_name)
 
 
 def _other(name: str, binder: CellType | None) -> CellType:
@@ -184,30 +166,6 @@ def context_of(code: CodeType) -> BlockContext:
     )
 
 
-def names_in(body: Sequence[ast.stmt]) -> frozenset[str]:
-    """Return every name that the statements mention, nested functions included."""
-    found: set[str] = set()
-    for statement in body:
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Name):
-                found.add(node.id)
-            elif isinstance(node, ast.Nonlocal):
-                found.update(node.names)
-            elif isinstance(node, ast.Call) and _is_bare_super(node):
-                found.add("__class__")
-    return frozenset(found | _stored_in(body))
-
-
-def mangled(names: frozenset[str], class_name: str | None) -> frozenset[str]:
-    """Return the names as the compiler spells them within ``class_name``: ``__x`` becomes ``_C__x``."""
-    prefix = (class_name or "").lstrip("_")
-    if not prefix:
-        return names
-    return frozenset(
-        f"_{prefix}{name}" if name.startswith("__") and not name.endswith("__") else name for name in names
-    )
-
-
 def compile_block(origin: Nested, source: SourceText, shared: frozenset[str], context: BlockContext) -> Block:
     """Compile a statement's block, which shares the names in ``shared`` with its surroundings.
 
@@ -217,7 +175,7 @@ def compile_block(origin: Nested, source: SourceText, shared: frozenset[str], co
     """
     body = origin.body
     _refuse_leaving(body, source)
-    stored = mangled(_stored_in(body), context.class_name)
+    stored = mangled(stored_in(body), context.class_name)
     cells = sorted(shared | stored)
     rewriter = _Rewriter(context)
     statements = rewriter.rewrite(body)
@@ -273,10 +231,6 @@ def _inner_code(code: CodeType) -> CodeType:
         if isinstance(constant, CodeType):
             return constant if constant.co_name == "__nnsight_block__" else _inner_code(constant)
     raise AssertionError("a compiled block holds its own code")
-
-
-def _is_bare_super(node: ast.Call) -> bool:
-    return isinstance(node.func, ast.Name) and node.func.id == "super" and not node.args and not node.keywords
 
 
 class _Rewriter(ast.NodeTransformer):
@@ -372,7 +326,7 @@ class _Rewriter(ast.NodeTransformer):
         """Spell ``super()`` out: the block is a function of its own, without the method's first argument."""
         visited = self.generic_visit(node)
         first = self.context.first_argument
-        if isinstance(visited, ast.Call) and _is_bare_super(visited) and first is not None:
+        if isinstance(visited, ast.Call) and is_bare_super(visited) and first is not None:
             visited.args = [ast.Name(id="__class__", ctx=ast.Load()), ast.Name(id=first, ctx=ast.Load())]
             return _located(visited, node)
         return visited
@@ -423,87 +377,8 @@ def _located(node: Node, original: ast.AST) -> Node:
     return node
 
 
-class _Scope(ast.NodeVisitor):
-    """Names assigned in one function scope, and statements that would leave it."""
-
-    def __init__(self) -> None:
-        self.stored: set[str] = set()
-        self.global_: set[str] = set()
-        self.leaving: list[ast.AST] = []
-
-    def visit_Name(self, node: ast.Name) -> None:
-        if not isinstance(node.ctx, ast.Load):
-            self.stored.add(node.id)
-
-    def visit_Global(self, node: ast.Global) -> None:
-        self.global_.update(node.names)
-
-    def visit_Nonlocal(self, node: ast.Nonlocal) -> None:
-        self.stored.update(node.names)
-
-    def visit_alias(self, node: ast.alias) -> None:
-        self.stored.add(node.asname or node.name.partition(".")[0])
-
-    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
-        if node.name:
-            self.stored.add(node.name)
-        self.generic_visit(node)
-
-    def visit_MatchAs(self, node: ast.MatchAs) -> None:
-        if node.name:
-            self.stored.add(node.name)
-        self.generic_visit(node)
-
-    def visit_MatchStar(self, node: ast.MatchStar) -> None:
-        if node.name:
-            self.stored.add(node.name)
-
-    def visit_MatchMapping(self, node: ast.MatchMapping) -> None:
-        if node.rest:
-            self.stored.add(node.rest)
-        self.generic_visit(node)
-
-    def _definition(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
-        self.stored.add(node.name)
-        for decorator in node.decorator_list:
-            self.visit(decorator)
-
-    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _definition  # noqa: N815 - ast's names
-
-    def visit_Lambda(self, node: ast.Lambda) -> None:
-        """A lambda's names are its own."""
-
-    def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> None:
-        """A comprehension's loop variables are its own; a walrus in it assigns outside."""
-        for child in ast.walk(node):
-            if isinstance(child, ast.NamedExpr):
-                self.stored.add(child.target.id)
-            elif isinstance(child, ast.Await) or (isinstance(child, ast.comprehension) and child.is_async):
-                self.leaving.append(node)
-
-    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _comprehension  # noqa: N815
-
-    def _leaves(self, node: ast.AST) -> None:
-        self.leaving.append(node)
-
-    visit_Return = visit_Yield = visit_YieldFrom = visit_Await = _leaves  # noqa: N815
-    visit_AsyncFor = visit_AsyncWith = _leaves  # noqa: N815
-
-
-def _scan(body: Sequence[ast.stmt]) -> _Scope:
-    scope = _Scope()
-    for statement in body:
-        scope.visit(statement)
-    return scope
-
-
-def _stored_in(body: Sequence[ast.stmt]) -> frozenset[str]:
-    scope = _scan(body)
-    return frozenset(scope.stored - scope.global_)
-
-
 def _refuse_leaving(body: Sequence[ast.stmt], source: SourceText) -> None:
-    for node in _scan(body).leaving:
+    for node in leaving(body):
         what = type(node).__name__.lower()
         line = getattr(node, "lineno", 1)
         text = source.lines[line - 1] if line <= len(source.lines) else ""

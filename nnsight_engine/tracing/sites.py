@@ -15,14 +15,13 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from types import CodeType, FrameType
 
+from nnsight_engine.tracing.block_names import mangled, names_in
 from nnsight_engine.tracing.blocks import (
     WITH_MARKER,
     Block,
     Nested,
     compile_block,
     context_of,
-    mangled,
-    names_in,
 )
 from nnsight_engine.tracing.errors import TraceSyntaxError, WithBlockNotFoundError
 from nnsight_engine.tracing.frames import is_function, own_names, read_variables

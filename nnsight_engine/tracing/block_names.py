@@ -1,0 +1,155 @@
+"""Which names the statements of a block mention and assign, and what in them would leave it.
+
+``blocks`` compiles by this, and whoever sends a block elsewhere decides by it what goes along.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+
+def names_in(body: Sequence[ast.stmt]) -> frozenset[str]:
+    """Return every name that the statements mention, nested functions included."""
+    found: set[str] = set()
+    for statement in body:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name):
+                found.add(node.id)
+            elif isinstance(node, ast.Nonlocal):
+                found.update(node.names)
+            elif isinstance(node, ast.Call) and is_bare_super(node):
+                found.add("__class__")
+    return frozenset(found | stored_in(body))
+
+
+def mangled(names: frozenset[str], class_name: str | None) -> frozenset[str]:
+    """Return the names as the compiler spells them within ``class_name``: ``__x`` becomes ``_C__x``."""
+    prefix = (class_name or "").lstrip("_")
+    if not prefix:
+        return names
+    return frozenset(
+        f"_{prefix}{name}" if name.startswith("__") and not name.endswith("__") else name for name in names
+    )
+
+
+def is_bare_super(node: ast.Call) -> bool:
+    """Tell whether a call is ``super()``, whose class and first argument are the surrounding function's."""
+    return isinstance(node.func, ast.Name) and node.func.id == "super" and not node.args and not node.keywords
+
+
+def names_outside(node: ast.With, body: Sequence[ast.stmt]) -> frozenset[str]:
+    """Return the names that statements mention outside of one of them, and all of loops that it is in."""
+    visitor = _Elsewhere(node)
+    for statement in body:
+        visitor.visit(statement)
+    return frozenset(visitor.names)
+
+
+def stored_in(body: Sequence[ast.stmt]) -> frozenset[str]:
+    """Return the names that statements assign in the scope that they stand in."""
+    scope = _scan(body)
+    return frozenset(scope.stored - scope.global_)
+
+
+def leaving(body: Sequence[ast.stmt]) -> list[ast.AST]:
+    """Return what would leave the function that the statements stand in."""
+    return _scan(body).leaving
+
+
+class _Elsewhere(ast.NodeVisitor):
+    """Gathers the names outside of a statement, and all names of the loops that it stands in."""
+
+    def __init__(self, node: ast.With) -> None:
+        self._place = (node.lineno, node.col_offset)
+        self._is_inside = False
+        self.names: set[str] = set()
+
+    def visit(self, node: ast.AST) -> None:
+        if isinstance(node, ast.With) and (node.lineno, node.col_offset) == self._place:
+            self._is_inside = True
+            return
+        if isinstance(node, ast.For | ast.While):
+            outside, self._is_inside = self._is_inside, False
+            self.generic_visit(node)
+            if self._is_inside:
+                self.names |= names_in([node])
+            self._is_inside |= outside
+            return
+        if isinstance(node, ast.Name):
+            self.names.add(node.id)
+        self.generic_visit(node)
+
+
+class _Scope(ast.NodeVisitor):
+    """Names assigned in one function scope, and statements that would leave it."""
+
+    def __init__(self) -> None:
+        self.stored: set[str] = set()
+        self.global_: set[str] = set()
+        self.leaving: list[ast.AST] = []
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if not isinstance(node.ctx, ast.Load):
+            self.stored.add(node.id)
+
+    def visit_Global(self, node: ast.Global) -> None:
+        self.global_.update(node.names)
+
+    def visit_Nonlocal(self, node: ast.Nonlocal) -> None:
+        self.stored.update(node.names)
+
+    def visit_alias(self, node: ast.alias) -> None:
+        self.stored.add(node.asname or node.name.partition(".")[0])
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
+        if node.name:
+            self.stored.add(node.name)
+        self.generic_visit(node)
+
+    def visit_MatchAs(self, node: ast.MatchAs) -> None:
+        if node.name:
+            self.stored.add(node.name)
+        self.generic_visit(node)
+
+    def visit_MatchStar(self, node: ast.MatchStar) -> None:
+        if node.name:
+            self.stored.add(node.name)
+
+    def visit_MatchMapping(self, node: ast.MatchMapping) -> None:
+        if node.rest:
+            self.stored.add(node.rest)
+        self.generic_visit(node)
+
+    def _definition(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
+        self.stored.add(node.name)
+        for decorator in node.decorator_list:
+            self.visit(decorator)
+
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _definition  # noqa: N815 - ast's names
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        """A lambda's names are its own."""
+
+    def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> None:
+        """A comprehension's loop variables are its own; a walrus in it assigns outside."""
+        for child in ast.walk(node):
+            if isinstance(child, ast.NamedExpr):
+                self.stored.add(child.target.id)
+            elif isinstance(child, ast.Await) or (isinstance(child, ast.comprehension) and child.is_async):
+                self.leaving.append(node)
+
+    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _comprehension  # noqa: N815
+
+    def _leaves(self, node: ast.AST) -> None:
+        self.leaving.append(node)
+
+    visit_Return = visit_Yield = visit_YieldFrom = visit_Await = _leaves  # noqa: N815
+    visit_AsyncFor = visit_AsyncWith = _leaves  # noqa: N815
+
+
+def _scan(body: Sequence[ast.stmt]) -> _Scope:
+    scope = _Scope()
+    for statement in body:
+        scope.visit(statement)
+    return scope
