@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from threading import get_ident
-from types import BuiltinFunctionType, FrameType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -31,7 +31,7 @@ from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.mediator import Mediator
 from nnsight_engine.tracing.errors import WithBlockNotFoundError
 from nnsight_engine.tracing.tracebacks import users_stacklevel
-from nnsight_engine.tracing.tracer import SITES, Backend, Tracer
+from nnsight_engine.tracing.tracer import SITES, Backend, Tracer, refuse_statement
 
 EnvoyMap: TypeAlias = "type[Envoy] | Mapping[type[torch.nn.Module], type[Envoy]] | None"
 """Which class stands for a module: one for all, or by the module's class; None means ``Envoy``."""
@@ -142,7 +142,11 @@ class Envoy(CallValues, EnvoyTree, Batchable):
 
     def next(self, step: int = 1) -> Self:
         """Move this block's requests on to the next call of each module (the next generated token)."""
-        advance(self._running("next"), self._interleaver, step)
+        mediator = self._running("next")
+        if step < 1:
+            raise ValueError(f"steps go forward: next() takes a positive number, got {step}")
+        now = mediator.iteration if mediator.iteration is not None else self._interleaver.step
+        mediator.iteration = now + step
         return self
 
     def _running(self, what: str) -> Mediator:
@@ -492,24 +496,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
             self._add_envoy(child, name)
 
 
-def refuse_statement(frame: FrameType, name: str) -> None:
-    """Refuse a call whose result is dropped: nothing would run, without a word."""
-    if SITES.result_is_dropped(frame):
-        raise WithBlockNotFoundError(
-            f"With block not found at line {frame.f_lineno} of {frame.f_code.co_filename}: {name}() opens "
-            f"a trace and does nothing by itself; write `with model.{name}(...):` and the block under it."
-        )
-
-
 _ENVOYS_OWN = frozenset({"path", "interleaver", "interleaving", "interleave", "fake_value"})
 
 
-def advance(mediator: Mediator, interleaver: Interleaver, steps: int) -> None:
-    """Move a block's requests on by ``steps`` calls."""
-    if steps < 1:
-        raise ValueError(f"steps go forward: next() takes a positive number, got {steps}")
-    now = mediator.iteration if mediator.iteration is not None else interleaver.step
-    mediator.iteration = now + steps
-
-
-__all__ = ["Envoy", "EnvoyMap", "WithBlockNotFoundError", "advance", "eproperty", "refuse_statement"]
+__all__ = ["Envoy", "EnvoyMap", "WithBlockNotFoundError", "eproperty"]

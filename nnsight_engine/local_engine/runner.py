@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from nnsight_engine.envoys.envoy import Envoy, refuse_statement
+from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.tracers.editing import Edit
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.local_engine.block_runner import BlockRunner, ReadTrace, run_session
@@ -25,6 +25,7 @@ from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.remote_backend.added_modules import attached
 from nnsight_engine.remote_backend.errors import LocalBlockError
 from nnsight_engine.remote_backend.places import Places, place_of
+from nnsight_engine.tracing.tracer import refuse_statement
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer

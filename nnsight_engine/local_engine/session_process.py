@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 from transformers import AutoTokenizer
 
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.envoys.envoy import refuse_statement
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.local_engine.block_runner import BlockRunner, ReadTrace, run_session
 from nnsight_engine.local_engine.link import OUTLINE, TRACE, ProcessOptions
@@ -25,6 +24,7 @@ from nnsight_engine.remote_backend.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.sent import refused
+from nnsight_engine.tracing.tracer import refuse_statement
 from nnsight_engine.vllm_backend.traces.points import place_named, place_of
 from nnsight_engine.vllm_backend.vllm import VLLM
 from nnsight_engine.wire import DecodeError

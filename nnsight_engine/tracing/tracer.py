@@ -246,6 +246,15 @@ class ExecutionBackend(Backend):
         return tracer.execute(function) if tracer is not None else None
 
 
+def refuse_statement(frame: FrameType, name: str) -> None:
+    """Refuse a call whose result is dropped: nothing would run, without a word."""
+    if SITES.result_is_dropped(frame):
+        raise WithBlockNotFoundError(
+            f"With block not found at line {frame.f_lineno} of {frame.f_code.co_filename}: {name}() opens "
+            f"a trace and does nothing by itself; write `with model.{name}(...):` and the block under it."
+        )
+
+
 def _can_save() -> bool:
     """Tell whether values have ``.save()`` now: within a trace of this thread, unless configured away."""
     return SAVES.depth > 0 and CONFIG.APP.PYMOUNT
@@ -291,4 +300,13 @@ try:
 except MountError as error:  # another library's method is there already
     warnings.warn(f"values have no `.save()` of ours, use save(value): {error}", stacklevel=1)
 
-__all__ = ["SITES", "Backend", "ExecutionBackend", "Info", "Tracer", "WithBlockNotFoundError", "compiled"]
+__all__ = [
+    "SITES",
+    "Backend",
+    "ExecutionBackend",
+    "Info",
+    "Tracer",
+    "WithBlockNotFoundError",
+    "compiled",
+    "refuse_statement",
+]

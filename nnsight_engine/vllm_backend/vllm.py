@@ -11,12 +11,12 @@ import torch
 
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.envoys.aliases import Rename
-from nnsight_engine.envoys.envoy import EnvoyMap, refuse_statement
+from nnsight_engine.envoys.envoy import EnvoyMap
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.remote_backend.backend import Remote, RemoteBackend, chosen_backend
-from nnsight_engine.tracing.tracer import Backend
+from nnsight_engine.tracing.tracer import Backend, refuse_statement
 from nnsight_engine.vllm_backend.answers import answer
 from nnsight_engine.vllm_backend.client_names import ClientNames, check_envoys
 from nnsight_engine.vllm_backend.edits import Edits, EngineEditingTracer

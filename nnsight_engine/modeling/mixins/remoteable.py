@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from typing import Any, Final
 
-from nnsight_engine.envoys.envoy import refuse_statement
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.modeling.mixins.meta import MetaMixin
 from nnsight_engine.remote_backend.backend import Remote, chosen_backend
 from nnsight_engine.remote_backend.transformers_dialect import TransformersDialect
-from nnsight_engine.tracing.tracer import Backend
+from nnsight_engine.tracing.tracer import Backend, refuse_statement
 
 _LIBRARIES: Final = ("nnsight_engine.", "builtins", "abc", "typing")
 
