@@ -29,7 +29,6 @@ from nnsight_engine.interleaving.batching import Batchable, Batcher
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.mediator import Mediator
-from nnsight_engine.tracing.errors import WithBlockNotFoundError
 from nnsight_engine.tracing.tracebacks import users_stacklevel
 from nnsight_engine.tracing.tracer import SITES, Backend, Tracer, refuse_statement
 
@@ -499,4 +498,4 @@ class Envoy(CallValues, EnvoyTree, Batchable):
 _ENVOYS_OWN = frozenset({"path", "interleaver", "interleaving", "interleave", "fake_value"})
 
 
-__all__ = ["Envoy", "EnvoyMap", "WithBlockNotFoundError", "eproperty"]
+__all__ = ["Envoy", "EnvoyMap", "eproperty"]

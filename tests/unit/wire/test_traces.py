@@ -15,7 +15,7 @@ import torch
 
 from nnsight_engine.core.cells import content
 from nnsight_engine.core.saves import SAVES, save
-from nnsight_engine.tracing.tracer import Info, Tracer
+from nnsight_engine.tracing.tracer import Tracer
 from nnsight_engine.wire import (
     DATA_ONLY,
     DecodeError,
@@ -27,19 +27,10 @@ from nnsight_engine.wire import (
     encode,
     encode_trace,
 )
+from tests.unit.wire.recording import Recorder, run
 
 FACTOR = 3
 UNSENDABLE = open  # a block that does not mention it does not care
-
-
-class Recorder(Tracer):
-    """Keeps its block, filled, and runs nothing."""
-
-    def execute(self, function: Any) -> None:
-        info = self.info
-        self.kept = SentBlock(
-            Info(info.block, dict(info.variables), None, info.globals_), dict(info.variables)
-        )
 
 
 def over(*recorders: Recorder, **options: Any) -> ReceivedTrace:
@@ -49,11 +40,6 @@ def over(*recorders: Recorder, **options: Any) -> ReceivedTrace:
         **options,
     )
     return decode_trace(data, resolve=lambda name: name)
-
-
-def run(info: Info) -> dict[str, Any]:
-    Tracer().compile_on(info)()
-    return {name: content(cell) for name, cell in info.variables.items()}
 
 
 def helper(value: int) -> int:

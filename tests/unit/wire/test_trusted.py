@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_engine.core.cells import content
 from nnsight_engine.core.saves import SAVES, save
 from nnsight_engine.remote_backend.codecs import decode_blocks, encode_blocks
-from nnsight_engine.tracing.tracer import Info, Tracer
+from nnsight_engine.tracing.tracer import Tracer
 from nnsight_engine.wire import (
     DecodeError,
     EncodeError,
@@ -31,19 +30,10 @@ from nnsight_engine.wire import (
     encode_trace,
     encode_trace_pickled,
 )
+from tests.unit.wire.recording import Recorder, run
 from tests.unit.wire.test_other_process import HELPERS, PROJECT, USER, WORKER
 
 FACTOR = 3
-
-
-class Recorder(Tracer):
-    """Keeps its block, filled, and runs nothing."""
-
-    def execute(self, function: Any) -> None:
-        info = self.info
-        self.kept = SentBlock(
-            Info(info.block, dict(info.variables), None, info.globals_), dict(info.variables)
-        )
 
 
 def over(*recorders: Recorder, **options: Any) -> ReceivedTrace:
@@ -53,11 +43,6 @@ def over(*recorders: Recorder, **options: Any) -> ReceivedTrace:
         **options,
     )
     return decode_trace_pickled(data, resolve=lambda name: name)
-
-
-def run(info: Info) -> dict[str, Any]:
-    Tracer().compile_on(info)()
-    return {name: content(cell) for name, cell in info.variables.items()}
 
 
 def helper(value: int) -> int:
