@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -17,6 +18,8 @@ from app.engine.fake import FakeBehaviour, FakeEngineClient
 from app.engine.traces import TraceEngine
 from app.main import create_app, new_store
 from app.settings import Settings
+from tests.integration.scripted_traces import ScriptedEngine
+from tests.integration.served_jobs import Jobs
 
 
 class Server:
@@ -86,3 +89,14 @@ def error_of() -> ErrorCheck:
         return str(body["error"]["message"])
 
     return check
+
+
+@pytest.fixture
+def with_jobs(serve: Serve) -> Any:
+    @contextlib.asynccontextmanager
+    async def serving(behaviour: FakeBehaviour | None = None, **settings: Any) -> AsyncIterator[Jobs]:
+        engine = ScriptedEngine()
+        async with serve(behaviour, traces={"vllm": engine}, **settings) as server:
+            yield Jobs(server, engine)
+
+    return serving
