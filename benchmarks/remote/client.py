@@ -27,14 +27,22 @@ def small(model: VLLM) -> None:
 
 
 def large(model: VLLM) -> None:
-    """Save as much as ``SAVED_BYTES``, which nobody computes."""
+    """Compute numbers of ``SAVED_BYTES``, and save them."""
     num_numbers = SAVED_BYTES // 4
     with model.trace(PROMPT, max_tokens=1, temperature=0):
-        numbers = save(torch.empty(num_numbers))
+        numbers = save(torch.ones(num_numbers))
     assert numbers.nbytes == SAVED_BYTES  # noqa: S101 - as above
 
 
-_KINDS: Final[dict[str, Callable[[VLLM], None]]] = {"small": small, "large": large}
+def unsaved(model: VLLM) -> None:
+    """Compute the same numbers, and save the last one."""
+    num_numbers = SAVED_BYTES // 4
+    with model.trace(PROMPT, max_tokens=1, temperature=0):
+        number = save(torch.ones(num_numbers)[-1].clone())
+    assert number == 1  # noqa: S101 - as above
+
+
+_KINDS: Final[dict[str, Callable[[VLLM], None]]] = {"small": small, "large": large, "unsaved": unsaved}
 
 
 def main() -> None:

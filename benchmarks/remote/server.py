@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import tempfile
 import threading
 import time
@@ -17,6 +16,7 @@ import uvicorn
 from app.engine.traces import TraceEngine
 from app.engine.vllm_arguments import parse
 from app.engine.vllm_client import VLLMEngineClient
+from app.listening import listening_socket
 from app.main import create_app, new_store
 from app.settings import Settings
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
@@ -36,18 +36,16 @@ class BenchmarkServer:
         store = new_store(settings)
         args = parse([model, "--max-model-len", "1024"])
         self.engine = VLLMEngineClient(args, settings, store)
-        self._server = uvicorn.Server(
-            uvicorn.Config(create_app(settings, self.engine, store), log_level="error")
-        )
-        self._socket = socket.socket()
-        self._socket.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(create_app(settings, self.engine, store), port=0, log_level="error")
+        self._server = uvicorn.Server(config)
+        self._socket = listening_socket(config)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
     def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._server.serve(sockets=[self._socket]))
+        with asyncio.Runner(loop_factory=self._server.config.get_loop_factory()) as runner:
+            self._loop = runner.get_loop()
+            runner.run(self._server.serve(sockets=[self._socket]))
 
     def __enter__(self) -> Self:
         """Start, and wait until the model answers."""

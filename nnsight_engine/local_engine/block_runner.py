@@ -18,10 +18,10 @@ from nnsight_engine.remote_backend.codecs import decode_blocks
 from nnsight_engine.remote_backend.received import (
     SAVED,
     ReceivedInvoke,
-    encoded_outcomes,
     failure_of,
     invokes_of,
     outcome_of,
+    outcome_pieces,
 )
 from nnsight_engine.tracing.tracebacks import clean
 from nnsight_engine.wire import DecodeError, Limits, ReceivedTrace, encode_error
@@ -171,12 +171,13 @@ class BlockRunner(ABC):
             for index, invoke in enumerate(trace.invokes)
         ]
         self.failure = failure_of(blocks)
-        return encoded_outcomes(
+        pieces = outcome_pieces(
             {"blocks": blocks, "before": list(trace.saved)},
             self._reference,
             compress=self._compresses and "zstd" in head.accepts,
             limits=self._limits,
         )
+        return b"".join(pieces)
 
     def _outcome(self, trace: ReadTrace, tracer: Tracer) -> BaseException | None:
         """Run the blocks; returns what they raised."""

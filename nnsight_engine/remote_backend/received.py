@@ -1,7 +1,7 @@
 """Blocks that came from elsewhere: their variables, what they share, and what they leave behind.
 
 Whatever runs blocks for somebody else reads them with ``invokes_of``, runs them in its own way, and answers
-with ``encoded_outcomes``, which ``outcomes`` reads on the other side.
+with ``outcome_pieces``, which ``outcomes`` reads on the other side.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any, Final
 from nnsight_engine.core.cells import UNBOUND, content
 from nnsight_engine.core.saves import holds_marked
 from nnsight_engine.tracing.tracer import Info
-from nnsight_engine.wire import DecodeError, EncodeError, Limits, encode, encode_error
+from nnsight_engine.wire import DecodeError, EncodeError, Limits, encode_error
 from nnsight_engine.wire.encoder import Reference
-from nnsight_engine.wire.values import DEFAULT_LIMITS
+from nnsight_engine.wire.message import Piece
+from nnsight_engine.wire.values import DEFAULT_LIMITS, encode_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -116,15 +117,18 @@ def failure_of(blocks: Sequence[Mapping[str, Any]]) -> str:
     return said.encode("utf-8", "backslashreplace").decode()  # it goes where lone surrogates cannot
 
 
-def encoded_outcomes(
+def outcome_pieces(
     message: dict[str, Any],
     reference: Reference,
     *,
     compress: bool = False,
     limits: Limits = DEFAULT_LIMITS,
-) -> bytes:
-    """Return what blocks left behind as bytes; one that saved what cannot travel fails alone."""
-    write = partial(encode, reference=reference, limits=limits)
+) -> list[Piece]:
+    """Return what blocks left behind as pieces of a message; one that saved what cannot travel fails alone.
+
+    Tensors on the host are pieces as they are, not copies of them.
+    """
+    write = partial(encode_pieces, reference=reference, limits=limits)
     try:
         return write(message, compress=compress)
     except EncodeError:

@@ -35,6 +35,7 @@ from nnsight_engine.vllm_backend.call import (
     salted,
 )
 from nnsight_engine.vllm_backend.compat import check_supported
+from nnsight_engine.vllm_backend.handover import Handover
 from nnsight_engine.vllm_backend.interning import ContentTable
 from nnsight_engine.vllm_backend.router import ResultRouter
 from nnsight_engine.vllm_backend.trace_call import TraceCall, TracedPrompt
@@ -54,17 +55,22 @@ class FinishedTrace(NamedTuple):
         failure: How a block failed, in a line; empty if none did.
     """
 
-    data: bytes
+    data: bytes | memoryview
     printed: str
     failure: str
 
 
 class InterventionAsyncLLM(AsyncLLM):
-    """An ``AsyncLLM`` that can intervene; call ``describe`` once before the first request."""
+    """An ``AsyncLLM`` that can intervene; call ``describe`` once before the first request.
+
+    Attributes:
+        handover: How workers hand over large results of traces; None if only vLLM's own way is wanted.
+    """
 
     spec: ModelSpec
     router: ResultRouter
     traces: TraceRouter
+    handover: Handover | None = None
 
     @classmethod
     def create(
@@ -122,7 +128,11 @@ class InterventionAsyncLLM(AsyncLLM):
             key: The trace.
             results: What its requests returned, see ``results_of``.
         """
-        return FinishedTrace(*answer(await self.collective_rpc("finish_trace", args=(key, results))))
+        path = None if self.handover is None else self.handover.path(key)
+        data, printed, failure = answer(await self.collective_rpc("finish_trace", args=(key, results, path)))
+        if data is None and self.handover is not None:
+            data = self.handover.take(key)
+        return FinishedTrace(data, printed, failure)
 
     async def forget_trace(self, key: str, request_ids: Sequence[str]) -> None:
         """End what is left of a trace in the engine; never raises."""
@@ -130,6 +140,8 @@ class InterventionAsyncLLM(AsyncLLM):
             # vLLM itself ends a request of a cancelled caller only if that was waiting for its outputs.
             await self.abort(request_ids)
             await self.collective_rpc("drop_trace", args=(key,))
+            if self.handover is not None:  # an answer that came and was not waited for
+                self.handover.forget(key)
         except EngineDeadError:
             return
         except Exception:

@@ -109,7 +109,7 @@ class TracedPrompt:
         """Take note of what a block told after a step."""
         self.choices[told.choice].hear(told)
 
-    def finish(self, data: bytes, printed: str, output: RequestOutput) -> None:
+    def finish(self, data: bytes | memoryview, printed: str, output: RequestOutput) -> None:
         """Take what came of the block; may take long, and is called on a thread.
 
         Raises:

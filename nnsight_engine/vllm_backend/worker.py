@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from nnsight_engine.vllm_backend.compat import platform_worker_class
+from nnsight_engine.vllm_backend.handover import leave
 from nnsight_engine.vllm_backend.outline import OutlineEntry
 from nnsight_engine.vllm_backend.runner import InterventionRunnerMixin
 from nnsight_engine.vllm_backend.seeded_chunks import SeededChunksMixin
@@ -56,13 +57,24 @@ class InterventionWorker(_PlatformWorker):
 
     def collect_trace(self, key: str, results: dict[str, Any], index: int | None = None) -> bytes:
         """Return what a trace or one of its blocks saved, once its requests have ended; over vLLM's RPC."""
-        saved: bytes = self.model_runner.traces.collect(key, results, index)
-        return saved
+        return b"".join(self.model_runner.traces.collect(key, results, index))
 
-    def finish_trace(self, key: str, results: dict[str, Any]) -> tuple[bytes, str, str] | None:
-        """Return what a trace saved, what it printed last and how it failed; called over vLLM's RPC."""
-        saved = self.collect_trace(key, results)
-        return (saved, *self.model_runner.traces.telling.take_left(key)) if saved else None
+    def finish_trace(
+        self, key: str, results: dict[str, Any], path: str | None = None
+    ) -> tuple[bytes | None, str, str] | None:
+        """Return what a trace saved, what it printed last and how it failed; called over vLLM's RPC.
+
+        Args:
+            key: The trace.
+            results: What its requests returned.
+            path: Where the server would rather have what is large; the answer has None for it then.
+        """
+        pieces = self.model_runner.traces.collect(key, results)
+        if not pieces:
+            return None
+        is_left = path is not None and leave(pieces, path)
+        saved = None if is_left else b"".join(pieces)
+        return (saved, *self.model_runner.traces.telling.take_left(key))
 
     def drop_trace(self, key: str) -> None:
         """Forget a trace that nobody will collect; called over vLLM's RPC."""

@@ -20,6 +20,8 @@ from nnsight_engine.wire.kinds import PAYLOADS, Kind
 from nnsight_engine.wire.limits import Limits
 from nnsight_engine.wire.segments import read_segments, write_segments
 
+Piece = bytes | memoryview
+"""A part of a message that is not put together yet."""
 MAGIC = b"NNSW"
 VERSION = 1
 _NO_CODEC, _ZSTD = 0, 1
@@ -62,8 +64,8 @@ class Table:
     python: int = HERE
 
 
-def pack(table: Table, limits: Limits, *, compress: bool = False) -> bytes:
-    """Return the table as bytes.
+def pack(table: Table, limits: Limits, *, compress: bool = False) -> list[Piece]:
+    """Return the table as pieces of a message; those of tensors share their memory.
 
     Args:
         table: What to write.
@@ -73,7 +75,7 @@ def pack(table: Table, limits: Limits, *, compress: bool = False) -> bytes:
     Raises:
         EncodeError: They would be too many.
     """
-    parts: list[bytes | memoryview] = [bytes(table.kinds)]
+    parts: list[Piece] = [bytes(table.kinds)]
     arities = np.fromiter(map(len, table.children), "<u4", len(table.children))
     edges = np.fromiter(
         (child for children in table.children for child in children), "<u4", int(arities.sum())
@@ -97,8 +99,8 @@ def pack(table: Table, limits: Limits, *, compress: bool = False) -> bytes:
             f"the message would have {num_bytes:,} bytes and may have {limits.max_bytes:,}; send less at once"
         )
     if compress:
-        return head + zstandard.ZstdCompressor(level=_LEVEL).compress(b"".join(parts))
-    return b"".join((head, *parts))
+        return [head, zstandard.ZstdCompressor(level=_LEVEL).compress(b"".join(parts))]
+    return [head, *parts]
 
 
 def _payloads(table: Table, kinds: tuple[Kind, ...]) -> list[Any]:

@@ -86,7 +86,7 @@ def encode_trace(
         return False
 
     encoder.finishers.append(finish)
-    return finished(encoder, root, compress=compress)
+    return b"".join(finished(encoder, root, compress=compress))
 
 
 def decode_trace(

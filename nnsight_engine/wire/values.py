@@ -17,7 +17,7 @@ from nnsight_engine.wire.decoder import Decoder, Resolve
 from nnsight_engine.wire.encoder import Encoder, Reference
 from nnsight_engine.wire.errors import EncodeError
 from nnsight_engine.wire.limits import DATA_ONLY, Limits, Policy
-from nnsight_engine.wire.message import pack, unpack
+from nnsight_engine.wire.message import Piece, pack, unpack
 from nnsight_engine.wire.object_writers import write
 
 DEFAULT_LIMITS = Limits()
@@ -43,6 +43,17 @@ def encode(
     Raises:
         EncodeError: Something in it cannot travel; says where it is and why.
     """
+    return b"".join(encode_pieces(value, reference=reference, limits=limits, compress=compress))
+
+
+def encode_pieces(
+    value: Any,
+    *,
+    reference: Reference | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+    compress: bool = False,
+) -> list[Piece]:
+    """Return what ``encode`` does in pieces, those of tensors being their own memory, not copied yet."""
     encoder = new_encoder(reference, limits)
     root = encoder.node(value, -1, "")
     return finished(encoder, root, compress=compress)
@@ -80,8 +91,8 @@ def new_encoder(reference: Reference | None, limits: Limits) -> Encoder:
     return Encoder(write, reference, limits)
 
 
-def finished(encoder: Encoder, root: int, *, compress: bool = False) -> bytes:
-    """Write all that was met, and return the message.
+def finished(encoder: Encoder, root: int, *, compress: bool = False) -> list[Piece]:
+    """Write all that was met, and return the message in pieces.
 
     Raises:
         EncodeError: Something in it cannot travel.

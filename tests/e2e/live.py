@@ -14,6 +14,7 @@ import uvicorn
 
 from app.engine.vllm_arguments import parse
 from app.engine.vllm_client import VLLMEngineClient
+from app.listening import listening_socket
 from app.main import create_app, new_store
 from app.settings import Settings
 
@@ -75,7 +76,7 @@ async def live_server(
     args = parse([str(model), "--served-model-name", MODEL, "--max-model-len", "1024", *options])
     engine = VLLMEngineClient(args, settings, store)
     config = uvicorn.Config(create_app(settings, engine, store), port=0, log_level="warning")
-    sock = config.bind_socket()
+    sock = listening_socket(config)
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     base_url = f"http://127.0.0.1:{sock.getsockname()[1]}"

@@ -5,6 +5,7 @@ One server of the bundled model for all of them.
 
 from __future__ import annotations
 
+import os
 import traceback
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,18 @@ def test_values_come_home_and_are_the_models(model: VLLM, reference: Reference) 
     assert tracer.backend.job_status == "COMPLETED"
     assert tracer.backend.engine == "vllm"
     assert tracer.backend.job_id
+
+
+def test_large_values_come_home(model: VLLM) -> None:
+    with model.trace(PROMPT):
+        numbers = torch.arange(4_000_000).save()
+        half = model.layers[3].output.save()
+    assert torch.equal(numbers, torch.arange(4_000_000))
+    numbers += 1  # it is ours
+    assert half.shape[-1] == 576
+    # Nothing is left of how it came.
+    left = Path("/dev/shm", f"nnsight-engine-{os.getuid()}").rglob("*")
+    assert {path.name for path in left if path.is_file()} == {".lock"}
 
 
 def test_a_write_changes_what_is_generated(model: VLLM) -> None:

@@ -11,6 +11,7 @@ from nnsight_engine.vllm_backend.traces.points import LOGITS
 from nnsight_engine.vllm_backend.traces.ranks import Call, Fetch, GoOn, Order, Ranks
 from nnsight_engine.vllm_backend.traces.spread import Presence, Spread
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
+from nnsight_engine.wire.message import Piece
 
 if TYPE_CHECKING:
     import torch
@@ -124,10 +125,10 @@ class FollowingTraces(Presence, WorkerTraces):
         self.board.wanted.clear()
         return []
 
-    def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> bytes:  # noqa: ARG002 - as on the other side
+    def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:  # noqa: ARG002 - as on the other side
         """Follow while a trace is closed; nothing is returned from here."""
         self.board.follow()
-        return b""
+        return []
 
     def drop(self, key: str) -> None:  # noqa: ARG002 - as on the other side
         """Follow while a trace is closed."""

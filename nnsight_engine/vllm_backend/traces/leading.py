@@ -24,6 +24,7 @@ from nnsight_engine.vllm_backend.traces.ranks import Call, Fetch, Gather, GoOn, 
 from nnsight_engine.vllm_backend.traces.rows import plain
 from nnsight_engine.vllm_backend.traces.spread import Presence, Spread
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
+from nnsight_engine.wire.message import Piece
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -201,7 +202,7 @@ class LeadingTraces(Presence, WorkerTraces):
             turn.traced = super().step(live, num_rows)
             return turn.traced
 
-    def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> bytes:
+    def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
         """Close a trace whose requests have ended, and return what it saved."""
         with self.board.leading():
             return super().collect(key, results, index)

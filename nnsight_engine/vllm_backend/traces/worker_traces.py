@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from nnsight_engine.interleaving.threads import Threads
-from nnsight_engine.remote_backend.received import encoded_outcomes, failure_of, outcome_of
+from nnsight_engine.remote_backend.received import failure_of, outcome_of, outcome_pieces
 from nnsight_engine.vllm_backend.outline import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.plain import NotPlainError, plain_saves
 from nnsight_engine.vllm_backend.traces.board import Board
@@ -34,6 +34,7 @@ from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
 from nnsight_engine.vllm_backend.traces.scans import first_values, scanned
 from nnsight_engine.vllm_backend.traces.telling import Parcel, Telling
 from nnsight_engine.wire import encode, encode_error
+from nnsight_engine.wire.message import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -276,8 +277,10 @@ class WorkerTraces:
 
     # What is left.
 
-    def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> bytes:
-        """Close blocks whose requests have ended, and return what they saved.
+    def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
+        """Close blocks whose requests have ended, and return what they saved as pieces of a message.
+
+        Tensors on the host are pieces as they are: they must be written before the worker does anything else.
 
         Args:
             key: The trace.
@@ -288,7 +291,7 @@ class WorkerTraces:
             self._held.pop(key, None)
         every = self._by_key.pop(key, None)
         if every is None:
-            return encode({"blocks": [], "before": None})
+            return [encode({"blocks": [], "before": None})]
         request_ids = [one for one in every if index in {None, self._members[one].entry.index}]
         if index is not None:
             self._by_key[key] = [one for one in every if one not in request_ids]
@@ -329,20 +332,23 @@ class WorkerTraces:
         outcome = outcome_of(member.entry.index, saves, told, choice=member.choice, flows=flows)
         return outcome | {"shapes": {} if member.shapes is None else first_values(member.shapes)}
 
-    def _encoded(self, message: dict[str, Any], num_bytes: int, *, compress: bool) -> bytes:
-        """Return a trace's results as bytes; writing them runs code of the objects saved, so on a thread."""
+    def _encoded(self, message: dict[str, Any], num_bytes: int, *, compress: bool) -> list[Piece]:
+        """Return a trace's results as pieces of a message.
+
+        On a thread of blocks: writing them runs code of the objects saved.
+        """
         stack = self._threads.take()
         stack.left_s += num_bytes / _BYTES_WRITTEN_A_SECOND
-        data: bytes | None
-        data, error = stack.start(
-            lambda: encoded_outcomes(message, _home_reference, compress=compress)
+        pieces: list[Piece] | None
+        pieces, error = stack.start(
+            lambda: outcome_pieces(message, _home_reference, compress=compress)
         ).empty()
-        if data is not None:
-            return data
+        if pieces is not None:
+            return pieces
         for block in message["blocks"]:
             block["saves"] = block["flows"] = {}
             block["error"] = block["error"] or self._told(error)
-        return encode({**message, "before": None})
+        return [encode({**message, "before": None})]
 
     def _told(self, error: BaseException) -> dict[str, Any]:
         """Return an error as data; telling runs code of its class, so on a thread."""

@@ -22,7 +22,7 @@ HEAD = struct.Struct("<4sBBBxIIIIIIQQ")
 def message(*nodes: tuple[Kind, list[int], Any], tensors: dict[str, torch.Tensor] | None = None) -> bytes:
     """Return a message of nodes that no sender would write; the first is the root."""
     kinds, children, payloads = [list(column) for column in zip(*nodes, strict=True)]
-    return pack(Table([*map(int, kinds)], children, payloads, tensors or {}), Limits())
+    return b"".join(pack(Table([*map(int, kinds)], children, payloads, tensors or {}), Limits()))
 
 
 def refused(data: bytes, match: str = "", **options: Any) -> None:

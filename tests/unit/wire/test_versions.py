@@ -130,14 +130,14 @@ def test_what_this_versions_library_lacks_is_named_with_both_versions() -> None:
 def test_names_that_one_version_has_elsewhere_are_found() -> None:
     moved = Table([Kind.NAME], [[]], ["pathlib._local:PurePosixPath"], {}, python=13)
     for policy in (TRUSTED, DATA_ONLY):
-        assert decode(pack(moved, Limits()), policy=policy) is pathlib.PurePosixPath
+        assert decode(b"".join(pack(moved, Limits())), policy=policy) is pathlib.PurePosixPath
     asked: list[str] = []
 
     def may_import(module: str, _name: str) -> bool:
         asked.append(module)
         return True
 
-    decode(pack(moved, Limits()), policy=Policy(may_import))
+    decode(b"".join(pack(moved, Limits())), policy=Policy(may_import))
     assert asked == ["pathlib"]
 
 
