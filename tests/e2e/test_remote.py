@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import nnsight_engine
-from nnsight_engine import RemoteBackend, RemoteError
+from nnsight_engine import RemoteBackend, RemoteError, save
 from nnsight_engine.vllm_backend.vllm import VLLM
 from nnsight_engine.wire import EncodeError
 from tests.e2e.reference import Reference
@@ -63,7 +63,7 @@ def test_values_come_home_and_are_the_models(model: VLLM, reference: Reference) 
 
 def test_large_values_come_home(model: VLLM) -> None:
     with model.trace(PROMPT):
-        numbers = torch.arange(4_000_000).save()
+        numbers = save(torch.arange(4_000_000))
         half = model.layers[3].output.save()
     assert torch.equal(numbers, torch.arange(4_000_000))
     numbers += 1  # it is ours

@@ -10,7 +10,7 @@ import pytest
 from nnsight_engine.vllm_backend.handover import LARGE_BYTES, Handover, leave
 
 KEY = "trace-7f"
-PIECES = [b"head", memoryview(b"\x01\x02" * LARGE_BYTES), b"", b"tail"]
+PIECES: list[bytes | memoryview] = [b"head", memoryview(b"\x01\x02" * LARGE_BYTES), b"", b"tail"]
 
 
 def test_what_was_left_is_taken_once(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_full_file_system_leaves_nothing(tmp_path: Path) -> None:
 
     class Huge(bytes):
         def __len__(self) -> int:
-            return 2 ** (limit - 1) - 1
+            return int(2 ** (limit - 1) - 1)
 
     assert not leave([Huge()], Handover(tmp_path).path(KEY))
     assert not list(tmp_path.iterdir())
