@@ -29,6 +29,7 @@ from app.settings import Settings
 from app.storage.results import ResultStore
 
 _DEFAULT_MAX_TOKENS: Final = 16
+_MAX_CHOICES: Final = 128
 
 
 @dataclasses.dataclass(slots=True)
@@ -277,9 +278,15 @@ def _max_tokens(body: JsonObject) -> int:
 
 
 def _choices(prompts: list[list[str]], num_each: int, num_words: int) -> list[_Choice]:
+    if not 1 <= num_each <= _MAX_CHOICES:
+        raise ApiError(ErrorCode.INVALID_VALUE, f"'n' must be 1 to {_MAX_CHOICES}, got {num_each}.", "n")
     choices: list[_Choice] = []
     for prompt in prompts:
         source = prompt or ["word"]
+        room = CAPABILITIES.sizes.max_model_len - len(source)
+        if not 0 <= num_words <= room:
+            message = f"After a prompt of {len(source)} there is room for {room} tokens, got {num_words}."
+            raise ApiError(ErrorCode.INVALID_VALUE, message, "max_tokens")
         for variant in range(num_each):
             words = [source[(variant + step) % len(source)] for step in range(num_words)]
             choices.append(_Choice(len(choices), source, words))
