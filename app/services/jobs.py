@@ -72,6 +72,7 @@ class JobService:
 
     Args:
         settings: The server's.
+        database: Keeps them; started before ``start``.
         traces: Runs them.
         lifecycle: Says whether they may run.
         served: Returns what the model is called.
@@ -83,6 +84,7 @@ class JobService:
     def __init__(
         self,
         settings: Settings,
+        database: Database,
         traces: TraceService,
         lifecycle: Lifecycle,
         served: Callable[[], ServedModel],
@@ -91,7 +93,7 @@ class JobService:
         self._settings = settings
         self._traces = traces
         self._lifecycle = lifecycle
-        self._database = Database(settings.data_dir, settings.database_url)
+        self._database = database
         self._files = JobFiles(_folder_of(settings), max_bytes=settings.job_store_bytes)
         self._store = JobStore(self._database, max_queued=settings.max_queued_jobs, ttl_s=settings.job_ttl_s)
         self._feed = JobFeed(self._store)
@@ -120,12 +122,7 @@ class JobService:
         return await self._store.num_waiting(self._served().names[0])
 
     async def start(self) -> None:
-        """Open the database, find out what dead servers left, and begin to run jobs.
-
-        Raises:
-            DatabaseError: It cannot be opened.
-        """
-        await self._database.start()
+        """Find out what dead servers left, and begin to run jobs."""
         try:
             own = await self._files.start()
             leases = JobLeases(self._database, holder=own.path.name, ttl_s=self._settings.job_ttl_s)
@@ -163,7 +160,6 @@ class JobService:
             await asyncio.gather(self._sweeper, return_exceptions=True)
         await self._feed.close()
         await self._files.close()
-        await self._database.close()
 
     async def submit(
         self,
