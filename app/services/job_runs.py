@@ -26,7 +26,7 @@ from app.services.local_calls import LocalCalls
 from app.services.traces import TraceService
 from app.storage.job_files import JobFiles, ResultFile
 from app.storage.job_leases import MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError
-from app.storage.jobs import CANCELLED_MESSAGE
+from app.storage.job_states import CANCELLED_MESSAGE
 from app.storage.tables import JobRow
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest

@@ -11,14 +11,13 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, func, or_, select, update
+from sqlalchemy import ColumnElement, and_, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from api_schemas.errors import ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus
 from app.storage.database import Database
-from app.storage.job_states import FINAL, change, ended, now
-from app.storage.jobs import CANCELLED_MESSAGE
+from app.storage.job_states import FINAL, cancelled, change, ended, now
 from app.storage.tables import JobRow
 
 LEASE_S: Final = 30.0
@@ -79,6 +78,7 @@ class JobLeases:
                 JobRow.status == JobStatus.QUEUED.value,
                 JobRow.model == model,
                 JobRow.lease_by.is_(None),
+                JobRow.cancel_requested.is_(False),
             )
             oldest = _by_owner(session, func.min(JobRow.queued_at), *waits)
             if not oldest:
@@ -130,6 +130,8 @@ class JobLeases:
     async def give_back(self, job: JobRow, *, was_interrupted: bool) -> None:
         """Let a job wait again, so that another server, or this one after a restart, runs it.
 
+        One that was to be cancelled meanwhile ends so.
+
         Args:
             job: The job.
             was_interrupted: Whether it may be why it could not go on.
@@ -137,24 +139,21 @@ class JobLeases:
         Raises:
             LeaseLostError: It was no longer ours.
         """
-        await self._change(
-            job,
-            [now(JobStatus.QUEUED, _STOPPED)],
-            lease_by=None,
-            lease_until=None,
-            started_at=None,
-            num_interruptions=JobRow.num_interruptions + was_interrupted,
-        )
+        values = {"started_at": None, "num_interruptions": JobRow.num_interruptions + was_interrupted}
+        if not await self._database.write(
+            lambda session: self._free(session, job.number, [now(JobStatus.QUEUED, _STOPPED)], **values)
+        ):
+            raise LeaseLostError(job.id)
 
     async def give_back_all(self) -> None:
         """Let go of whatever was claimed and never begun."""
 
         def write(session: Session) -> None:
-            session.execute(
-                update(JobRow)
-                .where(JobRow.lease_by == self._holder, JobRow.status == JobStatus.QUEUED.value)
-                .values(lease_by=None, lease_until=None)
+            never_begun = select(JobRow.number).where(
+                JobRow.lease_by == self._holder, JobRow.status == JobStatus.QUEUED.value
             )
+            for number in session.scalars(never_begun).all():
+                self._free(session, number, [])
 
         await self._database.write(write)
 
@@ -191,8 +190,16 @@ class JobLeases:
             The jobs and their attempts; what these had written of a result is not whole.
         """
         lost = (
-            JobRow.lease_by.is_not(None),
-            or_(JobRow.lease_by.in_(dead), JobRow.lease_until < time.time()),
+            or_(
+                and_(
+                    JobRow.lease_by.is_not(None),
+                    or_(JobRow.lease_by.in_(dead), JobRow.lease_until < time.time()),
+                ),
+                # Given back, by an older version of this server, though it was to be cancelled.
+                and_(
+                    JobRow.lease_by.is_(None), JobRow.cancel_requested, JobRow.status == JobStatus.QUEUED.value
+                ),
+            ),
             JobRow.id.not_in(own),
         )
         # Nothing is lost most of the time, and a look at it writes nothing.
@@ -209,9 +216,7 @@ class JobLeases:
         same = (JobRow.lease_by == job.lease_by, JobRow.status.not_in(FINAL))
         num = job.num_interruptions + 1
         if job.cancel_requested:
-            event, values = ended(
-                JobStatus.CANCELLED, self._ttl_s, code=ErrorCode.JOB_CANCELLED, message=CANCELLED_MESSAGE
-            )
+            event, values = cancelled(self._ttl_s)
         elif num < MAX_INTERRUPTIONS and (job.reruns or job.status != JobStatus.RUNNING):
             event = now(JobStatus.QUEUED, _DIED)
             values = {"lease_by": None, "lease_until": None, "started_at": None}
@@ -220,6 +225,15 @@ class JobLeases:
                 JobStatus.ERROR, self._ttl_s, code=ErrorCode.INTERRUPTED, message=_INTERRUPTED
             )
         return change(session, job.number, *same, events=[event], num_interruptions=num, **values)
+
+    def _free(self, session: Session, number: int, events: Sequence[JobEvent], **values: object) -> bool:
+        """Give up a lease: the job waits, or ends where that was asked for; returns whether it was ours."""
+        mine = JobRow.lease_by == self._holder
+        freed = {"lease_by": None, "lease_until": None, **values}
+        if change(session, number, mine, JobRow.cancel_requested.is_(False), events=events, **freed):
+            return True
+        event, ending = cancelled(self._ttl_s)
+        return change(session, number, mine, events=[event], **ending)
 
     async def _change(self, job: JobRow, events: Sequence[JobEvent], **values: object) -> None:
         if not await self._database.write(

@@ -15,10 +15,9 @@ from sqlalchemy.orm import Session
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
 from app.storage.database import Database
-from app.storage.job_states import FINAL, add_events, change, ended, now, row_of
+from app.storage.job_states import FINAL, add_events, cancelled, change, now, row_of
 from app.storage.tables import EventRow, JobRow
 
-CANCELLED_MESSAGE: Final = "The job was cancelled."
 _MAX_EXPIRED: Final = 200
 
 
@@ -313,12 +312,11 @@ class JobStore:
             )
 
     def _cancel(self, session: Session, job: JobRow) -> None:
-        event, values = ended(
-            JobStatus.CANCELLED, self._ttl_s, code=ErrorCode.JOB_CANCELLED, message=CANCELLED_MESSAGE
-        )
-        waits = (JobRow.lease_by.is_(None), JobRow.status.not_in(FINAL))
-        if not change(session, job.number, *waits, events=[event], **values):
-            change(session, job.number, JobRow.status.not_in(FINAL), events=[], cancel_requested=True)
+        # Asked for first: that locks the job where the database lets two write at once, so that nobody
+        # gives it back in between and it waits for ever.
+        if change(session, job.number, JobRow.status.not_in(FINAL), events=[], cancel_requested=True):
+            event, values = cancelled(self._ttl_s)
+            change(session, job.number, JobRow.lease_by.is_(None), events=[event], **values)
 
 
 def not_found(job_id: str, param: str | None = None) -> ApiError:
