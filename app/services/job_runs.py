@@ -95,14 +95,17 @@ class JobRun:
 
     def end_early(self, ending: Ending) -> None:
         """End it now; too late once its end is being written down, harmless when repeated."""
-        if self._task is None or self._is_over or self._ending is not None:
+        if self._is_over or self._ending is not None:
             return
         self._ending = ending
-        self._task.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
     async def run(self) -> None:
         """Run the job to its end and write that down."""
         self._task = asyncio.current_task()
+        if self._ending is not None and self._task is not None:
+            self._task.cancel()  # it was ended before its first step
         result = self._tools.files.new_result(self._job.id, self._job.attempt)
         is_kept = False
         try:

@@ -195,10 +195,8 @@ class JobLeases:
                     JobRow.lease_by.is_not(None),
                     or_(JobRow.lease_by.in_(dead), JobRow.lease_until < time.time()),
                 ),
-                # Given back, by an older version of this server, though it was to be cancelled.
-                and_(
-                    JobRow.lease_by.is_(None), JobRow.cancel_requested, JobRow.status == JobStatus.QUEUED.value
-                ),
+                # Given back, by an older version of this server, though it was to end.
+                and_(JobRow.lease_by.is_(None), JobRow.cancel_requested, JobRow.status.not_in(FINAL)),
             ),
             JobRow.id.not_in(own),
         )
