@@ -24,8 +24,9 @@ from api_schemas.jobs import JobEvent, JobStatus
 from app.errors import internal_error
 from app.services.local_calls import LocalCalls
 from app.services.traces import TraceService
-from app.storage.job_files import JobFiles, ResultFile
+from app.storage.job_files import JobFiles
 from app.storage.job_leases import MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError
+from app.storage.job_results import ResultFile
 from app.storage.job_states import CANCELLED_MESSAGE
 from app.storage.tables import JobRow
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
@@ -38,6 +39,7 @@ _MAX_LOG_CHARS: Final = 16 * 2**20
 _TOO_MANY_LOGS: Final = "… (what the block prints from here on is not kept)"
 _MAX_PENDING: Final = 500
 _BUSY_S: Final = 1.0
+_RETRY_DELAYS_S: Final = (0.5, 1.5, 4.0)
 
 
 class Ending(enum.Enum):
@@ -92,6 +94,7 @@ class JobRun:
         self._ending: Ending | None = None
         self._is_over = False
         self._was_interrupted = False
+        self._is_unsure = False
 
     def end_early(self, ending: Ending) -> None:
         """End it now; too late once its end is being written down, harmless when repeated."""
@@ -107,21 +110,33 @@ class JobRun:
         if self._ending is not None and self._task is not None:
             self._task.cancel()  # it was ended before its first step
         result = self._tools.files.new_result(self._job.id, self._job.attempt)
-        is_kept = False
+        has_result = False
         try:
-            end = await self._end(result)
-            if end is not None and end.result_bytes is not None:
-                await result.finish()
+            end = await self._finished(await self._end(result), result)
+            has_result = end is not None and end.result_bytes is not None
+            if not has_result:
+                await result.discard()  # on a full disk its room is what the database needs
             await self._write_down(end)
-            is_kept = end is not None and end.result_bytes is not None
+            result.keep()
         except LeaseLostError:
             logger.warning("job %s is run by another server now, which took this one for dead", self._job.id)
+            has_result &= self._is_unsure
         finally:
-            if is_kept:
-                self._tools.files.space.keep(result.num_bytes)
+            if has_result:
+                result.leave()
             else:
                 await result.discard()
             self._tools.told(self._job.id)
+
+    async def _finished(self, end: JobEnd | None, result: ResultFile) -> JobEnd | None:
+        """Return how the job ended now that its result, if it has one, is on disk or cannot be there."""
+        if end is None or end.result_bytes is None:
+            return end
+        try:
+            await result.finish()
+        except ApiError as error:
+            return self._refused(error)
+        return end
 
     async def _end(self, result: ResultFile) -> JobEnd | None:
         """Run the trace, and return how it ended; None where it is to run again."""
@@ -226,6 +241,25 @@ class JobRun:
         return JobEnd(JobStatus.CANCELLED, CANCELLED_MESSAGE, ErrorCode.JOB_CANCELLED)
 
     async def _write_down(self, end: JobEnd | None) -> None:
+        """Write down how the job ended; a database that fails is asked again, for what ran has been run.
+
+        Raises:
+            LeaseLostError: The job is no longer ours, or, where ``_is_unsure``, has been written down.
+        """
+        for delay_s in _RETRY_DELAYS_S:
+            try:
+                await self._write_down_once(end)
+            except LeaseLostError:
+                raise
+            except Exception:
+                logger.exception("what became of job %s cannot be written down; trying again", self._job.id)
+                self._is_unsure = True
+            else:
+                return
+            await asyncio.sleep(delay_s)
+        await self._write_down_once(end)
+
+    async def _write_down_once(self, end: JobEnd | None) -> None:
         await self._events.settle()
         if end is None:
             await self._tools.leases.give_back(self._job, was_interrupted=self._was_interrupted)
@@ -261,15 +295,16 @@ class _Batches:
 
     async def settle(self) -> None:
         """Wait until all is written; raises what writing raised."""
-        if self._writing is not None:
-            await self._writing
-        if self._pending:
-            await self._drain()
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
+        await self._drain()
 
     async def _drain(self) -> None:
-        while self._pending:
-            batch, self._pending = self._pending, []
+        while batch := self._pending[:]:
             await self._write(batch)
+            # Only now: those that could not be written are not forgotten.
+            del self._pending[: len(batch)]
 
 
 def _failure_of(body: Any) -> JobEnd:

@@ -32,7 +32,7 @@ from app.settings import Settings
 from app.storage.database import Database
 from app.storage.job_files import JobFiles
 from app.storage.job_leases import JobLeases
-from app.storage.jobs import Gone, JobStore, NewJob
+from app.storage.jobs import Accepted, Gone, JobStore, NewJob
 from app.storage.results import OpenResult
 from app.storage.tables import JobRow
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
@@ -209,16 +209,21 @@ class JobService:
                 reruns=reruns,
             )
             await self._files.adopt(upload, new.id)
-            try:
-                accepted = await self._store.accept(new)
-            except Exception:
-                # Not where we are cancelled: the job may be in the database all the same.
-                await self._forget(Gone([new.id], new.request_bytes))
-                raise
+        # Goes on where we are cancelled: the job may be in the database then, or its files must go.
+        accepted = await asyncio.shield(asyncio.ensure_future(self._accept(new)))
+        return Submitted(_job(accepted.job), accepted.is_new)
+
+    async def _accept(self, new: NewJob) -> Accepted:
+        """Write down a job whose request lies in its folder, or remove that."""
+        try:
+            accepted = await self._store.accept(new)
+        except Exception:
+            await self._forget(Gone([new.id], new.request_bytes))
+            raise
         if not accepted.is_new:
             await self._forget(Gone([new.id], new.request_bytes))
         self._wake()
-        return Submitted(_job(accepted.job), accepted.is_new)
+        return accepted
 
     async def get(self, job_id: str, owner: str) -> Job:
         """Return a job.

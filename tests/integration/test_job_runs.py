@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import errno
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,18 +12,35 @@ import pytest
 
 from api_schemas.errors import ApiError
 from api_schemas.jobs import JobSummary
+from app.services import job_runs
 from app.services.job_runs import Ending, JobRun, JobTools
 from app.services.local_calls import LocalCalls
 from app.services.traces import TraceService
+from app.storage import job_files
 from app.storage.database import Database
 from app.storage.job_files import JobFiles
-from app.storage.job_leases import JobLeases
+from app.storage.job_leases import JobEnd, JobLeases
+from app.storage.job_space import sync_folder
 from app.storage.jobs import JobStore, NewJob
 from app.storage.tables import JobRow
 from tests.integration.scripted_traces import ScriptedEngine, trace
 
 SUMMARY = JobSummary(model="m", dialect="vllm", kind="trace", num_blocks=1, python="3.12", client="1")
 MAX_BYTES = 10_000_000
+
+
+class FailingLeases(JobLeases):
+    """Its database fails at the first end, before or after the end was written."""
+
+    has_failed = False
+    is_written = False
+
+    async def end(self, job: JobRow, end: JobEnd) -> None:
+        if self.has_failed or self.is_written:
+            await super().end(job, end)
+        if not self.has_failed:
+            self.has_failed = True
+            raise ConnectionError
 
 
 class Bench:
@@ -95,3 +114,78 @@ async def test_a_run_that_is_ended_before_its_first_step_does_not_run(
     await asyncio.wait_for(running, 10)
     assert (await bench.job()).status == status
     assert bench.engine.started == []
+
+
+@pytest.mark.parametrize(
+    ("device", "code", "message"),
+    [
+        ("/dev/full", "job_store_full", "No space left on device"),
+        ("/dev/null", "internal_error", "could not be written"),  # it takes all, but cannot be synced
+    ],
+)
+async def test_a_result_that_the_disk_does_not_take_ends_its_job_and_says_so(
+    bench: Bench, tmp_path: Path, device: str, code: str, message: str
+):
+    job = await bench.claimed("block-fails")
+    room = bench.room()
+    file = tmp_path / "jobs/job/result.1"
+    file.symlink_to(device)
+    await JobRun(job, bench.tools).run()
+    row = await bench.job()
+    assert (row.status, row.code, row.result_bytes, row.lease_by) == ("ERROR", code, None, None)
+    assert message in str(row.message)
+    assert not file.is_symlink()
+    assert bench.room() == room
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+async def test_an_end_that_the_database_did_not_take_is_written_down_all_the_same(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_written: bool
+):
+    monkeypatch.setattr(job_runs, "_RETRY_DELAYS_S", (0.0, 0.0))
+    leases = FailingLeases(bench.database, holder="here", ttl_s=60)
+    leases.is_written = is_written
+    job = await bench.claimed()
+    await JobRun(job, dataclasses.replace(bench.tools, leases=leases)).run()
+    row = await bench.job()
+    assert (row.status, leases.has_failed) == ("COMPLETED", True)
+    assert (tmp_path / "jobs/job/result.1").stat().st_size == row.result_bytes
+
+
+# Requests on their way to their jobs.
+
+
+async def test_a_request_that_could_not_be_adopted_leaves_no_file_and_takes_no_room(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    room = bench.room()
+
+    def fail(folder: Path) -> None:
+        sync_folder(folder)
+        if folder.name == "jobs":
+            raise OSError(errno.EIO, "the disk has failed")
+
+    monkeypatch.setattr(job_files, "sync_folder", fail)
+    with pytest.raises(ApiError) as caught:
+        await bench.claimed()
+    assert caught.value.code == "internal_error"
+    assert list((tmp_path / "jobs").iterdir()) == []
+    monkeypatch.undo()
+    assert bench.room() == room
+    row = await bench.claimed()
+    assert bench.room() == room - row.request_bytes
+
+
+async def test_a_request_whose_sender_leaves_while_it_is_adopted_takes_no_room(bench: Bench, tmp_path: Path):
+    room = bench.room()
+    for count in range(20):
+        async with bench.files.received(chunks(trace())) as upload:
+            adopting = asyncio.create_task(bench.files.adopt(upload, f"job-{count}"))
+            await asyncio.sleep(count * 1e-4)
+            adopting.cancel()
+            await asyncio.gather(adopting, return_exceptions=True)
+            is_there = upload.is_adopted
+        assert (tmp_path / f"jobs/job-{count}").exists() == is_there
+        assert bench.room() == room - is_there * upload.num_bytes
+        room = bench.room()
+    assert [path.name for path in (tmp_path / "servers").glob("*/*")] == [".lock"]
