@@ -45,9 +45,10 @@ class Accepted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EventPage:
-    """Events of a job in order, and whether none will follow."""
+    """Events of a job in order, how many it had when they were read, and whether none will follow."""
 
     events: list[JobEvent]
+    num_events: int
     is_last: bool
 
 
@@ -159,7 +160,8 @@ class JobStore:
                 for row in rows
             ]
             last = events[-1].id if events else after
-            return EventPage(events, JobStatus(job.status).is_final and last >= job.num_events)
+            is_last = JobStatus(job.status).is_final and last >= job.num_events
+            return EventPage(events, job.num_events, is_last)
 
         return await self._database.read(read)
 
