@@ -12,9 +12,10 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Final
 
 import msgspec
@@ -22,12 +23,13 @@ import msgspec
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus
 from app.errors import internal_error
+from app.services.job_slots import Slot
 from app.services.local_calls import LocalCalls
 from app.services.traces import TraceService
 from app.storage.job_files import JobFiles
-from app.storage.job_leases import MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError
+from app.storage.job_leases import MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError, kind_of
 from app.storage.job_results import ResultFile
-from app.storage.job_states import CANCELLED_MESSAGE
+from app.storage.job_states import CANCELLED_MESSAGE, now
 from app.storage.tables import JobRow
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
@@ -38,7 +40,13 @@ _MAX_LOGS: Final = 10_000
 _MAX_LOG_CHARS: Final = 16 * 2**20
 _TOO_MANY_LOGS: Final = "… (what the block prints from here on is not kept)"
 _MAX_PENDING: Final = 500
-_BUSY_S: Final = 1.0
+_TAKEN_S: Final = 0.2
+"""An engine that has not refused a job for so long has taken it, though it says nothing yet."""
+
+_BUSY_DELAYS_S: Final = (1.0, 2.0, 5.0)
+"""How long a job leaves an engine in peace that has no room for it; the last from then on."""
+
+_BUSY: Final = "The engine's own queue is full; the job waits until it has room."
 _RETRY_DELAYS_S: Final = (0.5, 1.5, 4.0)
 
 
@@ -79,12 +87,15 @@ class JobRun:
     Args:
         job: As it was claimed.
         tools: What it takes.
+        slot: Its place among those that run.
     """
 
-    def __init__(self, job: JobRow, tools: JobTools) -> None:
+    def __init__(self, job: JobRow, tools: JobTools, slot: Slot) -> None:
         """Prepare; ``run`` does it all."""
         self._job = job
         self._tools = tools
+        self._slot = slot
+        self._dispatched: JobEvent | None = None
         self._events = _Batches(self._tell)
         self._num_logs = 0
         self._num_log_chars = 0
@@ -169,25 +180,45 @@ class JobRun:
         request.head = msgspec.structs.replace(request.head, streams=False)
         request.sender = f"jobs of {self._job.owner!r}"
         request.ask = functools.partial(self._tools.calls.ask, self._job.id)
-        while True:
+        for count in itertools.count():
             try:
                 await self._play_once(request, result)
             except ApiError as error:
                 # The engine's own queue is full of others' traces: a job has time.
                 if error.code is not ErrorCode.QUEUE_FULL:
                     raise
-                await asyncio.sleep(_BUSY_S)
+                if count == 0 or self._dispatched is None:
+                    self._events.put(now(JobStatus.QUEUED, _BUSY))
+                delay_s = _BUSY_DELAYS_S[min(count, len(_BUSY_DELAYS_S) - 1)]
+                await self._slot.wait(kind_of(self._job), delay_s)
             else:
                 return
 
     async def _play_once(self, request: TraceRequest, result: ResultFile) -> None:
         async with contextlib.aclosing(self._tools.traces.run(request, self._job.id)) as frames:
-            async for frame in frames:
-                if frame.kind is FrameKind.ERROR:
-                    self._has_result = False
-                    self._failure = _failure_of(frame.json())
-                    return
-                await self._take(frame, result)
+            # The first frame is the service's and says that it asks the engine. Whether that takes the job
+            # shows later, and only then has the job been dispatched.
+            self._dispatched = JobEvent.model_validate_json(bytes((await anext(frames)).data))
+            timer = asyncio.get_running_loop().call_later(_TAKEN_S, self._tell_dispatched)
+            try:
+                await self._take_all(frames, result)
+            finally:
+                timer.cancel()
+
+    def _tell_dispatched(self) -> None:
+        event, self._dispatched = self._dispatched, None
+        if event is not None:
+            self._events.put(event)
+            self._slot.accepted()
+
+    async def _take_all(self, frames: AsyncGenerator[Frame, None], result: ResultFile) -> None:
+        async for frame in frames:
+            self._tell_dispatched()
+            if frame.kind is FrameKind.ERROR:
+                self._has_result = False
+                self._failure = _failure_of(frame.json())
+                return
+            await self._take(frame, result)
 
     async def _take(self, frame: Frame, result: ResultFile) -> None:
         match frame.kind:
@@ -285,13 +316,18 @@ class _Batches:
 
     async def add(self, event: JobEvent) -> None:
         """Have an event written; waits only where very many are to be. Raises what writing raised."""
-        self._pending.append(event)
         if self._writing is not None and self._writing.done():
             self._writing.result()
-        if self._writing is None or self._writing.done():
-            self._writing = asyncio.create_task(self._drain())
+        writing = self.put(event)
         if len(self._pending) >= _MAX_PENDING:
-            await asyncio.shield(self._writing)
+            await asyncio.shield(writing)
+
+    def put(self, event: JobEvent) -> asyncio.Task[None]:
+        """Have an event written, without waiting; the next to wait learns what writing raised."""
+        self._pending.append(event)
+        if self._writing is None or (self._writing.done() and self._writing.exception() is None):
+            self._writing = asyncio.create_task(self._drain())
+        return self._writing
 
     async def settle(self) -> None:
         """Wait until all is written; raises what writing raised."""

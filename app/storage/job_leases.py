@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, and_, func, or_, select, update
+from sqlalchemy import ColumnElement, and_, func, not_, or_, select, update
 from sqlalchemy.orm import Session
 
 from api_schemas.errors import ErrorCode
@@ -19,6 +19,9 @@ from api_schemas.jobs import JobEvent, JobStatus
 from app.storage.database import Database
 from app.storage.job_states import FINAL, cancelled, change, ended, now
 from app.storage.tables import JobRow
+
+JobKind = tuple[str, str]
+"""The dialect and the kind of a job's request; those that share both run on one engine, in one queue."""
 
 LEASE_S: Final = 30.0
 """After so long without a word of its holder a lease is over."""
@@ -63,7 +66,9 @@ class JobLeases:
         self._holder = holder
         self._ttl_s = ttl_s
 
-    async def claim(self, model: str, served_at: Mapping[str, float]) -> JobRow | None:
+    async def claim(
+        self, model: str, served_at: Mapping[str, float], *, without: Collection[JobKind] = ()
+    ) -> JobRow | None:
         """Take the job that is next, or None where none waits.
 
         Owners take turns: the one with the fewest running jobs, then the one served longest ago.
@@ -71,6 +76,7 @@ class JobLeases:
         Args:
             model: Jobs of other models stay.
             served_at: When each owner's last job was claimed here.
+            without: Jobs of these kinds stay.
         """
 
         def write(session: Session) -> JobRow | None:
@@ -79,6 +85,7 @@ class JobLeases:
                 JobRow.model == model,
                 JobRow.lease_by.is_(None),
                 JobRow.cancel_requested.is_(False),
+                *(not_(_is_of(kind)) for kind in without),
             )
             oldest = _by_owner(session, func.min(JobRow.queued_at), *waits)
             if not oldest:
@@ -242,6 +249,16 @@ class JobLeases:
             raise LeaseLostError(job.id)
 
 
+def kind_of(job: JobRow) -> JobKind:
+    """Return what kind of job one is."""
+    return job.head["dialect"], job.head["kind"]
+
+
+def _is_of(kind: JobKind) -> ColumnElement[bool]:
+    dialect, name = kind
+    return and_(JobRow.head["dialect"].as_string() == dialect, JobRow.head["kind"].as_string() == name)
+
+
 def _by_owner(
     session: Session, value: ColumnElement[Any], *conditions: ColumnElement[bool]
 ) -> dict[str, float]:
@@ -250,4 +267,4 @@ def _by_owner(
     return {row[0]: row[1] for row in rows}
 
 
-__all__ = ["LEASE_S", "MAX_INTERRUPTIONS", "JobEnd", "JobLeases", "LeaseLostError"]
+__all__ = ["LEASE_S", "MAX_INTERRUPTIONS", "JobEnd", "JobKind", "JobLeases", "LeaseLostError", "kind_of"]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from api_schemas.errors import ApiError
+from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobSummary
 from app.services import job_runs
 from app.services.job_runs import Ending, JobRun, JobTools
+from app.services.job_slots import JobSlots
 from app.services.local_calls import LocalCalls
 from app.services.traces import TraceService
 from app.storage import job_files
@@ -23,10 +25,26 @@ from app.storage.job_leases import JobEnd, JobLeases
 from app.storage.job_space import sync_folder
 from app.storage.jobs import JobStore, NewJob
 from app.storage.tables import JobRow
+from nnsight_engine.remote_backend.frames import Frame
+from nnsight_engine.remote_backend.messages import TraceRequest
 from tests.integration.scripted_traces import ScriptedEngine, trace
 
 SUMMARY = JobSummary(model="m", dialect="vllm", kind="trace", num_blocks=1, python="3.12", client="1")
 MAX_BYTES = 10_000_000
+
+
+class SlowToRefuse(ScriptedEngine):
+    """Has no room for the first trace, and takes a while to say so."""
+
+    num_asked = 0
+
+    async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            await asyncio.sleep(0.05)
+            raise ApiError(ErrorCode.QUEUE_FULL, "The engine's own queue is full.")
+        async for frame in super().run_trace(request, job_id):
+            yield frame
 
 
 class FailingLeases(JobLeases):
@@ -52,6 +70,7 @@ class Bench:
         self.store = JobStore(self.database, max_queued=100, ttl_s=60)
         self.leases = JobLeases(self.database, holder="here", ttl_s=60)
         self.engine = ScriptedEngine()
+        self.slots = JobSlots(1, lambda: None)
         self.tools = JobTools(
             traces=TraceService({"vllm": self.engine}),
             files=self.files,
@@ -70,6 +89,10 @@ class Bench:
         job = await self.leases.claim("m", {})
         assert job is not None
         return job
+
+    async def run(self, job: JobRow, **tools: Any) -> JobRun:
+        """Return a run of a job that has not begun."""
+        return JobRun(job, dataclasses.replace(self.tools, **tools), await self.slots.take())
 
     async def job(self) -> JobRow:
         return await self.store.get("job", "")
@@ -108,7 +131,7 @@ async def test_a_run_that_is_ended_before_its_first_step_does_not_run(
     bench: Bench, ending: Ending, status: str
 ):
     job = await bench.claimed("hang")
-    run = JobRun(job, bench.tools)
+    run = await bench.run(job)
     running = asyncio.create_task(run.run())
     run.end_early(ending)
     await asyncio.wait_for(running, 10)
@@ -130,7 +153,7 @@ async def test_a_result_that_the_disk_does_not_take_ends_its_job_and_says_so(
     room = bench.room()
     file = tmp_path / "jobs/job/result.1"
     file.symlink_to(device)
-    await JobRun(job, bench.tools).run()
+    await (await bench.run(job)).run()
     row = await bench.job()
     assert (row.status, row.code, row.result_bytes, row.lease_by) == ("ERROR", code, None, None)
     assert message in str(row.message)
@@ -146,10 +169,26 @@ async def test_an_end_that_the_database_did_not_take_is_written_down_all_the_sam
     leases = FailingLeases(bench.database, holder="here", ttl_s=60)
     leases.is_written = is_written
     job = await bench.claimed()
-    await JobRun(job, dataclasses.replace(bench.tools, leases=leases)).run()
+    await (await bench.run(job, leases=leases)).run()
     row = await bench.job()
     assert (row.status, leases.has_failed) == ("COMPLETED", True)
     assert (tmp_path / "jobs/job/result.1").stat().st_size == row.result_bytes
+
+
+@pytest.mark.parametrize("taken_s", [0.01, 10.0])
+async def test_a_job_is_dispatched_when_its_engine_takes_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, taken_s: float
+):
+    monkeypatch.setattr(job_runs, "_TAKEN_S", taken_s)
+    monkeypatch.setattr(job_runs, "_BUSY_DELAYS_S", (0.0,))
+    engine = SlowToRefuse()
+    job = await bench.claimed()
+    await (await bench.run(job, traces=TraceService({"vllm": engine}))).run()
+    events = (await bench.store.events("job", "", after=0, limit=20)).events
+    refused = ["DISPATCHED", "QUEUED"] if taken_s < 1 else ["QUEUED"]
+    assert [event.status for event in events] == [
+        "RECEIVED", "QUEUED", *refused, "DISPATCHED", "RUNNING", "COMPLETED",
+    ]  # fmt: skip
 
 
 # Requests on their way to their jobs.
