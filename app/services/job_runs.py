@@ -33,6 +33,7 @@ from app.storage.job_states import CANCELLED_MESSAGE, now
 from app.storage.tables import JobRow
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
+from nnsight_engine.wire import DecodeError
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ _TAKEN_S: Final = 0.2
 _BUSY_DELAYS_S: Final = (1.0, 2.0, 5.0)
 """How long a job leaves an engine in peace that has no room for it; the last from then on."""
 
+_NO_REQUEST: Final = "The job's request on the server's disk is gone or broken; send the trace as a new job."
 _BUSY: Final = "The engine's own queue is full; the job waits until it has room."
 _RETRY_DELAYS_S: Final = (0.5, 1.5, 4.0)
 
@@ -156,7 +158,8 @@ class JobRun:
         except asyncio.CancelledError:
             return self._ended_early()
         except ApiError as error:
-            return self._refused(error)
+            # An engine may have its own words for having been ended.
+            return self._refused(error) if self._ending is None else self._ended_early()
         except LeaseLostError:
             raise
         except Exception:
@@ -174,7 +177,11 @@ class JobRun:
         return JobEnd(failure.status, failure.message, failure.code, result.num_bytes)
 
     async def _play(self, result: ResultFile) -> None:
-        request = await self._tools.files.request(self._job.id)
+        try:
+            request = await self._tools.files.request(self._job.id)
+        except (OSError, DecodeError) as error:
+            logger.exception("the request of job %s cannot be read", self._job.id)
+            raise ApiError(ErrorCode.INTERNAL, _NO_REQUEST) from error
         self._tools.check(request.head)
         # Nobody reads outputs as they come, so none need be made.
         request.head = msgspec.structs.replace(request.head, streams=False)

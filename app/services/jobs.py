@@ -30,7 +30,7 @@ from app.services.trace_admission import check_still_taken
 from app.services.traces import TraceService
 from app.settings import Settings
 from app.storage.database import Database
-from app.storage.job_files import JobFiles
+from app.storage.job_files import ORPHAN_S, JobFiles
 from app.storage.job_leases import JobLeases
 from app.storage.jobs import Accepted, Gone, JobStore, NewJob
 from app.storage.results import OpenResult
@@ -324,12 +324,17 @@ class JobService:
 
     async def _sweep(self) -> None:
         interval_s = min(_MAX_SWEEP_S, max(0.05, self._settings.job_ttl_s / 4))
+        others_at = time.monotonic()
         while True:
             await asyncio.sleep(interval_s)
             try:
                 while (gone := await self._store.remove_expired(time.time())).ids:
                     await self._forget(gone)
                 self._files.space.set_stored(await self._store.used_bytes())
+                if time.monotonic() - others_at > ORPHAN_S:
+                    # What servers left behind that died between a job's files and its row.
+                    others_at = time.monotonic()
+                    await self._files.remove_others(await self._store.known())
             except Exception:
                 logger.exception("expired jobs could not be removed; trying again")
 

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _REQUEST: Final = "request"
 _BUFFER_BYTES: Final = 1024 * 1024
 _A_REQUEST: Final = "The request"
-_ORPHAN_S: Final = 3600.0
+ORPHAN_S: Final = 3600.0
 """A folder without a job may belong to a server that is about to write the job down; so old, it does not."""
 
 
@@ -189,7 +189,7 @@ class JobFiles:
     def _remove_orphans(self, known: frozenset[str]) -> None:
         for folder in (self._directory / "jobs").iterdir():
             with contextlib.suppress(FileNotFoundError):
-                if folder.name not in known and folder.stat().st_mtime < time.time() - _ORPHAN_S:
+                if folder.name not in known and folder.stat().st_mtime < time.time() - ORPHAN_S:
                     logger.info("removing files that belong to no job: %s", folder)
                     shutil.rmtree(folder, ignore_errors=True)
 
@@ -234,4 +234,4 @@ def _move(path: Path, folder: Path) -> None:
         raise
 
 
-__all__ = ["JobFiles", "Upload"]
+__all__ = ["ORPHAN_S", "JobFiles", "Upload"]

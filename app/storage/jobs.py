@@ -19,6 +19,7 @@ from app.storage.job_states import FINAL, add_events, cancelled, change, now, ro
 from app.storage.tables import EventRow, JobRow
 
 _MAX_EXPIRED: Final = 200
+_RERUNNABLE: Final = [JobStatus.ERROR.value, JobStatus.CANCELLED.value]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -240,26 +241,25 @@ class JobStore:
 
         def write(session: Session) -> tuple[JobRow, int]:
             job = _existing(session, job_id, owner)
-            if job.status not in {JobStatus.ERROR, JobStatus.CANCELLED}:
-                raise ApiError(
-                    ErrorCode.JOB_NOT_RERUNNABLE,
-                    f"Only jobs that failed or were cancelled run again, and this one is {job.status}; "
-                    "send the trace as a new job.",
-                )
+            if job.status not in _RERUNNABLE:
+                raise _not_rerunnable(job)
             self._check_room(session, job.model)
             queued = now(JobStatus.QUEUED)
             nothing = dict.fromkeys(
                 ["engine", "message", "code", "started_at", "finished_at", "expires_at", "result_bytes"]
             )
-            change(
+            is_ours = change(
                 session,
                 job.number,
+                JobRow.status.in_(_RERUNNABLE),
                 events=[queued],
                 queued_at=queued.time,
                 cancel_requested=False,
                 num_interruptions=0,
                 **nothing,
             )
+            if not is_ours:  # somebody else let it, where the database lets two write at once
+                raise _not_rerunnable(_fresh(session, job))
             num_bytes = job.result_bytes or 0
             return _fresh(session, job), num_bytes
 
@@ -330,6 +330,14 @@ def not_found(job_id: str, param: str | None = None) -> ApiError:
     )
 
 
+def _not_rerunnable(job: JobRow) -> ApiError:
+    return ApiError(
+        ErrorCode.JOB_NOT_RERUNNABLE,
+        f"Only jobs that failed or were cancelled run again, and this one is {job.status}; "
+        "send the trace as a new job.",
+    )
+
+
 def _num_waiting(session: Session, model: str) -> int:
     waiting = select(func.count()).where(
         JobRow.status == JobStatus.QUEUED.value, JobRow.model == model, JobRow.lease_by.is_(None)
@@ -360,12 +368,13 @@ def _same(before: JobRow, new: NewJob) -> Accepted:
 
 
 def _removed(session: Session, jobs: list[JobRow]) -> Gone:
-    gone = [job for job in jobs if JobStatus(job.status).is_final]
-    session.execute(
+    # Asked again as they go: one may have been let run again, where the database lets two write at once.
+    gone = session.execute(
         delete(JobRow)
-        .where(JobRow.number.in_([job.number for job in gone]))
+        .where(JobRow.number.in_([job.number for job in jobs]), JobRow.status.in_(FINAL))
+        .returning(JobRow.id, JobRow.request_bytes, JobRow.result_bytes)
         .execution_options(synchronize_session=False)
-    )
+    ).all()
     num_bytes = sum(job.request_bytes + (job.result_bytes or 0) for job in gone)
     return Gone([job.id for job in gone], num_bytes)
 

@@ -28,6 +28,7 @@ from app.storage.tables import JobRow
 from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import TraceRequest
 from tests.integration.scripted_traces import ScriptedEngine, trace
+from tests.integration.waiting import until
 
 SUMMARY = JobSummary(model="m", dialect="vllm", kind="trace", num_blocks=1, python="3.12", client="1")
 MAX_BYTES = 10_000_000
@@ -45,6 +46,17 @@ class SlowToRefuse(ScriptedEngine):
             raise ApiError(ErrorCode.QUEUE_FULL, "The engine's own queue is full.")
         async for frame in super().run_trace(request, job_id):
             yield frame
+
+
+class Talkative(ScriptedEngine):
+    """Has its own words for having been ended."""
+
+    async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
+        try:
+            async for frame in super().run_trace(request, job_id):
+                yield frame
+        except asyncio.CancelledError as error:
+            raise ApiError(ErrorCode.TRACE_FAILED, "The trace was ended.") from error
 
 
 class FailingLeases(JobLeases):
@@ -173,6 +185,27 @@ async def test_an_end_that_the_database_did_not_take_is_written_down_all_the_sam
     row = await bench.job()
     assert (row.status, leases.has_failed) == ("COMPLETED", True)
     assert (tmp_path / "jobs/job/result.1").stat().st_size == row.result_bytes
+
+
+async def test_a_run_that_is_ended_has_not_failed_whatever_its_engine_says(bench: Bench):
+    engine = Talkative()
+    job = await bench.claimed("hang")
+    run = await bench.run(job, traces=TraceService({"vllm": engine}))
+    running = asyncio.create_task(run.run())
+    await until(lambda: engine.num_running == 1)
+    run.end_early(Ending.CANCELLED)
+    await running
+    row = await bench.job()
+    assert (row.status, row.code) == ("CANCELLED", "job_cancelled")
+
+
+async def test_a_job_whose_request_was_taken_away_says_so(bench: Bench, tmp_path: Path):
+    job = await bench.claimed()
+    (tmp_path / "jobs/job/request").unlink()
+    await (await bench.run(job)).run()
+    row = await bench.job()
+    assert (row.status, row.code) == ("ERROR", "internal_error")
+    assert "send the trace as a new job" in str(row.message)
 
 
 @pytest.mark.parametrize("taken_s", [0.01, 10.0])
