@@ -21,7 +21,7 @@ from app.errors import internal_error
 from app.services.traces import event_frame
 from app.settings import Settings
 from nnsight_engine.local_engine.child import Child, ProcessEndedError
-from nnsight_engine.local_engine.link import CANCEL, FAILED, READY, WORN, ProcessOptions
+from nnsight_engine.local_engine.link import CANCEL, FAILED, READY, ProcessOptions
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceRequest
 from nnsight_engine.wire import DecodeError
@@ -32,6 +32,9 @@ CANCEL_GRACE_S: Final = 5.0
 """How long a trace has to end that was told to, before its process is ended."""
 
 _LOAD_LIMIT_S: Final = 900.0
+_SETTLE_LIMIT_S: Final = 120.0
+"""How long a process may take to undo what a trace has done, before it is ended."""
+
 _PAUSE_S: Final = 30.0
 """After a process that could not be started, how long traces are refused before it is tried again."""
 
@@ -212,7 +215,7 @@ class _Line:
         self._traces = traces
         self.child: Child | None = None
         self.running: Job | None = None
-        self._is_worn = False
+        self._is_settled = True
         self._failure = ""
         self._retry_at = 0.0
         self._num_runs = 0
@@ -236,6 +239,21 @@ class _Line:
                 job.frames.put_nowait(internal_error())
                 await self.drop()
             self.running = None
+            await self._settle()
+
+    async def _settle(self) -> None:
+        """Wait until the process has undone what the trace did, which was answered; or end it."""
+        child = self.child
+        if child is None or self._is_settled:
+            return
+        is_ready = False
+        with contextlib.suppress(ProcessEndedError, TimeoutError, DecodeError):
+            async with asyncio.timeout(_SETTLE_LIMIT_S):
+                said = (await child.frame()).json()
+            is_ready = isinstance(said, dict) and READY in said
+        if not is_ready:
+            await self.drop()
+        self._is_settled = True
 
     async def _ready(self) -> Child:
         """Return the process, started and loaded.
@@ -274,7 +292,7 @@ class _Line:
 
     async def drop(self) -> None:
         """End the process; the next trace gets another one."""
-        child, self.child, self._is_worn = self.child, None, False
+        child, self.child, self._is_settled = self.child, None, True
         if child is not None:
             await child.close()
 
@@ -311,6 +329,7 @@ class _Line:
         try:
             if not child.is_quiet:
                 raise ProcessEndedError(None)
+            self._is_settled = False
             await child.run(number, job.request.chunks())
             while not await self._pass_on(child, await child.frame(), job):
                 pass
@@ -321,8 +340,6 @@ class _Line:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
             await self._traces.ended(job)
-        if self._is_worn:
-            await self.drop()
 
     async def _watch(self, child: Child, job: Job, number: int) -> None:
         """End a trace that nobody waits for or whose time is over; politely first."""
@@ -369,8 +386,6 @@ class _Line:
             if job.num_told > _MAX_TOLD:
                 raise DecodeError("a trace tells more than anybody reads")
             job.tell(JobStatus(status), str(said.get("message", "")))
-        elif WORN in said:
-            self._is_worn = True
         else:
             await self._traces.asked(child, said, job)
 
