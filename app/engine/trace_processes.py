@@ -24,6 +24,7 @@ from nnsight_engine.local_engine.child import Child, ProcessEndedError
 from nnsight_engine.local_engine.link import CANCEL, FAILED, READY, ProcessOptions
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceRequest
+from nnsight_engine.remote_backend.unread import SlowReaderError, Unread
 from nnsight_engine.wire import DecodeError
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,11 @@ _PAUSE_S: Final = 30.0
 """After a process that could not be started, how long traces are refused before it is tried again."""
 
 _MAX_EVENT_BYTES: Final = 2**21
+_MAX_UNREAD_BYTES: Final = 16 * 2**20
+"""Events of one trace that its client has not read."""
+_MAX_ALL_UNREAD_BYTES: Final = 256 * 2**20
+"""Those of all traces."""
+
 _MAX_TOLD: Final = 20_000
 """Prints of one trace; what it may print in bytes is the process's own limit."""
 
@@ -57,7 +63,7 @@ class Job:
         num_told: How often it has printed.
     """
 
-    def __init__(self, request: TraceRequest, engine: str) -> None:
+    def __init__(self, request: TraceRequest, engine: str, unread: Unread) -> None:
         """Begin with a trace that came."""
         self.request = request
         self.engine = engine
@@ -67,10 +73,36 @@ class Job:
         self.position = 0
         self.num_told = 0
         self.has_begun = False
+        self._share = unread.share(self._drop, _MAX_UNREAD_BYTES)
 
     def tell(self, status: JobStatus, message: str | None = None) -> None:
         """Tell its client of an event."""
-        self.frames.put_nowait(event_frame(status, message=message, engine=self.engine))
+        frame = event_frame(status, message=message, engine=self.engine)
+        self.frames.put_nowait(frame)
+        self._share.add(len(frame.data))
+
+    async def told(self) -> AsyncGenerator[Frame, None]:
+        """Yield what its client is to be told.
+
+        Raises:
+            ApiError: It failed.
+        """
+        try:
+            while (item := await self.frames.get()) is not None:
+                if isinstance(item, ApiError):
+                    raise item
+                if item.kind is FrameKind.EVENT:
+                    self._share.take(len(item.data))
+                yield item
+        finally:
+            self._share.close()
+
+    def _drop(self, error: SlowReaderError) -> None:
+        """End it, and forget what waits: whoever reads next is told why."""
+        while not self.frames.empty():
+            self.frames.get_nowait()
+        self.frames.put_nowait(ApiError(ErrorCode.CAPTURE_TOO_LARGE, str(error)))
+        self.cancelled.set()
 
 
 class TraceProcesses:
@@ -109,6 +141,7 @@ class TraceProcesses:
         self._queue: FairQueue[Job] = FairQueue()
         self._lines = [_Line(self) for _ in range(num_processes)]
         self._drivers: list[asyncio.Task[None]] = []
+        self._unread = Unread(_MAX_ALL_UNREAD_BYTES)
 
     @property
     def pids(self) -> list[int]:
@@ -151,17 +184,16 @@ class TraceProcesses:
             ApiError: Too many wait, the trace cannot be read, took too long or ended its process, or no
                 process can be started.
         """
-        job = Job(request, self.name)
         self._check_takes_more()
+        job = Job(request, self.name, self._unread)
         self._queue.add(request.sender, job)
         if not self.pids:
             job.tell(JobStatus.QUEUED, f"{self.purpose} is being started")
         self.tell_positions()
         try:
-            while (item := await job.frames.get()) is not None:
-                if isinstance(item, ApiError):
-                    raise item
-                yield item
+            async with contextlib.aclosing(job.told()) as told:
+                async for frame in told:
+                    yield frame
         finally:
             job.cancelled.set()
             if self._queue.remove(job):
