@@ -3,8 +3,9 @@
 #
 #   docker build --target cpu -t nnsight-engine:cpu .
 #   docker build --target gpu -t nnsight-engine:gpu .
-#   docker run --rm -p 8000:8000 nnsight-engine:cpu
-#   docker run --rm -p 8000:8000 --gpus all --ipc=host nnsight-engine:gpu serve Qwen/Qwen3-0.6B --host 0.0.0.0
+#   docker run --rm -v nnsight:/data nnsight-engine:cpu keys create --tenant me --scopes completions,interventions
+#   docker run --rm -p 8000:8000 -v nnsight:/data nnsight-engine:cpu
+#   docker run --rm -p 8000:8000 -v nnsight:/data --gpus all --ipc=host nnsight-engine:gpu serve Qwen/Qwen3-0.6B --host 0.0.0.0
 #
 # Pin the bases for a reproducible build: --build-arg PYTHON_IMAGE=python:3.11-slim@sha256:…
 ARG PYTHON_IMAGE=python:3.11-slim
@@ -33,13 +34,15 @@ RUN XDG_CACHE_HOME=/opt/nnsight-engine/cache .venv/bin/python -m nnsight_engine.
 FROM ${PYTHON_IMAGE} AS cpu
 # vLLM on CPU compiles kernels with g++ when asked for --compile, and reads the core layout through libnuma.
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ libnuma1 && rm -rf /var/lib/apt/lists/* \
-    && useradd --uid 10001 --create-home engine
+    && useradd --uid 10001 --create-home engine && install --directory --owner=engine --mode=700 /data
 COPY --from=cpu-build --chown=engine:engine /opt/nnsight-engine /opt/nnsight-engine
 ENV PATH=/opt/nnsight-engine/.venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     XDG_CACHE_HOME=/opt/nnsight-engine/cache \
     VLLM_CPU_KVCACHE_SPACE=1 \
-    VLLM_CPU_NUM_OF_RESERVED_CPU=0
+    VLLM_CPU_NUM_OF_RESERVED_CPU=0 \
+    NNSIGHT_ENGINE_DATA_DIR=/data
+VOLUME /data
 USER engine
 WORKDIR /home/engine
 EXPOSE 8000
@@ -56,10 +59,14 @@ COPY api_schemas api_schemas
 COPY app app
 COPY nnsight_engine nnsight_engine
 # vLLM, torch and the web stack are in the base and stay as they are; only what it may lack is added.
-RUN python3 -m pip install --no-cache-dir "gguf>=0.17" "msgspec>=0.19" "platformdirs>=4.3" "filelock>=3.16" "rich>=13.9" \
+RUN python3 -m pip install --no-cache-dir "alembic>=1.14" "argon2-cffi>=23.1" "cloudpickle>=3.1" "filelock>=3.16" "gguf>=0.17" \
+        "greenlet>=3.1" "msgspec>=0.19" "platformdirs>=4.3" "pydantic-settings>=2.7" "rich>=13.9" "sqlalchemy>=2.0" \
+        "sse-starlette>=3.0" "typer>=0.15" "websockets>=15.0" "zstandard>=0.23" \
     && python3 -m pip install --no-cache-dir --no-deps . \
-    && useradd --uid 10001 --create-home engine
-ENV PYTHONUNBUFFERED=1
+    && useradd --uid 10001 --create-home engine && install --directory --owner=engine --mode=700 /data
+ENV PYTHONUNBUFFERED=1 \
+    NNSIGHT_ENGINE_DATA_DIR=/data
+VOLUME /data
 USER engine
 WORKDIR /home/engine
 EXPOSE 8000

@@ -45,6 +45,12 @@ class ErrorCode(enum.StrEnum):
     INVALID_TRACE = "invalid_trace"
     TRACE_FAILED = "trace_failed"
     CODE_NOT_ALLOWED = "code_not_allowed"
+    NO_KEY = "missing_api_key"
+    INVALID_KEY = "invalid_api_key"
+    MISSING_SCOPE = "missing_scope"
+    KEY_NOT_FOUND = "key_not_found"
+    KEY_ENDED = "key_ended"
+    SANDBOX_MISSING = "sandbox_missing"
     QUEUE_FULL = "queue_full"
     TRACE_TIMED_OUT = "trace_timed_out"
     TRACE_PROCESS_ENDED = "trace_process_ended"
@@ -75,6 +81,12 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.CAPTURE_TOO_LARGE: 400,
     ErrorCode.CODEC_NOT_ALLOWED: 403,
     ErrorCode.CODE_NOT_ALLOWED: 403,
+    ErrorCode.NO_KEY: 401,
+    ErrorCode.INVALID_KEY: 401,
+    ErrorCode.MISSING_SCOPE: 403,
+    ErrorCode.KEY_NOT_FOUND: 404,
+    ErrorCode.KEY_ENDED: 409,
+    ErrorCode.SANDBOX_MISSING: 403,
     ErrorCode.QUEUE_FULL: 429,
     ErrorCode.TRACE_TIMED_OUT: 504,
     ErrorCode.TRACE_PROCESS_ENDED: 500,
@@ -102,6 +114,7 @@ STATUS: Final[dict[ErrorCode, int]] = {
 """HTTP status of each code; what is not listed is 400."""
 
 _TYPES: Final = {
+    401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     422: "invalid_request_error",

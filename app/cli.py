@@ -21,9 +21,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from app.engine.local_traces import LocalTraceEngine
+from app.keys_command import has_keys
+from app.keys_command import run as run_keys
 from app.listening import listening_socket
 from app.main import create_app, new_store
+from app.services.code_policy import is_loopback
 from app.settings import Settings, environment_for_traces, set_engine_defaults
+from app.storage.database import DatabaseError
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.local_engine.link import ProcessOptions
 from nnsight_engine.modeling.bundled import BUNDLED_MODEL_NAME, BundledModelError, bundled_model_path
@@ -31,6 +35,7 @@ from nnsight_engine.modeling.bundled import BUNDLED_MODEL_NAME, BundledModelErro
 USAGE: Final = """\
 nnsight-engine serve [MODEL] [--port 8000] [--host 127.0.0.1] [--compile] [--local-engine]
                      [any vLLM engine argument]
+nnsight-engine keys create | list | rotate | revoke
 
   MODEL      A Hugging Face name or a folder; the bundled SmolLM2-135M-Instruct without one.
              It comes before the options.
@@ -39,6 +44,8 @@ nnsight-engine serve [MODEL] [--port 8000] [--host 127.0.0.1] [--compile] [--loc
   --local-engine  Keep the model a second time, in a process of its own, for traces of LanguageModel:
              gradients, calls inside a forward, sessions. --local-engine-device says where, cpu by
              default; --local-engine-dtype in which type.
+  keys       Who may use the server, and for what; without keys only this machine may. See
+             nnsight-engine keys --help
   --version  Print the version.
 
 Examples:
@@ -85,12 +92,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments == ["--version"]:
         console.print(importlib.metadata.version("nnsight-engine"))
         return 0
+    if arguments[:1] == ["keys"]:
+        return _keys(arguments[1:], console)
     if not arguments or arguments[0] != "serve" or {"-h", "--help"} & set(arguments):
         console.print(USAGE, markup=False)
         return 0 if {"-h", "--help"} & set(arguments) else _USAGE_ERROR
     try:
         return _serve(arguments[1:], console)
     except (CommandError, BundledModelError, UnsupportedOptionError) as error:
+        console.print(f"nnsight-engine: {error}", markup=False, soft_wrap=True)
+        return 1
+
+
+def _keys(arguments: list[str], console: Console) -> int:
+    try:
+        return run_keys(arguments, _settings())
+    except CommandError as error:
         console.print(f"nnsight-engine: {error}", markup=False, soft_wrap=True)
         return 1
 
@@ -131,7 +148,27 @@ def _settings() -> Settings:
         ) from error
 
 
+def _check_callers(settings: Settings) -> bool:
+    """Return whether there are keys; without, refuse to listen to other machines, whose every user comes in.
+
+    Raises:
+        CommandError: They would.
+    """
+    try:
+        with_keys = asyncio.run(has_keys(settings))
+    except DatabaseError as error:
+        raise CommandError(str(error)) from error
+    if not with_keys and not is_loopback(settings.host):
+        raise CommandError(
+            f"there are no keys, so the server listens to this machine alone and not on {settings.host}: "
+            "make one with `nnsight-engine keys create --tenant NAME --scopes completions,interventions`, "
+            "or leave --host out"
+        )
+    return with_keys
+
+
 def _run(args: argparse.Namespace, settings: Settings, client_module: Any, console: Console) -> int:
+    with_keys = _check_callers(settings)
     store = new_store(settings)
     engine = client_module.VLLMEngineClient(args, settings, store)
     failures: list[str] = []
@@ -150,7 +187,8 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
     port = sock.getsockname()[1]
 
     async def serve() -> None:
-        announcing = asyncio.create_task(_announce(engine, f"http://{settings.host}:{port}", console))
+        url = f"http://{settings.host}:{port}"
+        announcing = asyncio.create_task(_announce(engine, url, console, with_keys=with_keys))
         await server.serve(sockets=[sock])
         announcing.cancel()
         await asyncio.gather(announcing, return_exceptions=True)
@@ -178,18 +216,20 @@ def _local_engine(args: argparse.Namespace, settings: Settings) -> LocalTraceEng
     return LocalTraceEngine(options, settings, environment_for_traces())
 
 
-async def _announce(engine: Any, url: str, console: Console) -> None:
+async def _announce(engine: Any, url: str, console: Console, *, with_keys: bool) -> None:
     """Show that the engine is loading, then one line to try it with."""
     with _progress(console) as progress:
         progress.add_task("Loading the engine", total=None)
         await engine.started.wait()
     spec = engine.engine.spec
-    console.print(f"Ready: {spec.name} at {url}, docs at {url}/docs. Steer it:", markup=False, soft_wrap=True)
-    console.print(_steering_line(url, spec), markup=False, soft_wrap=True)
+    who = "whoever has a key" if with_keys else "this machine alone, there are no keys"
+    console.print(f"Ready for {who}: {spec.name} at {url}, docs at {url}/docs.", markup=False, soft_wrap=True)
+    console.print("Steer it:", _steering_line(url, spec, with_key=with_keys), markup=False, soft_wrap=True)
 
 
-def _steering_line(url: str, spec: Any) -> str:
+def _steering_line(url: str, spec: Any, *, with_key: bool = False) -> str:
     """Return one line for a shell that steers along one axis of the residual stream, half way up."""
+    key = " -H 'authorization: Bearer '$NNSIGHT_ENGINE_KEY" if with_key else ""
     axis = _DEMO_AXIS if spec.hidden_size > _DEMO_AXIS else 1
     after = spec.hidden_size - axis - 1
     vector = f"'$(printf '0,%.0s' $(seq {axis}))1$(printf ',0%.0s' $(seq {after}))'"
@@ -201,7 +241,7 @@ def _steering_line(url: str, spec: Any) -> str:
         f'{{"model":"{spec.name}","prompt":"I think dogs are","max_tokens":24,"temperature":0,'
         f'"interventions":[{steer}]}}'
     )
-    return f"curl {url}/v1/completions -H 'content-type: application/json' -d '{body}'"
+    return f"curl {url}/v1/completions{key} -H 'content-type: application/json' -d '{body}'"
 
 
 def split_options(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:

@@ -7,10 +7,16 @@ from collections.abc import Sequence
 from typing import Annotated, Final
 from urllib.parse import urlsplit
 
-from fastapi import Depends, WebSocketException
+from fastapi import Depends, Security, WebSocketException
+from fastapi.openapi.models import HTTPBearer as BearerModel
+from fastapi.security import SecurityScopes
+from fastapi.security.base import SecurityBase
 from starlette.requests import HTTPConnection
 
 from api_schemas.errors import ApiError
+from api_schemas.keys import Scope
+from app.auth.keys import Keys
+from app.auth.principal import Principal
 from app.engine.client import EngineClient
 from app.engine.trace_processes import TraceProcesses
 from app.lifecycle import Lifecycle
@@ -18,10 +24,12 @@ from app.services.code_policy import check_name
 from app.services.jobs import JobService
 from app.services.traces import TraceService
 from app.settings import Settings
+from app.storage.database import Database
 from app.storage.results import ResultStore
 
 _MAX_REASON: Final = 100
 """Characters of why a WebSocket is closed; there is room for 123 bytes."""
+_POLICY_VIOLATION: Final = 1008
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,6 +42,8 @@ class Context:
     lifecycle: Lifecycle
     traces: TraceService
     jobs: JobService
+    database: Database
+    keys: Keys
     processes: Sequence[TraceProcesses] = ()
 
 
@@ -42,28 +52,54 @@ async def _context_of(connection: HTTPConnection) -> Context:
     return context
 
 
-async def _owner_of(connection: HTTPConnection) -> str:
-    settings: Settings = connection.app.state.context.settings
-    if connection.scope["type"] == "websocket":
+class _BearerKey(SecurityBase):
+    """Says in the document how a key is sent; ``auth.keys`` reads it."""
+
+    def __init__(self) -> None:
+        self.model = BearerModel(description="A key: `nnsight-engine keys create`. None on a server without.")
+        self.scheme_name = "key"
+
+    async def __call__(self, connection: HTTPConnection) -> str | None:
+        return connection.headers.get("authorization")
+
+
+async def _caller_of(
+    connection: HTTPConnection,
+    scopes: SecurityScopes,
+    authorization: Annotated[str | None, Security(_BearerKey())],
+) -> Principal:
+    context: Context = connection.app.state.context
+    is_websocket = connection.scope["type"] == "websocket"
+    if is_websocket:
         _check_origin(connection)
     try:
-        check_name(settings, connection)
+        principal = await context.keys.principal(authorization)
+        principal.check(*map(Scope, scopes.scopes))
+        if not principal.has_key and Scope.CODE in scopes.scopes:
+            check_name(context.settings, connection)
     except ApiError as error:
-        if connection.scope["type"] == "websocket":
-            raise WebSocketException(1008, error.message[:_MAX_REASON]) from error
+        if is_websocket:
+            raise WebSocketException(_POLICY_VIOLATION, error.message[:_MAX_REASON]) from error
         raise
-    return ""
+    return principal
 
 
 def _check_origin(connection: HTTPConnection) -> None:
     """Refuse pages of other places, which browsers let open WebSockets to anywhere."""
     origin = connection.headers.get("origin")
     if origin is not None and urlsplit(origin).hostname != connection.url.hostname:
-        raise WebSocketException(1008, "pages of other places may not listen to jobs")
+        raise WebSocketException(_POLICY_VIOLATION, "pages of other places may not listen to jobs")
 
-
-Owner = Annotated[str, Depends(_owner_of)]
-"""A route's parameter: whose jobs the caller's are. Nobody is told apart yet, and all share one name."""
 
 Served = Annotated[Context, Depends(_context_of)]
 """A route's parameter that receives the server's parts."""
+ANYBODY: Final = Security(_caller_of)
+"""A route's dependency: a key of any scope, where the server has keys. The next ones ask for a scope."""
+COMPLETER: Final = Security(_caller_of, scopes=[Scope.COMPLETIONS])
+INTERVENER: Final = Security(_caller_of, scopes=[Scope.INTERVENTIONS])
+CODER: Final = Security(_caller_of, scopes=[Scope.CODE])
+ADMIN: Final = Security(_caller_of, scopes=[Scope.ADMIN])
+Completer = Annotated[Principal, COMPLETER]
+"""A route's parameter: who calls. So are the next ones."""
+Intervener = Annotated[Principal, INTERVENER]
+Coder = Annotated[Principal, CODER]

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from app.auth.keys import Keys
 from app.context import Context
 from app.engine.client import EngineClient
 from app.engine.local_traces import LocalTraceEngine
@@ -24,6 +25,7 @@ from app.routes import (
     health,
     job_events,
     jobs,
+    keys,
     models,
     results,
     status,
@@ -33,6 +35,8 @@ from app.services.jobs import JobService
 from app.services.model_outline import model_outline
 from app.services.traces import TraceService
 from app.settings import Settings, environment_for_traces
+from app.storage.database import Database
+from app.storage.keys import KeyStore
 from app.storage.results import ResultStore
 from nnsight_engine.local_engine.link import ProcessOptions
 
@@ -47,6 +51,7 @@ _ROUTERS = (
     health.router,
     traces.router,
     status.router,
+    keys.router,
 )
 
 
@@ -77,8 +82,12 @@ def create_app(
     beside = _beside(settings, engine, local)
     engines = {**engine.trace_engines(), **{one.name: one for one in beside}}
     trace_service = TraceService(engines)
-    job_service = JobService(settings, trace_service, lifecycle, engine.served)
-    context = Context(settings, engine, store, lifecycle, trace_service, job_service, beside)
+    database = Database(settings.data_dir, settings.database_url)
+    job_service = JobService(settings, database, trace_service, lifecycle, engine.served)
+    callers = Keys(KeyStore(database))
+    context = Context(
+        settings, engine, store, lifecycle, trace_service, job_service, database, callers, beside
+    )
     app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)
     app.state.context = context
     app.add_middleware(GateMiddleware, lifecycle=context.lifecycle)
@@ -117,6 +126,8 @@ def new_store(settings: Settings) -> ResultStore:
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     context: Context = app.state.context
     async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(context.database.close)
+        await context.database.start()
         stack.push_async_callback(context.store.close)
         await context.store.start()
         stack.push_async_callback(context.lifecycle.close)

@@ -38,7 +38,8 @@ CHAT_BODY: Final = _body(ChatCompletionRequest)
 
 _MEANINGS: Final = {
     400: "Something in the request cannot be served.",
-    403: "The server takes no code, or none in this codec, from this sender.",
+    401: "The server has keys, and the request has none of them.",
+    403: "The key does not open this; or the server takes no code, or none in this codec, from this sender.",
     404: "Nothing here has this id or name.",
     409: "The state of the job, or what its key named before, does not allow it.",
     413: "The body is too large.",
@@ -118,15 +119,19 @@ class DocumentedApp(FastAPI):
         return super().openapi()
 
 
+def _documented_error(status: int) -> dict[str, Any]:
+    schema = {"$ref": _REF.format(model=ErrorResponse.__name__)}
+    return {"description": _MEANINGS[status], "content": {"application/json": {"schema": schema}}}
+
+
 def _correct(operation: dict[str, Any]) -> None:
-    """Mend what the framework documents by itself: its own error's shape, and parameters that may be null."""
+    """Mend what the framework documents by itself (its error's shape, null parameters); add refused keys."""
     responses = operation["responses"]
     if "422" in responses:
-        schema = {"$ref": _REF.format(model=ErrorResponse.__name__)}
-        responses["422"] = {
-            "description": _MEANINGS[422],
-            "content": {"application/json": {"schema": schema}},
-        }
+        responses["422"] = _documented_error(422)
+    if operation.get("security"):
+        for status in (401, 403):
+            responses.setdefault(str(status), _documented_error(status))
     for parameter in operation.get("parameters", []):
         # A header or a query that is left out is not null; one that says "null" is a string.
         kinds = [kind for kind in parameter["schema"].pop("anyOf", []) if kind != {"type": "null"}]

@@ -60,8 +60,8 @@ class EngineClient(Protocol):
 
     ``completions`` and ``chat`` are cancelled when the client goes away, and then must abort the
     request. ``body`` is the request's JSON without ``interventions``, which come checked for
-    shape and unresolved against the model. ``http`` is the request, its body already read; its
-    ``receive`` belongs to the caller.
+    shape and unresolved against the model; ``owner`` is the tenant whose the results are. ``http``
+    is the request, its body already read; its ``receive`` belongs to the caller.
     """
 
     @property
@@ -79,12 +79,12 @@ class EngineClient(Protocol):
         """Return the body of ``/v1/models``; only called when ready."""
 
     async def completions(
-        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request
+        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request, owner: str
     ) -> EngineReply:
         """Answer a completion request."""
 
     async def chat(
-        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request
+        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request, owner: str
     ) -> EngineReply:
         """Answer a chat completion request."""
 

@@ -29,6 +29,7 @@ from app.settings import Settings
 from app.storage.results import ResultStore
 
 _DEFAULT_MAX_TOKENS: Final = 16
+_MAX_CHOICES: Final = 128
 
 
 @dataclasses.dataclass(slots=True)
@@ -72,6 +73,7 @@ class _Job:
     choices: list[_Choice]
     interventions: tuple[Intervention, ...]
     base_path: str
+    owner: str
 
     @property
     def is_chat(self) -> bool:
@@ -160,21 +162,21 @@ class FakeEngineClient:
         self._is_closed = True
 
     async def completions(
-        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request
+        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request, owner: str
     ) -> EngineReply:
         """Repeat each prompt's words."""
         prompts = _prompts(body.get("prompt"))
-        return await self._generate("text_completion", prompts, body, interventions, http)
+        return await self._generate("text_completion", prompts, body, interventions, http, owner)
 
     async def chat(
-        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request
+        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request, owner: str
     ) -> EngineReply:
         """Repeat the last message's words."""
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise ApiError(ErrorCode.INVALID_SHAPE, "'messages' must be a list with at least one message.")
         prompts = [str(messages[-1].get("content", "")).split()]
-        return await self._generate("chat.completion", prompts, body, interventions, http)
+        return await self._generate("chat.completion", prompts, body, interventions, http, owner)
 
     async def _generate(
         self,
@@ -183,6 +185,7 @@ class FakeEngineClient:
         body: JsonObject,
         interventions: tuple[Intervention, ...],
         http: Request,
+        owner: str,
     ) -> EngineReply:
         self.num_calls += 1
         with self._running():
@@ -195,7 +198,7 @@ class FakeEngineClient:
                 ErrorCode.MODEL_NOT_FOUND, f"The model served is {MODEL!r}, got {model!r}.", "model"
             )
         choices = _choices(prompts, int(body.get("n") or 1), _max_tokens(body))
-        job = _Job(kind, model, choices, interventions, str(http.scope.get("root_path", "")))
+        job = _Job(kind, model, choices, interventions, str(http.scope.get("root_path", "")), owner)
         if body.get("stream"):
             with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
             return EngineReply(stream=self._events(job, with_usage=with_usage))
@@ -245,6 +248,7 @@ class FakeEngineClient:
         answer = await choice_json(
             collected(job.interventions, range(*span), is_final=is_final),
             store=self._store,
+            owner=job.owner,
             settings=self._settings,
             decode=lambda token_id: f" {tokens[token_id % len(tokens)]}",
             base_path=job.base_path,
@@ -277,9 +281,15 @@ def _max_tokens(body: JsonObject) -> int:
 
 
 def _choices(prompts: list[list[str]], num_each: int, num_words: int) -> list[_Choice]:
+    if not 1 <= num_each <= _MAX_CHOICES:
+        raise ApiError(ErrorCode.INVALID_VALUE, f"'n' must be 1 to {_MAX_CHOICES}, got {num_each}.", "n")
     choices: list[_Choice] = []
     for prompt in prompts:
         source = prompt or ["word"]
+        room = CAPABILITIES.sizes.max_model_len - len(source)
+        if not 0 <= num_words <= room:
+            message = f"After a prompt of {len(source)} there is room for {room} tokens, got {num_words}."
+            raise ApiError(ErrorCode.INVALID_VALUE, message, "max_tokens")
         for variant in range(num_each):
             words = [source[(variant + step) % len(source)] for step in range(num_words)]
             choices.append(_Choice(len(choices), source, words))

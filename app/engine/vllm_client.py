@@ -185,21 +185,23 @@ class VLLMEngineClient:
         return body
 
     async def completions(
-        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request
+        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request, owner: str
     ) -> EngineReply:
         """Answer ``/v1/completions``."""
         serve = self._vllm_app.state.openai_serving_completion.create_completion
         if interventions:
-            return await self._intervene(InterveningCompletionRequest, serve, body, interventions, http)
+            return await self._intervene(
+                InterveningCompletionRequest, serve, body, interventions, http, owner
+            )
         return await self._plain(CompletionRequest, serve, body, http)
 
     async def chat(
-        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request
+        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request, owner: str
     ) -> EngineReply:
         """Answer ``/v1/chat/completions``."""
         serve = self._vllm_app.state.openai_serving_chat.create_chat_completion
         if interventions:
-            return await self._intervene(InterveningChatRequest, serve, body, interventions, http)
+            return await self._intervene(InterveningChatRequest, serve, body, interventions, http, owner)
         return await self._plain(ChatCompletionRequest, serve, body, http)
 
     async def _plain(self, model: type[Any], serve: Serve, body: JsonObject, http: Request) -> EngineReply:
@@ -221,6 +223,7 @@ class VLLMEngineClient:
         body: JsonObject,
         interventions: tuple[Intervention, ...],
         http: Request,
+        owner: str,
     ) -> EngineReply:
         try:
             request = model.model_validate(body)
@@ -246,8 +249,8 @@ class VLLMEngineClient:
             num_choices = request.n or 1
             if not hasattr(answer, "model_dump"):
                 streams = True
-                return EngineReply(stream=self._stream(answer, call, num_choices))
-            return EngineReply(body=await self._whole(answer.model_dump(), call, num_choices))
+                return EngineReply(stream=self._stream(answer, call, num_choices, owner))
+            return EngineReply(body=await self._whole(answer.model_dump(), call, num_choices, owner))
         finally:
             if not streams:
                 engine.close_call(call)
@@ -278,21 +281,23 @@ class VLLMEngineClient:
             logger.info("vLLM refused a request", exc_info=True)
             return create_error_response(error)
 
-    async def _whole(self, body: JsonObject, call: Call, num_choices: int) -> JsonObject:
+    async def _whole(self, body: JsonObject, call: Call, num_choices: int, owner: str) -> JsonObject:
         for choice in body["choices"]:
             collected = call.take_final(choice["index"], num_choices)
-            choice["interventions"] = await self._choice_json(collected)
+            choice["interventions"] = await self._choice_json(collected, owner)
         return body
 
-    async def _stream(self, frames: AsyncIterator[str], call: Call, num_choices: int) -> AsyncIterator[str]:
+    async def _stream(
+        self, frames: AsyncIterator[str], call: Call, num_choices: int, owner: str
+    ) -> AsyncIterator[str]:
         try:
             async for frame in frames:
-                yield frame if frame == DONE_FRAME else await self._frame(frame, call, num_choices)
+                yield frame if frame == DONE_FRAME else await self._frame(frame, call, num_choices, owner)
         finally:
             await frames.aclose()  # type: ignore[attr-defined]  # vLLM's streams are generators
             self.engine.close_call(call)
 
-    async def _frame(self, frame: str, call: Call, num_choices: int) -> str:
+    async def _frame(self, frame: str, call: Call, num_choices: int, owner: str) -> str:
         chunk = json.loads(frame.removeprefix("data: "))
         if "error" in chunk:
             return frame if call.failure is None else error_frame(call.failure)
@@ -301,11 +306,13 @@ class VLLMEngineClient:
             take = call.take_final if is_last else call.take_part
             collected = take(choice["index"], num_choices)
             if collected is not None:
-                choice["interventions"] = await self._choice_json(collected)
+                choice["interventions"] = await self._choice_json(collected, owner)
         return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
-    async def _choice_json(self, collected: Any) -> JsonObject:
-        return await choice_json(collected, store=self._store, settings=self._settings, decode=self._decode)
+    async def _choice_json(self, collected: Any, owner: str) -> JsonObject:
+        return await choice_json(
+            collected, store=self._store, owner=owner, settings=self._settings, decode=self._decode
+        )
 
     def _tokenize(self, text: str) -> list[int]:
         ids: list[int] = self.engine.renderer.get_tokenizer().encode(text, add_special_tokens=False)

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.context import Served
+from app.context import Completer, Served
 from app.openapi import CHAT_BODY, GENERATION_ANSWERS
 from app.services.generation import generate
 
@@ -19,6 +19,6 @@ router = APIRouter(tags=["openai"])
     openapi_extra=CHAT_BODY,
     responses=GENERATION_ANSWERS,
 )
-async def create_chat_completion(request: Request, context: Served) -> Response:
+async def create_chat_completion(request: Request, context: Served, caller: Completer) -> Response:
     """OpenAI's chat completions, as vLLM serves them, plus the field ``interventions``."""
-    return await generate(context, request, context.engine.chat)
+    return await generate(context, request, caller, context.engine.chat)

@@ -17,7 +17,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from api_schemas.errors import ApiError
 from api_schemas.jobs import JobEvent
-from app.context import Context, Owner, Served
+from app.context import Coder, Context, Served
 from app.errors import error_response
 from app.openapi import EVENTS_TYPE, JOB_EVENTS, error_responses
 from nnsight_engine.remote_backend.frames import Frame, FrameReader
@@ -67,16 +67,16 @@ class _Ping(msgspec.Struct):
     },
 )
 async def follow_job(
-    job_id: str, context: Served, owner: Owner, after: After = 0, last_seen: LastSeen = None
+    job_id: str, context: Served, caller: Coder, after: After = 0, last_seen: LastSeen = None
 ) -> EventSourceResponse:
     """Server-sent events: first what has happened, then what happens. `id` is the event's number."""
-    events = await context.jobs.follow(job_id, owner, after if last_seen is None else last_seen)
+    events = await context.jobs.follow(job_id, caller.tenant, after if last_seen is None else last_seen)
     return EventSourceResponse(_sent(events), ping=_PING_S, send_timeout=_SEND_TIMEOUT_S)
 
 
 @router.websocket("/{job_id}/events")
 async def follow_job_by_websocket(
-    websocket: WebSocket, job_id: str, context: Served, owner: Owner, local: Local, after: After = 0
+    websocket: WebSocket, job_id: str, context: Served, caller: Coder, local: Local, after: After = 0
 ) -> None:
     """The same events as JSON text, `{"type": "event", …}`; `{"type": "ping"}` is answered with a pong.
 
@@ -84,7 +84,7 @@ async def follow_job_by_websocket(
     binary messages.
     """
     try:
-        events = await context.jobs.follow(job_id, owner, after)
+        events = await context.jobs.follow(job_id, caller.tenant, after)
     except ApiError as error:
         await websocket.send_denial_response(error_response(error))
         return
@@ -102,7 +102,7 @@ async def follow_job_by_websocket(
         code = listening.result() if listening in done else None
         if telling in done:
             telling.result()
-            code = _NORMAL if await _is_over(context, job_id, owner) else _GOING_AWAY
+            code = _NORMAL if await _is_over(context, job_id, caller.tenant) else _GOING_AWAY
     finally:
         for task in tasks:
             task.cancel()

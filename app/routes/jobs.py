@@ -12,7 +12,7 @@ from starlette.responses import Response
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import Job, JobList, JobStatus
 from app.body import stream_bytes
-from app.context import Owner, Served
+from app.context import Coder, Served
 from app.errors import RETRY_AFTER_S, error_response
 from app.openapi import BINARY, TRACE_BODY, error_responses
 from app.services.code_policy import check_code_allowed
@@ -54,7 +54,7 @@ async def create_job(
     request: Request,
     response: Response,
     context: Served,
-    owner: Owner,
+    caller: Coder,
     *,
     key: Key = None,
     rerun: Annotated[
@@ -62,10 +62,10 @@ async def create_job(
     ] = False,
 ) -> Job:
     """The body is that of `POST /v1/traces`. A job that is accepted runs, whatever becomes of this server."""
-    check_sender(context.settings, request)
+    check_sender(context.settings, request, caller)
     body = stream_bytes(request, context.settings.max_trace_request_bytes)
     check = functools.partial(check_head, context.settings, request, context.engine.served())
-    submitted = await context.jobs.submit(body, check=check, key=key, owner=owner, reruns=rerun)
+    submitted = await context.jobs.submit(body, check=check, key=key, owner=caller.tenant, reruns=rerun)
     response.status_code = 202 if submitted.is_new else 200
     response.headers["Location"] = f"/v1/jobs/{submitted.job.id}"
     return submitted.job
@@ -74,31 +74,31 @@ async def create_job(
 @router.get("", summary="List jobs, the newest first", responses=error_responses(404))
 async def list_jobs(
     context: Served,
-    owner: Owner,
+    caller: Coder,
     limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 20,
     after: Annotated[str | None, Query(max_length=64, description="The last id of the page before.")] = None,
     status: Annotated[JobStatus | None, Query(description="Only jobs that are there.")] = None,
 ) -> JobList:
     """One page; `last_id` of it is the next one's `after`."""
-    return await context.jobs.page(owner, status=status, after=after, limit=limit)
+    return await context.jobs.page(caller.tenant, status=status, after=after, limit=limit)
 
 
 @router.get("/{job_id}", summary="Where a job is", responses=error_responses(404))
-async def get_job(job_id: str, context: Served, owner: Owner) -> Job:
+async def get_job(job_id: str, context: Served, caller: Coder) -> Job:
     """Its state, times and sizes, and why it failed if it did."""
-    return await context.jobs.get(job_id, owner)
+    return await context.jobs.get(job_id, caller.tenant)
 
 
 @router.delete("/{job_id}", status_code=204, summary="End and remove a job", responses=error_responses(404))
-async def delete_job(job_id: str, context: Served, owner: Owner) -> None:
+async def delete_job(job_id: str, context: Served, caller: Coder) -> None:
     """Its request and result go with it; it is not found any more, though ending it may take a moment."""
-    await context.jobs.remove(job_id, owner)
+    await context.jobs.remove(job_id, caller.tenant)
 
 
 @router.post("/{job_id}/cancel", summary="End a job", responses=error_responses(404))
-async def cancel_job(job_id: str, context: Served, owner: Owner) -> Job:
+async def cancel_job(job_id: str, context: Served, caller: Coder) -> Job:
     """One that waits ends at once, one that runs shortly after, one that has ended stays as it is."""
-    return await context.jobs.cancel(job_id, owner)
+    return await context.jobs.cancel(job_id, caller.tenant)
 
 
 @router.post(
@@ -107,10 +107,10 @@ async def cancel_job(job_id: str, context: Served, owner: Owner) -> Job:
     summary="Run a job again",
     responses=error_responses(403, 404, 409, 429, 503),
 )
-async def rerun_job(job_id: str, request: Request, context: Served, owner: Owner) -> Job:
+async def rerun_job(job_id: str, request: Request, context: Served, caller: Coder) -> Job:
     """Only one that failed or was cancelled; the result that it had goes."""
-    check_code_allowed(context.settings, request)
-    return await context.jobs.rerun(job_id, owner)
+    check_code_allowed(context.settings, request, caller)
+    return await context.jobs.rerun(job_id, caller.tenant)
 
 
 @router.get(
@@ -129,10 +129,10 @@ async def rerun_job(job_id: str, request: Request, context: Served, owner: Owner
         **error_responses(404, 409, 416),
     },
 )
-async def get_job_result(job_id: str, request: Request, context: Served, owner: Owner) -> Response:
+async def get_job_result(job_id: str, request: Request, context: Served, caller: Coder) -> Response:
     """A job that has no result answers with the `ERROR` frame that says why. `Range` resumes a download."""
     try:
-        result = await context.jobs.result(job_id, owner)
+        result = await context.jobs.result(job_id, caller.tenant)
     except ApiError as error:
         if error.code is ErrorCode.JOB_NOT_FINISHED:
             return error_response(error, {"Retry-After": str(RETRY_AFTER_S)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from app.context import Served
+from app.context import Intervener, Served
 from app.openapi import BINARY, error_responses
 from app.services.streaming import ClosingStream
 
@@ -24,9 +24,9 @@ router = APIRouter(tags=["interventions"])
         **error_responses(404, 503),
     },
 )
-async def get_result(result_id: str, context: Served) -> Response:
+async def get_result(result_id: str, context: Served, caller: Intervener) -> Response:
     """The file that a choice's ``interventions.results`` points at, until it expires."""
-    result = await context.store.open(result_id)
+    result = await context.store.open(result_id, caller.tenant)
     return ClosingStream(
         result.chunks(),
         media_type="application/safetensors",

@@ -7,11 +7,11 @@ import platform
 from fastapi import APIRouter
 
 from api_schemas.traces import ModelStatus, ServerStatus
-from app.context import Served
+from app.context import ANYBODY, Served
 from app.lifecycle import Phase
 from nnsight_engine import __version__
 
-router = APIRouter(tags=["health"])
+router = APIRouter(tags=["health"], dependencies=[ANYBODY])
 
 
 @router.get("/v1/status", summary="How the server is, and what it has")

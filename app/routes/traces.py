@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api_schemas.traces import TraceOutline
-from app.context import Served
+from app.context import CODER, Coder, Served
 from app.openapi import TRACE_ANSWERS, TRACE_BODY, error_responses
 from app.services.model_outline import model_outline
 from app.services.trace_answers import answer_trace
@@ -22,13 +22,14 @@ router = APIRouter(prefix="/v1/traces", tags=["traces"])
     openapi_extra=TRACE_BODY,
     responses=TRACE_ANSWERS,
 )
-async def run_trace(request: Request, context: Served) -> Response:
+async def run_trace(request: Request, context: Served, caller: Coder) -> Response:
     """Blocks in, a stream of frames out: events, outputs, and in the end what the blocks saved."""
-    return await answer_trace(context, request)
+    return await answer_trace(context, request, caller)
 
 
 @router.get(
     "/outline",
+    dependencies=[CODER],
     summary="The model's modules, for clients that write blocks without having it",
     responses=error_responses(503),
 )

@@ -12,7 +12,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from api_schemas.interventions import FIELD, Intervention, Limits, parse_interventions
+from api_schemas.keys import Scope
 from api_schemas.request_traces import Trace
+from app.auth.principal import Principal
 from app.body import BodyLimits, read_object
 from app.context import Context
 from app.engine.client import EngineReply, JsonObject
@@ -21,7 +23,7 @@ from app.services.disconnect import while_connected
 from app.services.streaming import ClosingStream, close_stream, events, first_event
 from app.settings import Settings
 
-Generate = Callable[[JsonObject, tuple[Intervention, ...], Request], Awaitable[EngineReply]]
+Generate = Callable[[JsonObject, tuple[Intervention, ...], Request, str], Awaitable[EngineReply]]
 """``EngineClient.completions`` or ``EngineClient.chat``."""
 
 
@@ -33,7 +35,7 @@ class _Started:
     first: str | None
 
 
-async def generate(context: Context, request: Request, call: Generate) -> Response:
+async def generate(context: Context, request: Request, caller: Principal, call: Generate) -> Response:
     """Read the request, have the engine answer it, and return the response.
 
     Raises:
@@ -44,9 +46,14 @@ async def generate(context: Context, request: Request, call: Generate) -> Respon
     body = await read_object(request, BodyLimits(settings.max_body_bytes, settings.max_json_depth))
     raw = body.pop(FIELD, None)
     interventions = () if raw is None else parse_interventions(raw, limits_of(settings))
+    if interventions:
+        caller.check(Scope.INTERVENTIONS)
     if any(isinstance(operation, Trace) for operation in interventions):
-        check_code_allowed(settings, request)
-    started = await while_connected(request.receive, _start(call(body, interventions, request)))
+        check_code_allowed(settings, request, caller)
+    if caller.has_key:
+        _keep_apart(body, caller)
+    answer = call(body, interventions, request, caller.tenant)
+    started = await while_connected(request.receive, _start(answer))
     reply = started.reply
     if reply.stream is None:
         return JSONResponse(reply.body, reply.status, reply.headers)
@@ -66,6 +73,14 @@ async def generate(context: Context, request: Request, call: Generate) -> Respon
 def limits_of(settings: Settings) -> Limits:
     """Return the limits on a request's interventions."""
     return Limits(max_operations=settings.max_operations, max_tensor_bytes=settings.max_tensor_bytes)
+
+
+def _keep_apart(body: JsonObject, caller: Principal) -> None:
+    """Let nobody learn from how long a prompt takes whether another tenant has sent it."""
+    salt = body.get("cache_salt")
+    if salt is None or (salt and isinstance(salt, str)):  # vLLM refuses the rest
+        # No tenant's name has a colon.
+        body["cache_salt"] = f"{caller.tenant}:{salt or ''}"
 
 
 async def _start(call: Awaitable[EngineReply]) -> _Started:

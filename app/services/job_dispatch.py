@@ -15,6 +15,7 @@ from typing import Final
 
 from app.lifecycle import Lifecycle, Phase
 from app.services.job_runs import Ending, JobRun, JobTools
+from app.services.job_slots import JobSlots, Slot
 from app.storage.job_leases import LEASE_S
 from app.storage.jobs import JobStore
 from app.storage.tables import JobRow
@@ -36,7 +37,7 @@ class JobDispatcher:
         store: Removes those that were to be removed while they ran.
         lifecycle: Says whether jobs may begin, and counts those that run as in flight.
         model: Returns the name of the model served.
-        max_running: Most jobs at once.
+        max_running: Most jobs at once; those that wait for an engine without room do not count.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class JobDispatcher:
         self._store = store
         self._lifecycle = lifecycle
         self._model = model
-        self._max_running = max_running
+        self._slots = JobSlots(max_running, self.wake)
         self._runs: dict[str, JobRun] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._served_at: dict[str, float] = {}
@@ -110,23 +111,28 @@ class JobDispatcher:
                 await asyncio.wait_for(self._wake.wait(), _LOOK_S)
 
     async def _begin_next(self) -> bool:
-        if len(self._running) >= self._max_running or not self._may_begin():
+        if self._slots.are_taken or not self._may_begin():
             return False
-        job = await self._tools.leases.claim(self._model(), self._served_at)
+        slot, job = await self._slots.take(), None
+        try:
+            job = await self._tools.leases.claim(self._model(), self._served_at, without=self._slots.waiting)
+        finally:
+            if job is None:
+                slot.leave()
         if job is None:
             return False
         if self._is_stopping:
             return False  # given back by stop()
         self._served_at[job.owner] = time.monotonic()
-        run = JobRun(job, self._tools)
+        run = JobRun(job, self._tools, slot)
         self._runs[job.id] = run
-        self._running[job.id] = asyncio.create_task(self._run(job, run), name=f"job-{job.id}")
+        self._running[job.id] = asyncio.create_task(self._run(job, run, slot), name=f"job-{job.id}")
         return True
 
     def _may_begin(self) -> bool:
         return not self._is_stopping and self._lifecycle.phase is Phase.READY
 
-    async def _run(self, job: JobRow, run: JobRun) -> None:
+    async def _run(self, job: JobRow, run: JobRun, slot: Slot) -> None:
         try:
             with self._lifecycle.serving():
                 await run.run()
@@ -138,6 +144,7 @@ class JobDispatcher:
             logger.exception("what became of job %s could not be written down", job.id)
         finally:
             del self._runs[job.id], self._running[job.id]
+            slot.leave()
             self.wake()
 
     async def _keep(self) -> None:

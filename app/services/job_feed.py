@@ -21,14 +21,15 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S: Final = 1.0
 _PAGE: Final = 500
+_UNREAD, _GONE = -1, -2
 
 
-@dataclasses.dataclass(slots=True)
-class _Followed:
-    """A job that is followed: how many of its events are known, and who is to be woken."""
+@dataclasses.dataclass(slots=True, eq=False)
+class _Follower:
+    """Who follows a job: how many events it had when they last looked, and what wakes them."""
 
-    num_events: int = 0
-    followers: set[asyncio.Event] = dataclasses.field(default_factory=set)
+    num_events: int = _UNREAD
+    news: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
 
 class JobFeed:
@@ -41,74 +42,75 @@ class JobFeed:
     def __init__(self, store: JobStore) -> None:
         """Begin without followers."""
         self._store = store
-        self._followed: dict[str, _Followed] = {}
+        self._followers: dict[str, set[_Follower]] = {}
         self._looking: asyncio.Task[None] | None = None
         self._is_closed = False
 
     @property
     def num_followers(self) -> int:
         """How many follow a job now."""
-        return sum(len(job.followers) for job in self._followed.values())
+        return sum(len(followers) for followers in self._followers.values())
 
     def told(self, job_id: str) -> None:
         """Wake those who follow a job: there is something to read."""
-        if job_id in self._followed:
-            for follower in self._followed[job_id].followers:
-                follower.set()
+        for follower in self._followers.get(job_id, ()):
+            follower.news.set()
 
     async def follow(self, job_id: str, owner: str, after: int = 0) -> AsyncGenerator[JobEvent, None]:
         """Yield a job's events after its event number ``after``, up to the job's end.
 
-        Ends early where the job is removed or the server stops.
+        Ends early where the job is removed or the server stops. A number that no event has yet is waited
+        past.
         """
-        with self._following(job_id) as (job, news):
+        with self._following(job_id) as follower:
             while not self._is_closed:
-                news.clear()
+                follower.news.clear()
                 try:
                     page = await self._store.events(job_id, owner, after=after, limit=_PAGE)
                 except ApiError as error:
                     if error.code is ErrorCode.JOB_NOT_FOUND:
                         return
                     raise
+                follower.num_events = page.num_events
                 for event in page.events:
                     yield event
-                    after = job.num_events = event.id
+                    after = event.id
                 if page.is_last:
                     return
-                if not page.events:
-                    await news.wait()
+                if not page.events or after >= page.num_events:
+                    await follower.news.wait()
 
     async def close(self) -> None:
         """End all that is followed."""
         self._is_closed = True
-        for job_id in self._followed:
+        for job_id in self._followers:
             self.told(job_id)
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
 
     @contextlib.contextmanager
-    def _following(self, job_id: str) -> Iterator[tuple[_Followed, asyncio.Event]]:
-        news = asyncio.Event()
-        job = self._followed.setdefault(job_id, _Followed())
-        job.followers.add(news)
+    def _following(self, job_id: str) -> Iterator[_Follower]:
+        follower = _Follower()
+        followers = self._followers.setdefault(job_id, set())
+        followers.add(follower)
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look(), name="job-feed")
         try:
-            yield job, news
+            yield follower
         finally:
-            job.followers.discard(news)
-            if not job.followers:
-                self._followed.pop(job_id, None)
+            followers.discard(follower)
+            if not followers:
+                self._followers.pop(job_id, None)
 
     async def _look(self) -> None:
         """Find out about other servers' events for as long as there are followers."""
         while True:
             await asyncio.sleep(_LOOK_S)
-            if not self._followed:
+            if not self._followers:
                 return
             try:
-                await self._wake_changed(list(self._followed))
+                await self._wake_changed(list(self._followers))
             except Exception:
                 logger.exception("the database cannot be asked for news of jobs; asking again")
 
@@ -117,10 +119,11 @@ class JobFeed:
             chunk = ids[start : start + _PAGE]
             counts = await self._store.num_events(chunk)
             for job_id in chunk:
-                job = self._followed.get(job_id)
-                # One that is gone has followers to be sent home.
-                if job is not None and counts.get(job_id, -1) != job.num_events:
-                    self.told(job_id)
+                for follower in self._followers.get(job_id, ()):
+                    # Each has its own count: what one has read the next may not know of. One whose job is
+                    # gone is sent home.
+                    if counts.get(job_id, _GONE) != follower.num_events:
+                        follower.news.set()
 
 
 __all__ = ["JobFeed"]

@@ -12,9 +12,10 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Final
 
 import msgspec
@@ -22,14 +23,17 @@ import msgspec
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus
 from app.errors import internal_error
+from app.services.job_slots import Slot
 from app.services.local_calls import LocalCalls
 from app.services.traces import TraceService
-from app.storage.job_files import JobFiles, ResultFile
-from app.storage.job_leases import MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError
-from app.storage.jobs import CANCELLED_MESSAGE
+from app.storage.job_files import JobFiles
+from app.storage.job_leases import MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError, kind_of
+from app.storage.job_results import ResultFile
+from app.storage.job_states import CANCELLED_MESSAGE, now
 from app.storage.tables import JobRow
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
+from nnsight_engine.wire import DecodeError
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +41,15 @@ _MAX_LOGS: Final = 10_000
 _MAX_LOG_CHARS: Final = 16 * 2**20
 _TOO_MANY_LOGS: Final = "… (what the block prints from here on is not kept)"
 _MAX_PENDING: Final = 500
-_BUSY_S: Final = 1.0
+_TAKEN_S: Final = 0.2
+"""An engine that has not refused a job for so long has taken it, though it says nothing yet."""
+
+_BUSY_DELAYS_S: Final = (1.0, 2.0, 5.0)
+"""How long a job leaves an engine in peace that has no room for it; the last from then on."""
+
+_NO_REQUEST: Final = "The job's request on the server's disk is gone or broken; send the trace as a new job."
+_BUSY: Final = "The engine's own queue is full; the job waits until it has room."
+_RETRY_DELAYS_S: Final = (0.5, 1.5, 4.0)
 
 
 class Ending(enum.Enum):
@@ -77,12 +89,15 @@ class JobRun:
     Args:
         job: As it was claimed.
         tools: What it takes.
+        slot: Its place among those that run.
     """
 
-    def __init__(self, job: JobRow, tools: JobTools) -> None:
+    def __init__(self, job: JobRow, tools: JobTools, slot: Slot) -> None:
         """Prepare; ``run`` does it all."""
         self._job = job
         self._tools = tools
+        self._slot = slot
+        self._dispatched: JobEvent | None = None
         self._events = _Batches(self._tell)
         self._num_logs = 0
         self._num_log_chars = 0
@@ -92,33 +107,49 @@ class JobRun:
         self._ending: Ending | None = None
         self._is_over = False
         self._was_interrupted = False
+        self._is_unsure = False
 
     def end_early(self, ending: Ending) -> None:
         """End it now; too late once its end is being written down, harmless when repeated."""
-        if self._task is None or self._is_over or self._ending is not None:
+        if self._is_over or self._ending is not None:
             return
         self._ending = ending
-        self._task.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
     async def run(self) -> None:
         """Run the job to its end and write that down."""
         self._task = asyncio.current_task()
+        if self._ending is not None and self._task is not None:
+            self._task.cancel()  # it was ended before its first step
         result = self._tools.files.new_result(self._job.id, self._job.attempt)
-        is_kept = False
+        has_result = False
         try:
-            end = await self._end(result)
-            if end is not None and end.result_bytes is not None:
-                await result.finish()
+            end = await self._finished(await self._end(result), result)
+            has_result = end is not None and end.result_bytes is not None
+            if not has_result:
+                await result.discard()  # on a full disk its room is what the database needs
             await self._write_down(end)
-            is_kept = end is not None and end.result_bytes is not None
+            result.keep()
         except LeaseLostError:
             logger.warning("job %s is run by another server now, which took this one for dead", self._job.id)
+            has_result &= self._is_unsure
         finally:
-            if is_kept:
-                self._tools.files.space.keep(result.num_bytes)
+            if has_result:
+                result.leave()
             else:
                 await result.discard()
             self._tools.told(self._job.id)
+
+    async def _finished(self, end: JobEnd | None, result: ResultFile) -> JobEnd | None:
+        """Return how the job ended now that its result, if it has one, is on disk or cannot be there."""
+        if end is None or end.result_bytes is None:
+            return end
+        try:
+            await result.finish()
+        except ApiError as error:
+            return self._refused(error)
+        return end
 
     async def _end(self, result: ResultFile) -> JobEnd | None:
         """Run the trace, and return how it ended; None where it is to run again."""
@@ -127,7 +158,8 @@ class JobRun:
         except asyncio.CancelledError:
             return self._ended_early()
         except ApiError as error:
-            return self._refused(error)
+            # An engine may have its own words for having been ended.
+            return self._refused(error) if self._ending is None else self._ended_early()
         except LeaseLostError:
             raise
         except Exception:
@@ -145,31 +177,55 @@ class JobRun:
         return JobEnd(failure.status, failure.message, failure.code, result.num_bytes)
 
     async def _play(self, result: ResultFile) -> None:
-        request = await self._tools.files.request(self._job.id)
+        try:
+            request = await self._tools.files.request(self._job.id)
+        except (OSError, DecodeError) as error:
+            logger.exception("the request of job %s cannot be read", self._job.id)
+            raise ApiError(ErrorCode.INTERNAL, _NO_REQUEST) from error
         self._tools.check(request.head)
         # Nobody reads outputs as they come, so none need be made.
         request.head = msgspec.structs.replace(request.head, streams=False)
         request.sender = f"jobs of {self._job.owner!r}"
         request.ask = functools.partial(self._tools.calls.ask, self._job.id)
-        while True:
+        for count in itertools.count():
             try:
                 await self._play_once(request, result)
             except ApiError as error:
                 # The engine's own queue is full of others' traces: a job has time.
                 if error.code is not ErrorCode.QUEUE_FULL:
                     raise
-                await asyncio.sleep(_BUSY_S)
+                if count == 0 or self._dispatched is None:
+                    self._events.put(now(JobStatus.QUEUED, _BUSY))
+                delay_s = _BUSY_DELAYS_S[min(count, len(_BUSY_DELAYS_S) - 1)]
+                await self._slot.wait(kind_of(self._job), delay_s)
             else:
                 return
 
     async def _play_once(self, request: TraceRequest, result: ResultFile) -> None:
         async with contextlib.aclosing(self._tools.traces.run(request, self._job.id)) as frames:
-            async for frame in frames:
-                if frame.kind is FrameKind.ERROR:
-                    self._has_result = False
-                    self._failure = _failure_of(frame.json())
-                    return
-                await self._take(frame, result)
+            # The first frame is the service's and says that it asks the engine. Whether that takes the job
+            # shows later, and only then has the job been dispatched.
+            self._dispatched = JobEvent.model_validate_json(bytes((await anext(frames)).data))
+            timer = asyncio.get_running_loop().call_later(_TAKEN_S, self._tell_dispatched)
+            try:
+                await self._take_all(frames, result)
+            finally:
+                timer.cancel()
+
+    def _tell_dispatched(self) -> None:
+        event, self._dispatched = self._dispatched, None
+        if event is not None:
+            self._events.put(event)
+            self._slot.accepted()
+
+    async def _take_all(self, frames: AsyncGenerator[Frame, None], result: ResultFile) -> None:
+        async for frame in frames:
+            self._tell_dispatched()
+            if frame.kind is FrameKind.ERROR:
+                self._has_result = False
+                self._failure = _failure_of(frame.json())
+                return
+            await self._take(frame, result)
 
     async def _take(self, frame: Frame, result: ResultFile) -> None:
         match frame.kind:
@@ -223,6 +279,25 @@ class JobRun:
         return JobEnd(JobStatus.CANCELLED, CANCELLED_MESSAGE, ErrorCode.JOB_CANCELLED)
 
     async def _write_down(self, end: JobEnd | None) -> None:
+        """Write down how the job ended; a database that fails is asked again, for what ran has been run.
+
+        Raises:
+            LeaseLostError: The job is no longer ours, or, where ``_is_unsure``, has been written down.
+        """
+        for delay_s in _RETRY_DELAYS_S:
+            try:
+                await self._write_down_once(end)
+            except LeaseLostError:
+                raise
+            except Exception:
+                logger.exception("what became of job %s cannot be written down; trying again", self._job.id)
+                self._is_unsure = True
+            else:
+                return
+            await asyncio.sleep(delay_s)
+        await self._write_down_once(end)
+
+    async def _write_down_once(self, end: JobEnd | None) -> None:
         await self._events.settle()
         if end is None:
             await self._tools.leases.give_back(self._job, was_interrupted=self._was_interrupted)
@@ -248,25 +323,31 @@ class _Batches:
 
     async def add(self, event: JobEvent) -> None:
         """Have an event written; waits only where very many are to be. Raises what writing raised."""
-        self._pending.append(event)
         if self._writing is not None and self._writing.done():
             self._writing.result()
-        if self._writing is None or self._writing.done():
-            self._writing = asyncio.create_task(self._drain())
+        writing = self.put(event)
         if len(self._pending) >= _MAX_PENDING:
-            await asyncio.shield(self._writing)
+            await asyncio.shield(writing)
+
+    def put(self, event: JobEvent) -> asyncio.Task[None]:
+        """Have an event written, without waiting; the next to wait learns what writing raised."""
+        self._pending.append(event)
+        if self._writing is None or (self._writing.done() and self._writing.exception() is None):
+            self._writing = asyncio.create_task(self._drain())
+        return self._writing
 
     async def settle(self) -> None:
         """Wait until all is written; raises what writing raised."""
-        if self._writing is not None:
-            await self._writing
-        if self._pending:
-            await self._drain()
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
+        await self._drain()
 
     async def _drain(self) -> None:
-        while self._pending:
-            batch, self._pending = self._pending, []
+        while batch := self._pending[:]:
             await self._write(batch)
+            # Only now: those that could not be written are not forgotten.
+            del self._pending[: len(batch)]
 
 
 def _failure_of(body: Any) -> JobEnd:

@@ -30,9 +30,9 @@ from app.services.trace_admission import check_still_taken
 from app.services.traces import TraceService
 from app.settings import Settings
 from app.storage.database import Database
-from app.storage.job_files import JobFiles
+from app.storage.job_files import ORPHAN_S, JobFiles
 from app.storage.job_leases import JobLeases
-from app.storage.jobs import Gone, JobStore, NewJob
+from app.storage.jobs import Accepted, Gone, JobStore, NewJob
 from app.storage.results import OpenResult
 from app.storage.tables import JobRow
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
@@ -72,6 +72,7 @@ class JobService:
 
     Args:
         settings: The server's.
+        database: Keeps them; started before ``start``.
         traces: Runs them.
         lifecycle: Says whether they may run.
         served: Returns what the model is called.
@@ -83,6 +84,7 @@ class JobService:
     def __init__(
         self,
         settings: Settings,
+        database: Database,
         traces: TraceService,
         lifecycle: Lifecycle,
         served: Callable[[], ServedModel],
@@ -91,7 +93,7 @@ class JobService:
         self._settings = settings
         self._traces = traces
         self._lifecycle = lifecycle
-        self._database = Database(settings.data_dir, settings.database_url)
+        self._database = database
         self._files = JobFiles(_folder_of(settings), max_bytes=settings.job_store_bytes)
         self._store = JobStore(self._database, max_queued=settings.max_queued_jobs, ttl_s=settings.job_ttl_s)
         self._feed = JobFeed(self._store)
@@ -120,12 +122,7 @@ class JobService:
         return await self._store.num_waiting(self._served().names[0])
 
     async def start(self) -> None:
-        """Open the database, find out what dead servers left, and begin to run jobs.
-
-        Raises:
-            DatabaseError: It cannot be opened.
-        """
-        await self._database.start()
+        """Find out what dead servers left, and begin to run jobs."""
         try:
             own = await self._files.start()
             leases = JobLeases(self._database, holder=own.path.name, ttl_s=self._settings.job_ttl_s)
@@ -163,7 +160,6 @@ class JobService:
             await asyncio.gather(self._sweeper, return_exceptions=True)
         await self._feed.close()
         await self._files.close()
-        await self._database.close()
 
     async def submit(
         self,
@@ -209,16 +205,21 @@ class JobService:
                 reruns=reruns,
             )
             await self._files.adopt(upload, new.id)
-            try:
-                accepted = await self._store.accept(new)
-            except Exception:
-                # Not where we are cancelled: the job may be in the database all the same.
-                await self._forget(Gone([new.id], new.request_bytes))
-                raise
+        # Goes on where we are cancelled: the job may be in the database then, or its files must go.
+        accepted = await asyncio.shield(asyncio.ensure_future(self._accept(new)))
+        return Submitted(_job(accepted.job), accepted.is_new)
+
+    async def _accept(self, new: NewJob) -> Accepted:
+        """Write down a job whose request lies in its folder, or remove that."""
+        try:
+            accepted = await self._store.accept(new)
+        except Exception:
+            await self._forget(Gone([new.id], new.request_bytes))
+            raise
         if not accepted.is_new:
             await self._forget(Gone([new.id], new.request_bytes))
         self._wake()
-        return Submitted(_job(accepted.job), accepted.is_new)
+        return accepted
 
     async def get(self, job_id: str, owner: str) -> Job:
         """Return a job.
@@ -319,12 +320,17 @@ class JobService:
 
     async def _sweep(self) -> None:
         interval_s = min(_MAX_SWEEP_S, max(0.05, self._settings.job_ttl_s / 4))
+        others_at = time.monotonic()
         while True:
             await asyncio.sleep(interval_s)
             try:
                 while (gone := await self._store.remove_expired(time.time())).ids:
                     await self._forget(gone)
                 self._files.space.set_stored(await self._store.used_bytes())
+                if time.monotonic() - others_at > ORPHAN_S:
+                    # What servers left behind that died between a job's files and its row.
+                    others_at = time.monotonic()
+                    await self._files.remove_others(await self._store.known())
             except Exception:
                 logger.exception("expired jobs could not be removed; trying again")
 

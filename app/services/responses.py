@@ -36,6 +36,7 @@ async def choice_json(
     collected: CollectedResults,
     *,
     store: ResultStore,
+    owner: str,
     settings: Settings,
     decode: Decode,
     base_path: str = "",
@@ -45,6 +46,7 @@ async def choice_json(
     Args:
         collected: What came back.
         store: Takes tensors that together exceed ``settings.inline_tensor_bytes``.
+        owner: The tenant whose they are.
         settings: The limit on inline tensors.
         decode: Text of a token id.
         base_path: What stands before ``/v1`` in the server's URLs (ASGI's ``root_path``).
@@ -62,7 +64,7 @@ async def choice_json(
         for place, tensor in _tensors_of(result)
     }
     if sum(len(tensor.data) for tensor in large.values()) > settings.inline_tensor_bytes:
-        tensors = await _stored(large, store, base_path)
+        tensors = await _stored(large, store, owner, base_path)
     answer: dict[str, Any] = {
         "results": {result.name: _result_json(result, tensors, decode) for result in collected.results}
     }
@@ -110,8 +112,10 @@ class _Stored(_Inline):
         }
 
 
-async def _stored(tensors: dict[str, TensorResult], store: ResultStore, base_path: str) -> _Stored:
-    stored = await store.put(tensors)
+async def _stored(
+    tensors: dict[str, TensorResult], store: ResultStore, owner: str, base_path: str
+) -> _Stored:
+    stored = await store.put(tensors, owner)
     # Rounded down: the file is there for at least as long as the answer says.
     return _Stored(f"{base_path}/v1/results/{stored.id}", math.floor(stored.expires_at))
 

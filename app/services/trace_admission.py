@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from api_schemas.errors import ApiError, ErrorCode
 from app.auth.codecs import check_codec, codecs_of
+from app.auth.principal import Principal
 from app.body import check_media_type
 from app.services.code_policy import check_code_allowed
 from app.services.served_model import ServedModel
@@ -17,13 +18,14 @@ from app.settings import Settings
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceHead
 
 
-def check_sender(settings: Settings, http: Request) -> None:
+def check_sender(settings: Settings, http: Request, caller: Principal) -> None:
     """Raise ApiError unless whoever sends a request may send traces, and it is one.
 
     Raises:
-        ApiError: ``code_not_allowed``, ``bad_request`` (of another content type).
+        ApiError: ``code_not_allowed``, ``missing_scope``, ``sandbox_missing``, ``bad_request`` (of another
+            content type).
     """
-    check_code_allowed(settings, http)
+    check_code_allowed(settings, http, caller)
     # No form of a page can send this type: a browser asks first whether the page's site may.
     check_media_type(http, MEDIA_TYPE)
 

@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
+from app.auth.principal import Principal
 from app.body import read_bytes
 from app.context import Context
 from app.errors import error_bytes, internal_error
@@ -37,14 +38,14 @@ _PIECE_BYTES: Final = 2**20
 Frames = AsyncGenerator[Frame, None]
 
 
-async def answer_trace(context: Context, http: Request) -> Response:
+async def answer_trace(context: Context, http: Request, caller: Principal) -> Response:
     """Read a trace, have it run, and return the response, whose body goes on until the trace has ended.
 
     Raises:
         ApiError: The trace is refused, or fails before its first frame.
         ClientDisconnect: The client went away; the trace has been ended.
     """
-    request = await read_trace(context, http)
+    request = await read_trace(context, http, caller)
     job_id = f"trace-{secrets.token_hex(16)}"
     engine = context.traces.engine_for(request.head)
     frames = context.traces.run(request, job_id)
@@ -63,7 +64,7 @@ async def answer_trace(context: Context, http: Request) -> Response:
     )
 
 
-async def read_trace(context: Context, http: Request) -> TraceRequest:
+async def read_trace(context: Context, http: Request, caller: Principal) -> TraceRequest:
     """Return the trace that a request brings, once it is known that the server would take it.
 
     Raises:
@@ -71,7 +72,7 @@ async def read_trace(context: Context, http: Request) -> TraceRequest:
             ``invalid_trace``, ``codec_not_allowed``, ``model_not_found``.
         ClientDisconnect: The client went away before the end.
     """
-    check_sender(context.settings, http)
+    check_sender(context.settings, http, caller)
     body = await read_bytes(http, context.settings.max_trace_request_bytes)
     try:
         if TraceRequest.is_slow(body):

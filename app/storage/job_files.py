@@ -22,125 +22,36 @@ from collections.abc import AsyncIterator, Collection, Iterable
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from api_schemas.errors import ApiError, ErrorCode
+from app.storage.job_results import ResultFile
+from app.storage.job_space import Space, on_disk, sync_folder
 from app.storage.process_folders import ProcessFolder, claim_folder
 from app.storage.results import OpenResult
-from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.remote_backend.messages import TraceRequest
 
 logger = logging.getLogger(__name__)
 
 _REQUEST: Final = "request"
 _BUFFER_BYTES: Final = 1024 * 1024
-_ORPHAN_S: Final = 3600.0
+_A_REQUEST: Final = "The request"
+ORPHAN_S: Final = 3600.0
 """A folder without a job may belong to a server that is about to write the job down; so old, it does not."""
 
 
-class Space:
-    """The bytes that files of jobs may have together.
-
-    What the database knows is counted when it is told of, what is being written as it is written; other
-    processes' writes are seen at the next ``set_stored``.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        """Begin with nothing stored."""
-        self._max_bytes = max_bytes
-        self._stored = 0
-        self._written = 0
-
-    def take(self, num_bytes: int) -> None:
-        """Count bytes that are about to be written.
-
-        Raises:
-            ApiError: ``job_store_full``.
-        """
-        if self._stored + self._written + num_bytes > self._max_bytes:
-            raise ApiError(
-                ErrorCode.JOB_STORE_FULL,
-                f"The jobs of this server may have {self._max_bytes} bytes together, and have "
-                f"{self._stored + self._written}; remove some (DELETE /v1/jobs/{{id}}), or wait until they "
-                "expire.",
-            )
-        self._written += num_bytes
-
-    def give_up(self, num_bytes: int) -> None:
-        """Forget bytes that were written and are gone."""
-        self._written -= num_bytes
-
-    def keep(self, num_bytes: int) -> None:
-        """Count bytes that were written as stored."""
-        self._written -= num_bytes
-        self._stored += num_bytes
-
-    def free(self, num_bytes: int) -> None:
-        """Forget bytes that were stored and are gone."""
-        self._stored = max(0, self._stored - num_bytes)
-
-    def set_stored(self, num_bytes: int) -> None:
-        """Learn what the database says."""
-        self._stored = num_bytes
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Upload:
-    """A request that was received: where it lies, its size and its SHA-256 in hexadecimal."""
+    """A request that was received.
+
+    Attributes:
+        path: Where it lies, until it is adopted.
+        num_bytes: Its size.
+        digest: Its SHA-256 in hexadecimal.
+        is_adopted: Whether it is a job's, and counted as that.
+    """
 
     path: Path
     num_bytes: int
     digest: str
-
-
-class ResultFile:
-    """A result that is being written."""
-
-    def __init__(self, path: Path, space: Space) -> None:
-        """Make the file with the first frame."""
-        self._path = path
-        self._space = space
-        self._file: BinaryIO | None = None
-        self.num_bytes = 0
-
-    async def write(self, frame: Frame) -> None:
-        """Append a frame.
-
-        Raises:
-            ApiError: ``job_store_full``.
-        """
-        head = frame.head()
-        num_bytes = len(head) + len(frame.data)
-        self._space.take(num_bytes)
-        self.num_bytes += num_bytes
-        await asyncio.to_thread(self._write, head, frame.data)
-
-    async def finish(self) -> None:
-        """Make sure that what was written is on disk, whatever happens."""
-        await asyncio.to_thread(self._finish)
-
-    async def discard(self) -> None:
-        """Remove it; harmless when repeated."""
-        self._space.give_up(self.num_bytes)
-        self.num_bytes = 0
-        await asyncio.to_thread(self._discard)
-
-    def _write(self, *pieces: bytes | bytearray | memoryview) -> None:
-        if self._file is None:
-            self._file = self._path.open("wb", buffering=0)
-        for piece in pieces:
-            rest = memoryview(piece).cast("B")
-            while rest:
-                rest = rest[self._file.write(rest) :]
-
-    def _finish(self) -> None:
-        if self._file is not None:
-            os.fsync(self._file.fileno())
-            self._file.close()
-            _sync_folder(self._path.parent)
-
-    def _discard(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._path.unlink(missing_ok=True)
+    is_adopted: bool = False
 
 
 class JobFiles:
@@ -175,25 +86,30 @@ class JobFiles:
         """Receive a request's bytes; what nobody has adopted by the end of the block is removed.
 
         Raises:
-            ApiError: ``job_store_full``.
+            ApiError: ``job_store_full``; ``internal_error``: the disk has failed.
         """
         if self._own is None:
             raise RuntimeError("the files must be started before they are used; call start()")
         path = self._own.path / secrets.token_hex(16)
-        taken = 0
+        upload = Upload(path, 0, "")
         try:
             digest = hashlib.sha256()
-            file = await asyncio.to_thread(path.open, "xb", buffering=0)
+            with on_disk(_A_REQUEST):
+                file = await asyncio.to_thread(path.open, "xb", buffering=0)
             with file:
                 async for piece in _joined(chunks):
                     self.space.take(len(piece))
-                    taken += len(piece)
-                    await asyncio.to_thread(_append, file, piece, digest)
-                await asyncio.to_thread(os.fsync, file.fileno())
-            yield Upload(path, taken, digest.hexdigest())
+                    upload.num_bytes += len(piece)
+                    with on_disk(_A_REQUEST):
+                        await asyncio.to_thread(_append, file, piece, digest)
+                with on_disk(_A_REQUEST):
+                    await asyncio.to_thread(os.fsync, file.fileno())
+            upload.digest = digest.hexdigest()
+            yield upload
         finally:
-            if await asyncio.to_thread(_remove, path):
-                self.space.give_up(taken)
+            if not upload.is_adopted:
+                self.space.give_up(upload.num_bytes)
+                await asyncio.to_thread(path.unlink, missing_ok=True)
 
     async def head_of(self, upload: Upload) -> TraceRequest:
         """Read a request that was received.
@@ -204,8 +120,22 @@ class JobFiles:
         return await asyncio.to_thread(_mapped, upload.path)
 
     async def adopt(self, upload: Upload, job_id: str) -> None:
-        """Make a request that was received a job's."""
-        await asyncio.to_thread(self._adopt, upload.path, self._folder(job_id))
+        """Make a request that was received a job's; one that cannot be leaves nothing in the job's folder.
+
+        Raises:
+            ApiError: ``job_store_full``, ``internal_error``: the disk has no room, or has failed.
+        """
+        folder = self._folder(job_id)
+        moving = asyncio.ensure_future(asyncio.to_thread(_move, upload.path, folder))
+        try:
+            with on_disk(_A_REQUEST):
+                await asyncio.shield(moving)
+        except asyncio.CancelledError:
+            # The thread goes on all the same, and nobody will write down what it moves.
+            await asyncio.gather(moving, return_exceptions=True)
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            raise
+        upload.is_adopted = True
         self.space.keep(upload.num_bytes)
 
     async def request(self, job_id: str) -> TraceRequest:
@@ -248,13 +178,6 @@ class JobFiles:
     def _result(self, job_id: str, attempt: int) -> Path:
         return self._folder(job_id) / f"result.{attempt}"
 
-    @staticmethod
-    def _adopt(path: Path, folder: Path) -> None:
-        folder.mkdir(mode=0o700)
-        path.rename(folder / _REQUEST)
-        _sync_folder(folder)
-        _sync_folder(folder.parent)
-
     def _remove_results(self, attempts: list[tuple[str, int]]) -> None:
         for job_id, attempt in attempts:
             self._result(job_id, attempt).unlink(missing_ok=True)
@@ -266,7 +189,7 @@ class JobFiles:
     def _remove_orphans(self, known: frozenset[str]) -> None:
         for folder in (self._directory / "jobs").iterdir():
             with contextlib.suppress(FileNotFoundError):
-                if folder.name not in known and folder.stat().st_mtime < time.time() - _ORPHAN_S:
+                if folder.name not in known and folder.stat().st_mtime < time.time() - ORPHAN_S:
                     logger.info("removing files that belong to no job: %s", folder)
                     shutil.rmtree(folder, ignore_errors=True)
 
@@ -299,21 +222,16 @@ def _mapped(path: Path) -> TraceRequest:
         return TraceRequest.from_bytes(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
 
 
-def _remove(path: Path) -> bool:
-    """Remove a file, and return whether there was one."""
+def _move(path: Path, folder: Path) -> None:
+    """Make a file a new folder's request, for good or not at all."""
+    folder.mkdir(mode=0o700)
     try:
-        path.unlink()
-    except FileNotFoundError:
-        return False
-    return True
+        path.rename(folder / _REQUEST)
+        sync_folder(folder)
+        sync_folder(folder.parent)
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-__all__ = ["JobFiles", "ResultFile", "Space", "Upload"]
+__all__ = ["ORPHAN_S", "JobFiles", "Upload"]

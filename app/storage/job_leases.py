@@ -11,15 +11,17 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, func, or_, select, update
+from sqlalchemy import ColumnElement, and_, func, not_, or_, select, update
 from sqlalchemy.orm import Session
 
 from api_schemas.errors import ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus
 from app.storage.database import Database
-from app.storage.job_states import FINAL, change, ended, now
-from app.storage.jobs import CANCELLED_MESSAGE
+from app.storage.job_states import FINAL, cancelled, change, ended, now
 from app.storage.tables import JobRow
+
+JobKind = tuple[str, str]
+"""The dialect and the kind of a job's request; those that share both run on one engine, in one queue."""
 
 LEASE_S: Final = 30.0
 """After so long without a word of its holder a lease is over."""
@@ -64,7 +66,9 @@ class JobLeases:
         self._holder = holder
         self._ttl_s = ttl_s
 
-    async def claim(self, model: str, served_at: Mapping[str, float]) -> JobRow | None:
+    async def claim(
+        self, model: str, served_at: Mapping[str, float], *, without: Collection[JobKind] = ()
+    ) -> JobRow | None:
         """Take the job that is next, or None where none waits.
 
         Owners take turns: the one with the fewest running jobs, then the one served longest ago.
@@ -72,6 +76,7 @@ class JobLeases:
         Args:
             model: Jobs of other models stay.
             served_at: When each owner's last job was claimed here.
+            without: Jobs of these kinds stay.
         """
 
         def write(session: Session) -> JobRow | None:
@@ -79,6 +84,8 @@ class JobLeases:
                 JobRow.status == JobStatus.QUEUED.value,
                 JobRow.model == model,
                 JobRow.lease_by.is_(None),
+                JobRow.cancel_requested.is_(False),
+                *(not_(_is_of(kind)) for kind in without),
             )
             oldest = _by_owner(session, func.min(JobRow.queued_at), *waits)
             if not oldest:
@@ -130,6 +137,8 @@ class JobLeases:
     async def give_back(self, job: JobRow, *, was_interrupted: bool) -> None:
         """Let a job wait again, so that another server, or this one after a restart, runs it.
 
+        One that was to be cancelled meanwhile ends so.
+
         Args:
             job: The job.
             was_interrupted: Whether it may be why it could not go on.
@@ -137,24 +146,21 @@ class JobLeases:
         Raises:
             LeaseLostError: It was no longer ours.
         """
-        await self._change(
-            job,
-            [now(JobStatus.QUEUED, _STOPPED)],
-            lease_by=None,
-            lease_until=None,
-            started_at=None,
-            num_interruptions=JobRow.num_interruptions + was_interrupted,
-        )
+        values = {"started_at": None, "num_interruptions": JobRow.num_interruptions + was_interrupted}
+        if not await self._database.write(
+            lambda session: self._free(session, job.number, [now(JobStatus.QUEUED, _STOPPED)], **values)
+        ):
+            raise LeaseLostError(job.id)
 
     async def give_back_all(self) -> None:
         """Let go of whatever was claimed and never begun."""
 
         def write(session: Session) -> None:
-            session.execute(
-                update(JobRow)
-                .where(JobRow.lease_by == self._holder, JobRow.status == JobStatus.QUEUED.value)
-                .values(lease_by=None, lease_until=None)
+            never_begun = select(JobRow.number).where(
+                JobRow.lease_by == self._holder, JobRow.status == JobStatus.QUEUED.value
             )
+            for number in session.scalars(never_begun).all():
+                self._free(session, number, [])
 
         await self._database.write(write)
 
@@ -191,8 +197,14 @@ class JobLeases:
             The jobs and their attempts; what these had written of a result is not whole.
         """
         lost = (
-            JobRow.lease_by.is_not(None),
-            or_(JobRow.lease_by.in_(dead), JobRow.lease_until < time.time()),
+            or_(
+                and_(
+                    JobRow.lease_by.is_not(None),
+                    or_(JobRow.lease_by.in_(dead), JobRow.lease_until < time.time()),
+                ),
+                # Given back, by an older version of this server, though it was to end.
+                and_(JobRow.lease_by.is_(None), JobRow.cancel_requested, JobRow.status.not_in(FINAL)),
+            ),
             JobRow.id.not_in(own),
         )
         # Nothing is lost most of the time, and a look at it writes nothing.
@@ -209,9 +221,7 @@ class JobLeases:
         same = (JobRow.lease_by == job.lease_by, JobRow.status.not_in(FINAL))
         num = job.num_interruptions + 1
         if job.cancel_requested:
-            event, values = ended(
-                JobStatus.CANCELLED, self._ttl_s, code=ErrorCode.JOB_CANCELLED, message=CANCELLED_MESSAGE
-            )
+            event, values = cancelled(self._ttl_s)
         elif num < MAX_INTERRUPTIONS and (job.reruns or job.status != JobStatus.RUNNING):
             event = now(JobStatus.QUEUED, _DIED)
             values = {"lease_by": None, "lease_until": None, "started_at": None}
@@ -220,6 +230,15 @@ class JobLeases:
                 JobStatus.ERROR, self._ttl_s, code=ErrorCode.INTERRUPTED, message=_INTERRUPTED
             )
         return change(session, job.number, *same, events=[event], num_interruptions=num, **values)
+
+    def _free(self, session: Session, number: int, events: Sequence[JobEvent], **values: object) -> bool:
+        """Give up a lease: the job waits, or ends where that was asked for; returns whether it was ours."""
+        mine = JobRow.lease_by == self._holder
+        freed = {"lease_by": None, "lease_until": None, **values}
+        if change(session, number, mine, JobRow.cancel_requested.is_(False), events=events, **freed):
+            return True
+        event, ending = cancelled(self._ttl_s)
+        return change(session, number, mine, events=[event], **ending)
 
     async def _change(self, job: JobRow, events: Sequence[JobEvent], **values: object) -> None:
         if not await self._database.write(
@@ -230,6 +249,16 @@ class JobLeases:
             raise LeaseLostError(job.id)
 
 
+def kind_of(job: JobRow) -> JobKind:
+    """Return what kind of job one is."""
+    return job.head["dialect"], job.head["kind"]
+
+
+def _is_of(kind: JobKind) -> ColumnElement[bool]:
+    dialect, name = kind
+    return and_(JobRow.head["dialect"].as_string() == dialect, JobRow.head["kind"].as_string() == name)
+
+
 def _by_owner(
     session: Session, value: ColumnElement[Any], *conditions: ColumnElement[bool]
 ) -> dict[str, float]:
@@ -238,4 +267,4 @@ def _by_owner(
     return {row[0]: row[1] for row in rows}
 
 
-__all__ = ["LEASE_S", "MAX_INTERRUPTIONS", "JobEnd", "JobLeases", "LeaseLostError"]
+__all__ = ["LEASE_S", "MAX_INTERRUPTIONS", "JobEnd", "JobKind", "JobLeases", "LeaseLostError", "kind_of"]

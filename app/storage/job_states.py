@@ -18,6 +18,7 @@ from api_schemas.jobs import JobEvent, JobStatus
 from app.errors import printable
 from app.storage.tables import EventRow, JobRow
 
+CANCELLED_MESSAGE: Final = "The job was cancelled."
 FINAL: Final = [status.value for status in JobStatus if status.is_final]
 MAX_MESSAGE_CHARS: Final = 64 * 1024
 _CUT: Final = "… (cut)"
@@ -79,6 +80,11 @@ def ended(
         "lease_until": None,
     }
     return event, values
+
+
+def cancelled(ttl_s: float) -> tuple[JobEvent, dict[str, Any]]:
+    """Return the event of a job's end that was asked for, and what it sets."""
+    return ended(JobStatus.CANCELLED, ttl_s, code=ErrorCode.JOB_CANCELLED, message=CANCELLED_MESSAGE)
 
 
 def now(status: JobStatus, message: str | None = None) -> JobEvent:

@@ -15,11 +15,11 @@ from sqlalchemy.orm import Session
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
 from app.storage.database import Database
-from app.storage.job_states import FINAL, add_events, change, ended, now, row_of
+from app.storage.job_states import FINAL, add_events, cancelled, change, now, row_of
 from app.storage.tables import EventRow, JobRow
 
-CANCELLED_MESSAGE: Final = "The job was cancelled."
 _MAX_EXPIRED: Final = 200
+_RERUNNABLE: Final = [JobStatus.ERROR.value, JobStatus.CANCELLED.value]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,9 +46,10 @@ class Accepted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EventPage:
-    """Events of a job in order, and whether none will follow."""
+    """Events of a job in order, how many it had when they were read, and whether none will follow."""
 
     events: list[JobEvent]
+    num_events: int
     is_last: bool
 
 
@@ -160,7 +161,8 @@ class JobStore:
                 for row in rows
             ]
             last = events[-1].id if events else after
-            return EventPage(events, JobStatus(job.status).is_final and last >= job.num_events)
+            is_last = JobStatus(job.status).is_final and last >= job.num_events
+            return EventPage(events, job.num_events, is_last)
 
         return await self._database.read(read)
 
@@ -239,26 +241,25 @@ class JobStore:
 
         def write(session: Session) -> tuple[JobRow, int]:
             job = _existing(session, job_id, owner)
-            if job.status not in {JobStatus.ERROR, JobStatus.CANCELLED}:
-                raise ApiError(
-                    ErrorCode.JOB_NOT_RERUNNABLE,
-                    f"Only jobs that failed or were cancelled run again, and this one is {job.status}; "
-                    "send the trace as a new job.",
-                )
+            if job.status not in _RERUNNABLE:
+                raise _not_rerunnable(job)
             self._check_room(session, job.model)
             queued = now(JobStatus.QUEUED)
             nothing = dict.fromkeys(
                 ["engine", "message", "code", "started_at", "finished_at", "expires_at", "result_bytes"]
             )
-            change(
+            is_ours = change(
                 session,
                 job.number,
+                JobRow.status.in_(_RERUNNABLE),
                 events=[queued],
                 queued_at=queued.time,
                 cancel_requested=False,
                 num_interruptions=0,
                 **nothing,
             )
+            if not is_ours:  # somebody else let it, where the database lets two write at once
+                raise _not_rerunnable(_fresh(session, job))
             num_bytes = job.result_bytes or 0
             return _fresh(session, job), num_bytes
 
@@ -313,12 +314,11 @@ class JobStore:
             )
 
     def _cancel(self, session: Session, job: JobRow) -> None:
-        event, values = ended(
-            JobStatus.CANCELLED, self._ttl_s, code=ErrorCode.JOB_CANCELLED, message=CANCELLED_MESSAGE
-        )
-        waits = (JobRow.lease_by.is_(None), JobRow.status.not_in(FINAL))
-        if not change(session, job.number, *waits, events=[event], **values):
-            change(session, job.number, JobRow.status.not_in(FINAL), events=[], cancel_requested=True)
+        # Asked for first: that locks the job where the database lets two write at once, so that nobody
+        # gives it back in between and it waits for ever.
+        if change(session, job.number, JobRow.status.not_in(FINAL), events=[], cancel_requested=True):
+            event, values = cancelled(self._ttl_s)
+            change(session, job.number, JobRow.lease_by.is_(None), events=[event], **values)
 
 
 def not_found(job_id: str, param: str | None = None) -> ApiError:
@@ -327,6 +327,14 @@ def not_found(job_id: str, param: str | None = None) -> ApiError:
         ErrorCode.JOB_NOT_FOUND,
         f"No job has the id {job_id[:100]!r}; jobs go some time after their end, see 'expires_at'.",
         param,
+    )
+
+
+def _not_rerunnable(job: JobRow) -> ApiError:
+    return ApiError(
+        ErrorCode.JOB_NOT_RERUNNABLE,
+        f"Only jobs that failed or were cancelled run again, and this one is {job.status}; "
+        "send the trace as a new job.",
     )
 
 
@@ -360,12 +368,13 @@ def _same(before: JobRow, new: NewJob) -> Accepted:
 
 
 def _removed(session: Session, jobs: list[JobRow]) -> Gone:
-    gone = [job for job in jobs if JobStatus(job.status).is_final]
-    session.execute(
+    # Asked again as they go: one may have been let run again, where the database lets two write at once.
+    gone = session.execute(
         delete(JobRow)
-        .where(JobRow.number.in_([job.number for job in gone]))
+        .where(JobRow.number.in_([job.number for job in jobs]), JobRow.status.in_(FINAL))
+        .returning(JobRow.id, JobRow.request_bytes, JobRow.result_bytes)
         .execution_options(synchronize_session=False)
-    )
+    ).all()
     num_bytes = sum(job.request_bytes + (job.result_bytes or 0) for job in gone)
     return Gone([job.id for job in gone], num_bytes)
 

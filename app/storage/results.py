@@ -31,11 +31,12 @@ _MAX_SWEEP_S: Final = 30.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredResult:
-    """A stored file: its id, its size, and when it goes (Unix seconds)."""
+    """A stored file: its id, its size, when it goes (Unix seconds), and whose tenant's it is."""
 
     id: str
     num_bytes: int
     expires_at: float
+    owner: str
 
 
 class OpenResult:
@@ -112,15 +113,15 @@ class ResultStore:
         if folder is not None:
             await asyncio.to_thread(folder.release)
 
-    async def put(self, tensors: Mapping[str, TensorResult]) -> StoredResult:
-        """Store tensors in one file, making room by dropping the oldest files.
+    async def put(self, tensors: Mapping[str, TensorResult], owner: str) -> StoredResult:
+        """Store tensors in one file of a tenant's, making room by dropping the oldest files.
 
         Raises:
             ApiError: ``capture_too_large`` (beyond the limit of the whole store),
                 ``engine_capture_full`` (no room now: other files are being written, or the disk
                 refuses).
         """
-        task = asyncio.create_task(self._put(tensors))
+        task = asyncio.create_task(self._put(tensors, owner))
         self._writes.add(task)
         task.add_done_callback(self._writes.discard)
         try:
@@ -130,13 +131,15 @@ class ResultStore:
             task.add_done_callback(self._abandon)
             raise
 
-    async def open(self, result_id: str) -> OpenResult:
-        """Open a stored file.
+    async def open(self, result_id: str, owner: str) -> OpenResult:
+        """Open a stored file of a tenant's.
 
         Raises:
-            ApiError: ``result_not_found``, the same for ids that never were and that expired.
+            ApiError: ``result_not_found``, the same for ids that never were, that expired, and of others.
         """
         entry = self._entries.get(result_id)
+        if entry is not None and entry.owner != owner:
+            entry = None
         if entry is not None and entry.expires_at <= self._clock():
             await asyncio.to_thread(_unlink, self._forget([entry]))
             entry = None
@@ -148,7 +151,7 @@ class ResultStore:
             raise _not_found() from error
         return OpenResult(file, entry.num_bytes)
 
-    async def _put(self, tensors: Mapping[str, TensorResult]) -> StoredResult:
+    async def _put(self, tensors: Mapping[str, TensorResult], owner: str) -> StoredResult:
         head, order = layout(tensors)
         num_bytes = len(head) + sum(len(tensor.data) for tensor in tensors.values())
         evicted = self._reserve(num_bytes)
@@ -166,7 +169,7 @@ class ResultStore:
                 f"The server could not store a result of {num_bytes} bytes; "
                 "capture fewer points or positions, or send the request again later.",
             ) from error
-        entry = StoredResult(result_id, num_bytes, self._clock() + self._ttl_s)
+        entry = StoredResult(result_id, num_bytes, self._clock() + self._ttl_s, owner)
         self._entries[result_id] = entry
         return entry
 

@@ -48,7 +48,7 @@ class JobRow(Base):
     Attributes:
         number: Counts up, never used twice: the order in which jobs came.
         id: Cannot be guessed.
-        owner: Whose it is; empty as long as there are no keys.
+        owner: The tenant whose it is; empty as long as there are no keys.
         model: The server's name of the model; only servers of that model run it.
         status: A ``JobStatus``; always that of the last event that is not a ``LOG``.
         engine: What runs it, once that is known.
@@ -127,4 +127,37 @@ class EventRow(Base):
     engine: Mapped[str | None] = mapped_column(String(32))
 
 
-__all__ = ["Base", "EventRow", "JobRow"]
+class TenantRow(Base):
+    """Who shares the server: whose keys, jobs and results are kept apart from others'.
+
+    Attributes:
+        name: What operators call it.
+        created_at: When its first key was made.
+    """
+
+    __tablename__ = "tenants"
+
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    created_at: Mapped[float]
+
+
+class KeyRow(Base):
+    """A key; see ``api_schemas.keys.Key``. ``hash`` is all that is kept of what opens anything."""
+
+    __tablename__ = "keys"
+    __table_args__ = (Index(None, "tenant"),)
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(64), ForeignKey("tenants.name"))
+    name: Mapped[str] = mapped_column(String(255))
+    hash: Mapped[str] = mapped_column(String(255))
+    scopes: Mapped[list[str]] = mapped_column(JSON)
+    tier: Mapped[str] = mapped_column(String(16))
+    created_at: Mapped[float]
+    expires_at: Mapped[float | None]
+    revoked_at: Mapped[float | None]
+    last_used_at: Mapped[float | None]
+    replaces: Mapped[str | None] = mapped_column(String(32))
+
+
+__all__ = ["Base", "EventRow", "JobRow", "KeyRow", "TenantRow"]

@@ -63,7 +63,14 @@ class Server:
         self._command = [sys.executable, *command]
         self._ready_path = ready_path
         self._command += [*([] if model is None else [model]), "--port", str(self.port), *arguments]
-        self._environment = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **(environment or {})}
+        # Jobs and keys of this server alone, and of nobody who works on this machine.
+        self._data = tempfile.TemporaryDirectory()
+        self._environment = {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "NNSIGHT_ENGINE_DATA_DIR": self._data.name,
+            **(environment or {}),
+        }
         if cache_dir is not None:
             self._environment["XDG_CACHE_HOME"] = str(cache_dir)
         self._ready_timeout_s = ready_timeout_s

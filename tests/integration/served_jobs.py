@@ -48,6 +48,9 @@ class Jobs:
     async def is_one_of(self, job_id: str, statuses: Sequence[str]) -> bool:
         return (await self.get(job_id)).status in statuses
 
+    async def has_events(self, job_id: str, num: int) -> bool:
+        return (await self.get(job_id)).num_events >= num
+
     async def are_completed(self, num: int) -> bool:
         """Whether so many jobs have completed, by the lists of a hundred."""
         params: dict[str, Any] = {"limit": 100, "status": "COMPLETED"}

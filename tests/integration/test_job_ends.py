@@ -13,7 +13,7 @@ from api_schemas.jobs import Job
 from app.engine.fake import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.scripted_traces import HEADERS, frames_of, trace
-from tests.integration.waiting import until_async
+from tests.integration.waiting import until, until_async
 
 
 @pytest.mark.parametrize("script", ["hang", "hang-early"])
@@ -104,7 +104,8 @@ async def test_a_job_expires_some_time_after_its_end(with_jobs: Any, error_of: E
         await until_async(is_gone)
         error_of(await jobs.result(job.id), 404, "job_not_found")
         assert (await jobs.get(running)).status == "RUNNING"
-        assert [path.name for path in (tmp_path / "data/jobs").iterdir()] == [running]
+        # Its files go right after it.
+        await until(lambda: [path.name for path in (tmp_path / "data/jobs").iterdir()] == [running])
 
 
 async def test_a_job_that_failed_runs_again_and_its_history_goes_on(with_jobs: Any, error_of: ErrorCheck):

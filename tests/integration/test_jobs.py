@@ -10,8 +10,9 @@ import pytest
 
 from api_schemas.jobs import Job
 from nnsight_engine.remote_backend.frames import FrameKind
-from tests.integration.conftest import ErrorCheck
-from tests.integration.scripted_traces import HEADERS, RESULT, frames_of, trace
+from tests.integration.conftest import ErrorCheck, Serve
+from tests.integration.scripted_traces import HEADERS, RESULT, ScriptedEngine, frames_of, trace
+from tests.integration.served_jobs import Jobs
 from tests.integration.waiting import until_async
 
 
@@ -219,13 +220,26 @@ async def test_jobs_of_one_owner_run_in_the_order_in_which_they_came(with_jobs: 
         assert jobs.engine.started == ids
 
 
-async def test_an_engine_whose_own_queue_is_full_is_asked_again(with_jobs: Any):
-    async with with_jobs() as jobs:
-        jobs.engine.is_busy = True
-        job_id = await jobs.submit()
-        await jobs.until(job_id, "DISPATCHED")
-        jobs.engine.is_busy = False
-        assert (await jobs.end(job_id)).status == "COMPLETED"
+async def test_jobs_whose_engine_has_no_room_wait_in_their_order_and_hold_up_no_others(serve: Serve):
+    busy, free = ScriptedEngine(), ScriptedEngine()
+    busy.is_busy = True
+    async with serve(traces={"vllm": busy, "local": free}, max_running_jobs=1) as server:
+        jobs = Jobs(server, busy)
+        ids = [await jobs.submit() for _ in range(3)]
+        await until_async(lambda: jobs.has_events(ids[0], 3))
+        for _ in range(2):
+            other = await jobs.end(await jobs.submit(dialect="transformers"))
+            assert (other.status, busy.started) == ("COMPLETED", [])
+        busy.is_busy = False
+        for job_id in ids:
+            assert (await jobs.end(job_id)).attempt == 1
+        assert busy.started == ids
+        events = await jobs.events(ids[0])
+        assert [event["status"] for event in events] == [
+            "RECEIVED", "QUEUED", "QUEUED", "DISPATCHED", "RUNNING", "COMPLETED",
+        ]  # fmt: skip
+        assert "queue is full" in events[2]["message"]
+        assert [(await jobs.get(job_id)).num_events for job_id in ids] == [6, 5, 5]
 
 
 async def test_large_requests_and_results_go_through_files(with_jobs: Any, tmp_path: Path):

@@ -203,9 +203,9 @@ def test_a_million_numbers_are_read_quickly(vector: list[Any]) -> None:
     "vector", [["x"] * 1_000_000, [[1.0]] * 500_000 + [["x"]] * 500_000, [[[[1.0]] * 1_000_000]]]
 )
 def test_a_million_wrong_items_are_one_error(vector: list[Any]) -> None:
-    start = time.perf_counter()
-    assert parse_error([STEER | {"vector": vector}]).code is ErrorCode.INVALID_SHAPE
-    assert time.perf_counter() - start < 2.0
+    error = parse_error([STEER | {"vector": vector}])
+    assert error.code is ErrorCode.INVALID_SHAPE
+    assert len(error.message) < 1000
 
 
 def test_tensor_objects_survive_the_wire() -> None:

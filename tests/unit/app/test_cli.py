@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import nnsight_engine
-from app.cli import _split_model, _steering_line, main, split_options
+from app.cli import CommandError, _check_callers, _split_model, _steering_line, main, split_options
 from app.settings import Settings
 
 
@@ -32,6 +34,63 @@ def test_a_bad_setting_is_one_line_that_names_the_variable(
     message = capsys.readouterr().err
     assert "NNSIGHT_ENGINE_PORT" in message
     assert "Traceback" not in message
+
+
+@pytest.fixture
+def own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_keys_are_made_replaced_and_ended(own_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def listed() -> list[dict[str, Any]]:
+        assert main(["keys", "list", "--json"]) == 0
+        found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+        return found
+
+    assert (
+        main(["keys", "create", "--tenant", "acme", "--scopes", "completions, code", "--tier", "trusted"])
+        == 0
+    )
+    key = capsys.readouterr().out.strip()
+    (made,) = listed()
+    assert key.split("_")[:2] == ["nns", made["id"]]
+    assert (made["tenant"], made["scopes"], made["tier"]) == ("acme", ["completions", "code"], "trusted")
+    assert main(["keys", "rotate", made["id"], "--grace", "1"]) == 0
+    assert capsys.readouterr().out.startswith("nns_")
+    assert [one["replaces"] for one in listed()] == [made["id"], None]
+    assert main(["keys", "revoke", made["id"]]) == 0
+    assert [bool(one["revoked_at"]) for one in listed()] == [False, True]
+    assert main(["keys", "list"]) == 0
+    assert made["id"] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["create"], "tenant"),
+        (["create", "--tenant", "A b"], "tenant"),
+        (["create", "--tenant", "a", "--scopes", "all"], "completions, interventions, code, admin"),
+        (["revoke", "none"], "'none'"),
+        (["drop"], "drop"),
+    ],
+)
+def test_what_keys_does_not_understand_is_one_line(
+    own_data: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert main(["keys", *arguments]) == 1
+    message = capsys.readouterr().err
+    assert said in message
+    assert "Traceback" not in message
+
+
+def test_without_keys_it_does_not_listen_to_other_machines(own_data: Path) -> None:
+    elsewhere = Settings(host="0.0.0.0")
+    with pytest.raises(CommandError, match="keys create"):
+        _check_callers(elsewhere)
+    assert not _check_callers(Settings())
+    assert main(["keys", "create", "--tenant", "acme"]) == 0
+    assert _check_callers(elsewhere)
 
 
 def test_a_model_given_as_an_option_is_told_where_it_goes(capsys: pytest.CaptureFixture[str]) -> None:

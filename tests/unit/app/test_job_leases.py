@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
 from app.storage import job_leases
@@ -159,3 +160,35 @@ async def test_a_job_that_was_given_back_runs_again(servers: Servers):
     await claimed(leases)
     await leases.give_back_all()
     assert (await claimed(servers.named("b"))).attempt == 3
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+async def test_a_job_that_was_to_end_is_not_given_back_to_run_again(servers: Servers, *, has_begun: bool):
+    cancelled_id, removed_id = await servers.add(), await servers.add()
+    leases = servers.named("a")
+    jobs = [await claimed(leases) for _ in range(2)]
+    await servers.store.cancel(cancelled_id, "")
+    await servers.store.remove(removed_id, "")
+    if has_begun:
+        for job in jobs:
+            await leases.tell(job, [RUNNING])
+            await leases.give_back(job, was_interrupted=True)
+    else:
+        await leases.give_back_all()
+    assert await servers.named("b").claim("m", {}) is None
+    row = await servers.get(cancelled_id)
+    assert (row.status, row.code, row.lease_by) == ("CANCELLED", "job_cancelled", None)
+    assert row.expires_at is not None
+    assert (await servers.store.events(cancelled_id, "", after=0, limit=9)).events[-1].status == "CANCELLED"
+    assert (await servers.store.remove_expired(0)).ids == [removed_id]
+
+
+async def test_a_job_that_was_to_end_and_waits_all_the_same_ends_and_never_runs(servers: Servers):
+    job_id = await servers.add()
+    asked = update(JobRow).where(JobRow.id == job_id).values(cancel_requested=True)
+    await servers.database.write(lambda session: session.execute(asked))
+    leases = servers.named("a")
+    assert await leases.claim("m", {}) is None
+    assert await leases.recover() == [(job_id, 0)]
+    assert (await servers.get(job_id)).status == "CANCELLED"
+    assert await leases.recover() == []

@@ -53,7 +53,7 @@ async def test_small_tensors_travel_inline(store: ResultStore):
     collected = CollectedResults(
         [capture()], applied=[Applied("capture", ["layers.10.output"], [4, 5])], tier="tap"
     )
-    answer = await choice_json(collected, store=store, settings=settings(), decode=word)
+    answer = await choice_json(collected, store=store, owner="acme", settings=settings(), decode=word)
     result = answer["results"]["resid"]
     assert result["type"] == "capture"
     assert result["positions"] == [4, 5]
@@ -75,7 +75,12 @@ async def test_the_limit_on_inline_tensors_counts_a_whole_choice(store: ResultSt
     for num_captures, is_inline in ((1, True), (2, False)):
         collected = CollectedResults([capture(f"c{index}") for index in range(num_captures)])
         answer = await choice_json(
-            collected, store=store, settings=settings(one_capture_bytes), decode=word, base_path="/api"
+            collected,
+            store=store,
+            owner="acme",
+            settings=settings(one_capture_bytes),
+            decode=word,
+            base_path="/api",
         )
         points = [point for result in answer["results"].values() for point in result["points"].values()]
         assert all(("data" in point) == is_inline for point in points)
@@ -84,14 +89,16 @@ async def test_the_limit_on_inline_tensors_counts_a_whole_choice(store: ResultSt
 
 async def test_large_tensors_are_one_file_behind_a_url(store: ResultStore):
     collected = CollectedResults([capture("a"), capture("b")])
-    answer = await choice_json(collected, store=store, settings=settings(0), decode=word, base_path="/api")
+    answer = await choice_json(
+        collected, store=store, owner="acme", settings=settings(0), decode=word, base_path="/api"
+    )
     points = answer["results"]["b"]["points"]
     sent = points["layers.11.output"]
     assert sent["url"].startswith("/api/v1/results/")
     assert sent["url"] == answer["results"]["a"]["points"]["layers.10.output"]["url"]
     assert (sent["format"], sent["dtype"], sent["shape"]) == ("safetensors", "float32", [2, 3])
     assert sent["expires_at"] == 1060
-    opened = await store.open(sent["url"].rsplit("/", 1)[1])
+    opened = await store.open(sent["url"].rsplit("/", 1)[1], "acme")
     arrays = load(b"".join([chunk async for chunk in opened.chunks()]))
     assert len(arrays) == 4
     np.testing.assert_array_equal(arrays[sent["key"]], VALUES)
@@ -99,7 +106,7 @@ async def test_large_tensors_are_one_file_behind_a_url(store: ResultStore):
 
 async def test_a_reduced_capture_says_so(store: ResultStore):
     collected = CollectedResults([capture(reduce="mean")])
-    answer = await choice_json(collected, store=store, settings=settings(), decode=word)
+    answer = await choice_json(collected, store=store, owner="acme", settings=settings(), decode=word)
     assert answer["results"]["resid"]["reduce"] == "mean"
 
 
@@ -111,7 +118,7 @@ async def test_probe_and_lens(store: ResultStore):
             LensResult("lens", [1], {0: [row], 7: [row]}),
         ]
     )
-    answer = await choice_json(collected, store=store, settings=settings(), decode=word)
+    answer = await choice_json(collected, store=store, owner="acme", settings=settings(), decode=word)
     assert answer["results"]["p"] == {
         "type": "probe",
         "positions": [0, 1],
@@ -133,5 +140,5 @@ async def test_probe_and_lens(store: ResultStore):
 
 async def test_a_part_of_a_stream_has_results_alone(store: ResultStore):
     part = CollectedResults([ProbeResult("p", [5], {"layers.3.output": [1.0]})], final=False)
-    answer = await choice_json(part, store=store, settings=settings(), decode=word)
+    answer = await choice_json(part, store=store, owner="acme", settings=settings(), decode=word)
     assert list(answer) == ["results"]

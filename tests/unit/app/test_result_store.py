@@ -42,12 +42,12 @@ async def started(store: ResultStore) -> AsyncIterator[ResultStore]:
 
 
 async def content(store: ResultStore, result_id: str) -> bytes:
-    return b"".join([chunk async for chunk in (await store.open(result_id)).chunks()])
+    return b"".join([chunk async for chunk in (await store.open(result_id, "acme")).chunks()])
 
 
 async def assert_gone(store: ResultStore, result_id: str) -> None:
     with pytest.raises(ApiError) as caught:
-        await store.open(result_id)
+        await store.open(result_id, "acme")
     assert caught.value.code == "result_not_found"
     assert caught.value.status == 404
 
@@ -74,7 +74,7 @@ async def test_the_library_reads_what_was_stored(tmp_path: Path):
         "d/empty": TensorResult("float32", (0, 3), b""),
     }
     async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=10_000)) as store:
-        stored = await store.put(tensors)
+        stored = await store.put(tensors, "acme")
         data = await content(store, stored.id)
     assert len(data) == stored.num_bytes
     arrays = load(data)
@@ -87,7 +87,7 @@ async def test_the_library_reads_what_was_stored(tmp_path: Path):
 async def test_a_result_expires_on_access(tmp_path: Path):
     clock = Clock()
     async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=10_000, clock=clock)) as store:
-        stored = await store.put({"a": tensor(4)})
+        stored = await store.put({"a": tensor(4)}, "acme")
         assert stored.expires_at == 1060.0
         clock.now = 1059.0
         await content(store, stored.id)
@@ -99,15 +99,15 @@ async def test_a_result_expires_on_access(tmp_path: Path):
 
 async def test_an_expired_file_goes_without_being_asked_for(tmp_path: Path):
     async with started(ResultStore(tmp_path, ttl_s=0.1, max_bytes=10_000)) as store:
-        await store.put({"a": tensor(4)})
+        await store.put({"a": tensor(4)}, "acme")
         await until_empty(store, tmp_path)
 
 
 async def test_an_opened_result_is_read_to_its_end_after_expiry(tmp_path: Path):
     clock = Clock()
     async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=10_000, clock=clock)) as store:
-        stored = await store.put({"a": tensor(4)})
-        opened = await store.open(stored.id)
+        stored = await store.put({"a": tensor(4)}, "acme")
+        opened = await store.open(stored.id, "acme")
         clock.now = 2000.0
         await assert_gone(store, stored.id)
         data = b"".join([chunk async for chunk in opened.chunks()])
@@ -116,7 +116,7 @@ async def test_an_opened_result_is_read_to_its_end_after_expiry(tmp_path: Path):
 
 async def test_the_oldest_go_first_when_the_store_is_full(tmp_path: Path):
     async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=2500)) as store:
-        first, second, third = [await store.put({"a": tensor(200)}) for _ in range(3)]
+        first, second, third = [await store.put({"a": tensor(200)}, "acme") for _ in range(3)]
         await assert_gone(store, first.id)
         await content(store, second.id)
         await content(store, third.id)
@@ -126,9 +126,9 @@ async def test_the_oldest_go_first_when_the_store_is_full(tmp_path: Path):
 
 async def test_a_result_beyond_the_whole_limit_is_refused_and_evicts_nobody(tmp_path: Path):
     async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=2500)) as store:
-        kept = await store.put({"a": tensor(200)})
+        kept = await store.put({"a": tensor(200)}, "acme")
         with pytest.raises(ApiError, match="2500 bytes") as caught:
-            await store.put({"a": tensor(2000)})
+            await store.put({"a": tensor(2000)}, "acme")
         assert caught.value.code == "capture_too_large"
         await content(store, kept.id)
 
@@ -136,7 +136,7 @@ async def test_a_result_beyond_the_whole_limit_is_refused_and_evicts_nobody(tmp_
 async def test_concurrent_writes_never_exceed_the_limit(tmp_path: Path):
     async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=2500)) as store:
         outcomes = await asyncio.gather(
-            *[store.put({"a": tensor(200)}) for _ in range(8)], return_exceptions=True
+            *[store.put({"a": tensor(200)}, "acme") for _ in range(8)], return_exceptions=True
         )
         refused = [outcome for outcome in outcomes if isinstance(outcome, ApiError)]
         assert len(refused) == 6
@@ -152,14 +152,14 @@ async def test_unknown_and_malformed_ids_are_not_found(tmp_path: Path, result_id
 
 async def test_ids_are_long_and_never_repeat(tmp_path: Path):
     async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=100_000)) as store:
-        ids = {(await store.put({"a": tensor(1)})).id for _ in range(50)}
+        ids = {(await store.put({"a": tensor(1)}, "acme")).id for _ in range(50)}
     assert len(ids) == 50
     assert all(len(result_id) == 32 for result_id in ids)
 
 
 async def test_a_cancelled_put_leaves_nothing(tmp_path: Path):
     async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=10_000)) as store:
-        put = asyncio.create_task(store.put({"a": tensor(200)}))
+        put = asyncio.create_task(store.put({"a": tensor(200)}, "acme"))
         await asyncio.sleep(0)
         put.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -172,14 +172,14 @@ async def test_a_disk_that_refuses_is_an_error_and_counts_nothing(tmp_path: Path
         (folder,) = folders(tmp_path)
         folder.rename(tmp_path / "moved")
         with pytest.raises(ApiError) as caught:
-            await store.put({"a": tensor(4)})
+            await store.put({"a": tensor(4)}, "acme")
         assert caught.value.status == 503
         assert store.used_bytes == 0
 
 
 async def test_close_removes_every_file(tmp_path: Path):
     async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=10_000)) as store:
-        await store.put({"a": tensor(4)})
+        await store.put({"a": tensor(4)}, "acme")
     assert folders(tmp_path) == []
 
 
@@ -191,7 +191,7 @@ async def test_start_removes_what_dead_processes_left_and_nothing_else(tmp_path:
     (dead / ".lock").touch()
     living = ResultStore(tmp_path, ttl_s=60, max_bytes=10_000)
     async with started(living):
-        stored = await living.put({"a": tensor(4)})
+        stored = await living.put({"a": tensor(4)}, "acme")
         async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=10_000)):
             assert not dead.exists()
             assert (foreign / "left.safetensors").exists()
@@ -214,5 +214,5 @@ async def test_a_folder_is_locked_while_its_process_lives(tmp_path: Path):
 async def test_a_tensor_the_format_cannot_hold_is_refused(tmp_path: Path, bad: TensorResult):
     async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=10_000)) as store:
         with pytest.raises(ValueError, match="tensor"):
-            await store.put({"a": bad})
+            await store.put({"a": bad}, "acme")
         assert store.used_bytes == 0

@@ -1,0 +1,130 @@
+"""Keys: who sends a request, and what they may do.
+
+A key is shown once, when it is made; what lists of keys say is ``Key``. Scopes open routes and operations,
+and the tier says where a key's code runs.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+MAX_NAME: Final = 64
+_NAME: Final = r"^[a-z0-9]([a-z0-9._-]*[a-z0-9])?$"
+
+
+class Scope(enum.StrEnum):
+    """What a key opens; every key may ask what the server is and has."""
+
+    COMPLETIONS = "completions"
+    """Completions and chat."""
+    INTERVENTIONS = "interventions"
+    """Requests that intervene, what they capture."""
+    CODE = "code"
+    """Traces, jobs, and operations that are code."""
+    ADMIN = "admin"
+    """Keys of every tenant, and the audit log."""
+
+
+class Tier(enum.StrEnum):
+    """Where the code of a key runs."""
+
+    SANDBOXED = "sandboxed"
+    """In a process that can do nothing but compute."""
+    TRUSTED = "trusted"
+    """In the engine's workers, with all their rights."""
+
+
+class NewKey(BaseModel):
+    """A key to be made.
+
+    Attributes:
+        tenant: Whose it is: a team or a customer, by a short name. What its keys make is the tenant's.
+        scopes: What it opens.
+        name: What it is for, for people.
+        tier: Where its code runs.
+        expires_in_s: When it ends, in seconds from now.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tenant: str = Field(
+        max_length=MAX_NAME,
+        pattern=_NAME,
+        description="Lower-case letters and digits, and . _ - between them, like `acme-research`.",
+    )
+    scopes: tuple[Scope, ...] = Field(default=(Scope.COMPLETIONS,), min_length=1, max_length=len(Scope))
+    name: str = Field(default="", max_length=200)
+    tier: Tier = Tier.SANDBOXED
+    expires_in_s: float | None = Field(default=None, gt=0, le=1e10, allow_inf_nan=False)
+
+    @field_validator("scopes")
+    @classmethod
+    def _once_each(cls, scopes: tuple[Scope, ...]) -> tuple[Scope, ...]:
+        return tuple(sorted(set(scopes), key=list(Scope).index))
+
+
+class Key(BaseModel):
+    """A key, without what opens anything.
+
+    Attributes:
+        id: Names it; the second part of the key itself.
+        tenant: Whose it is.
+        name: What it is for.
+        scopes: What it opens.
+        tier: Where its code runs.
+        created_at: When it was made, in seconds since 1970; so are the others.
+        expires_at: When it ends by itself.
+        revoked_at: When it was ended.
+        last_used_at: When a request came with it last, to the minute.
+        replaces: The key that it was made from.
+    """
+
+    id: str
+    tenant: str
+    name: str
+    scopes: tuple[Scope, ...]
+    tier: Tier
+    created_at: float
+    expires_at: float | None = None
+    revoked_at: float | None = None
+    last_used_at: float | None = None
+    replaces: str | None = None
+
+
+class CreatedKey(Key):
+    """A key that was just made; ``key`` is not kept and never shown again."""
+
+    key: str
+
+
+class KeyList(BaseModel):
+    """Keys, the newest first."""
+
+    data: list[Key]
+
+
+class Rotation(BaseModel):
+    """How a key is replaced by another of the same rights.
+
+    Attributes:
+        grace_s: How long the old one still opens what it did.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    grace_s: float = Field(default=0.0, ge=0, le=1e10, allow_inf_nan=False)
+
+
+__all__ = [
+    "MAX_NAME",
+    "CreatedKey",
+    "Key",
+    "KeyList",
+    "NewKey",
+    "Rotation",
+    "Scope",
+    "Tier",
+]

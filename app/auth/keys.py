@@ -1,0 +1,180 @@
+"""Whose key a request brings, and keys made, replaced and ended.
+
+A key is hashed slowly, and requests come fast: what was found out of one holds for some seconds, within
+which another process's revocation is not seen yet; this process's own is seen at once. Guesses cost a thread
+and not the event loop, and no more threads than a few.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import logging
+import time
+from typing import Final
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.keys import CreatedKey, Key, NewKey, Scope, Tier
+from app.auth.principal import EVERYBODY, Principal
+from app.auth.secrets import NOBODYS, Secret, hashed, matches, new_secret, parsed
+from app.storage.keys import KeyStore, is_open
+
+logger = logging.getLogger(__name__)
+
+_SCHEME: Final = "bearer"
+_HOLDS_S: Final = 10.0
+_MAX_KNOWN: Final = 10_000
+_MAX_AT_ONCE: Final = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Known:
+    """What was found out of a key that a request brought; nobody, if it opens nothing."""
+
+    principal: Principal | None
+    until: float
+
+
+class Keys:
+    """The keys of one server.
+
+    Args:
+        store: Where they are kept.
+    """
+
+    def __init__(self, store: KeyStore) -> None:
+        """Know no key yet."""
+        self._store = store
+        self._known: dict[bytes, _Known] = {}
+        self._generation = 0
+        self._has_keys = False
+        self._looked_until = 0.0
+        self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
+
+    async def are_required(self) -> bool:
+        """Tell whether this server has keys; once it has, that does not change."""
+        moment = time.monotonic()
+        if not self._has_keys and moment >= self._looked_until:
+            self._has_keys = await self._store.is_used()
+            self._looked_until = moment + _HOLDS_S
+        return self._has_keys
+
+    async def principal(self, authorization: str | None) -> Principal:
+        """Return who sends a request.
+
+        Args:
+            authorization: The request's header of this name.
+
+        Raises:
+            ApiError: ``missing_api_key``: the server has keys and the request none; ``invalid_api_key``: it
+                is not known, or has ended.
+        """
+        if not await self.are_required():
+            return EVERYBODY
+        scheme, _, text = (authorization or "").partition(" ")
+        if scheme.lower() != _SCHEME or not text.strip():
+            raise ApiError(
+                ErrorCode.NO_KEY,
+                "This server asks for a key: send it as `Authorization: Bearer nns_…`. Whoever runs it makes "
+                "one with `nnsight-engine keys create`.",
+            )
+        known = await self._looked_up(text.strip())
+        if known.principal is None:
+            raise ApiError(ErrorCode.INVALID_KEY, "The key of this request is not known here, or has ended.")
+        return known.principal
+
+    async def _looked_up(self, text: str) -> _Known:
+        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+        known = self._known.get(digest)
+        if known is None or time.monotonic() >= known.until:
+            async with self._slots:
+                known = self._known.get(digest)
+                if known is None or time.monotonic() >= known.until:
+                    generation = self._generation
+                    known = await self._checked(text)
+                    if generation == self._generation:  # else the key may have been ended meanwhile
+                        self._remember(digest, known)
+        return known
+
+    def _remember(self, digest: bytes, known: _Known) -> None:
+        if len(self._known) >= _MAX_KNOWN:
+            # Those that guesses have filled it with go first.
+            self._known = {key: one for key, one in self._known.items() if one.principal is not None}
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+        self._known[digest] = known
+
+    async def _checked(self, text: str) -> _Known:
+        until = time.monotonic() + _HOLDS_S
+        secret = parsed(text)
+        if secret is None:
+            return _Known(None, until)
+        row = await self._store.find(secret.id)
+        is_right = await asyncio.to_thread(matches, secret, NOBODYS if row is None else row.hash)
+        moment = time.time()
+        if row is None or not is_right or not is_open(row, moment):
+            return _Known(None, until)
+        if row.expires_at is not None:
+            until = min(until, time.monotonic() + row.expires_at - moment)
+        await self._store.note_use(row.id)
+        principal = Principal(
+            row.tenant,
+            row.id,
+            frozenset(map(Scope, row.scopes)),
+            Tier(row.tier),
+        )
+        return _Known(principal, until)
+
+    # Keys themselves.
+
+    async def create(self, new: NewKey) -> CreatedKey:
+        """Make a key; what it returns is the only place that has it whole."""
+        secret, kept = await asyncio.to_thread(_made)
+        key = await self._store.add(new, secret.id, kept)
+        logger.info("key %s was made for tenant %s", key.id, key.tenant)
+        self._has_keys = True
+        return CreatedKey(**key.model_dump(), key=secret.text)
+
+    async def rotate(self, key_id: str, grace_s: float) -> CreatedKey:
+        """Make a key of the rights of another, which ends after the grace.
+
+        Raises:
+            ApiError: ``key_not_found``, ``key_ended``.
+        """
+        secret, kept = await asyncio.to_thread(_made)
+        key = await self._store.replace(key_id, secret.id, kept, grace_s)
+        self._forget(key_id)
+        logger.info("key %s replaces %s", key.id, key_id)
+        return CreatedKey(**key.model_dump(), key=secret.text)
+
+    async def revoke(self, key_id: str) -> Key:
+        """End a key now.
+
+        Raises:
+            ApiError: ``key_not_found``.
+        """
+        key = await self._store.revoke(key_id)
+        self._forget(key_id)
+        logger.info("key %s was revoked", key_id)
+        return key
+
+    async def page(self, tenant: str | None = None) -> list[Key]:
+        """Return keys, the newest first, of all tenants or of one."""
+        return await self._store.page(tenant)
+
+    def _forget(self, key_id: str) -> None:
+        self._generation += 1
+        self._known = {
+            digest: known
+            for digest, known in self._known.items()
+            if known.principal is None or known.principal.key_id != key_id
+        }
+
+
+def _made() -> tuple[Secret, str]:
+    secret = new_secret()
+    return secret, hashed(secret)
+
+
+__all__ = ["Keys"]

@@ -1,0 +1,60 @@
+"""Keys as text: made, taken apart, hashed, and compared with their hash.
+
+A key is ``nns_<id>_<secret>``. The secret has 256 random bits, which nobody finds by trying, so the hash need
+not be as slow as for what people make up: Argon2id with 8 MiB and one pass, some milliseconds. Its purpose
+is that a stolen database opens nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import secrets
+from typing import Final
+
+from argon2 import PasswordHasher
+from argon2.exceptions import InvalidHashError, VerificationError
+
+_ID_BYTES: Final = 8
+_SECRET_BYTES: Final = 32
+_FORM: Final = re.compile(r"nns_([0-9a-f]{16})_([0-9A-Za-z_-]{43})")
+_HASHER: Final = PasswordHasher(time_cost=1, memory_cost=8 * 1024, parallelism=1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Secret:
+    """A key: ``id`` names it, ``text`` is all of it."""
+
+    id: str
+    text: str
+
+
+def new_secret() -> Secret:
+    """Make a key."""
+    key_id = secrets.token_hex(_ID_BYTES)
+    return Secret(key_id, f"nns_{key_id}_{secrets.token_urlsafe(_SECRET_BYTES)}")
+
+
+def parsed(text: str) -> Secret | None:
+    """Return the key that a client sent, None if it is none of ours."""
+    found = _FORM.fullmatch(text)
+    return None if found is None else Secret(found[1], text)
+
+
+def hashed(secret: Secret) -> str:
+    """Return what is kept of a key."""
+    return _HASHER.hash(secret.text)
+
+
+def matches(secret: Secret, kept: str) -> bool:
+    """Tell whether this is the key that ``kept`` was made of; takes as long if it is not."""
+    try:
+        return _HASHER.verify(kept, secret.text)
+    except (VerificationError, InvalidHashError):
+        return False
+
+
+NOBODYS: Final = _HASHER.hash(secrets.token_urlsafe(_SECRET_BYTES))
+"""What a key with an unknown id is compared with, so that it takes as long as one with a known id."""
+
+__all__ = ["NOBODYS", "Secret", "hashed", "matches", "new_secret", "parsed"]

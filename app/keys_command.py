@@ -1,0 +1,154 @@
+"""The command line of keys: ``nnsight-engine keys create | list | rotate | revoke``.
+
+It works on the server's database, whether or not the server runs. A new key goes to standard output alone, so
+that a script can take it; whatever is said of it goes to standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Final, TypeVar
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Column, Table
+
+from api_schemas.errors import ApiError
+from api_schemas.keys import CreatedKey, Key, NewKey, Scope, Tier
+from app.auth.keys import Keys
+from app.settings import Settings
+from app.storage.database import Database, DatabaseError
+from app.storage.keys import KeyStore
+
+T = TypeVar("T")
+
+_ERROR: Final = 1
+_COMMANDS: Final = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Keys of this server: who may use it, and for what."
+)
+
+Work = Callable[[Keys], Awaitable[T]]
+
+
+def run(arguments: Sequence[str], settings: Settings) -> int:
+    """Run one command and return its exit status."""
+    try:
+        status = _COMMANDS(
+            list(arguments), prog_name="nnsight-engine keys", standalone_mode=False, obj=settings
+        )
+    except typer.Exit as ended:
+        return ended.exit_code
+    except typer.Abort:
+        return _ERROR
+    except (ApiError, DatabaseError, typer.TyperException) as error:
+        if str(error):  # without a command there is only the help, which was printed
+            Console(stderr=True).print(f"nnsight-engine: {error}", markup=False, soft_wrap=True)
+        return _ERROR
+    return int(status or 0)
+
+
+async def has_keys(settings: Settings) -> bool:
+    """Tell whether a key was ever made for this server.
+
+    Raises:
+        DatabaseError: The database cannot be opened.
+    """
+    return await _on_keys(settings, Keys.are_required)
+
+
+async def _on_keys(settings: Settings, work: Work[T]) -> T:
+    database = Database(settings.data_dir, settings.database_url)
+    await database.start()
+    try:
+        return await work(Keys(KeyStore(database)))
+    finally:
+        await database.close()
+
+
+@_COMMANDS.command()
+def create(
+    context: typer.Context,
+    tenant: Annotated[str, typer.Option(help="Whose it is: a team or a customer.")],
+    scopes: Annotated[str, typer.Option(help="What it opens, with commas between.")] = "completions",
+    name: Annotated[str, typer.Option(help="What it is for.")] = "",
+    tier: Annotated[Tier, typer.Option(help="Where its code runs.")] = Tier.SANDBOXED,
+    expires: Annotated[float | None, typer.Option(help="Days until it ends.")] = None,
+) -> None:
+    """Make a key, and print it: it is not shown again."""
+    try:
+        new = NewKey(
+            tenant=tenant,
+            scopes=tuple(Scope(scope.strip()) for scope in scopes.split(",")),
+            name=name,
+            tier=tier,
+            expires_in_s=None if expires is None else expires * 86400,
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field, why = first["loc"][-1], first["msg"].removeprefix("Value error, ")
+        raise typer.BadParameter(f"{field}: {why}, got {first['input']!r}") from error
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}; scopes are {', '.join(Scope)}") from error
+    _show(asyncio.run(_on_keys(context.obj, lambda keys: keys.create(new))))
+
+
+@_COMMANDS.command("list")
+def list_keys(
+    context: typer.Context,
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,  # noqa: FBT002 - a flag
+) -> None:
+    """List keys, the newest first, those that have ended too."""
+    keys = asyncio.run(_on_keys(context.obj, lambda keys: keys.page(tenant)))
+    if as_json:
+        typer.echo(json.dumps([key.model_dump(mode="json") for key in keys], indent=2))
+        return
+    table = Table(Column("id", no_wrap=True), "tenant", "name", "scopes", "tier", "made", "used", "ends")
+    for key in keys:
+        table.add_row(
+            key.id, key.tenant, key.name, ", ".join(key.scopes), key.tier, _day(key.created_at),
+            _day(key.last_used_at), _end(key),
+        )  # fmt: skip
+    Console().print(table)
+
+
+@_COMMANDS.command()
+def rotate(
+    context: typer.Context,
+    key_id: Annotated[str, typer.Argument(help="The key's id.")],
+    grace: Annotated[float, typer.Option(help="Hours for which the old one still works.")] = 0.0,
+) -> None:
+    """Replace a key by another of the same rights, and print that."""
+    _show(asyncio.run(_on_keys(context.obj, lambda keys: keys.rotate(key_id, grace * 3600))))
+
+
+@_COMMANDS.command()
+def revoke(context: typer.Context, key_id: Annotated[str, typer.Argument(help="The key's id.")]) -> None:
+    """End a key. A running server notices within seconds."""
+    key = asyncio.run(_on_keys(context.obj, lambda keys: keys.revoke(key_id)))
+    typer.echo(f"The key {key.id} of {key.tenant} opens nothing any more.", err=True)
+
+
+def _show(created: CreatedKey) -> None:
+    typer.echo(
+        f"A key of {created.tenant} for {', '.join(created.scopes)}, id {created.id}. It is shown this once:",
+        err=True,
+    )
+    typer.echo(created.key)
+
+
+def _day(moment: float | None) -> str:
+    if moment is None:
+        return "–"
+    return datetime.datetime.fromtimestamp(moment, datetime.UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def _end(key: Key) -> str:
+    return f"revoked {_day(key.revoked_at)}" if key.revoked_at is not None else _day(key.expires_at)
+
+
+__all__ = ["has_keys", "run"]

@@ -1,0 +1,105 @@
+"""A job's result while it is written: whole and synced before the database is told of it, or gone.
+
+``JobFiles`` makes them, and the run of a job writes one, from threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import BinaryIO
+
+from app.storage.job_space import Space, on_disk, sync_folder
+from nnsight_engine.remote_backend.frames import Frame
+
+logger = logging.getLogger(__name__)
+
+
+class ResultFile:
+    """A result that is being written.
+
+    Its bytes are counted until it is kept, left or discarded. A thread may still write when its caller has
+    been cancelled, so threads take turns and nothing is written after ``discard``.
+    """
+
+    def __init__(self, path: Path, space: Space) -> None:
+        """Make the file with the first frame."""
+        self._path = path
+        self._space = space
+        self._file: BinaryIO | None = None
+        self._turn = threading.Lock()
+        self._is_discarded = False
+        self.num_bytes = 0
+
+    async def write(self, frame: Frame) -> None:
+        """Append a frame.
+
+        Raises:
+            ApiError: ``job_store_full``; ``internal_error``: the disk has failed.
+        """
+        head = frame.head()
+        num_bytes = len(head) + len(frame.data)
+        self._space.take(num_bytes)
+        self.num_bytes += num_bytes
+        with on_disk("The job's result"):
+            await asyncio.to_thread(self._write, head, frame.data)
+
+    async def finish(self) -> None:
+        """Make sure that what was written is on disk, whatever happens.
+
+        Raises:
+            ApiError: As by ``write``.
+        """
+        with on_disk("The job's result"):
+            await asyncio.to_thread(self._finish)
+
+    def keep(self) -> None:
+        """Count it as stored: the database says that it is whole."""
+        self._space.keep(self.num_bytes)
+        self.num_bytes = 0
+
+    def leave(self) -> None:
+        """Leave it to those who know what the database says of it; harmless when it was kept."""
+        self._space.give_up(self.num_bytes)
+        self.num_bytes = 0
+
+    async def discard(self) -> None:
+        """Remove it; harmless when repeated."""
+        self._space.give_up(self.num_bytes)
+        self.num_bytes = 0
+        await asyncio.to_thread(self._discard)
+
+    def _write(self, *pieces: bytes | bytearray | memoryview) -> None:
+        with self._turn:
+            if self._is_discarded:
+                return
+            if self._file is None:
+                self._file = self._path.open("wb", buffering=0)
+            for piece in pieces:
+                rest = memoryview(piece).cast("B")
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+
+    def _finish(self) -> None:
+        with self._turn:
+            if self._file is not None and not self._is_discarded:
+                os.fsync(self._file.fileno())
+                self._file.close()
+                sync_folder(self._path.parent)
+
+    def _discard(self) -> None:
+        with self._turn:
+            self._is_discarded = True
+            try:
+                if self._file is not None:
+                    self._file.close()
+                self._path.unlink(missing_ok=True)
+            except OSError:
+                # Without the database's word for it it is never served; it goes with its job.
+                logger.warning("what is left of a result could not be removed: %s", self._path, exc_info=True)
+
+
+__all__ = ["ResultFile"]

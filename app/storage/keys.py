@@ -1,0 +1,153 @@
+"""Keys in the database: made, found, replaced, ended; never removed, so that what they did stays told."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.keys import Key, NewKey
+from app.storage.database import Database
+from app.storage.tables import KeyRow, TenantRow
+
+_USE_RESOLUTION_S: Final = 60.0
+
+
+class KeyStore:
+    """Keys and their tenants.
+
+    Args:
+        database: Has the tables, and is started before this is used.
+    """
+
+    def __init__(self, database: Database) -> None:
+        """Keep the database."""
+        self._database = database
+
+    async def add(self, new: NewKey, key_id: str, kept: str) -> Key:
+        """Write a key down, and its tenant if it is the first.
+
+        Args:
+            new: What it may.
+            key_id: Its name.
+            kept: Its hash.
+        """
+
+        def write(session: Session) -> Key:
+            moment = time.time()
+            if session.get(TenantRow, new.tenant) is None:
+                session.add(TenantRow(name=new.tenant, created_at=moment))
+                session.flush()
+            expires_at = None if new.expires_in_s is None else moment + new.expires_in_s
+            row = KeyRow(
+                id=key_id, tenant=new.tenant, name=new.name, hash=kept, scopes=list(new.scopes),
+                tier=new.tier, created_at=moment,
+                expires_at=expires_at,
+            )  # fmt: skip
+            session.add(row)
+            return told(row)
+
+        return await self._database.write(write)
+
+    async def replace(self, key_id: str, new_id: str, kept: str, grace_s: float) -> Key:
+        """Write down a key of the rights of another, which ends after the grace.
+
+        Raises:
+            ApiError: ``key_not_found``; ``key_ended``: it opens nothing any more.
+        """
+
+        def write(session: Session) -> Key:
+            moment = time.time()
+            old = session.get(KeyRow, key_id)
+            if old is None:
+                raise not_found(key_id)
+            if not is_open(old, moment):
+                raise ApiError(
+                    ErrorCode.KEY_ENDED, f"The key {key_id!r} has ended; create another.", "key_id"
+                )
+            row = KeyRow(
+                id=new_id, tenant=old.tenant, name=old.name, hash=kept, scopes=old.scopes, tier=old.tier,
+                created_at=moment, expires_at=old.expires_at, replaces=old.id,
+            )  # fmt: skip
+            session.add(row)
+            end = moment + grace_s
+            old.expires_at = end if old.expires_at is None else min(end, old.expires_at)
+            return told(row)
+
+        return await self._database.write(write)
+
+    async def revoke(self, key_id: str) -> Key:
+        """End a key now; one that has ended stays as it is.
+
+        Raises:
+            ApiError: ``key_not_found``.
+        """
+
+        def write(session: Session) -> Key:
+            row = session.get(KeyRow, key_id)
+            if row is None:
+                raise not_found(key_id)
+            if row.revoked_at is None:
+                row.revoked_at = time.time()
+            return told(row)
+
+        return await self._database.write(write)
+
+    async def page(self, tenant: str | None = None) -> list[Key]:
+        """Return keys, the newest first, of all tenants or of one."""
+
+        def read(session: Session) -> list[Key]:
+            wanted = select(KeyRow).order_by(KeyRow.created_at.desc(), KeyRow.id)
+            if tenant is not None:
+                wanted = wanted.where(KeyRow.tenant == tenant)
+            return [told(row) for row in session.scalars(wanted)]
+
+        return await self._database.read(read)
+
+    async def find(self, key_id: str) -> KeyRow | None:
+        """Return a key as it is kept."""
+        return await self._database.read(lambda session: session.get(KeyRow, key_id))
+
+    async def is_used(self) -> bool:
+        """Tell whether a key was ever made: from then on nobody is let in without one."""
+        found = await self._database.read(lambda session: session.scalar(select(func.count(KeyRow.id))))
+        return bool(found)
+
+    async def note_use(self, key_id: str) -> None:
+        """Write down that a key was used now."""
+        moment = time.time()
+        late = (KeyRow.last_used_at.is_(None)) | (KeyRow.last_used_at < moment - _USE_RESOLUTION_S)
+        change = update(KeyRow).where(KeyRow.id == key_id, late).values(last_used_at=moment)
+        await self._database.write(lambda session: session.execute(change))
+
+
+def is_open(row: KeyRow, moment: float) -> bool:
+    """Tell whether a key opens what it says at a moment."""
+    return row.revoked_at is None and (row.expires_at is None or moment < row.expires_at)
+
+
+def told(row: KeyRow) -> Key:
+    """Return what lists say of a key."""
+    return Key(
+        id=row.id,
+        tenant=row.tenant,
+        name=row.name,
+        scopes=tuple(row.scopes),
+        tier=row.tier,
+        created_at=row.created_at,
+        expires_at=row.expires_at,
+        revoked_at=row.revoked_at,
+        last_used_at=row.last_used_at,
+        replaces=row.replaces,
+    )
+
+
+def not_found(key_id: str) -> ApiError:
+    """Return the error for an id that no key has."""
+    return ApiError(ErrorCode.KEY_NOT_FOUND, f"There is no key {key_id!r}.", "key_id")
+
+
+__all__ = ["KeyStore", "is_open", "not_found", "told"]

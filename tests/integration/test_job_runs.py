@@ -1,0 +1,263 @@
+"""One attempt at a job, ended at moments and by faults that no client of a server can bring about."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import errno
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.jobs import JobSummary
+from app.services import job_runs
+from app.services.job_runs import Ending, JobRun, JobTools
+from app.services.job_slots import JobSlots
+from app.services.local_calls import LocalCalls
+from app.services.traces import TraceService
+from app.storage import job_files
+from app.storage.database import Database
+from app.storage.job_files import JobFiles
+from app.storage.job_leases import JobEnd, JobLeases
+from app.storage.job_space import sync_folder
+from app.storage.jobs import JobStore, NewJob
+from app.storage.tables import JobRow
+from nnsight_engine.remote_backend.frames import Frame
+from nnsight_engine.remote_backend.messages import TraceRequest
+from tests.integration.scripted_traces import ScriptedEngine, trace
+from tests.integration.waiting import until
+
+SUMMARY = JobSummary(model="m", dialect="vllm", kind="trace", num_blocks=1, python="3.12", client="1")
+MAX_BYTES = 10_000_000
+
+
+class SlowToRefuse(ScriptedEngine):
+    """Has no room for the first trace, and takes a while to say so."""
+
+    num_asked = 0
+
+    async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            await asyncio.sleep(0.05)
+            raise ApiError(ErrorCode.QUEUE_FULL, "The engine's own queue is full.")
+        async for frame in super().run_trace(request, job_id):
+            yield frame
+
+
+class Talkative(ScriptedEngine):
+    """Has its own words for having been ended."""
+
+    async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
+        try:
+            async for frame in super().run_trace(request, job_id):
+                yield frame
+        except asyncio.CancelledError as error:
+            raise ApiError(ErrorCode.TRACE_FAILED, "The trace was ended.") from error
+
+
+class FailingLeases(JobLeases):
+    """Its database fails at the first end, before or after the end was written."""
+
+    has_failed = False
+    is_written = False
+
+    async def end(self, job: JobRow, end: JobEnd) -> None:
+        if self.has_failed or self.is_written:
+            await super().end(job, end)
+        if not self.has_failed:
+            self.has_failed = True
+            raise ConnectionError
+
+
+class Bench:
+    """What runs jobs, without a server around it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.database = Database(directory)
+        self.files = JobFiles(directory, max_bytes=MAX_BYTES)
+        self.store = JobStore(self.database, max_queued=100, ttl_s=60)
+        self.leases = JobLeases(self.database, holder="here", ttl_s=60)
+        self.engine = ScriptedEngine()
+        self.slots = JobSlots(1, lambda: None)
+        self.tools = JobTools(
+            traces=TraceService({"vllm": self.engine}),
+            files=self.files,
+            leases=self.leases,
+            check=lambda head: None,
+            told=lambda job_id: None,
+            calls=LocalCalls(1),
+        )
+
+    async def claimed(self, script: str = "ok") -> JobRow:
+        """Return a job that was submitted and claimed."""
+        async with self.files.received(chunks(trace(script))) as upload:
+            await self.files.adopt(upload, "job")
+            new = NewJob("job", "", "m", SUMMARY, upload.digest, upload.num_bytes, None, reruns=False)
+            await self.store.accept(new)
+        job = await self.leases.claim("m", {})
+        assert job is not None
+        return job
+
+    async def run(self, job: JobRow, **tools: Any) -> JobRun:
+        """Return a run of a job that has not begun."""
+        return JobRun(job, dataclasses.replace(self.tools, **tools), await self.slots.take())
+
+    async def job(self) -> JobRow:
+        return await self.store.get("job", "")
+
+    def room(self) -> int:
+        """Return how many bytes there is room for."""
+        low, high = 0, MAX_BYTES
+        while low < high:
+            middle = (low + high + 1) // 2
+            try:
+                self.files.space.take(middle)
+            except ApiError:
+                high = middle - 1
+            else:
+                self.files.space.give_up(middle)
+                low = middle
+        return low
+
+
+async def chunks(data: bytes) -> AsyncIterator[bytes]:
+    yield data
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    made = Bench(tmp_path)
+    await made.database.start()
+    await made.files.start()
+    yield made
+    await made.files.close()
+    await made.database.close()
+
+
+@pytest.mark.parametrize(("ending", "status"), [(Ending.CANCELLED, "CANCELLED"), (Ending.STOPPED, "QUEUED")])
+async def test_a_run_that_is_ended_before_its_first_step_does_not_run(
+    bench: Bench, ending: Ending, status: str
+):
+    job = await bench.claimed("hang")
+    run = await bench.run(job)
+    running = asyncio.create_task(run.run())
+    run.end_early(ending)
+    await asyncio.wait_for(running, 10)
+    assert (await bench.job()).status == status
+    assert bench.engine.started == []
+
+
+@pytest.mark.parametrize(
+    ("device", "code", "message"),
+    [
+        ("/dev/full", "job_store_full", "No space left on device"),
+        ("/dev/null", "internal_error", "could not be written"),  # it takes all, but cannot be synced
+    ],
+)
+async def test_a_result_that_the_disk_does_not_take_ends_its_job_and_says_so(
+    bench: Bench, tmp_path: Path, device: str, code: str, message: str
+):
+    job = await bench.claimed("block-fails")
+    room = bench.room()
+    file = tmp_path / "jobs/job/result.1"
+    file.symlink_to(device)
+    await (await bench.run(job)).run()
+    row = await bench.job()
+    assert (row.status, row.code, row.result_bytes, row.lease_by) == ("ERROR", code, None, None)
+    assert message in str(row.message)
+    assert not file.is_symlink()
+    assert bench.room() == room
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+async def test_an_end_that_the_database_did_not_take_is_written_down_all_the_same(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_written: bool
+):
+    monkeypatch.setattr(job_runs, "_RETRY_DELAYS_S", (0.0, 0.0))
+    leases = FailingLeases(bench.database, holder="here", ttl_s=60)
+    leases.is_written = is_written
+    job = await bench.claimed()
+    await (await bench.run(job, leases=leases)).run()
+    row = await bench.job()
+    assert (row.status, leases.has_failed) == ("COMPLETED", True)
+    assert (tmp_path / "jobs/job/result.1").stat().st_size == row.result_bytes
+
+
+async def test_a_run_that_is_ended_has_not_failed_whatever_its_engine_says(bench: Bench):
+    engine = Talkative()
+    job = await bench.claimed("hang")
+    run = await bench.run(job, traces=TraceService({"vllm": engine}))
+    running = asyncio.create_task(run.run())
+    await until(lambda: engine.num_running == 1)
+    run.end_early(Ending.CANCELLED)
+    await running
+    row = await bench.job()
+    assert (row.status, row.code) == ("CANCELLED", "job_cancelled")
+
+
+async def test_a_job_whose_request_was_taken_away_says_so(bench: Bench, tmp_path: Path):
+    job = await bench.claimed()
+    (tmp_path / "jobs/job/request").unlink()
+    await (await bench.run(job)).run()
+    row = await bench.job()
+    assert (row.status, row.code) == ("ERROR", "internal_error")
+    assert "send the trace as a new job" in str(row.message)
+
+
+@pytest.mark.parametrize("taken_s", [0.01, 10.0])
+async def test_a_job_is_dispatched_when_its_engine_takes_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, taken_s: float
+):
+    monkeypatch.setattr(job_runs, "_TAKEN_S", taken_s)
+    monkeypatch.setattr(job_runs, "_BUSY_DELAYS_S", (0.0,))
+    engine = SlowToRefuse()
+    job = await bench.claimed()
+    await (await bench.run(job, traces=TraceService({"vllm": engine}))).run()
+    events = (await bench.store.events("job", "", after=0, limit=20)).events
+    refused = ["DISPATCHED", "QUEUED"] if taken_s < 1 else ["QUEUED"]
+    assert [event.status for event in events] == [
+        "RECEIVED", "QUEUED", *refused, "DISPATCHED", "RUNNING", "COMPLETED",
+    ]  # fmt: skip
+
+
+# Requests on their way to their jobs.
+
+
+async def test_a_request_that_could_not_be_adopted_leaves_no_file_and_takes_no_room(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    room = bench.room()
+
+    def fail(folder: Path) -> None:
+        sync_folder(folder)
+        if folder.name == "jobs":
+            raise OSError(errno.EIO, "the disk has failed")
+
+    monkeypatch.setattr(job_files, "sync_folder", fail)
+    with pytest.raises(ApiError) as caught:
+        await bench.claimed()
+    assert caught.value.code == "internal_error"
+    assert list((tmp_path / "jobs").iterdir()) == []
+    monkeypatch.undo()
+    assert bench.room() == room
+    row = await bench.claimed()
+    assert bench.room() == room - row.request_bytes
+
+
+async def test_a_request_whose_sender_leaves_while_it_is_adopted_takes_no_room(bench: Bench, tmp_path: Path):
+    room = bench.room()
+    for count in range(20):
+        async with bench.files.received(chunks(trace())) as upload:
+            adopting = asyncio.create_task(bench.files.adopt(upload, f"job-{count}"))
+            await asyncio.sleep(count * 1e-4)
+            adopting.cancel()
+            await asyncio.gather(adopting, return_exceptions=True)
+            is_there = upload.is_adopted
+        assert (tmp_path / f"jobs/job-{count}").exists() == is_there
+        assert bench.room() == room - is_there * upload.num_bytes
+        room = bench.room()
+    assert [path.name for path in (tmp_path / "servers").glob("*/*")] == [".lock"]

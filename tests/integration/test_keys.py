@@ -1,0 +1,209 @@
+"""Keys: who is let in, to what, and to whose data."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from api_schemas.keys import NewKey, Scope, Tier
+from app.engine.fake import FakeEngineClient
+from app.main import create_app, new_store
+from app.settings import Settings
+from tests.integration.conftest import ErrorCheck, Serve, Server
+from tests.integration.trace_messages import HEADERS, message
+
+CAPTURE = {"op": "capture", "at": "layers.1.output", "name": "kept"}
+STEER = {"op": "steer", "at": "layers.1.output", "vector": [0.0] * 8}
+
+
+def operations() -> list[tuple[str, str, list[str]]]:
+    """Return every operation below ``/v1`` in the document, with the scopes that it asks for."""
+    settings = Settings(result_dir=Path("never started"), data_dir=Path("never started"))
+    store = new_store(settings)
+    document = create_app(settings, FakeEngineClient(settings, store), store).openapi()
+    return [
+        (method.upper(), path, operation["security"][0]["key"])
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+        if path.startswith("/v1/")
+    ]
+
+
+OPERATIONS = operations()
+
+
+class Tenants:
+    """A server with keys; the first is an operator's."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+
+    async def headers(
+        self, tenant: str, *scopes: Scope, tier: Tier = Tier.TRUSTED, **rest: Any
+    ) -> dict[str, str]:
+        new = NewKey(tenant=tenant, scopes=scopes or tuple(Scope), tier=tier, **rest)
+        return {"authorization": f"Bearer {(await self.server.context.keys.create(new)).key}"}
+
+    async def send(
+        self, method: str, path: str, headers: dict[str, str] | None = None, **rest: Any
+    ) -> httpx.Response:
+        return await self.server.client.request(method, path, headers=headers, **rest)
+
+
+@pytest.fixture
+async def tenants(serve: Serve) -> AsyncIterator[Tenants]:
+    async with serve() as server:
+        found = Tenants(server)
+        await found.headers("operator", Scope.ADMIN)
+        yield found
+
+
+async def test_without_keys_everybody_here_is_let_in(serve: Serve) -> None:
+    async with serve() as server:
+        assert (await server.complete()).status_code == 200
+        assert (await server.client.get("/v1/admin/keys")).json() == {"data": []}
+
+
+async def test_no_operation_is_open_without_a_key(tenants: Tenants, error_of: ErrorCheck) -> None:
+    assert len(OPERATIONS) > 15
+    for method, path, _ in OPERATIONS:
+        error_of(await tenants.send(method, path), 401, "missing_api_key")
+        for key in ("nns_x", f"nns_{'0' * 16}_{'A' * 43}", "\xff"):
+            headers = {"authorization": f"Bearer {key}".encode("latin-1")}
+            error_of(await tenants.send(method, path, headers), 401, "invalid_api_key")  # type: ignore[arg-type]
+    assert (await tenants.send("GET", "/health/live")).status_code == 200
+    assert (await tenants.send("GET", "/openapi.json")).status_code == 200
+
+
+async def test_each_scope_opens_its_own_operations_alone(tenants: Tenants, error_of: ErrorCheck) -> None:
+    assert {scope for _, _, scopes in OPERATIONS for scope in scopes} == set(Scope)
+    for scope in Scope:
+        headers = await tenants.headers("acme", scope)
+        for method, path, wanted in OPERATIONS:
+            answer = await tenants.send(method, path, headers)
+            if set(wanted) <= {scope}:
+                assert answer.status_code not in {401, 403}, (method, path, answer.text)
+            else:
+                error_of(answer, 403, "missing_scope")
+
+
+async def test_operations_within_a_request_have_scopes_too(tenants: Tenants, error_of: ErrorCheck) -> None:
+    async def complete(headers: dict[str, str], *interventions: object) -> httpx.Response:
+        body = {"prompt": "one two", "interventions": list(interventions)}
+        return await tenants.send("POST", "/v1/completions", headers, json=body)
+
+    plain = await tenants.headers("acme", Scope.COMPLETIONS)
+    steering = await tenants.headers("acme", Scope.COMPLETIONS, Scope.INTERVENTIONS)
+    error_of(await complete(plain, STEER), 403, "missing_scope")
+    assert (await complete(steering, STEER)).status_code == 200
+    error_of(await complete(steering, {"op": "trace", "code": "pass"}), 403, "missing_scope")
+
+
+async def test_code_of_keys_that_are_not_trusted_does_not_run(tenants: Tenants, error_of: ErrorCheck) -> None:
+    headers = {**await tenants.headers("acme", Scope.CODE, tier=Tier.SANDBOXED), **HEADERS}
+    for path in ("/v1/traces", "/v1/jobs"):
+        error_of(await tenants.send("POST", path, headers, content=message()), 403, "sandbox_missing")
+    headers = {**await tenants.headers("acme", Scope.CODE, tier=Tier.TRUSTED), **HEADERS}
+    assert (await tenants.send("POST", "/v1/traces", headers, content=message())).status_code == 200
+
+
+async def test_results_and_jobs_of_others_are_not_there(tenants: Tenants, error_of: ErrorCheck) -> None:
+    ours, colleagues, theirs = [await tenants.headers(name) for name in ("acme", "acme", "rival")]
+    body = {"prompt": "one two", "interventions": [CAPTURE]}
+    tenants.server.context.engine._settings = tenants.server.context.settings.model_copy(  # type: ignore[attr-defined]
+        update={"inline_tensor_bytes": 0}
+    )
+    answer = (await tenants.send("POST", "/v1/completions", ours, json=body)).json()
+    (point,) = answer["choices"][0]["interventions"]["results"]["kept"]["points"].values()
+    job = (await tenants.send("POST", "/v1/jobs", {**ours, **HEADERS}, content=message())).json()["id"]
+    places = {
+        path.format(result_id=point["url"].rsplit("/", 1)[1], job_id=job): method
+        for method, path, _ in OPERATIONS
+        if "{result_id}" in path or "{job_id}" in path
+    }
+    assert len(places) >= 5
+    for path, method in places.items():
+        assert (await tenants.send(method, path, theirs)).status_code == 404, path
+    assert job not in (await tenants.send("GET", "/v1/jobs", theirs)).text
+    assert job in (await tenants.send("GET", "/v1/jobs", colleagues)).text
+    assert (await tenants.send("GET", point["url"], colleagues)).status_code == 200
+
+
+async def test_an_idempotency_key_is_its_tenants_own(tenants: Tenants) -> None:
+    ids = [
+        (
+            await tenants.send(
+                "POST",
+                "/v1/jobs",
+                {**await tenants.headers(name), **HEADERS, "idempotency-key": "one"},
+                content=message(),
+            )
+        ).json()["id"]
+        for name in ("acme", "acme", "rival")
+    ]
+    assert ids[0] == ids[1] != ids[2]
+
+
+async def test_tenants_share_no_prefix_cache(tenants: Tenants, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    complete = tenants.server.engine.completions
+
+    async def completions(body: dict[str, Any], *rest: Any) -> Any:
+        seen.append(body.get("cache_salt"))
+        return await complete(body, *rest)
+
+    monkeypatch.setattr(tenants.server.engine, "completions", completions)
+    for tenant in ("acme", "acme", "rival"):
+        headers = await tenants.headers(tenant)
+        for salt in ({}, {"cache_salt": "rival:"}):
+            await tenants.send("POST", "/v1/completions", headers, json={"prompt": "a", **salt})
+    assert seen == ["acme:", "acme:rival:", "acme:", "acme:rival:", "rival:", "rival:rival:"]
+
+
+async def test_keys_are_made_listed_replaced_and_ended_over_http(
+    tenants: Tenants, error_of: ErrorCheck
+) -> None:
+    admin = await tenants.headers("operator", Scope.ADMIN)
+    new = {"tenant": "acme", "scopes": ["completions"], "name": "app"}
+    made = await tenants.send("POST", "/v1/admin/keys", admin, json=new)
+    assert (made.status_code, made.headers["cache-control"]) == (201, "no-store")
+    key = made.json()
+
+    async def models(text: str) -> int:
+        return (await tenants.send("GET", "/v1/models", {"authorization": f"bearer {text}"})).status_code
+
+    assert await models(key["key"]) == 200
+    (listed,) = (await tenants.send("GET", "/v1/admin/keys", admin, params={"tenant": "acme"})).json()["data"]
+    assert {**listed, "last_used_at": None} == {name: value for name, value in key.items() if name != "key"}
+    assert listed["last_used_at"] >= listed["created_at"]
+    path = f"/v1/admin/keys/{key['id']}"
+    kept = (await tenants.send("POST", f"{path}/rotate", admin, json={"grace_s": 60})).json()
+    assert (kept["replaces"], kept["name"]) == (key["id"], "app")
+    assert [await models(one["key"]) for one in (key, kept)] == [200, 200]
+    assert (await tenants.send("DELETE", path, admin)).json()["revoked_at"]
+    assert [await models(one["key"]) for one in (key, kept)] == [401, 200]
+    error_of(await tenants.send("POST", f"{path}/rotate", admin, json={}), 409, "key_ended")
+    error_of(await tenants.send("DELETE", "/v1/admin/keys/none", admin), 404, "key_not_found")
+    for wrong in ({"tenant": "A b"}, {"tenant": "a", "scopes": ["all"]}, {"tenant": "a", "hash": "x"}):
+        error_of(await tenants.send("POST", "/v1/admin/keys", admin, json=wrong), 422, "invalid_shape")
+
+
+async def test_a_key_ends_by_itself(tenants: Tenants, error_of: ErrorCheck) -> None:
+    headers = await tenants.headers("acme", expires_in_s=0.3)
+    assert (await tenants.send("GET", "/v1/models", headers)).status_code == 200
+    await asyncio.sleep(0.4)
+    error_of(await tenants.send("GET", "/v1/models", headers), 401, "invalid_api_key")
+
+
+async def test_nothing_that_is_kept_opens_anything(tenants: Tenants, tmp_path: Path) -> None:
+    headers = await tenants.headers("acme")
+    await tenants.send("GET", "/v1/models", headers)
+    secret = headers["authorization"].rsplit("_", 1)[1]
+    kept = b"".join(path.read_bytes() for path in (tmp_path / "data").rglob("*") if path.is_file())
+    assert b"argon2id" in kept
+    assert secret.encode() not in kept
