@@ -101,7 +101,7 @@ class SessionTraces(TraceProcesses):
         """Run a session's trace, and answer with what came of it."""
         with contextlib.suppress(ProcessEndedError):
             try:
-                request = TraceRequest.from_bytes(data)
+                request = await asyncio.to_thread(TraceRequest.from_bytes, data)  # whoever wrote it
                 _check(request)
                 frames = self._engine.run_trace(request, f"session-{secrets.token_hex(16)}")
                 async with contextlib.aclosing(frames):

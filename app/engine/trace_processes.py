@@ -21,9 +21,10 @@ from app.errors import internal_error
 from app.services.traces import event_frame
 from app.settings import Settings
 from nnsight_engine.local_engine.child import Child, ProcessEndedError
-from nnsight_engine.local_engine.link import CANCEL, FAILED, READY, WORN, ProcessOptions
+from nnsight_engine.local_engine.link import CANCEL, FAILED, READY, ProcessOptions
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceRequest
+from nnsight_engine.remote_backend.unread import SlowReaderError, Unread
 from nnsight_engine.wire import DecodeError
 
 logger = logging.getLogger(__name__)
@@ -32,10 +33,18 @@ CANCEL_GRACE_S: Final = 5.0
 """How long a trace has to end that was told to, before its process is ended."""
 
 _LOAD_LIMIT_S: Final = 900.0
+_SETTLE_LIMIT_S: Final = 120.0
+"""How long a process may take to undo what a trace has done, before it is ended."""
+
 _PAUSE_S: Final = 30.0
 """After a process that could not be started, how long traces are refused before it is tried again."""
 
 _MAX_EVENT_BYTES: Final = 2**21
+_MAX_UNREAD_BYTES: Final = 16 * 2**20
+"""Events of one trace that its client has not read."""
+_MAX_ALL_UNREAD_BYTES: Final = 256 * 2**20
+"""Those of all traces."""
+
 _MAX_TOLD: Final = 20_000
 """Prints of one trace; what it may print in bytes is the process's own limit."""
 
@@ -54,7 +63,7 @@ class Job:
         num_told: How often it has printed.
     """
 
-    def __init__(self, request: TraceRequest, engine: str) -> None:
+    def __init__(self, request: TraceRequest, engine: str, unread: Unread) -> None:
         """Begin with a trace that came."""
         self.request = request
         self.engine = engine
@@ -64,10 +73,36 @@ class Job:
         self.position = 0
         self.num_told = 0
         self.has_begun = False
+        self._share = unread.share(self._drop, _MAX_UNREAD_BYTES)
 
     def tell(self, status: JobStatus, message: str | None = None) -> None:
         """Tell its client of an event."""
-        self.frames.put_nowait(event_frame(status, message=message, engine=self.engine))
+        frame = event_frame(status, message=message, engine=self.engine)
+        self.frames.put_nowait(frame)
+        self._share.add(len(frame.data))
+
+    async def told(self) -> AsyncGenerator[Frame, None]:
+        """Yield what its client is to be told.
+
+        Raises:
+            ApiError: It failed.
+        """
+        try:
+            while (item := await self.frames.get()) is not None:
+                if isinstance(item, ApiError):
+                    raise item
+                if item.kind is FrameKind.EVENT:
+                    self._share.take(len(item.data))
+                yield item
+        finally:
+            self._share.close()
+
+    def _drop(self, error: SlowReaderError) -> None:
+        """End it, and forget what waits: whoever reads next is told why."""
+        while not self.frames.empty():
+            self.frames.get_nowait()
+        self.frames.put_nowait(ApiError(ErrorCode.CAPTURE_TOO_LARGE, str(error)))
+        self.cancelled.set()
 
 
 class TraceProcesses:
@@ -106,6 +141,7 @@ class TraceProcesses:
         self._queue: FairQueue[Job] = FairQueue()
         self._lines = [_Line(self) for _ in range(num_processes)]
         self._drivers: list[asyncio.Task[None]] = []
+        self._unread = Unread(_MAX_ALL_UNREAD_BYTES)
 
     @property
     def pids(self) -> list[int]:
@@ -148,17 +184,16 @@ class TraceProcesses:
             ApiError: Too many wait, the trace cannot be read, took too long or ended its process, or no
                 process can be started.
         """
-        job = Job(request, self.name)
         self._check_takes_more()
+        job = Job(request, self.name, self._unread)
         self._queue.add(request.sender, job)
         if not self.pids:
             job.tell(JobStatus.QUEUED, f"{self.purpose} is being started")
         self.tell_positions()
         try:
-            while (item := await job.frames.get()) is not None:
-                if isinstance(item, ApiError):
-                    raise item
-                yield item
+            async with contextlib.aclosing(job.told()) as told:
+                async for frame in told:
+                    yield frame
         finally:
             job.cancelled.set()
             if self._queue.remove(job):
@@ -212,7 +247,7 @@ class _Line:
         self._traces = traces
         self.child: Child | None = None
         self.running: Job | None = None
-        self._is_worn = False
+        self._is_settled = True
         self._failure = ""
         self._retry_at = 0.0
         self._num_runs = 0
@@ -236,6 +271,21 @@ class _Line:
                 job.frames.put_nowait(internal_error())
                 await self.drop()
             self.running = None
+            await self._settle()
+
+    async def _settle(self) -> None:
+        """Wait until the process has undone what the trace did, which was answered; or end it."""
+        child = self.child
+        if child is None or self._is_settled:
+            return
+        is_ready = False
+        with contextlib.suppress(ProcessEndedError, TimeoutError, DecodeError):
+            async with asyncio.timeout(_SETTLE_LIMIT_S):
+                said = (await child.frame()).json()
+            is_ready = isinstance(said, dict) and READY in said
+        if not is_ready:
+            await self.drop()
+        self._is_settled = True
 
     async def _ready(self) -> Child:
         """Return the process, started and loaded.
@@ -274,7 +324,7 @@ class _Line:
 
     async def drop(self) -> None:
         """End the process; the next trace gets another one."""
-        child, self.child, self._is_worn = self.child, None, False
+        child, self.child, self._is_settled = self.child, None, True
         if child is not None:
             await child.close()
 
@@ -311,6 +361,7 @@ class _Line:
         try:
             if not child.is_quiet:
                 raise ProcessEndedError(None)
+            self._is_settled = False
             await child.run(number, job.request.chunks())
             while not await self._pass_on(child, await child.frame(), job):
                 pass
@@ -321,8 +372,6 @@ class _Line:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
             await self._traces.ended(job)
-        if self._is_worn:
-            await self.drop()
 
     async def _watch(self, child: Child, job: Job, number: int) -> None:
         """End a trace that nobody waits for or whose time is over; politely first."""
@@ -369,8 +418,6 @@ class _Line:
             if job.num_told > _MAX_TOLD:
                 raise DecodeError("a trace tells more than anybody reads")
             job.tell(JobStatus(status), str(said.get("message", "")))
-        elif WORN in said:
-            self._is_worn = True
         else:
             await self._traces.asked(child, said, job)
 

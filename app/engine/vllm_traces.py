@@ -27,8 +27,9 @@ from app.settings import Settings
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import SentEdit, SentInvoke, TraceHead, TraceRequest
 from nnsight_engine.remote_backend.saves_so_far import output_data
+from nnsight_engine.remote_backend.unread import SlowReaderError
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
-from nnsight_engine.vllm_backend.running_trace import Begun, Output, RunningTrace, SlowReaderError
+from nnsight_engine.vllm_backend.running_trace import Begun, Output, RunningTrace
 from nnsight_engine.vllm_backend.trace_router import Told
 from nnsight_engine.vllm_backend.traced_requests import GatheredOutput, apart, carry, results_of
 from nnsight_engine.vllm_backend.traces.entry import EditEntry, TraceEntry

@@ -6,6 +6,7 @@ A client that leaves, at whatever stage, ends the trace.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import secrets
@@ -74,7 +75,10 @@ async def read_trace(context: Context, http: Request, caller: Principal) -> Trac
     check_sender(context.settings, http, caller)
     body = await read_bytes(http, context.settings.max_trace_request_bytes)
     try:
-        request = TraceRequest.from_bytes(body)
+        if TraceRequest.is_slow(body):
+            request = await asyncio.to_thread(TraceRequest.from_bytes, body)
+        else:
+            request = TraceRequest.from_bytes(body)
     except DecodeError as error:
         raise ApiError(ErrorCode.INVALID_TRACE, str(error)) from error
     check_head(context.settings, http, context.engine.served(), request.head)

@@ -115,7 +115,15 @@ class BlockRunner(ABC):
 
     @abstractmethod
     def _tidy(self) -> None:
-        """Undo what the trace has done, after it has ended in whatever way."""
+        """Forget the trace, after it has ended in whatever way; its sender waits for this."""
+
+    def settle(self) -> bool:
+        """Undo what the last trace has done; False if another one is not to run here.
+
+        Whoever calls has sent the answer before, so that nobody waits for it but the next trace. ``run`` does
+        it where that was left out.
+        """
+        return not self.is_worn
 
     def run(self, request: TraceRequest) -> bytes:
         """Return what came of a trace's blocks, see ``outcomes``.

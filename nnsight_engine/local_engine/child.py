@@ -24,6 +24,8 @@ from nnsight_engine.wire import DecodeError
 
 _MAX_WAITING = 256
 """Frames that are read ahead; then the process waits."""
+_MAX_WAITING_BYTES = 2**22
+"""What they have together; a larger one comes alone."""
 
 
 class ProcessEndedError(Exception):
@@ -60,6 +62,9 @@ class Child:
         self._process = process
         self._socket = sock
         self._frames: asyncio.Queue[Frame | None] = asyncio.Queue(_MAX_WAITING)
+        self._num_waiting = 0
+        self._room = asyncio.Event()
+        self._room.set()
         self._sending = asyncio.Lock()
         self._reading = asyncio.create_task(self._read(), name="trace-process")
         self._broke_off = False
@@ -143,6 +148,9 @@ class Child:
         if frame is None:
             self._frames.put_nowait(None)  # for whoever asks again
             raise await self._ended()
+        self._num_waiting -= len(frame.data)
+        if self._num_waiting < _MAX_WAITING_BYTES:
+            self._room.set()
         return frame
 
     def kill(self) -> None:
@@ -194,3 +202,7 @@ class Child:
                 frame = reader.took(num_bytes)
                 if frame is not None:
                     await self._frames.put(frame)
+                    self._num_waiting += len(frame.data)
+                    if self._num_waiting >= _MAX_WAITING_BYTES:
+                        self._room.clear()
+                        await self._room.wait()

@@ -1,11 +1,11 @@
 """What a server and its trace process say to each other, over a socket that both inherit.
 
 Frames as clients know them, whose ``EVENT`` holds one of the words below. The server says ``RUN`` and sends
-the trace as the next frame, and may say ``CANCEL``. The process says ``READY`` once, or ``FAILED``; then for
-each trace its events, and a ``RESULT`` or an ``ERROR``, which ends it; ``WORN`` before that says that no
-other trace is to run in it. While a session runs it may say ``TRACE`` and send one, or ``OUTLINE``, and
-while a trace runs ``LOCAL``, and send what its client is to be asked: frames come in answer, each behind the
-word ``ANSWER`` that says its ``KIND``.
+the trace as the next frame, and may say ``CANCEL``. The process says ``READY`` once it has loaded, or
+``FAILED``; then for each trace its events, and a ``RESULT`` or an ``ERROR``, which ends it, and ``READY``
+again once it has undone what the trace did; ``WORN`` instead says that no other trace is to run in it. While
+a session runs it may say ``TRACE`` and send one, or ``OUTLINE``, and while a trace runs ``LOCAL``, and send
+what its client is to be asked: frames come in answer, each behind the word ``ANSWER`` that says its ``KIND``.
 
 Whatever the process says may come from a block, so the server believes none of it unchecked.
 """

@@ -1,23 +1,31 @@
 """A model as it was loaded, whatever the last trace has done to it.
 
-A trace's code can do anything to the model that it is given. What it does by mistake or in passing is undone
-here: gradients of parameters, hooks, modes, settings of generation, the state of random numbers. Weights that
-were changed cannot be given back; that is noticed, and whoever owns the process loads the model anew.
+A trace's code can do anything to the model that it is given. What it does to objects of Python is undone
+here: attributes, modules, hooks, modes, configurations, methods of the model's classes, settings of torch.
+Weights that were changed cannot be given back; that is noticed, and whoever owns the process loads the model
+anew.
+
+``is_suspect`` costs nothing and is asked before a trace's answer; ``restore`` reads all weights, and has its
+time between the answer and the next trace. Neither is a defence against code that means to deceive, which
+lives in the same process.
 """
 
 from __future__ import annotations
 
-import copy
-import random
+import builtins
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
+from torch.nn.modules import module as torch_modules
+
+from nnsight_engine.local_engine.attributes import Attributes, Definitions
+from nnsight_engine.local_engine.contents import Contents
+from nnsight_engine.local_engine.surroundings import Surroundings, renew_globals
 
 if TYPE_CHECKING:
     from nnsight_engine.modeling.language import LanguageModel
 
-_ModuleState = tuple[torch.nn.Module, bool, Any, dict[str, dict[Any, Any]]]
+_PROBES = "_probes"
 
 
 class Pristine:
@@ -30,65 +38,48 @@ class Pristine:
     def __init__(self, model: LanguageModel) -> None:
         """Take note of everything."""
         self._model = model
-        module: Any = model._module  # noqa: SLF001 - an envoy of ours
-        self._modules: list[_ModuleState] = [
-            (one, one.training, one.__dict__.get("forward"), _hooks(one)) for one in module.modules()
-        ]
-        self._weights = _weights(module)
-        self._needs = [(one, one.requires_grad) for one in module.parameters()]
-        self._generation = copy.deepcopy(module.generation_config)
-        self._padding_side = model.tokenizer.padding_side
+        vars(model)[_PROBES] = None
+        global_hooks = [value for name, value in vars(torch_modules).items() if name.startswith("_global_")]
+        self._attributes = Attributes([model, global_hooks])
+        self._definitions = Definitions(
+            {type(one) for one in self._attributes.objects} | {torch.Tensor},
+            (builtins, torch, torch.nn.functional),
+        )
+        self._contents = Contents(self._attributes.tensors)
+        self._tokens = _tokens(model.tokenizer)
+        self._surroundings = Surroundings()
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether weights were written to since this was last asked, as far as torch has seen it."""
+        return self._contents.is_written
 
     def begin(self) -> None:
         """Make ready for a trace: its random numbers are its own."""
         renew_globals()
 
     def restore(self) -> bool:
-        """Undo what a trace has done; False if its weights are not what they were."""
-        renew_globals()
+        """Undo what a trace has done; False if something is left that cannot be undone."""
+        is_alone = self._surroundings.restore()
+        self._definitions.restore()
         model = self._model
-        module: Any = model._module  # noqa: SLF001 - an envoy of ours
-        for one, training, forward, hooks in self._modules:
-            one.training = training
-            _put_back(one, forward)
-            for name, known in hooks.items():
-                found = one.__dict__[name]
-                if found.keys() != known.keys():
-                    found.clear()
-                    found.update(known)
-        for parameter, needs_grad in self._needs:
-            parameter.grad = None
-            parameter.requires_grad_(needs_grad)
-        module.generation_config = copy.deepcopy(self._generation)
-        model.tokenizer.padding_side = self._padding_side
-        model.clear_edits()
         model._forget_looks()  # noqa: SLF001 - an envoy of ours
-        return _weights(module) == self._weights
+        attributes = vars(model)
+        probes, attributes[_PROBES] = attributes[_PROBES], None
+        if not self._attributes.restore():
+            attributes[_PROBES] = probes  # they are dear, and those of the same tree
+        return self._contents.restore() and _tokens(model.tokenizer) == self._tokens and is_alone
 
 
-def renew_globals() -> None:
-    """Have torch's settings as they are at first, and random numbers that nobody has begun."""
-    torch.set_default_dtype(torch.float32)
-    torch.set_default_device(None)
-    torch.set_grad_enabled(mode=True)
-    torch.seed()
-    random.seed()
-    np.random.seed()
+def _tokens(tokenizer: Any) -> list[Any]:
+    """Return what changes with how text is read, where that is not written in Python."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return []
+    parts = (backend.normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder)
+    states = [None if part is None else part.__getstate__() for part in parts]
+    added = {number: str(token) for number, token in backend.get_added_tokens_decoder().items()}
+    return [backend.get_vocab_size(), added, states]
 
 
-def _put_back(module: torch.nn.Module, forward: Any) -> None:
-    if module.__dict__.get("forward") is forward:
-        return
-    if forward is None:
-        del module.__dict__["forward"]
-    else:
-        module.__dict__["forward"] = forward
-
-
-def _hooks(module: torch.nn.Module) -> dict[str, dict[Any, Any]]:
-    return {name: dict(value) for name, value in vars(module).items() if name.endswith("_hooks")}
-
-
-def _weights(module: torch.nn.Module) -> list[tuple[str, int, int]]:
-    """Return what changes with a weight: torch counts the writes to each tensor."""
-    return [(name, id(one), one._version) for name, one in module.named_parameters()]  # noqa: SLF001 - torch's
+__all__ = ["Pristine"]

@@ -7,6 +7,7 @@ model, in a batch with each other, with gradients if they ask for them.
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
     from nnsight_engine.tracing.tracer import Tracer
     from nnsight_engine.wire.decoder import Resolve
+
+
+logger = logging.getLogger(__name__)
 
 
 class ServedModel(LanguageModel):
@@ -65,10 +69,11 @@ class TraceRunner(BlockRunner):
         self._ask = ask
         self._pristine = Pristine(model)
         self._is_worn = False
+        self._is_settled = True
 
     @property
     def is_worn(self) -> bool:
-        """Whether a trace has changed the weights, so that others must not see them."""
+        """Whether a trace is known to have left what others must not see."""
         return self._is_worn
 
     def recover(self) -> None:
@@ -77,11 +82,26 @@ class TraceRunner(BlockRunner):
         self._is_worn |= self._model.interleaving
 
     def _tidy(self) -> None:
-        self._model._rename(None)  # noqa: SLF001 - an envoy of ours
-        self._is_worn |= not self._pristine.restore()
-        gc.collect()  # errors and blocks refer to each other, and hold activations
+        self._is_settled = False
+        if self._pristine.is_suspect:  # so that its sender can be told
+            self.settle()
+
+    def settle(self) -> bool:
+        """Have the model as it was loaded; see ``BlockRunner``."""
+        if not self._is_settled:
+            self._is_settled = True
+            try:
+                self._model._rename(None)  # noqa: SLF001 - an envoy of ours
+                self._is_worn |= not self._pristine.restore()
+            except Exception:
+                logger.exception("a trace left behind what cannot be undone")
+                self._is_worn = True
+            gc.collect()  # errors and blocks refer to each other, and hold activations
+        return not self._is_worn
 
     def _tracer(self, head: TraceHead) -> Tracer:
+        if not self.settle():
+            raise RuntimeError("a trace has changed the model, and no other one is to run on it")
         self._pristine.begin()
         if head.kind == "session":
             return Session(self._model)

@@ -148,8 +148,10 @@ class _Serving:
                 self._send_event("ERROR", message=runner.failure)
             if runner.is_worn:
                 self._log("[the trace has changed the model's weights, which are loaded anew for others]")
-                self._say({WORN: True})
             self._link.send(answer)
+            del answer
+            # From here on nobody waits but the next trace.
+            self._say({READY: True} if runner.settle() else {WORN: True})
             if runner.is_worn:
                 return
 

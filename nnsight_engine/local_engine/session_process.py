@@ -18,8 +18,8 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.local_engine.block_runner import BlockRunner, ReadTrace, run_session
 from nnsight_engine.local_engine.link import OUTLINE, TRACE, ProcessOptions
-from nnsight_engine.local_engine.pristine import renew_globals
 from nnsight_engine.local_engine.serving import Asking, serve
+from nnsight_engine.local_engine.surroundings import Surroundings
 from nnsight_engine.remote_backend.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
@@ -129,6 +129,19 @@ class SessionRunner(BlockRunner):
         self._transport = transport
         self._options = options
         self._model: SessionModel | None = None
+        self._surroundings = Surroundings()
+        self._is_alone = True
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether a session has left threads behind."""
+        return not self._is_alone
+
+    def settle(self) -> bool:
+        """Have the process as it was; see ``BlockRunner``."""
+        self._is_alone = self._is_alone and self._surroundings.restore()
+        gc.collect()
+        return self._is_alone
 
     def _tracer(self, head: TraceHead) -> Tracer:
         if head.kind != "session":
@@ -158,9 +171,7 @@ class SessionRunner(BlockRunner):
         run_session(trace, tracer)
 
     def _tidy(self) -> None:
-        renew_globals()
         self._model = None
-        gc.collect()
 
 
 def load(options: ProcessOptions, asking: Asking) -> BlockRunner:

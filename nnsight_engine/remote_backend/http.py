@@ -6,14 +6,14 @@ What is safe to repeat is repeated: requests that never reached the server, thos
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import json
 import os
-import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Final
 
 import httpx
@@ -24,6 +24,7 @@ from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteEr
 from nnsight_engine.remote_backend.frames import Frame, FrameReader
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceRequest
 from nnsight_engine.remote_backend.transport import Progress
+from nnsight_engine.remote_backend.tries import Tries
 from nnsight_engine.wire import DecodeError
 
 _CONNECT_S: Final = 10.0
@@ -31,13 +32,6 @@ _READ_S: Final = 3600.0
 """Between two frames: a block may compute for long, and nobody tells in between."""
 MAX_FRAME_BYTES: Final = 16 * 2**30
 _CHUNK_BYTES: Final = 2**20
-_CONTACT_S: Final = 3.0
-"""How long a server is tried to be reached that has not answered yet."""
-_PATIENCE_S: Final = 120.0
-"""How long one is waited for that has: it may be starting, or be started again."""
-_FIRST_PAUSE_S: Final = 0.2
-_MAX_PAUSE_S: Final = 5.0
-_RETRIED_CODES: Final = frozenset({"queue_full", "starting", "draining"})
 
 
 class HttpTransport:
@@ -70,29 +64,36 @@ class HttpTransport:
         try:
             yield from _frames(response.iter_raw(), progress)
         except httpx.TransportError as error:
-            raise RemoteConnectionError(
-                f"the connection to {self.url} broke before the trace's end: {error}"
-            ) from error
+            raise self._broke(error) from error
         finally:
             response.close()
 
     async def stream(self, request: TraceRequest) -> AsyncIterator[Frame]:
         """Send a trace, and yield the frames of the answer as they come; see ``Transport``."""
-        reader = FrameReader(MAX_FRAME_BYTES)
+        reader, content = FrameReader(MAX_FRAME_BYTES), request.to_bytes()
         async with httpx.AsyncClient(timeout=_timeout(), headers=self.headers()) as client:
-            try:
-                content = request.to_bytes()
-                async with client.stream(
+
+            async def send() -> httpx.Response:
+                sent = client.build_request(
                     "POST", self.url + "/v1/traces", content=content, headers={"content-type": MEDIA_TYPE}
-                ) as response:
-                    if response.status_code >= httpx.codes.BAD_REQUEST:
+                )
+                response = await client.send(sent, stream=True)
+                if response.status_code >= httpx.codes.BAD_REQUEST:
+                    async with contextlib.aclosing(response):
                         await response.aread()
                         raise _refusal(response)
+                return response
+
+            async with contextlib.aclosing(await self._patiently_async(send)) as response:
+                try:
                     async for chunk in response.aiter_raw():
                         for frame in reader.feed(chunk):
                             yield frame
-            except httpx.TransportError as error:
-                raise self.unreachable(error) from error
+                except httpx.TransportError as error:
+                    raise self._broke(error) from error
+
+    def _broke(self, error: httpx.TransportError) -> RemoteConnectionError:
+        return RemoteConnectionError(f"the connection to {self.url} broke before the trace's end: {error}")
 
     # Jobs.
 
@@ -115,7 +116,7 @@ class HttpTransport:
 
     def result(self, job_id: str, progress: Progress | None = None) -> list[Frame]:
         """Return the frames of a job's result; a download that breaks goes on where it was."""
-        download, tries = _Download(), _Tries(self)
+        download, tries = _Download(), Tries(self.url)
         while True:
             num_bytes = download.num_bytes
             try:
@@ -165,7 +166,7 @@ class HttpTransport:
             after: The number of the last event that is known.
             end: When to give up.
         """
-        last, tries = after, _Tries(self)
+        last, tries = after, Tries(self.url)
         while True:
             try:
                 for event in connect(last):
@@ -256,25 +257,21 @@ class HttpTransport:
         self, send: Callable[[], httpx.Response], *, is_repeatable: bool = False
     ) -> httpx.Response:
         """Send, and again where that is safe, with growing pauses."""
-        tries = _Tries(self)
+        tries = Tries(self.url, is_repeatable=is_repeatable)
         while True:
             try:
                 return send()
-            except httpx.TransportError as error:
-                # Of these, the server has seen nothing.
-                unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
-                if not (unsent or is_repeatable):
-                    raise self.unreachable(error) from error
-                tries.wait(error)
-            except RemoteError as error:
+            except (httpx.TransportError, RemoteError) as error:
                 tries.wait(error)
 
-    def unreachable(self, error: httpx.TransportError) -> RemoteConnectionError:
-        """Return what to say of a server that does not answer."""
-        return RemoteConnectionError(
-            f"{self.url} cannot be reached, or broke off: {str(error) or type(error).__name__}. Is the "
-            "server running, and is this its address? `remote=` and CONFIG.API.HOST say where it is."
-        )
+    async def _patiently_async(self, send: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
+        """Send what is not to run twice, as ``_patiently`` does."""
+        tries = Tries(self.url, is_repeatable=False)
+        while True:
+            try:
+                return await send()
+            except (httpx.TransportError, RemoteError) as error:
+                await asyncio.sleep(tries.pause_s(error))
 
 
 class _Download:
@@ -321,47 +318,6 @@ def _client(pid: int) -> httpx.Client:
 
 def _timeout(read_s: float = _READ_S) -> httpx.Timeout:
     return httpx.Timeout(read_s, connect=_CONNECT_S)
-
-
-def _growing_pauses(patience_s: float = _CONTACT_S) -> Iterator[float]:
-    """Yield how long to wait before each further try, for as long as the patience lasts."""
-    end = time.monotonic() + patience_s
-    pause = _FIRST_PAUSE_S
-    while time.monotonic() < end:
-        yield pause * random.uniform(0.5, 1.5)  # noqa: S311 - so that clients do not come together
-        pause = min(2 * pause, _MAX_PAUSE_S)
-
-
-class _Tries:
-    """How often something is tried that failed."""
-
-    def __init__(self, transport: HttpTransport) -> None:
-        self._transport = transport
-        self._contact = _growing_pauses(_CONTACT_S)
-        self._ready: Iterator[float] | None = None
-
-    def progressed(self) -> None:
-        """Begin anew: the server is there, and has done something."""
-        self._contact = _growing_pauses(_PATIENCE_S)
-        self._ready = None
-
-    def wait(self, error: httpx.TransportError | RemoteError) -> None:
-        """Wait before the next try, or raise what went wrong if there is to be none."""
-        if isinstance(error, httpx.TransportError | RemoteConnectionError):
-            pause = next(self._contact, None)
-            if pause is None and isinstance(error, httpx.TransportError):
-                raise self._transport.unreachable(error) from error
-            if pause is None:
-                raise error
-        else:
-            if error.code not in _RETRIED_CODES:
-                raise error
-            self._ready = self._ready or _growing_pauses(_PATIENCE_S)
-            pause = next(self._ready, None)
-            if pause is None:
-                raise error
-            pause = max(pause, min(error.retry_after_s, _MAX_PAUSE_S))
-        time.sleep(pause)
 
 
 def _pieces(content: bytes, progress: Progress | None) -> Iterator[bytes]:

@@ -21,6 +21,12 @@ MAGIC: Final = b"NNSR"
 VERSION: Final = 1
 _START: Final = struct.Struct("<4sBxxxI")
 _MAX_HEAD_BYTES: Final = 16 * 2**20
+_LARGE_HEAD_BYTES: Final = 256 * 2**10
+"""A head of more is read piece by piece: one call of the parser holds the interpreter until it is done."""
+_MAX_PIECE_BYTES: Final = 256 * 2**10
+"""Of a block's variables, and of a request beside its prompt."""
+_MAX_PIECES_BYTES: Final = 4 * 2**20
+"""Of all of those."""
 _MAX_ITEMS: Final = 4096
 """Blocks, requests, edits and parts of one trace."""
 Ask = Callable[[bytes | bytearray | memoryview], Awaitable[bytes | bytearray | memoryview]]
@@ -99,6 +105,44 @@ class TraceHead(msgspec.Struct, frozen=True, kw_only=True):
     parts: Annotated[list[Count], msgspec.Meta(max_length=_MAX_ITEMS)] = []
 
 
+class _LargeHead(TraceHead, frozen=True, kw_only=True):
+    """A head whose long parts have not been read."""
+
+    groups: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_MAX_ITEMS)] = []  # type: ignore[assignment] # that is the purpose
+    invokes: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_MAX_ITEMS)] = []  # type: ignore[assignment] # the same
+
+
+class _Prompt(msgspec.Struct):
+    """A request of which nothing has been read."""
+
+    prompt: msgspec.Raw
+
+
+def _head(data: memoryview) -> TraceHead:
+    """Read a head; a large one in pieces, of which none may be large but a prompt."""
+    if len(data) <= _LARGE_HEAD_BYTES:
+        return msgspec.json.decode(data, type=TraceHead)
+    head = msgspec.json.decode(data, type=_LargeHead)
+    sizes = [_num_bytes(raw) for raw in head.groups]
+    sizes += [
+        _num_bytes(raw) - _num_bytes(msgspec.json.decode(raw, type=_Prompt).prompt) for raw in head.invokes
+    ]
+    if max(sizes, default=0) > _MAX_PIECE_BYTES or sum(sizes) > _MAX_PIECES_BYTES:
+        raise DecodeError(
+            "the trace's head is too large: a block's variables, and a request beside its prompt, may have "
+            f"{_MAX_PIECE_BYTES:,} bytes, and all of them {_MAX_PIECES_BYTES:,}; the largest has "
+            f"{max(sizes):,}, all have {sum(sizes):,}"
+        )
+    fields = msgspec.structs.asdict(head)
+    fields["groups"] = [msgspec.json.decode(raw, type=dict[str, int]) for raw in head.groups]
+    fields["invokes"] = [msgspec.json.decode(raw, type=SentInvoke) for raw in head.invokes]
+    return TraceHead(**fields)
+
+
+def _num_bytes(raw: Any) -> int:
+    return len(memoryview(raw))
+
+
 class TraceRequest:
     """A head and its parts.
 
@@ -135,6 +179,11 @@ class TraceRequest:
         return b"".join(self.chunks())
 
     @staticmethod
+    def is_slow(data: bytes | bytearray | memoryview) -> bool:
+        """Tell whether reading a message takes so long that an event loop has it done on a thread."""
+        return len(data) >= _START.size and _START.unpack_from(data)[2] > _LARGE_HEAD_BYTES
+
+    @staticmethod
     def from_bytes(data: bytes | bytearray | memoryview) -> TraceRequest:
         """Read a message; its parts are views of ``data``.
 
@@ -155,7 +204,7 @@ class TraceRequest:
             raise DecodeError(f"the trace is broken: its head has {size:,} bytes, more than there are")
         rest = view[_START.size + size :]
         try:
-            head = msgspec.json.decode(view[_START.size : _START.size + size], type=TraceHead)
+            head = _head(view[_START.size : _START.size + size])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DecodeError(f"the trace's head is broken: {error}") from error
         if not head.parts or sum(head.parts) != len(rest):

@@ -38,7 +38,7 @@ from nnsight_engine.vllm_backend.compat import check_supported
 from nnsight_engine.vllm_backend.handover import Handover
 from nnsight_engine.vllm_backend.interning import ContentTable
 from nnsight_engine.vllm_backend.router import ResultRouter
-from nnsight_engine.vllm_backend.trace_call import TraceCall, TracedPrompt
+from nnsight_engine.vllm_backend.trace_call import MAX_PENDING_BYTES, TraceCall, TracedPrompt
 from nnsight_engine.vllm_backend.trace_router import TraceRouter
 from nnsight_engine.vllm_backend.traced_requests import GatheredOutput, apart, carry, results_of
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
@@ -267,7 +267,7 @@ class InterventionAsyncLLM(AsyncLLM):
         if not entry.data:
             await self.collective_rpc("hold_trace", args=(traced.key, call.data))
         carry(sampling_params, entry)
-        self.traces.open(traced.key, traced.hear)
+        traced.share = self.traces.open(traced.key, traced.hear, traced.drop, max_bytes=MAX_PENDING_BYTES)
         gathered = GatheredOutput(is_delta=sampling_params.output_kind is RequestOutputKind.DELTA)
         outputs = super().generate(apart(prompt, entry), sampling_params, traced.request_id, **kwargs)
         try:

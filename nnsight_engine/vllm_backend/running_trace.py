@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from nnsight_engine.remote_backend.unread import MAX_BYTES, Share, SlowReaderError
 from nnsight_engine.vllm_backend.trace_router import Told, TraceRouter
 
 if TYPE_CHECKING:
@@ -17,20 +18,6 @@ if TYPE_CHECKING:
 
     Start = Callable[[Callable[[], None]], AsyncGenerator[RequestOutput, None]]
     """Begins a request, and gives its outputs; may call what it is given once the engine has the request."""
-
-MAX_PENDING_BYTES: Final = 2**30
-
-
-class SlowReaderError(RuntimeError):
-    """What blocks told of themselves was not read for too long."""
-
-    @classmethod
-    def over(cls, max_bytes: int) -> SlowReaderError:
-        """There would be more than this."""
-        return cls(
-            f"More than {max_bytes:,} bytes that the blocks saved wait to be read, so the trace was ended. "
-            "Read its outputs faster, or save less at each step."
-        )
 
 
 class Begun(NamedTuple):
@@ -69,14 +56,15 @@ class RunningTrace:
         key: str,
         starts: Sequence[Start],
         *,
-        max_pending_bytes: int = MAX_PENDING_BYTES,
+        max_pending_bytes: int = MAX_BYTES,
     ) -> None:
         """Prepare; nothing runs before ``events`` is iterated over."""
         self._router = router
         self._key = key
         self._starts = starts
         self._max_pending = max_pending_bytes
-        self._num_pending = 0
+        self._share: Share | None = None
+        self._running: list[asyncio.Task[None]] = []
         self._num_coming = len(starts)
         self._queue: asyncio.Queue[_Item] = (
             asyncio.Queue()
@@ -91,8 +79,12 @@ class RunningTrace:
             Exception: What the first request to fail raised.
             SlowReaderError: Too much waits to be read.
         """
-        self._router.open(self._key, self._listen)
-        running = [asyncio.create_task(self._run(index, start)) for index, start in enumerate(self._starts)]
+        share = self._share = self._router.open(
+            self._key, self._listen, self._drop, max_bytes=self._max_pending
+        )
+        running = self._running = [
+            asyncio.create_task(self._run(index, start)) for index, start in enumerate(self._starts)
+        ]
         try:
             left = len(running)
             while left:
@@ -102,7 +94,7 @@ class RunningTrace:
                 elif isinstance(item, Exception):
                     raise item
                 elif isinstance(item, Begun | Told):
-                    self._num_pending -= _num_bytes(item) if isinstance(item, Told) else 0
+                    share.take(_num_bytes(item) if isinstance(item, Told) else 0)
                     yield item
                 else:
                     output, taken = item
@@ -115,12 +107,18 @@ class RunningTrace:
             await asyncio.gather(*running, return_exceptions=True)
 
     def _listen(self, told: Told) -> None:
-        self._num_pending += _num_bytes(told)
-        if self._num_pending > self._max_pending:
-            self._router.close(self._key)
-            self._queue.put_nowait(SlowReaderError.over(self._max_pending))
-            return
         self._queue.put_nowait(told)
+        if self._share is not None:
+            self._share.add(_num_bytes(told))
+
+    def _drop(self, error: SlowReaderError) -> None:
+        """End the requests and forget what waits: whoever reads next is told why."""
+        self._router.close(self._key)
+        for task in self._running:
+            task.cancel()
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._queue.put_nowait(error)
 
     def _come(self) -> None:
         """Take note that the engine has one more of the requests."""

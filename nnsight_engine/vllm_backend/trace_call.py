@@ -25,11 +25,12 @@ from nnsight_engine.wire import DecodeError, decode
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
+    from nnsight_engine.remote_backend.unread import Share, SlowReaderError
     from nnsight_engine.vllm_backend.trace_router import Told
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _AS_INT64: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32})
-_MAX_PENDING_BYTES: Final = 256 * 2**20
+MAX_PENDING_BYTES: Final = 256 * 2**20
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,42 +38,66 @@ class _Choice:
     """What one choice of a prompt has told, and in the end saved.
 
     Attributes:
-        news: What it told since the last chunk, as it came.
+        news: What it told since the last chunk, as it came; None where something was dropped.
         num_pending: Bytes of that.
         printed: What it printed since then.
+        sent: The names whose values went out and nothing of them was lost since, so that items may follow.
         saves: Everything it saved, once it has ended.
     """
 
-    news: list[bytes] = dataclasses.field(default_factory=list)
+    news: list[bytes | None] = dataclasses.field(default_factory=list)
     num_pending: int = 0
     printed: list[str] = dataclasses.field(default_factory=list)
+    sent: set[str] = dataclasses.field(default_factory=set)
     saves: dict[str, Any] | None = None
 
-    def hear(self, told: Told) -> None:
+    def hear(self, told: Told) -> int:
+        """Keep what was told; returns the size of what waits for the next chunk."""
         if told.printed:
             self.printed.append(told.printed)
-        size = len(told.news or b"")
-        if told.news is not None and self.num_pending + size <= _MAX_PENDING_BYTES:
-            self.news.append(told.news)  # else it comes with the last chunk
-            self.num_pending += size
+        if told.news is None:
+            return 0
+        self.news.append(told.news)
+        self.num_pending += len(told.news)
+        return len(told.news)
 
-    def take_news(self) -> tuple[dict[str, Any], dict[str, list[Any]], str]:
-        """Return what is new since the last call: values, items that lists grew by, and prints."""
+    def drop(self) -> None:
+        """Let go of what waits: values come when they are whole again, with the last chunk if not before."""
+        self.news[:] = [None]
+        self.num_pending = 0
+
+    def take_news(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what is new since the last call in JSON's types: values, and items that lists grew by."""
         saves: dict[str, Any] = {}
         grown: dict[str, list[Any]] = {}
         for data in self.news:
+            if data is None:
+                self.sent.clear()
+                continue
             message = decode(data)
             for name, value in message["whole"].items():
                 saves[name] = value
                 grown.pop(name, None)
+                self.sent.add(name)
             for name, items in message["grown"].items():
+                if name not in self.sent:
+                    continue  # those before them are missing
                 if name in saves:
                     saves[name] = [*saves[name], *items]
                 else:
                     grown.setdefault(name, []).extend(items)
         self.news.clear()
         self.num_pending = 0
-        return saves, grown, self.take_printed()
+        return self._plain(saves), self._plain(grown)
+
+    def _plain(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        plain: dict[str, Any] = {}
+        for name, value in values.items():
+            try:
+                plain.update(plain_saves({name: value}, _tensor))
+            except NotPlainError:  # the last chunk says so
+                self.sent.discard(name)
+        return plain
 
     def take_printed(self) -> str:
         printed = "".join(self.printed)
@@ -88,7 +113,10 @@ class TracedPrompt:
         request_id: What vLLM calls its request.
         choices: One for each of its choices.
         is_over: Whether the worker has forgotten it.
+        share: Where what waits for the next chunk is counted, with that of all traces.
     """
+
+    share: Share
 
     def __init__(self, call: TraceCall, request_id: str, num_choices: int) -> None:
         """Begin with one prompt."""
@@ -107,7 +135,17 @@ class TracedPrompt:
 
     def hear(self, told: Told) -> None:
         """Take note of what a block told after a step."""
-        self.choices[told.choice].hear(told)
+        self.share.add(self.choices[told.choice].hear(told))
+
+    def drop(self, _error: SlowReaderError) -> None:
+        """Let go of what waits for the next chunk; the last one has everything."""
+        for choice in self.choices:
+            choice.drop()
+
+    def take_news(self, choice: _Choice) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what a choice has told since the last call."""
+        self.share.take(choice.num_pending)
+        return choice.take_news()
 
     def finish(self, data: bytes | memoryview, printed: str, output: RequestOutput) -> None:
         """Take what came of the block; may take long, and is called on a thread.
@@ -194,18 +232,16 @@ class TraceCall:
 
     def take_part(self, choice: int, num_choices: int) -> CollectedResults | None:
         """Return what is new of a choice since the last call; None where nothing is."""
-        saves, grown, printed = self._choice(choice, num_choices).take_news()
+        prompt, found = self._choice(choice, num_choices)
+        saves, grown = prompt.take_news(found)
+        printed = found.take_printed()
         if not (saves or grown or printed):
             return None
-        try:
-            plain, more = plain_saves(saves, _tensor), plain_saves(grown, _tensor)
-        except NotPlainError:  # the last chunk says so
-            return None
-        return self._collected(TraceResult(self._name, plain, more, printed))
+        return self._collected(TraceResult(self._name, saves, grown, printed))
 
     def take_final(self, choice: int, num_choices: int) -> CollectedResults:
         """Return everything that a choice has saved."""
-        found = self._choice(choice, num_choices)
+        _, found = self._choice(choice, num_choices)
         return self._collected(TraceResult(self._name, found.saves or {}, {}, found.take_printed()))
 
     def failed(self, error: Mapping[str, Any]) -> ApiError:
@@ -226,10 +262,11 @@ class TraceCall:
             return f" in {entries[-1]['file']}, line {entries[-1]['line']}, `{entries[-1]['source'].strip()}`"
         return ""
 
-    def _choice(self, choice: int, num_choices: int) -> _Choice:
+    def _choice(self, choice: int, num_choices: int) -> tuple[TracedPrompt, _Choice]:
         # vLLM numbers choices prompt by prompt.
-        prompt, index = divmod(choice, num_choices)
-        return self.prompts[prompt].choices[index]
+        number, index = divmod(choice, num_choices)
+        prompt = self.prompts[number]
+        return prompt, prompt.choices[index]
 
     def _collected(self, result: TraceResult) -> CollectedResults:
         return CollectedResults([result], final=False)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from nnsight_engine.remote_backend.unread import MAX_BYTES, Drop, Share, Unread
 from nnsight_engine.vllm_backend.parcels import on_parcels
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 
@@ -33,11 +34,16 @@ class Told(NamedTuple):
 
 
 class TraceRouter:
-    """Knows who listens to open traces."""
+    """Knows who listens to open traces, and how much of what was told waits to be read.
 
-    def __init__(self) -> None:
+    Args:
+        unread: What waits, of all traces together.
+    """
+
+    def __init__(self, unread: Unread | None = None) -> None:
         """Start with no open trace."""
-        self._listeners: dict[str, Callable[[Told], None]] = {}
+        self._unread = unread or Unread()
+        self._listeners: dict[str, tuple[Callable[[Told], None], Share]] = {}
 
     def __len__(self) -> int:
         """Return how many traces are open."""
@@ -47,19 +53,36 @@ class TraceRouter:
         """Take parcels out of everything that ``output_processor`` will process."""
         on_parcels(output_processor, TRACE_KEY, self._deliver)
 
-    def open(self, key: str, listener: Callable[[Told], None]) -> None:
-        """Hand over what comes for a trace; ``close`` it in the end."""
-        self._listeners[key] = listener
+    def open(
+        self, key: str, listener: Callable[[Told], None], drop: Drop, *, max_bytes: int = MAX_BYTES
+    ) -> Share:
+        """Hand over what comes for a trace; ``close`` it in the end.
+
+        Args:
+            key: The trace.
+            listener: Takes what was told.
+            drop: Lets go of what waits to be read, when that is too much.
+            max_bytes: How much may wait.
+
+        Returns:
+            Where the listener says what waits and what was read.
+        """
+        share = self._unread.share(drop, max_bytes)
+        self._listeners[key] = listener, share
+        return share
 
     def close(self, key: str) -> None:
-        """Forget a trace; what still arrives for it is dropped."""
-        self._listeners.pop(key, None)
+        """Forget a trace and what waits of it; what still arrives for it is dropped."""
+        found = self._listeners.pop(key, None)
+        if found is not None:
+            found[1].close()
 
     def _deliver(self, parcel: Sequence[Any], choice: int) -> None:
         for key, index, news, printed in parcel:
-            listener = self._listeners.get(key)
-            if listener is None:
+            found = self._listeners.get(key)
+            if found is None:
                 continue
+            listener, _ = found
             try:
                 listener(Told(index, choice, news, printed))
             except Exception:  # vLLM's reader of outputs, whose end is the engine's, calls this

@@ -180,6 +180,28 @@ def test_changed_weights_are_nobody_else_s(served: Served) -> None:
     assert served.pid != pid
 
 
+def test_weights_written_behind_torch_s_back_and_threads_left_behind_are_nobody_else_s(
+    served: Served,
+) -> None:
+    model, pid = served.model, served.pid
+    with model.trace(TEXT, backend=served.remote()):
+        model.layers[0].mlp._module.act_fn = torch.nn.Identity()
+        model.lm_head.output.save()
+    served.check()
+    assert served.pid == pid
+    with model.trace(TEXT, backend=served.remote()):
+        model.lm_head.weight.data.zero_()
+        model.lm_head.output.save()
+    served.check()
+    pid, before = served.pid, pid
+    assert pid != before
+    with model.trace(TEXT, backend=served.remote()):
+        threading.Thread(target=time.sleep, args=(1000,)).start()
+        model.lm_head.output.save()
+    served.check()
+    assert served.pid != pid
+
+
 @pytest.mark.parametrize("way", ["exit", "signal", "babble"])
 def test_a_block_that_ends_the_process_fails_alone(served: Served, way: str) -> None:
     model = served.model

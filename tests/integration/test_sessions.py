@@ -154,14 +154,14 @@ def test_a_session_that_babbles_fails_alone(served: Served, babble: bytes) -> No
 def speak_later(file: str) -> None:
     """Say something after the session that has nothing to say any more; then tell so, by a file."""
 
-    def speak() -> None:
-        time.sleep(0.2)
-        for number in range(3, 64):
-            with contextlib.suppress(OSError):
-                os.write(number, b"\x01\x02\0\0\0\0\0\0\0{}")
-        Path(file).touch()
-
-    threading.Thread(target=speak).start()
+    if os.fork():
+        return
+    time.sleep(0.2)
+    for number in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.write(number, b"\x01\x02\0\0\0\0\0\0\0{}")
+    Path(file).touch()
+    os._exit(0)
 
 
 def test_what_a_session_leaves_behind_is_not_the_next_one_s(served: Served, tmp_path: Path) -> None:
@@ -170,6 +170,11 @@ def test_what_a_session_leaves_behind_is_not_the_next_one_s(served: Served, tmp_
     with model.session():
         speak_later(file)
     until(told.exists)
+    served.check()
+    assert served.sessions.pids != pids
+    pids = served.sessions.pids
+    with model.session():
+        threading.Thread(target=time.sleep, args=(1000,)).start()
     served.check()
     assert served.sessions.pids != pids
 

@@ -32,12 +32,15 @@ class News:
     def __init__(self) -> None:
         """Start with nothing told."""
         self._told: dict[str, tuple[Any, Any]] = {}
+        self._refused: dict[str, Any] = {}
 
     def of(self, saves: Mapping[str, Any]) -> bytes | None:
         """Return what changed since the last call as bytes, None if nothing did."""
         whole: dict[str, Any] = {}
         grown: dict[str, list[Any]] = {}
         for name, value in saves.items():
+            if self._refused.get(name, self) is value:
+                continue
             before, mark = self._told.get(name, (None, None))
             now = _mark(value)
             if mark == now and (value is before or (_is_scalar(value) and value == before)):
@@ -49,11 +52,31 @@ class News:
                 (grown if is_grown else whole)[name] = new
         if not whole and not grown:
             return None
-        try:
-            return encode({"whole": whole, "grown": grown})
-        except EncodeError:  # too much of it; reported when everything is collected
-            logger.debug("something saved cannot be sent", exc_info=True)
-            return None
+        data = _encoded(whole, grown)
+        if data is not None:
+            return data
+        bad = [name for name, value in whole.items() if _encoded({name: value}, {}) is None]
+        bad += [name for name, items in grown.items() if _encoded({}, {name: items}) is None]
+        if not bad:  # each fits and all together do not
+            bad = [*whole, *grown]
+        for name in bad:
+            self._refuse(name, saves[name], is_whole=name in whole)
+            (whole if name in whole else grown).pop(name)
+        return _encoded(whole, grown) if whole or grown else None
+
+    def _refuse(self, name: str, value: Any, *, is_whole: bool) -> None:
+        """Forget that something was told; a list whose items were not goes whole, or not before the end."""
+        del self._told[name]
+        if is_whole:
+            self._refused[name] = value
+
+
+def _encoded(whole: Mapping[str, Any], grown: Mapping[str, Any]) -> bytes | None:
+    try:
+        return encode({"whole": whole, "grown": grown})
+    except EncodeError:  # too much of it; reported when everything is collected
+        logger.debug("something saved cannot be sent", exc_info=True)
+        return None
 
 
 def _is_plain(value: Any, depth: int = _MAX_DEPTH) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from nnsight_engine.local_engine.runner import TraceRunner
 from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.messages import TraceRequest
 from tests.transports import InProcess
 
 TEXT, OTHER = " the tower of Paris", " I love"
@@ -28,4 +30,16 @@ class Bench:
         return [(self.local, {}), (self.client, {"backend": self.elsewhere()})]
 
     def elsewhere(self) -> RemoteBackend:
-        return RemoteBackend(transport=InProcess(self.runner.run))
+        return RemoteBackend(transport=InProcess(served_by(self.runner)))
+
+
+def served_by(runner: TraceRunner) -> Callable[[TraceRequest], bytes]:
+    """Return what runs traces as the process does: it undoes what one has done behind its answer."""
+
+    def run(request: TraceRequest) -> bytes:
+        try:
+            return runner.run(request)
+        finally:
+            runner.settle()
+
+    return run

@@ -21,7 +21,7 @@ from nnsight_engine.remote_backend.transformers_dialect import TransformersDiale
 from nnsight_engine.vllm_backend.traces.tracer import BlockTracer
 from nnsight_engine.wire import DecodeError, EncodeError, encode, encode_trace
 from tests.transports import InProcess
-from tests.unit.local_engine.bench import OTHER, TEXT, Bench
+from tests.unit.local_engine.bench import OTHER, TEXT, Bench, served_by
 
 
 def test_reads_and_writes(bench: Bench) -> None:
@@ -304,7 +304,7 @@ def test_wanted_names_come_home_unsaved(bench: Bench) -> None:
 def test_changed_weights_are_noticed(bench: Bench) -> None:
     runner = TraceRunner(LanguageModel(bench.path, dispatch=True))
     model = bench.client
-    with model.trace(TEXT, backend=RemoteBackend(transport=InProcess(runner.run))):
+    with model.trace(TEXT, backend=RemoteBackend(transport=InProcess(served_by(runner)))):
         model.lm_head._module.register_forward_hook(lambda *_: None)
         model._module.train()
         model._module.requires_grad_(False)
@@ -314,7 +314,7 @@ def test_changed_weights_are_noticed(bench: Bench) -> None:
     assert not engine.lm_head._module._forward_hooks
     assert not engine._module.training
     assert engine.lm_head.weight.requires_grad
-    with model.trace(TEXT, backend=RemoteBackend(transport=InProcess(runner.run))):
+    with model.trace(TEXT, backend=RemoteBackend(transport=InProcess(served_by(runner)))):
         with torch.no_grad():
             model.lm_head.weight.mul_(2)
     assert runner.is_worn

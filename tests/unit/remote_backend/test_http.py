@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 import uvicorn
@@ -33,7 +33,7 @@ def error(code: str, status: int) -> JSONResponse:
 class Server:
     """Answers as it is told; counts what it is asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.asked: list[tuple[str, str]] = []
         self.keys: list[str | None] = []
         self.failures = 0
@@ -49,7 +49,8 @@ class Server:
             Route("/text", self.text),
         ]
         with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(("127.0.0.1", port))
             self.port = sock.getsockname()[1]
         config = uvicorn.Config(Starlette(routes=routes), port=self.port, log_level="critical")
         self.server = uvicorn.Server(config)
@@ -65,7 +66,7 @@ class Server:
 
     async def trace(self, request: Request) -> Response:
         if self.fails(request):
-            return error(self.code, 503)
+            return error(self.code, 429 if self.code == "queue_full" else 503)
         assert TraceRequest.from_bytes(await request.body()).head.model == "m"
 
         async def frames() -> AsyncIterator[bytes]:
@@ -135,9 +136,9 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nnsight_engine.remote_backend.http._FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr("nnsight_engine.remote_backend.http._CONTACT_S", 0.1)
-    monkeypatch.setattr("nnsight_engine.remote_backend.http._PATIENCE_S", 0.5)
+    monkeypatch.setattr("nnsight_engine.remote_backend.tries._FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("nnsight_engine.remote_backend.tries._CONTACT_S", 0.1)
+    monkeypatch.setattr("nnsight_engine.remote_backend.tries._PATIENCE_S", 0.5)
 
 
 def transport(server: Server) -> HttpTransport:
@@ -153,28 +154,68 @@ def test_frames_come_and_the_key_is_sent(server: Server) -> None:
     assert {what[0] for what in told} == {"download"}
 
 
-def test_a_server_that_starts_is_waited_for(server: Server) -> None:
-    server.failures = 3
-    assert len(list(transport(server).run(REQUEST))) == 2
+async def streamed(url: HttpTransport) -> list[Frame]:
+    return [frame async for frame in url.stream(REQUEST)]
+
+
+def whole(url: HttpTransport) -> list[Frame]:
+    """Run the trace as one that does not stream, or as one that does."""
+    return list(url.run(REQUEST))
+
+
+def in_an_event_loop(url: HttpTransport) -> list[Frame]:
+    return asyncio.run(streamed(url))
+
+
+Run = Callable[[HttpTransport], list[Frame]]
+WAYS = pytest.mark.parametrize("run", [whole, in_an_event_loop])
+
+
+@WAYS
+@pytest.mark.parametrize("code", ["starting", "queue_full"])
+def test_a_server_that_starts_is_waited_for(server: Server, run: Run, code: str) -> None:
+    server.failures, server.code = 3, code
+    assert len(run(transport(server))) == 2
     assert len(server.asked) == 4
 
 
+@WAYS
+def test_a_server_that_is_not_there_yet_is_tried_to_be_reached(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nnsight_engine.remote_backend.tries._CONTACT_S", 30)
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    started: list[Server] = []
+    starting = threading.Timer(0.1, lambda: started.append(Server(port)))
+    starting.start()
+    try:
+        assert len(run(HttpTransport(f"127.0.0.1:{port}"))) == 2
+    finally:
+        starting.join()
+        started[0].server.should_exit = True
+        started[0].thread.join()
+
+
+@WAYS
 @pytest.mark.parametrize(("code", "is_repeated"), [("starting", True), ("invalid_trace", False)])
 def test_refusals_are_typed_and_repeated_only_where_that_helps(
-    server: Server, code: str, is_repeated: bool
+    server: Server, run: Run, code: str, is_repeated: bool
 ) -> None:
     server.failures, server.code = 100, code
     with pytest.raises(RemoteError, match=f"it is {code}") as caught:
-        list(transport(server).run(REQUEST))
+        run(transport(server))
     assert (caught.value.code, caught.value.status, caught.value.param) == (code, 503, "x")
     assert (len(server.asked) > 3) is is_repeated
     assert is_repeated or len(server.asked) == 1
 
 
-def test_a_trace_that_has_begun_is_not_repeated(server: Server) -> None:
+@WAYS
+def test_a_trace_that_has_begun_is_not_repeated(server: Server, run: Run) -> None:
     server.code = "cut"
     with pytest.raises(RemoteConnectionError, match="broke before the trace's end"):
-        list(transport(server).run(REQUEST))
+        run(transport(server))
     assert len(server.asked) == 1
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from nnsight_engine.remote_backend.saves_so_far import apply_news
 from nnsight_engine.vllm_backend.traces.news import News
+from nnsight_engine.wire import EncodeError, encode
 
 
 def told(news: News, saves: dict[str, Any], known: dict[str, Any]) -> int:
@@ -57,6 +59,27 @@ def test_objects_of_own_classes_wait_for_the_end_and_run_nothing() -> None:
     news, known = News(), dict[str, Any]()
     told(news, {"loud": Loud(), "deep": [[Loud()]], "text": Text("x"), "plain": (1, None)}, known)
     assert known == {"plain": (1, None)}
+
+
+def test_what_could_not_be_sent_comes_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def limited(value: Any) -> bytes:
+        data = encode(value)
+        if len(data) > 2500:
+            raise EncodeError("too much")
+        return data
+
+    monkeypatch.setattr("nnsight_engine.vllm_backend.traces.news.encode", limited)
+    news, known = News(), dict[str, Any]()
+    rows: list[Any] = [1]
+    later: list[list[Any]] = [[2], [torch.zeros(1000)], [3], [4]]
+    for step, new in enumerate(later):
+        told(news, {"rows": rows, "step": step}, known)
+        rows.extend(new)
+    assert known == {"rows": [1, 2], "step": 3}, "and neither 3 nor 4 without what is between"
+    rows[2] = "short"
+    rows = [*rows]
+    told(news, {"rows": rows, "step": 4}, known)
+    assert known == {"rows": [1, 2, "short", 3, 4], "step": 4}
 
 
 def test_inference_tensors_are_told_once() -> None:

@@ -10,18 +10,21 @@ from typing import Any
 
 import pytest
 
-from nnsight_engine.vllm_backend.running_trace import Begun, Output, RunningTrace, SlowReaderError
+from nnsight_engine.remote_backend.unread import SlowReaderError, Unread
+from nnsight_engine.vllm_backend.running_trace import Begun, Output, RunningTrace
 from nnsight_engine.vllm_backend.trace_router import Told, TraceRouter
 
 
 class Engine:
     """Makes requests whose outputs a test decides."""
 
-    def __init__(self) -> None:
-        self.router = TraceRouter()
+    def __init__(self, max_bytes: int = 2**30) -> None:
+        self.router = TraceRouter(Unread(max_bytes))
         self.num_running = 0
 
-    def request(self, *steps: Any) -> Callable[[Callable[[], None]], AsyncGenerator[Any, None]]:
+    def request(
+        self, *steps: Any, key: str = "key"
+    ) -> Callable[[Callable[[], None]], AsyncGenerator[Any, None]]:
         """Return a request: an output for each number, news for bytes, an error for an exception."""
 
         async def outputs(come: Callable[[], None]) -> AsyncGenerator[Any, None]:
@@ -31,7 +34,7 @@ class Engine:
                 for step in steps:
                     await asyncio.sleep(0)
                     if isinstance(step, bytes):
-                        self.router._deliver([("key", 0, step, "")], 0)
+                        self.router._deliver([(key, 0, step, "")], 0)
                     elif isinstance(step, Exception):
                         raise step
                     else:
@@ -101,11 +104,35 @@ async def test_a_slow_reader_holds_up_his_own_requests_and_is_told_no_more_than_
         _ = [event async for event in running]
 
 
+async def test_the_slowest_of_many_goes_so_that_all_together_keep_to_the_limit() -> None:
+    engine = Engine(max_bytes=1000)
+    slow = [
+        RunningTrace(
+            engine.router, key, [engine.request(*[b"x" * 100] * num, *range(1, 9), key=key)]
+        ).events()
+        for key, num in (("much", 6), ("less", 3))
+    ]
+    quick = [b"y" * 300, 1, b"y" * 300, 2]
+    for running in slow:
+        await anext(running)
+        for _ in range(50):
+            await asyncio.sleep(0)
+    assert engine.router._unread.num_bytes == 900
+    seen = await events(RunningTrace(engine.router, "quick", [engine.request(*quick, key="quick")]))
+    assert [event.news for event in seen if isinstance(event, Told)] == [b"y" * 300] * 2
+    assert engine.num_running == 1, "the request of whom the most waited has ended"
+    with pytest.raises(SlowReaderError, match="of all traces"):
+        await anext(slow[0])
+    rest = [event async for event in slow[1]]
+    assert len([event for event in rest if isinstance(event, Told)]) == 3
+    assert (engine.num_running, len(engine.router), engine.router._unread.num_bytes) == (0, 0, 0)
+
+
 async def test_what_is_told_of_other_traces_or_fails_to_be_taken_harms_nobody() -> None:
     router = TraceRouter()
 
     def broken(told: Told) -> None:
         raise RuntimeError("a listener's fault")
 
-    router.open("mine", broken)
+    router.open("mine", broken, lambda _: None)
     router._deliver([("mine", 0, b"x", ""), ("another's", 0, b"x", "")], 0)

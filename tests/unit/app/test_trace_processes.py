@@ -1,0 +1,56 @@
+"""What a trace's process tells is kept for a client that does not read, up to a limit."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.jobs import JobStatus
+from app.engine.trace_processes import Job
+from nnsight_engine.remote_backend.frames import Frame, FrameKind
+from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
+from nnsight_engine.remote_backend.unread import Unread
+
+REQUEST = TraceRequest(TraceHead(model="m", dialect="transformers"), [b"blocks"])
+
+
+async def read(job: Job) -> list[Frame]:
+    async with contextlib.aclosing(job.told()) as told:
+        return [frame async for frame in told]
+
+
+async def test_a_trace_whose_client_does_not_read_is_ended_with_a_typed_error() -> None:
+    unread = Unread(2**30)
+    job = Job(REQUEST, "local", unread)
+    for _ in range(20):
+        job.tell(JobStatus.LOG, "x" * 2**20)
+    assert job.cancelled.is_set()
+    assert job.frames.qsize() < 10
+    with pytest.raises(ApiError, match="wait to be read") as caught:
+        await read(job)
+    assert caught.value.code is ErrorCode.CAPTURE_TOO_LARGE
+    assert unread.num_bytes == 0
+
+
+async def test_one_that_reads_is_told_of_everything_however_much_that_is() -> None:
+    unread = Unread(2**22)
+    job = Job(REQUEST, "local", unread)
+    told = job.told()
+    for number in range(20):
+        job.tell(JobStatus.LOG, str(number) * 2**20)
+        assert (await anext(told)).json()["message"] == str(number) * 2**20
+    job.frames.put_nowait(Frame(FrameKind.RESULT, bytes(2**23)))
+    job.frames.put_nowait(None)
+    assert [len(frame.data) async for frame in told] == [2**23]
+    assert not job.cancelled.is_set()
+    assert unread.num_bytes == 0
+
+
+async def test_of_many_the_slowest_goes() -> None:
+    unread = Unread(2**22)
+    slow, other = Job(REQUEST, "local", unread), Job(REQUEST, "local", unread)
+    slow.tell(JobStatus.LOG, "x" * 3 * 2**20)
+    other.tell(JobStatus.LOG, "y" * 2**21)
+    assert (slow.cancelled.is_set(), other.cancelled.is_set()) == (True, False)

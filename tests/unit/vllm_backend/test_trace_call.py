@@ -1,0 +1,75 @@
+"""What chunks of a stream with a trace carry: every print, and values that never miss their middle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nnsight_engine.plans.collected import TraceResult
+from nnsight_engine.remote_backend.unread import Unread
+from nnsight_engine.vllm_backend.trace_call import TraceCall
+from nnsight_engine.vllm_backend.trace_router import TraceRouter
+from nnsight_engine.wire import encode
+
+
+class Stream:
+    """A streamed call whose block tells what a test says."""
+
+    def __init__(self, max_bytes: int = 2**20) -> None:
+        self.call = TraceCall(b"", name="t", param="p", filename="f", streams=True, max_requests=1)
+        self.router = TraceRouter(Unread(max_bytes))
+        self.traced = self.call.begin("request", 1)
+        traced = self.traced
+        traced.share = self.router.open(traced.key, traced.hear, traced.drop, max_bytes=max_bytes)
+
+    def tell(self, printed: str = "", whole: dict[str, Any] | None = None, **grown: list[Any]) -> None:
+        news = encode({"whole": whole or {}, "grown": grown}) if whole or grown else None
+        self.router._deliver([(self.traced.key, 0, news, printed)], 0)
+
+    def chunk(self) -> tuple[dict[str, Any], dict[str, Any], str]:
+        collected = self.call.take_part(0, 1)
+        if collected is None:
+            return {}, {}, ""
+        (result,) = collected.results
+        assert isinstance(result, TraceResult)
+        return result.saves, result.grown, result.printed
+
+
+def test_prints_and_other_values_come_beside_what_json_has_no_place_for() -> None:
+    stream = Stream()
+    stream.tell("one\n", {"raw": b"bytes", "rows": [1]})
+    assert stream.chunk() == ({"rows": [1]}, {}, "one\n")
+    stream.tell("two\n", {"raw": b"bytes"})
+    assert stream.chunk() == ({}, {}, "two\n")
+    stream.tell("", rows=[2])
+    assert stream.chunk() == ({}, {"rows": [2]}, "")
+    assert stream.chunk() == ({}, {}, "")
+
+
+def test_items_never_follow_ones_that_could_not_be_sent() -> None:
+    stream = Stream()
+    stream.tell("", {"rows": [1]})
+    stream.chunk()
+    stream.tell("", rows=[b"bytes"])
+    stream.tell("", rows=[3])
+    stream.chunk()
+    stream.tell("later", rows=[4])
+    assert stream.chunk() == ({}, {}, "later")
+    stream.tell("", {"rows": [5]})
+    stream.tell("", rows=[6])
+    assert stream.chunk() == ({"rows": [5, 6]}, {}, "")
+
+
+def test_after_too_much_waited_only_whole_values_come() -> None:
+    stream = Stream(max_bytes=2000)
+    stream.tell("", {"rows": [1], "other": [1]})
+    stream.chunk()
+    stream.tell("first ", rows=["x" * 1700])
+    stream.tell("second", rows=["x" * 1700])
+    stream.tell("", rows=[4], other=[4])
+    stream.tell("", {"other": [1, 2]})
+    stream.tell("", rows=[5], other=[5])
+    assert stream.chunk() == ({"other": [1, 2, 5]}, {}, "first second")
+    stream.tell("", rows=[6], other=[6])
+    assert stream.chunk() == ({}, {"other": [6]}, "")
+    stream.router.close(stream.traced.key)
+    assert stream.router._unread.num_bytes == 0
