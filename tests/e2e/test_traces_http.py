@@ -204,10 +204,12 @@ async def test_prints_come_while_the_trace_runs(
         async for frame in frames_of(server, content)
     ]
     output = FrameKind.OUTPUT
-    assert told == [
-        *("RECEIVED", "DISPATCHED", "RUNNING", "STEP 0", output, "STEP 1", output, "STEP 2", output),
+    assert [one for one in told if one is not output] == [
+        *("RECEIVED", "DISPATCHED", "RUNNING", "STEP 0", "STEP 1", "STEP 2"),
         *("the end, all of it", FrameKind.OUTPUTS, "COMPLETED", FrameKind.RESULT),
     ]
+    # vLLM may join the outputs of two steps, where its reader was slow.
+    assert told.index("STEP 0") < told.index(output) < told.index("the end, all of it")
     assert "STEP" not in capfd.readouterr().out
 
 
