@@ -52,6 +52,8 @@ class ErrorCode(enum.StrEnum):
     KEY_ENDED = "key_ended"
     SANDBOX_MISSING = "sandbox_missing"
     QUEUE_FULL = "queue_full"
+    RATE_LIMITED = "rate_limit_exceeded"
+    TENANT_NOT_FOUND = "tenant_not_found"
     TRACE_TIMED_OUT = "trace_timed_out"
     TRACE_PROCESS_ENDED = "trace_process_ended"
     LOCAL_ENGINE_FAILED = "local_engine_failed"
@@ -88,6 +90,8 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.KEY_ENDED: 409,
     ErrorCode.SANDBOX_MISSING: 403,
     ErrorCode.QUEUE_FULL: 429,
+    ErrorCode.RATE_LIMITED: 429,
+    ErrorCode.TENANT_NOT_FOUND: 404,
     ErrorCode.TRACE_TIMED_OUT: 504,
     ErrorCode.TRACE_PROCESS_ENDED: 500,
     ErrorCode.LOCAL_ENGINE_FAILED: 503,

@@ -37,6 +37,20 @@ class Tier(enum.StrEnum):
     """In the engine's workers, with all their rights."""
 
 
+class Limits(BaseModel):
+    """How much may be done; what is absent is not limited.
+
+    Attributes:
+        requests_per_minute: Requests of any kind.
+        concurrency: Completions, chats and traces that run at once; jobs are none of them.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    requests_per_minute: int | None = Field(default=None, ge=1, le=2**31)
+    concurrency: int | None = Field(default=None, ge=1, le=2**31)
+
+
 class NewKey(BaseModel):
     """A key to be made.
 
@@ -45,6 +59,7 @@ class NewKey(BaseModel):
         scopes: What it opens.
         name: What it is for, for people.
         tier: Where its code runs.
+        limits: Its own; those of its tenant hold beside them.
         expires_in_s: When it ends, in seconds from now.
     """
 
@@ -58,6 +73,7 @@ class NewKey(BaseModel):
     scopes: tuple[Scope, ...] = Field(default=(Scope.COMPLETIONS,), min_length=1, max_length=len(Scope))
     name: str = Field(default="", max_length=200)
     tier: Tier = Tier.SANDBOXED
+    limits: Limits = Limits()
     expires_in_s: float | None = Field(default=None, gt=0, le=1e10, allow_inf_nan=False)
 
     @field_validator("scopes")
@@ -75,6 +91,7 @@ class Key(BaseModel):
         name: What it is for.
         scopes: What it opens.
         tier: Where its code runs.
+        limits: Its own.
         created_at: When it was made, in seconds since 1970; so are the others.
         expires_at: When it ends by itself.
         revoked_at: When it was ended.
@@ -87,6 +104,7 @@ class Key(BaseModel):
     name: str
     scopes: tuple[Scope, ...]
     tier: Tier
+    limits: Limits
     created_at: float
     expires_at: float | None = None
     revoked_at: float | None = None
@@ -106,6 +124,26 @@ class KeyList(BaseModel):
     data: list[Key]
 
 
+class Tenant(BaseModel):
+    """A tenant.
+
+    Attributes:
+        name: What operators call it.
+        limits: For all of its keys together.
+        created_at: When its first key was made, in seconds since 1970.
+    """
+
+    name: str
+    limits: Limits
+    created_at: float
+
+
+class TenantList(BaseModel):
+    """Tenants, by name."""
+
+    data: list[Tenant]
+
+
 class Rotation(BaseModel):
     """How a key is replaced by another of the same rights.
 
@@ -123,8 +161,11 @@ __all__ = [
     "CreatedKey",
     "Key",
     "KeyList",
+    "Limits",
     "NewKey",
     "Rotation",
     "Scope",
+    "Tenant",
+    "TenantList",
     "Tier",
 ]

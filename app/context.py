@@ -15,6 +15,7 @@ from starlette.requests import HTTPConnection
 
 from api_schemas.errors import ApiError
 from api_schemas.keys import Scope
+from app.admission.rates import ADMITTED, Rates
 from app.auth.keys import Keys
 from app.auth.principal import Principal
 from app.engine.client import EngineClient
@@ -30,6 +31,8 @@ from app.storage.results import ResultStore
 _MAX_REASON: Final = 100
 """Characters of why a WebSocket is closed; there is room for 123 bytes."""
 _POLICY_VIOLATION: Final = 1008
+_RUN_AT_ONCE: Final = {"/v1/completions", "/v1/chat/completions", "/v1/traces"}
+"""What a limit on concurrency is of."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class Context:
     jobs: JobService
     database: Database
     keys: Keys
+    rates: Rates
     processes: Sequence[TraceProcesses] = ()
 
 
@@ -77,6 +81,9 @@ async def _caller_of(
         principal.check(*map(Scope, scopes.scopes))
         if not principal.has_key and Scope.CODE in scopes.scopes:
             check_name(context.settings, connection)
+        if principal.has_key and not is_websocket and ADMITTED not in connection.scope:
+            works = connection.scope["route"].path in _RUN_AT_ONCE
+            connection.scope[ADMITTED] = await context.rates.admit(principal, works=works)
     except ApiError as error:
         if is_websocket:
             raise WebSocketException(_POLICY_VIOLATION, error.message[:_MAX_REASON]) from error

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.admission.rates import ThrottledError
 
 RETRY_AFTER_S: Final = 5
 """What a client is told to wait before it asks a server that is starting, full or draining."""
@@ -69,7 +70,8 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 async def _on_api_error(_request: Request, exc: Exception) -> Response:
-    return error_response(exc if isinstance(exc, ApiError) else internal_error())
+    headers = exc.headers if isinstance(exc, ThrottledError) else None
+    return error_response(exc if isinstance(exc, ApiError) else internal_error(), headers)
 
 
 async def _on_http_exception(request: Request, exc: Exception) -> Response:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from api_schemas.errors import ApiError
-from api_schemas.keys import CreatedKey, Key, NewKey, Scope, Tier
+from api_schemas.keys import CreatedKey, Key, Limits, NewKey, Scope, Tier
 from app.auth.keys import Keys
 from app.settings import Settings
 from app.storage.database import Database, DatabaseError
@@ -27,6 +27,7 @@ from app.storage.keys import KeyStore
 T = TypeVar("T")
 
 _ERROR: Final = 1
+_LIMITS_HELP: Final = "Like `requests_per_minute=60,concurrency=4`."
 _COMMANDS: Final = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Keys of this server: who may use it, and for what."
 )
@@ -76,6 +77,7 @@ def create(
     scopes: Annotated[str, typer.Option(help="What it opens, with commas between.")] = "completions",
     name: Annotated[str, typer.Option(help="What it is for.")] = "",
     tier: Annotated[Tier, typer.Option(help="Where its code runs.")] = Tier.SANDBOXED,
+    limits: Annotated[str, typer.Option(help=_LIMITS_HELP)] = "",
     expires: Annotated[float | None, typer.Option(help="Days until it ends.")] = None,
 ) -> None:
     """Make a key, and print it: it is not shown again."""
@@ -85,12 +87,11 @@ def create(
             scopes=tuple(Scope(scope.strip()) for scope in scopes.split(",")),
             name=name,
             tier=tier,
+            limits=_limits(limits),
             expires_in_s=None if expires is None else expires * 86400,
         )
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field, why = first["loc"][-1], first["msg"].removeprefix("Value error, ")
-        raise typer.BadParameter(f"{field}: {why}, got {first['input']!r}") from error
+        raise _bad(error) from error
     except ValueError as error:
         raise typer.BadParameter(f"{error}; scopes are {', '.join(Scope)}") from error
     _show(asyncio.run(_on_keys(context.obj, lambda keys: keys.create(new))))
@@ -107,13 +108,30 @@ def list_keys(
     if as_json:
         typer.echo(json.dumps([key.model_dump(mode="json") for key in keys], indent=2))
         return
-    table = Table(Column("id", no_wrap=True), "tenant", "name", "scopes", "tier", "made", "used", "ends")
+    table = Table(
+        Column("id", no_wrap=True), "tenant", "name", "scopes", "tier", "limits", "made", "used", "ends"
+    )
     for key in keys:
         table.add_row(
-            key.id, key.tenant, key.name, ", ".join(key.scopes), key.tier, _day(key.created_at),
-            _day(key.last_used_at), _end(key),
+            key.id, key.tenant, key.name, ", ".join(key.scopes), key.tier, _said(key.limits),
+            _day(key.created_at), _day(key.last_used_at), _end(key),
         )  # fmt: skip
     Console().print(table)
+
+
+@_COMMANDS.command()
+def limit(
+    context: typer.Context,
+    tenant: Annotated[str, typer.Argument(help="The tenant.")],
+    limits: Annotated[str, typer.Argument(help=_LIMITS_HELP)] = "",
+) -> None:
+    """Limit all keys of a tenant together; without limits, not any more."""
+    try:
+        wanted = _limits(limits)
+    except ValidationError as error:
+        raise _bad(error) from error
+    changed = asyncio.run(_on_keys(context.obj, lambda keys: keys.limit(tenant, wanted)))
+    typer.echo(f"All keys of {changed.name} together: {_said(changed.limits) or 'no limits'}.", err=True)
 
 
 @_COMMANDS.command()
@@ -139,6 +157,21 @@ def _show(created: CreatedKey) -> None:
         err=True,
     )
     typer.echo(created.key)
+
+
+def _bad(error: ValidationError) -> typer.BadParameter:
+    first = error.errors(include_url=False)[0]
+    why = first["msg"].removeprefix("Value error, ")
+    return typer.BadParameter(f"{first['loc'][-1]}: {why}, got {first['input']!r}")
+
+
+def _limits(text: str) -> Limits:
+    pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
+    return Limits.model_validate({name.strip(): value.strip() for name, _, value in pairs})
+
+
+def _said(limits: Limits) -> str:
+    return ", ".join(f"{name}={value}" for name, value in limits.model_dump(exclude_none=True).items())
 
 
 def _day(moment: float | None) -> str:

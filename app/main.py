@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from app.admission.rates import Rates
 from app.auth.keys import Keys
 from app.context import Context
 from app.engine.client import EngineClient
@@ -52,6 +53,7 @@ _ROUTERS = (
     traces.router,
     status.router,
     keys.router,
+    keys.tenants_router,
 )
 
 
@@ -84,9 +86,9 @@ def create_app(
     trace_service = TraceService(engines)
     database = Database(settings.data_dir, settings.database_url)
     job_service = JobService(settings, database, trace_service, lifecycle, engine.served)
-    callers = Keys(KeyStore(database))
+    callers, rates = Keys(KeyStore(database)), Rates(settings.limits_url)
     context = Context(
-        settings, engine, store, lifecycle, trace_service, job_service, database, callers, beside
+        settings, engine, store, lifecycle, trace_service, job_service, database, callers, rates, beside
     )
     app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)
     app.state.context = context

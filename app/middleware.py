@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_schemas.errors import ApiError
+from app.admission.rates import ADMITTED, Admitted
 from app.errors import error_response, internal_error
 from app.lifecycle import Lifecycle, Phase
 
@@ -73,7 +74,9 @@ class GateMiddleware:
 
         async def watched_send(message: Message) -> None:
             nonlocal has_started
-            has_started = has_started or message["type"] == "http.response.start"
+            if message["type"] == "http.response.start":
+                has_started = True
+                _add_headers(message, scope.get(ADMITTED))
             await send(message)
 
         try:
@@ -86,6 +89,16 @@ class GateMiddleware:
                 raise
             logger.exception("unhandled error: %s %s", scope["method"], scope["path"])
             await error_response(internal_error())(scope, receive, send)
+        finally:
+            admitted: Admitted | None = scope.get(ADMITTED)
+            if admitted is not None:
+                admitted.release()
+
+
+def _add_headers(start: Message, admitted: Admitted | None) -> None:
+    if admitted is not None:
+        sent = [(name.encode(), value.encode()) for name, value in admitted.headers.items()]
+        start["headers"] = [*start.get("headers", []), *sent]
 
 
 async def _refuse(refusal: ApiError, scope: Scope, receive: Receive, send: Send) -> None:

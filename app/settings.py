@@ -136,6 +136,11 @@ class Settings(BaseSettings):
         repr=False,  # it may hold a password
         description="SQLAlchemy's URL of the database; empty for SQLite in `data_dir`.",
     )
+    limits_url: str = Field(
+        default="memory://",
+        repr=False,  # likewise
+        description="Where requests of keys are counted, `redis://…` for several servers together.",
+    )
     max_running_jobs: int = Field(default=16, ge=1, description="Most jobs that run at once.")
     max_queued_jobs: int = Field(default=1000, ge=0, description="Most jobs that wait to run.")
     job_ttl_s: float = Field(

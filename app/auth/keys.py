@@ -15,7 +15,7 @@ import time
 from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.keys import CreatedKey, Key, NewKey, Scope, Tier
+from api_schemas.keys import CreatedKey, Key, Limits, NewKey, Scope, Tenant, Tier
 from app.auth.principal import EVERYBODY, Principal
 from app.auth.secrets import NOBODYS, Secret, hashed, matches, new_secret, parsed
 from app.storage.keys import KeyStore, is_open
@@ -110,11 +110,12 @@ class Keys:
         secret = parsed(text)
         if secret is None:
             return _Known(None, until)
-        row = await self._store.find(secret.id)
-        is_right = await asyncio.to_thread(matches, secret, NOBODYS if row is None else row.hash)
+        found = await self._store.find(secret.id)
+        is_right = await asyncio.to_thread(matches, secret, NOBODYS if found is None else found[0].hash)
         moment = time.time()
-        if row is None or not is_right or not is_open(row, moment):
+        if found is None or not is_right or not is_open(found[0], moment):
             return _Known(None, until)
+        row, tenant_limits = found
         if row.expires_at is not None:
             until = min(until, time.monotonic() + row.expires_at - moment)
         await self._store.note_use(row.id)
@@ -123,6 +124,8 @@ class Keys:
             row.id,
             frozenset(map(Scope, row.scopes)),
             Tier(row.tier),
+            Limits.model_validate(row.limits),
+            tenant_limits,
         )
         return _Known(principal, until)
 
@@ -162,6 +165,21 @@ class Keys:
     async def page(self, tenant: str | None = None) -> list[Key]:
         """Return keys, the newest first, of all tenants or of one."""
         return await self._store.page(tenant)
+
+    async def tenants(self) -> list[Tenant]:
+        """Return the tenants, by name."""
+        return await self._store.tenants()
+
+    async def limit(self, tenant: str, limits: Limits) -> Tenant:
+        """Set the limits of all keys of a tenant together.
+
+        Raises:
+            ApiError: ``tenant_not_found``.
+        """
+        changed = await self._store.limit(tenant, limits)
+        self._generation += 1
+        self._known.clear()
+        return changed
 
     def _forget(self, key_id: str) -> None:
         self._generation += 1

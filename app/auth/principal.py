@@ -6,7 +6,7 @@ import dataclasses
 from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.keys import Scope, Tier
+from api_schemas.keys import Limits, Scope, Tier
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,12 +18,16 @@ class Principal:
         key_id: The key that they hold; empty without keys.
         scopes: What they may.
         tier: Where their code runs.
+        limits: Of their key.
+        tenant_limits: Of all keys of their tenant together.
     """
 
     tenant: str
     key_id: str
     scopes: frozenset[Scope]
     tier: Tier
+    limits: Limits
+    tenant_limits: Limits
 
     @property
     def has_key(self) -> bool:
@@ -46,7 +50,7 @@ class Principal:
             )
 
 
-EVERYBODY: Final = Principal("", "", frozenset(Scope), Tier.TRUSTED)
+EVERYBODY: Final = Principal("", "", frozenset(Scope), Tier.TRUSTED, Limits(), Limits())
 """Who sends requests to a server without keys, which listens to this machine alone."""
 
 __all__ = ["EVERYBODY", "Principal"]

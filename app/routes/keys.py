@@ -1,4 +1,4 @@
-"""``/v1/admin/keys``: keys of every tenant, for those who run the server."""
+"""``/v1/admin/keys`` and ``/v1/admin/tenants``: keys of every tenant, for those who run the server."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
-from api_schemas.keys import MAX_NAME, CreatedKey, Key, KeyList, NewKey, Rotation
+from api_schemas.keys import MAX_NAME, CreatedKey, Key, KeyList, Limits, NewKey, Rotation, Tenant, TenantList
 from app.context import ADMIN, Served
 from app.openapi import error_responses
 
 router = APIRouter(prefix="/v1/admin/keys", tags=["keys"], dependencies=[ADMIN])
+tenants_router = APIRouter(prefix="/v1/admin/tenants", tags=["keys"], dependencies=[ADMIN])
 
 
 @router.post("", status_code=201, summary="Make a key", responses=error_responses(400))
@@ -45,3 +46,17 @@ async def rotate_key(key_id: str, rotation: Rotation, response: Response, contex
 async def revoke_key(key_id: str, context: Served) -> Key:
     """It opens nothing from now on; lists still tell of it."""
     return await context.keys.revoke(key_id)
+
+
+@tenants_router.get("", summary="List tenants, by name")
+async def list_tenants(context: Served) -> TenantList:
+    """Whoever has, or had, a key."""
+    return TenantList(data=await context.keys.tenants())
+
+
+@tenants_router.put(
+    "/{tenant}/limits", summary="Limit all keys of a tenant together", responses=error_responses(400, 404)
+)
+async def limit_tenant(tenant: str, limits: Limits, context: Served) -> Tenant:
+    """What is left out is not limited any more."""
+    return await context.keys.limit(tenant, limits)

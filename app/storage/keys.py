@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import Final
+from typing import Any, Final
 
 from sqlalchemy import func, select, update
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.keys import Key, NewKey
+from api_schemas.keys import Key, Limits, NewKey, Tenant
 from app.storage.database import Database
 from app.storage.tables import KeyRow, TenantRow
 
@@ -39,18 +40,21 @@ class KeyStore:
         def write(session: Session) -> Key:
             moment = time.time()
             if session.get(TenantRow, new.tenant) is None:
-                session.add(TenantRow(name=new.tenant, created_at=moment))
+                session.add(TenantRow(name=new.tenant, limits={}, created_at=moment))
                 session.flush()
             expires_at = None if new.expires_in_s is None else moment + new.expires_in_s
             row = KeyRow(
                 id=key_id, tenant=new.tenant, name=new.name, hash=kept, scopes=list(new.scopes),
-                tier=new.tier, created_at=moment,
-                expires_at=expires_at,
+                tier=new.tier, limits=_kept(new.limits), created_at=moment, expires_at=expires_at,
             )  # fmt: skip
             session.add(row)
             return told(row)
 
-        return await self._database.write(write)
+        try:
+            return await self._database.write(write)
+        except IntegrityError:
+            # Somebody else has just made the tenant, on databases that let two write at once.
+            return await self._database.write(write)
 
     async def replace(self, key_id: str, new_id: str, kept: str, grace_s: float) -> Key:
         """Write down a key of the rights of another, which ends after the grace.
@@ -70,7 +74,7 @@ class KeyStore:
                 )
             row = KeyRow(
                 id=new_id, tenant=old.tenant, name=old.name, hash=kept, scopes=old.scopes, tier=old.tier,
-                created_at=moment, expires_at=old.expires_at, replaces=old.id,
+                limits=old.limits, created_at=moment, expires_at=old.expires_at, replaces=old.id,
             )  # fmt: skip
             session.add(row)
             end = moment + grace_s
@@ -107,9 +111,41 @@ class KeyStore:
 
         return await self._database.read(read)
 
-    async def find(self, key_id: str) -> KeyRow | None:
-        """Return a key as it is kept."""
-        return await self._database.read(lambda session: session.get(KeyRow, key_id))
+    async def find(self, key_id: str) -> tuple[KeyRow, Limits] | None:
+        """Return a key as it is kept, and the limits of its tenant."""
+
+        def read(session: Session) -> tuple[KeyRow, Limits] | None:
+            row = session.get(KeyRow, key_id)
+            if row is None:
+                return None
+            tenant = session.get_one(TenantRow, row.tenant)
+            return row, Limits.model_validate(tenant.limits)
+
+        return await self._database.read(read)
+
+    async def tenants(self) -> list[Tenant]:
+        """Return the tenants, by name."""
+
+        def read(session: Session) -> list[Tenant]:
+            return [_tenant(row) for row in session.scalars(select(TenantRow).order_by(TenantRow.name))]
+
+        return await self._database.read(read)
+
+    async def limit(self, tenant: str, limits: Limits) -> Tenant:
+        """Set the limits of all keys of a tenant together.
+
+        Raises:
+            ApiError: ``tenant_not_found``.
+        """
+
+        def write(session: Session) -> Tenant:
+            row = session.get(TenantRow, tenant)
+            if row is None:
+                raise ApiError(ErrorCode.TENANT_NOT_FOUND, f"There is no tenant {tenant!r}.", "tenant")
+            row.limits = _kept(limits)
+            return _tenant(row)
+
+        return await self._database.write(write)
 
     async def is_used(self) -> bool:
         """Tell whether a key was ever made: from then on nobody is let in without one."""
@@ -137,12 +173,21 @@ def told(row: KeyRow) -> Key:
         name=row.name,
         scopes=tuple(row.scopes),
         tier=row.tier,
+        limits=Limits.model_validate(row.limits),
         created_at=row.created_at,
         expires_at=row.expires_at,
         revoked_at=row.revoked_at,
         last_used_at=row.last_used_at,
         replaces=row.replaces,
     )
+
+
+def _tenant(row: TenantRow) -> Tenant:
+    return Tenant(name=row.name, limits=Limits.model_validate(row.limits), created_at=row.created_at)
+
+
+def _kept(limits: Limits) -> dict[str, Any]:
+    return limits.model_dump(exclude_none=True)
 
 
 def not_found(key_id: str) -> ApiError:

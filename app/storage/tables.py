@@ -132,12 +132,14 @@ class TenantRow(Base):
 
     Attributes:
         name: What operators call it.
+        limits: For all of its keys together, see ``api_schemas.keys.Limits``.
         created_at: When its first key was made.
     """
 
     __tablename__ = "tenants"
 
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    limits: Mapped[dict[str, Any]] = mapped_column(JSON)
     created_at: Mapped[float]
 
 
@@ -153,6 +155,7 @@ class KeyRow(Base):
     hash: Mapped[str] = mapped_column(String(255))
     scopes: Mapped[list[str]] = mapped_column(JSON)
     tier: Mapped[str] = mapped_column(String(16))
+    limits: Mapped[dict[str, Any]] = mapped_column(JSON)
     created_at: Mapped[float]
     expires_at: Mapped[float | None]
     revoked_at: Mapped[float | None]

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from api_schemas.keys import Scope
 from app.context import Context
 from app.engine.fake import FakeBehaviour, FakeEngineClient
 from app.engine.traces import TraceEngine
@@ -20,6 +21,7 @@ from app.main import create_app, new_store
 from app.settings import Settings
 from tests.integration.scripted_traces import ScriptedEngine
 from tests.integration.served_jobs import Jobs
+from tests.integration.tenants import Tenants
 
 
 class Server:
@@ -100,3 +102,11 @@ def with_jobs(serve: Serve) -> Any:
             yield Jobs(server, engine)
 
     return serving
+
+
+@pytest.fixture
+async def tenants(serve: Serve) -> AsyncIterator[Tenants]:
+    async with serve() as server:
+        found = Tenants(server)
+        await found.headers("operator", Scope.ADMIN)
+        yield found

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from api_schemas.keys import NewKey, Scope, Tier
+from api_schemas.keys import Scope, Tier
 from app.engine.fake import FakeEngineClient
 from app.main import create_app, new_store
 from app.settings import Settings
-from tests.integration.conftest import ErrorCheck, Serve, Server
+from tests.integration.conftest import ErrorCheck, Serve
+from tests.integration.tenants import Tenants
 from tests.integration.trace_messages import HEADERS, message
 
 CAPTURE = {"op": "capture", "at": "layers.1.output", "name": "kept"}
@@ -35,32 +35,6 @@ def operations() -> list[tuple[str, str, list[str]]]:
 
 
 OPERATIONS = operations()
-
-
-class Tenants:
-    """A server with keys; the first is an operator's."""
-
-    def __init__(self, server: Server) -> None:
-        self.server = server
-
-    async def headers(
-        self, tenant: str, *scopes: Scope, tier: Tier = Tier.TRUSTED, **rest: Any
-    ) -> dict[str, str]:
-        new = NewKey(tenant=tenant, scopes=scopes or tuple(Scope), tier=tier, **rest)
-        return {"authorization": f"Bearer {(await self.server.context.keys.create(new)).key}"}
-
-    async def send(
-        self, method: str, path: str, headers: dict[str, str] | None = None, **rest: Any
-    ) -> httpx.Response:
-        return await self.server.client.request(method, path, headers=headers, **rest)
-
-
-@pytest.fixture
-async def tenants(serve: Serve) -> AsyncIterator[Tenants]:
-    async with serve() as server:
-        found = Tenants(server)
-        await found.headers("operator", Scope.ADMIN)
-        yield found
 
 
 async def test_without_keys_everybody_here_is_let_in(serve: Serve) -> None:

@@ -61,6 +61,8 @@ def test_keys_are_made_replaced_and_ended(own_data: Path, capsys: pytest.Capture
     assert [one["replaces"] for one in listed()] == [made["id"], None]
     assert main(["keys", "revoke", made["id"]]) == 0
     assert [bool(one["revoked_at"]) for one in listed()] == [False, True]
+    assert main(["keys", "limit", "acme", "requests_per_minute=60,concurrency=4"]) == 0
+    assert "requests_per_minute=60, concurrency=4" in capsys.readouterr().err
     assert main(["keys", "list"]) == 0
     assert made["id"] in capsys.readouterr().out
 
@@ -71,6 +73,8 @@ def test_keys_are_made_replaced_and_ended(own_data: Path, capsys: pytest.Capture
         (["create"], "tenant"),
         (["create", "--tenant", "A b"], "tenant"),
         (["create", "--tenant", "a", "--scopes", "all"], "completions, interventions, code, admin"),
+        (["create", "--tenant", "a", "--limits", "speed=3"], "speed"),
+        (["limit", "a", "concurrency=0"], "concurrency"),
         (["revoke", "none"], "'none'"),
         (["drop"], "drop"),
     ],

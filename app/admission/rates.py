@@ -1,0 +1,168 @@
+"""Rates and concurrency of keys and tenants: a request is let in, or told when to come back.
+
+Counting is ``limits``'s, in memory or, for several servers together, in what its URL names (Redis); what runs
+at once is counted by each server for itself. Whoever has no limits costs nothing. The dependency that reads
+keys calls ``admit``; the outermost middleware sends the headers of what it gave, and releases it after the
+response's last byte.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import Final
+
+from limits import RateLimitItemPerMinute
+from limits.aio.strategies import SlidingWindowCounterRateLimiter
+from limits.errors import ConfigurationError
+from limits.storage import storage_from_string
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.keys import Limits
+from app.auth.principal import Principal
+from nnsight_engine.core.errors import UnsupportedOptionError
+
+ADMITTED: Final = "nnsight_engine.admitted"
+"""Where a request's ASGI scope keeps its ``Admitted``."""
+_SOON_S: Final = 1
+
+
+class ThrottledError(ApiError):
+    """A request beyond its caller's limits.
+
+    Attributes:
+        headers: When to come back, and OpenAI's headers of what is left.
+    """
+
+    def __init__(self, message: str, headers: dict[str, str]) -> None:
+        """Keep both."""
+        super().__init__(ErrorCode.RATE_LIMITED, message)
+        self.headers = headers
+
+
+@dataclasses.dataclass(slots=True)
+class Admitted:
+    """A request that was let in.
+
+    Attributes:
+        headers: What is left to its caller, as OpenAI says it.
+    """
+
+    headers: dict[str, str]
+    _release: Callable[[], None] | None = None
+
+    def release(self) -> None:
+        """Say that the response is over; harmless when repeated."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Group:
+    """Whose requests are counted together: those of a key, or of all keys of a tenant."""
+
+    name: str
+    said: str
+    limits: Limits
+
+
+class Rates:
+    """Counts requests of one server, or of several that share a storage.
+
+    Args:
+        url: Where counts are kept, as ``limits`` has it: ``memory://``, ``redis://host:6379``.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Open the storage.
+
+        Raises:
+            UnsupportedOptionError: It names none that is known here, or one whose client is not installed.
+        """
+        try:
+            storage = storage_from_string(f"async+{url}")
+        except ConfigurationError as error:
+            raise UnsupportedOptionError(
+                f"NNSIGHT_ENGINE_LIMITS_URL names no storage of counts that can be used here: {error}"
+            ) from error
+        self._limiter = SlidingWindowCounterRateLimiter(storage)
+        self._running: collections.Counter[str] = collections.Counter()
+
+    async def admit(self, caller: Principal, *, works: bool) -> Admitted | None:
+        """Count a request; None for a caller without limits.
+
+        Args:
+            caller: Who sends it.
+            works: Whether it is one of those that run at once, which concurrency is of.
+
+        Raises:
+            ThrottledError: It is beyond what its key or its tenant may.
+        """
+        groups = [
+            group
+            for group in (
+                _Group(f"key:{caller.key_id}", f"the key {caller.key_id!r}", caller.limits),
+                _Group(f"tenant:{caller.tenant}", f"the tenant {caller.tenant!r}", caller.tenant_limits),
+            )
+            if group.limits.model_fields_set
+        ]
+        if not groups:
+            return None
+        if works:
+            for group in groups:
+                self._check_running(group)
+        headers: dict[str, str] = {}
+        for group in groups:
+            headers = await self._count(group) or headers
+        if not works:
+            return Admitted(headers)
+        # Nobody else's turn has come since the check but those that waited for the storage: look again.
+        for group in groups:
+            self._check_running(group)
+        names = [group.name for group in groups]
+        self._running.update(names)
+        return Admitted(headers, lambda: self._end(names))
+
+    def _check_running(self, group: _Group) -> None:
+        most = group.limits.concurrency
+        if most is not None and self._running[group.name] >= most:
+            raise ThrottledError(
+                f"Requests of {group.said} may run {most} at once, and as many do: send this one again when "
+                "one of them has ended.",
+                {"Retry-After": str(_SOON_S)},
+            )
+
+    def _end(self, names: list[str]) -> None:
+        self._running.subtract(names)
+        for name in names:
+            if self._running[name] <= 0:
+                del self._running[name]
+
+    async def _count(self, group: _Group) -> dict[str, str]:
+        """Count a request of a group, and return what its caller is told."""
+        most = group.limits.requests_per_minute
+        if most is None:
+            return {}
+        limit = RateLimitItemPerMinute(most)
+        is_in = await self._limiter.hit(limit, group.name)
+        stats = await self._limiter.get_window_stats(limit, group.name)
+        wait_s = max(_SOON_S, math.ceil(stats.reset_time - time.time()))
+        headers = {
+            "x-ratelimit-limit-requests": str(most),
+            "x-ratelimit-remaining-requests": str(max(0, stats.remaining)),
+            "x-ratelimit-reset-requests": f"{wait_s}s",
+        }
+        if is_in:
+            return headers
+        raise ThrottledError(
+            f"{group.said[0].upper()}{group.said[1:]} may send {most} requests a minute, and has: send this "
+            f"one again in {wait_s} s.",
+            {**headers, "Retry-After": str(wait_s)},
+        )
+
+
+__all__ = ["ADMITTED", "Admitted", "Rates", "ThrottledError"]

@@ -1,0 +1,29 @@
+"""What keys and tenants may do in a minute and at once."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0003"
+down_revision = "0002"
+branch_labels = None
+depends_on = None
+
+_TABLES: Final = ("tenants", "keys")
+
+
+def upgrade() -> None:
+    """Add a column to both tables; whoever is there already has no limits."""
+    for table in _TABLES:
+        with op.batch_alter_table(table) as change:
+            change.add_column(sa.Column("limits", sa.JSON(), nullable=False, server_default="{}"))
+
+
+def downgrade() -> None:
+    """Forget all limits."""
+    for table in _TABLES:
+        with op.batch_alter_table(table) as change:
+            change.drop_column("limits")
