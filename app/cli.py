@@ -35,7 +35,7 @@ from nnsight_engine.modeling.bundled import BUNDLED_MODEL_NAME, BundledModelErro
 USAGE: Final = """\
 nnsight-engine serve [MODEL] [--port 8000] [--host 127.0.0.1] [--compile] [--local-engine]
                      [any vLLM engine argument]
-nnsight-engine keys create | list | rotate | revoke
+nnsight-engine keys create | list | limit | rotate | revoke
 
   MODEL      A Hugging Face name or a folder; the bundled SmolLM2-135M-Instruct without one.
              It comes before the options.

@@ -13,7 +13,6 @@ from fastapi.security import SecurityScopes
 from fastapi.security.base import SecurityBase
 from starlette.requests import HTTPConnection
 
-from api_schemas.errors import ApiError
 from api_schemas.keys import Scope
 from app.admission.rates import ADMITTED, Rates
 from app.auth.keys import Keys
@@ -28,8 +27,6 @@ from app.settings import Settings
 from app.storage.database import Database
 from app.storage.results import ResultStore
 
-_MAX_REASON: Final = 100
-"""Characters of why a WebSocket is closed; there is room for 123 bytes."""
 _POLICY_VIOLATION: Final = 1008
 _RUN_AT_ONCE: Final = {"/v1/completions", "/v1/chat/completions", "/v1/traces"}
 """What a limit on concurrency is of."""
@@ -73,21 +70,15 @@ async def _caller_of(
     authorization: Annotated[str | None, Security(_BearerKey())],
 ) -> Principal:
     context: Context = connection.app.state.context
-    is_websocket = connection.scope["type"] == "websocket"
-    if is_websocket:
+    if connection.scope["type"] == "websocket":
         _check_origin(connection)
-    try:
-        principal = await context.keys.principal(authorization)
-        principal.check(*map(Scope, scopes.scopes))
-        if not principal.has_key and Scope.CODE in scopes.scopes:
-            check_name(context.settings, connection)
-        if principal.has_key and not is_websocket and ADMITTED not in connection.scope:
-            works = connection.scope["route"].path in _RUN_AT_ONCE
-            connection.scope[ADMITTED] = await context.rates.admit(principal, works=works)
-    except ApiError as error:
-        if is_websocket:
-            raise WebSocketException(_POLICY_VIOLATION, error.message[:_MAX_REASON]) from error
-        raise
+    principal = await context.keys.principal(authorization)
+    principal.check(*map(Scope, scopes.scopes))
+    if not principal.has_key and Scope.CODE in scopes.scopes:
+        check_name(context.settings, connection)
+    if principal.has_key and ADMITTED not in connection.scope:
+        works = connection.scope["route"].path in _RUN_AT_ONCE
+        connection.scope[ADMITTED] = await context.rates.admit(principal, works=works)
     return principal
 
 

@@ -7,13 +7,15 @@ ever sees another shape. Internals stay in the log.
 from __future__ import annotations
 
 import json
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
+from starlette.websockets import WebSocket
 
 from api_schemas.errors import ApiError, ErrorCode
 from app.admission.rates import ThrottledError
@@ -22,6 +24,12 @@ RETRY_AFTER_S: Final = 5
 """What a client is told to wait before it asks a server that is starting, full or draining."""
 
 _WORTH_WAITING: Final = {429, 503}
+_MAX_PROBLEMS: Final = 5
+
+_CHALLENGES: Final = {
+    ErrorCode.NO_KEY: "Bearer",
+    ErrorCode.INVALID_KEY: 'Bearer error="invalid_token"',
+}
 
 DONE_FRAME: Final = "data: [DONE]\n\n"
 
@@ -39,6 +47,8 @@ def error_bytes(error: ApiError) -> bytes:
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
     """Return the error as a response with its status, and Retry-After where waiting helps."""
     sent = dict(headers or {})
+    if error.code in _CHALLENGES:
+        sent.setdefault("WWW-Authenticate", _CHALLENGES[error.code])
     if error.status in _WORTH_WAITING:
         sent.setdefault("Retry-After", str(RETRY_AFTER_S))
     return Response(error_bytes(error), error.status, sent, media_type="application/json")
@@ -62,6 +72,11 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+def said(problems: Sequence[Mapping[str, Any]]) -> str:
+    """Return what pydantic found wrong: where and why, and nothing of the value or of the server."""
+    return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in problems[:_MAX_PROBLEMS])
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Translate the framework's errors and ours; other exceptions go on to the middleware."""
     app.add_exception_handler(ApiError, _on_api_error)
@@ -69,9 +84,12 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _on_validation_error)
 
 
-async def _on_api_error(_request: Request, exc: Exception) -> Response:
+async def _on_api_error(connection: HTTPConnection, exc: Exception) -> Response:
     headers = exc.headers if isinstance(exc, ThrottledError) else None
-    return error_response(exc if isinstance(exc, ApiError) else internal_error(), headers)
+    response = error_response(exc if isinstance(exc, ApiError) else internal_error(), headers)
+    if isinstance(connection, WebSocket):
+        await connection.send_denial_response(response)
+    return response
 
 
 async def _on_http_exception(request: Request, exc: Exception) -> Response:
@@ -83,4 +101,6 @@ async def _on_http_exception(request: Request, exc: Exception) -> Response:
 
 
 async def _on_validation_error(_request: Request, exc: Exception) -> Response:
-    return error_response(ApiError(ErrorCode.INVALID_SHAPE, f"The request does not fit the route: {exc}"))
+    problems = exc.errors() if isinstance(exc, RequestValidationError) else []
+    message = f"The request does not fit the route: {said(problems)}"
+    return error_response(ApiError(ErrorCode.INVALID_SHAPE, message))

@@ -1,4 +1,4 @@
-"""The command line of keys: ``nnsight-engine keys create | list | rotate | revoke``.
+"""The command line of keys: ``nnsight-engine keys create | list | limit | rotate | revoke``.
 
 It works on the server's database, whether or not the server runs. A new key goes to standard output alone, so
 that a script can take it; whatever is said of it goes to standard error.
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from api_schemas.errors import ApiError
-from api_schemas.keys import CreatedKey, Key, Limits, NewKey, Scope, Tier
+from api_schemas.keys import CreatedKey, Key, Limits, NewKey, Rotation, Scope, Tier
 from app.auth.keys import Keys
 from app.settings import Settings
 from app.storage.database import Database, DatabaseError
@@ -141,7 +141,11 @@ def rotate(
     grace: Annotated[float, typer.Option(help="Hours for which the old one still works.")] = 0.0,
 ) -> None:
     """Replace a key by another of the same rights, and print that."""
-    _show(asyncio.run(_on_keys(context.obj, lambda keys: keys.rotate(key_id, grace * 3600))))
+    try:
+        rotation = Rotation(grace_s=grace * 3600)
+    except ValidationError as error:
+        raise _bad(error) from error
+    _show(asyncio.run(_on_keys(context.obj, lambda keys: keys.rotate(key_id, rotation.grace_s))))
 
 
 @_COMMANDS.command()

@@ -130,6 +130,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(context.database.close)
         await context.database.start()
+        stack.push_async_callback(context.keys.close)
         stack.push_async_callback(context.store.close)
         await context.store.start()
         stack.push_async_callback(context.lifecycle.close)

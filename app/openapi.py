@@ -15,6 +15,7 @@ from api_schemas.chat import ChatCompletionRequest
 from api_schemas.completions import CompletionRequest
 from api_schemas.errors import ErrorResponse
 from api_schemas.jobs import JobEvent
+from api_schemas.keys import Limits, NewKey, Rotation
 from nnsight_engine.remote_backend.frames import MEDIA_TYPE as FRAMES_TYPE
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE as TRACE_TYPE
 
@@ -25,16 +26,20 @@ _DOCUMENTED: Final[tuple[type[BaseModel], ...]] = (
     ChatCompletionRequest,
     ErrorResponse,
     JobEvent,
+    NewKey,
+    Rotation,
+    Limits,
 )
 
 
-def _body(model: type[BaseModel]) -> dict[str, Any]:
+def json_body(model: type[BaseModel]) -> dict[str, Any]:
+    """Return what a route's documentation says of a body of JSON that the route reads itself."""
     schema = {"$ref": _REF.format(model=model.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-COMPLETION_BODY: Final = _body(CompletionRequest)
-CHAT_BODY: Final = _body(ChatCompletionRequest)
+COMPLETION_BODY: Final = json_body(CompletionRequest)
+CHAT_BODY: Final = json_body(ChatCompletionRequest)
 
 _MEANINGS: Final = {
     400: "Something in the request cannot be served.",
@@ -45,7 +50,7 @@ _MEANINGS: Final = {
     413: "The body is too large.",
     416: "The range begins behind the end.",
     422: "A parameter or the JSON has the wrong shape.",
-    429: "Too much waits already: send it again later.",
+    429: "Too much waits already, or the key has sent what it may: send it again later.",
     500: "It failed; the server has logged why.",
     503: "Starting, draining, full or dead.",
     504: "It took too long.",
@@ -130,7 +135,7 @@ def _correct(operation: dict[str, Any]) -> None:
     if "422" in responses:
         responses["422"] = _documented_error(422)
     if operation.get("security"):
-        for status in (401, 403):
+        for status in (401, 403, 429):
             responses.setdefault(str(status), _documented_error(status))
     for parameter in operation.get("parameters", []):
         # A header or a query that is left out is not null; one that says "null" is a string.

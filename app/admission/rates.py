@@ -28,6 +28,7 @@ from nnsight_engine.core.errors import UnsupportedOptionError
 ADMITTED: Final = "nnsight_engine.admitted"
 """Where a request's ASGI scope keeps its ``Admitted``."""
 _SOON_S: Final = 1
+_REMAINING: Final = "x-ratelimit-remaining-requests"
 
 
 class ThrottledError(ApiError):
@@ -86,9 +87,11 @@ class Rates:
         try:
             storage = storage_from_string(f"async+{url}")
         except ConfigurationError as error:
+            # Its own words may hold the URL's password.
             raise UnsupportedOptionError(
-                f"NNSIGHT_ENGINE_LIMITS_URL names no storage of counts that can be used here: {error}"
-            ) from error
+                f"NNSIGHT_ENGINE_LIMITS_URL begins with {url.partition(':')[0]!r}, where counts cannot be "
+                f"kept ({type(error).__name__}): memory:// will do, and redis://… with the package coredis"
+            ) from None
         self._limiter = SlidingWindowCounterRateLimiter(storage)
         self._running: collections.Counter[str] = collections.Counter()
 
@@ -113,28 +116,30 @@ class Rates:
         if not groups:
             return None
         if works:
-            for group in groups:
-                self._check_running(group)
-        headers: dict[str, str] = {}
+            self._check_running(groups)
         for group in groups:
-            headers = await self._count(group) or headers
-        if not works:
-            return Admitted(headers)
+            await self._check_rate(group)
         # Nobody else's turn has come since the check but those that waited for the storage: look again.
-        for group in groups:
-            self._check_running(group)
-        names = [group.name for group in groups]
+        names = [group.name for group in groups] if works else []
+        self._check_running(groups if works else [])
         self._running.update(names)
-        return Admitted(headers, lambda: self._end(names))
+        try:
+            told = [await self._count(group) for group in groups]
+        except BaseException:
+            self._end(names)
+            raise
+        least = min(filter(None, told), key=lambda headers: int(headers[_REMAINING]), default={})
+        return Admitted(least, lambda: self._end(names))
 
-    def _check_running(self, group: _Group) -> None:
-        most = group.limits.concurrency
-        if most is not None and self._running[group.name] >= most:
-            raise ThrottledError(
-                f"Requests of {group.said} may run {most} at once, and as many do: send this one again when "
-                "one of them has ended.",
-                {"Retry-After": str(_SOON_S)},
-            )
+    def _check_running(self, groups: list[_Group]) -> None:
+        for group in groups:
+            most = group.limits.concurrency
+            if most is not None and self._running[group.name] >= most:
+                raise ThrottledError(
+                    f"Requests of {group.said} may run {most} at once, and as many do: send this one again "
+                    "when one of them has ended.",
+                    {"Retry-After": str(_SOON_S)},
+                )
 
     def _end(self, names: list[str]) -> None:
         self._running.subtract(names)
@@ -142,27 +147,36 @@ class Rates:
             if self._running[name] <= 0:
                 del self._running[name]
 
+    async def _check_rate(self, group: _Group) -> None:
+        most = group.limits.requests_per_minute
+        if most is not None and not await self._limiter.test(RateLimitItemPerMinute(most), group.name):
+            raise await self._beyond(group, most)
+
     async def _count(self, group: _Group) -> dict[str, str]:
         """Count a request of a group, and return what its caller is told."""
         most = group.limits.requests_per_minute
         if most is None:
             return {}
-        limit = RateLimitItemPerMinute(most)
-        is_in = await self._limiter.hit(limit, group.name)
-        stats = await self._limiter.get_window_stats(limit, group.name)
-        wait_s = max(_SOON_S, math.ceil(stats.reset_time - time.time()))
-        headers = {
-            "x-ratelimit-limit-requests": str(most),
-            "x-ratelimit-remaining-requests": str(max(0, stats.remaining)),
-            "x-ratelimit-reset-requests": f"{wait_s}s",
-        }
-        if is_in:
-            return headers
-        raise ThrottledError(
+        if not await self._limiter.hit(RateLimitItemPerMinute(most), group.name):
+            raise await self._beyond(group, most)
+        return await self._left(group, most)
+
+    async def _beyond(self, group: _Group, most: int) -> ThrottledError:
+        headers = await self._left(group, most)
+        wait = headers["x-ratelimit-reset-requests"].removesuffix("s")
+        return ThrottledError(
             f"{group.said[0].upper()}{group.said[1:]} may send {most} requests a minute, and has: send this "
-            f"one again in {wait_s} s.",
-            {**headers, "Retry-After": str(wait_s)},
+            f"one again in {wait} s.",
+            {**headers, "Retry-After": wait},
         )
+
+    async def _left(self, group: _Group, most: int) -> dict[str, str]:
+        stats = await self._limiter.get_window_stats(RateLimitItemPerMinute(most), group.name)
+        return {
+            "x-ratelimit-limit-requests": str(most),
+            _REMAINING: str(max(0, stats.remaining)),
+            "x-ratelimit-reset-requests": f"{max(_SOON_S, math.ceil(stats.reset_time - time.time()))}s",
+        }
 
 
 __all__ = ["ADMITTED", "Admitted", "Rates", "ThrottledError"]

@@ -1,8 +1,9 @@
 """Whose key a request brings, and keys made, replaced and ended.
 
 A key is hashed slowly, and requests come fast: what was found out of one holds for some seconds, within
-which another process's revocation is not seen yet; this process's own is seen at once. Guesses cost a thread
-and not the event loop, and no more threads than a few.
+which another process's revocation is not seen yet; this process's own is seen at once. Afterwards its row is
+read again, and hashed only if it changed. Guesses at ids that there are not cost no hash, others a thread,
+one at a time for each id.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import dataclasses
 import hashlib
 import logging
 import time
+import weakref
 from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import CreatedKey, Key, Limits, NewKey, Scope, Tenant, Tier
 from app.auth.principal import EVERYBODY, Principal
-from app.auth.secrets import NOBODYS, Secret, hashed, matches, new_secret, parsed
+from app.auth.secrets import Secret, hashed, matches, new_secret, parsed
 from app.storage.keys import KeyStore, is_open
 
 logger = logging.getLogger(__name__)
@@ -26,14 +28,19 @@ _SCHEME: Final = "bearer"
 _HOLDS_S: Final = 10.0
 _MAX_KNOWN: Final = 10_000
 _MAX_AT_ONCE: Final = 2
+_USE_RESOLUTION_S: Final = 60.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Known:
-    """What was found out of a key that a request brought; nobody, if it opens nothing."""
+    """What was found out of a key that a request brought: nobody's, if it opens nothing; and its hash."""
 
     principal: Principal | None
     until: float
+    kept: str = ""
+
+
+_NOBODY: Final = _Known(None, 0.0)
 
 
 class Keys:
@@ -51,6 +58,9 @@ class Keys:
         self._has_keys = False
         self._looked_until = 0.0
         self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
+        # Each lasts as long as somebody waits for it.
+        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._notes: set[asyncio.Task[None]] = set()
 
     async def are_required(self) -> bool:
         """Tell whether this server has keys; once it has, that does not change."""
@@ -85,14 +95,20 @@ class Keys:
         return known.principal
 
     async def _looked_up(self, text: str) -> _Known:
-        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+        secret = parsed(text)
+        if secret is None:
+            return _NOBODY
+        digest = hashlib.sha256(text.encode()).digest()
         known = self._known.get(digest)
         if known is None or time.monotonic() >= known.until:
-            async with self._slots:
+            # One at a time for each id: whoever guesses at one holds up nobody else's.
+            turn = self._turns.get(secret.id) or asyncio.Lock()
+            self._turns[secret.id] = turn
+            async with turn:
                 known = self._known.get(digest)
                 if known is None or time.monotonic() >= known.until:
                     generation = self._generation
-                    known = await self._checked(text)
+                    known = await self._checked(secret, known)
                     if generation == self._generation:  # else the key may have been ended meanwhile
                         self._remember(digest, known)
         return known
@@ -105,20 +121,25 @@ class Keys:
                 self._known.clear()
         self._known[digest] = known
 
-    async def _checked(self, text: str) -> _Known:
+    async def _checked(self, secret: Secret, before: _Known | None) -> _Known:
         until = time.monotonic() + _HOLDS_S
-        secret = parsed(text)
-        if secret is None:
-            return _Known(None, until)
         found = await self._store.find(secret.id)
-        is_right = await asyncio.to_thread(matches, secret, NOBODYS if found is None else found[0].hash)
-        moment = time.time()
-        if found is None or not is_right or not is_open(found[0], moment):
+        if found is None:
             return _Known(None, until)
         row, tenant_limits = found
+        if before is None or before.principal is None or before.kept != row.hash:
+            async with self._slots:
+                if not await asyncio.to_thread(matches, secret, row.hash):
+                    return _Known(None, until)
+        moment = time.time()
+        if not is_open(row, moment):
+            return _Known(None, until)
         if row.expires_at is not None:
             until = min(until, time.monotonic() + row.expires_at - moment)
-        await self._store.note_use(row.id)
+        if row.last_used_at is None or row.last_used_at < moment - _USE_RESOLUTION_S:
+            task = asyncio.create_task(self._note_use(row.id))
+            self._notes.add(task)
+            task.add_done_callback(self._notes.discard)
         principal = Principal(
             row.tenant,
             row.id,
@@ -127,7 +148,17 @@ class Keys:
             Limits.model_validate(row.limits),
             tenant_limits,
         )
-        return _Known(principal, until)
+        return _Known(principal, until, row.hash)
+
+    async def _note_use(self, key_id: str) -> None:
+        try:
+            await self._store.note_use(key_id)
+        except Exception:
+            logger.exception("it could not be written down that the key %s was used", key_id)
+
+    async def close(self) -> None:
+        """Finish what is being written; the database must still be open."""
+        await asyncio.gather(*self._notes, return_exceptions=True)
 
     # Keys themselves.
 

@@ -38,9 +38,15 @@ class Principal:
         """Let a caller pass who has all of these.
 
         Raises:
-            ApiError: ``missing_scope``.
+            ApiError: ``missing_scope``; ``missing_api_key``, where no one may without a key.
         """
         missing = [scope for scope in scopes if scope not in self.scopes]
+        if missing and not self.has_key:
+            raise ApiError(
+                ErrorCode.NO_KEY,
+                "Keys are looked after with a key, and this server has none yet: whoever runs it makes the "
+                "first with `nnsight-engine keys create --tenant NAME --scopes admin`.",
+            )
         if missing:
             asked = ",".join(one for one in Scope if one in self.scopes or one in missing)
             raise ApiError(
@@ -50,7 +56,12 @@ class Principal:
             )
 
 
-EVERYBODY: Final = Principal("", "", frozenset(Scope), Tier.TRUSTED, Limits(), Limits())
-"""Who sends requests to a server without keys, which listens to this machine alone."""
+EVERYBODY: Final = Principal(
+    "", "", frozenset(Scope) - {Scope.ADMIN}, Tier.TRUSTED, limits=Limits(), tenant_limits=Limits()
+)
+"""Who sends requests to a server without keys, which listens to this machine alone.
+
+Not an administrator: a page in a browser on this machine, or a proxy, could else make itself a key.
+"""
 
 __all__ = ["EVERYBODY", "Principal"]

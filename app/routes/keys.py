@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final, TypeVar
 
 from fastapi import APIRouter, Query, Response
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
 
+from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import MAX_NAME, CreatedKey, Key, KeyList, Limits, NewKey, Rotation, Tenant, TenantList
-from app.context import ADMIN, Served
-from app.openapi import error_responses
+from app.body import BodyLimits, read_object
+from app.context import ADMIN, Context, Served
+from app.errors import said
+from app.openapi import error_responses, json_body
+
+T = TypeVar("T", bound=BaseModel)
+
+_MAX_BODY_BYTES: Final = 64 * 1024
 
 router = APIRouter(prefix="/v1/admin/keys", tags=["keys"], dependencies=[ADMIN])
 tenants_router = APIRouter(prefix="/v1/admin/tenants", tags=["keys"], dependencies=[ADMIN])
 
 
-@router.post("", status_code=201, summary="Make a key", responses=error_responses(400))
-async def create_key(new: NewKey, response: Response, context: Served) -> CreatedKey:
-    """`key` is in this answer and nowhere else. The first key closes the server to whoever has none."""
+@router.post(
+    "",
+    status_code=201,
+    summary="Make a key",
+    openapi_extra=json_body(NewKey),
+    responses=error_responses(400, 413, 422),
+)
+async def create_key(request: Request, response: Response, context: Served) -> CreatedKey:
+    """`key` is in this answer and nowhere else."""
     response.headers["Cache-Control"] = "no-store"
-    return await context.keys.create(new)
+    return await context.keys.create(await _read(request, context, NewKey))
 
 
 @router.get("", summary="List keys, the newest first")
@@ -34,11 +49,13 @@ async def list_keys(
     "/{key_id}/rotate",
     status_code=201,
     summary="Replace a key by another of the same rights",
-    responses=error_responses(400, 404, 409),
+    openapi_extra=json_body(Rotation),
+    responses=error_responses(400, 404, 409, 413, 422),
 )
-async def rotate_key(key_id: str, rotation: Rotation, response: Response, context: Served) -> CreatedKey:
+async def rotate_key(key_id: str, request: Request, response: Response, context: Served) -> CreatedKey:
     """The old one ends now, or after `grace_s`."""
     response.headers["Cache-Control"] = "no-store"
+    rotation = await _read(request, context, Rotation)
     return await context.keys.rotate(key_id, rotation.grace_s)
 
 
@@ -55,8 +72,26 @@ async def list_tenants(context: Served) -> TenantList:
 
 
 @tenants_router.put(
-    "/{tenant}/limits", summary="Limit all keys of a tenant together", responses=error_responses(400, 404)
+    "/{tenant}/limits",
+    summary="Limit all keys of a tenant together",
+    openapi_extra=json_body(Limits),
+    responses=error_responses(400, 404, 413, 422),
 )
-async def limit_tenant(tenant: str, limits: Limits, context: Served) -> Tenant:
+async def limit_tenant(tenant: str, request: Request, context: Served) -> Tenant:
     """What is left out is not limited any more."""
-    return await context.keys.limit(tenant, limits)
+    return await context.keys.limit(tenant, await _read(request, context, Limits))
+
+
+async def _read(request: Request, context: Context, model: type[T]) -> T:
+    """Read a body, no larger than such are; the framework would read any before it asks for a key.
+
+    Raises:
+        ApiError: ``invalid_shape``, ``body_too_large``, what is no JSON.
+    """
+    body = await read_object(request, BodyLimits(_MAX_BODY_BYTES, context.settings.max_json_depth))
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise ApiError(
+            ErrorCode.INVALID_SHAPE, f"The body is none of its route: {said(error.errors())}"
+        ) from error

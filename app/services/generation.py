@@ -6,6 +6,7 @@ The body is parsed once. A request without ``interventions`` skips everything th
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
@@ -79,8 +80,8 @@ def _keep_apart(body: JsonObject, caller: Principal) -> None:
     """Let nobody learn from how long a prompt takes whether another tenant has sent it."""
     salt = body.get("cache_salt")
     if salt is None or (salt and isinstance(salt, str)):  # vLLM refuses the rest
-        # No tenant's name has a colon.
-        body["cache_salt"] = f"{caller.tenant}:{salt or ''}"
+        # No tenant's name has a colon; vLLM takes no more than so many characters.
+        body["cache_salt"] = hashlib.sha256(f"{caller.tenant}:{salt or ''}".encode()).hexdigest()
 
 
 async def _start(call: Awaitable[EngineReply]) -> _Started:

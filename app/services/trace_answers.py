@@ -82,7 +82,8 @@ async def read_trace(context: Context, http: Request, caller: Principal) -> Trac
     except DecodeError as error:
         raise ApiError(ErrorCode.INVALID_TRACE, str(error)) from error
     check_head(context.settings, http, context.engine.served(), request.head)
-    request.sender = "" if http.client is None else http.client.host
+    # Whose turn it is where traces wait: each tenant's, or, without keys, each machine's.
+    request.sender = caller.tenant or ("" if http.client is None else http.client.host)
     return request
 
 

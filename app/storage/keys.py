@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Final
+from typing import Any
 
 from sqlalchemy import func, select, update
 from sqlalchemy.exc import IntegrityError
@@ -13,8 +13,6 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import Key, Limits, NewKey, Tenant
 from app.storage.database import Database
 from app.storage.tables import KeyRow, TenantRow
-
-_USE_RESOLUTION_S: Final = 60.0
 
 
 class KeyStore:
@@ -154,9 +152,7 @@ class KeyStore:
 
     async def note_use(self, key_id: str) -> None:
         """Write down that a key was used now."""
-        moment = time.time()
-        late = (KeyRow.last_used_at.is_(None)) | (KeyRow.last_used_at < moment - _USE_RESOLUTION_S)
-        change = update(KeyRow).where(KeyRow.id == key_id, late).values(last_used_at=moment)
+        change = update(KeyRow).where(KeyRow.id == key_id).values(last_used_at=time.time())
         await self._database.write(lambda session: session.execute(change))
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from starlette.testclient import TestClient, WebSocketDenialResponse
 
 from api_schemas.keys import Scope, Tier
+from app.cli import main
 from app.engine.fake import FakeEngineClient
 from app.main import create_app, new_store
 from app.settings import Settings
@@ -37,10 +40,36 @@ def operations() -> list[tuple[str, str, list[str]]]:
 OPERATIONS = operations()
 
 
-async def test_without_keys_everybody_here_is_let_in(serve: Serve) -> None:
+async def test_without_keys_everybody_here_is_let_in_but_makes_none(
+    serve: Serve, error_of: ErrorCheck
+) -> None:
     async with serve() as server:
         assert (await server.complete()).status_code == 200
-        assert (await server.client.get("/v1/admin/keys")).json() == {"data": []}
+        for method in ("GET", "POST"):
+            answer = await server.client.request(method, "/v1/admin/keys", json={"tenant": "a"})
+            assert "keys create" in error_of(answer, 401, "missing_api_key")
+        assert not await server.context.keys.are_required()
+
+
+async def test_nobody_is_heard_out_before_they_show_a_key(tenants: Tenants, error_of: ErrorCheck) -> None:
+    num_read = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal num_read
+        while num_read < 64:
+            num_read += 1
+            yield b" " * 2**20
+
+    for method, path, _ in OPERATIONS:
+        if method in {"POST", "PUT"}:
+            answer = await tenants.send(method, path, {"content-type": "application/json"}, content=endless())
+            error_of(answer, 401, "missing_api_key")
+            assert answer.headers["www-authenticate"] == "Bearer"
+    assert num_read == 0
+    admin = await tenants.headers("operator", Scope.ADMIN)
+    headers = {**admin, "content-type": "application/json"}
+    answer = await tenants.send("POST", "/v1/admin/keys", headers, content=endless())
+    error_of(answer, 413, "body_too_large")
 
 
 async def test_no_operation_is_open_without_a_key(tenants: Tenants, error_of: ErrorCheck) -> None:
@@ -76,6 +105,22 @@ async def test_operations_within_a_request_have_scopes_too(tenants: Tenants, err
     error_of(await complete(plain, STEER), 403, "missing_scope")
     assert (await complete(steering, STEER)).status_code == 200
     error_of(await complete(steering, {"op": "trace", "code": "pass"}), 403, "missing_scope")
+
+
+def test_a_websocket_without_a_key_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(result_dir=tmp_path / "results", data_dir=tmp_path / "data", drain_timeout_s=0)
+    monkeypatch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(settings.data_dir))
+    assert main(["keys", "create", "--tenant", "acme"]) == 0
+    store = new_store(settings)
+    app = create_app(settings, FakeEngineClient(settings, store), store)
+    with (
+        TestClient(app, base_url="http://localhost") as client,
+        pytest.raises(WebSocketDenialResponse) as refused,
+        client.websocket_connect("/v1/jobs/none/events"),
+    ):
+        pass
+    assert refused.value.status_code == 401
+    assert refused.value.json()["error"]["code"] == "missing_api_key"
 
 
 async def test_code_of_keys_that_are_not_trusted_does_not_run(tenants: Tenants, error_of: ErrorCheck) -> None:
@@ -136,7 +181,9 @@ async def test_tenants_share_no_prefix_cache(tenants: Tenants, monkeypatch: pyte
         headers = await tenants.headers(tenant)
         for salt in ({}, {"cache_salt": "rival:"}):
             await tenants.send("POST", "/v1/completions", headers, json={"prompt": "a", **salt})
-    assert seen == ["acme:", "acme:rival:", "acme:", "acme:rival:", "rival:", "rival:rival:"]
+    ours, ours_salted, ours_again, ours_salted_again, *theirs = seen
+    assert (ours, ours_salted) == (ours_again, ours_salted_again)
+    assert len({ours, ours_salted, *theirs}) == 4
 
 
 async def test_keys_are_made_listed_replaced_and_ended_over_http(
@@ -152,6 +199,7 @@ async def test_keys_are_made_listed_replaced_and_ended_over_http(
         return (await tenants.send("GET", "/v1/models", {"authorization": f"bearer {text}"})).status_code
 
     assert await models(key["key"]) == 200
+    await tenants.server.context.keys.close()  # what is written down of its use is
     (listed,) = (await tenants.send("GET", "/v1/admin/keys", admin, params={"tenant": "acme"})).json()["data"]
     assert {**listed, "last_used_at": None} == {name: value for name, value in key.items() if name != "key"}
     assert listed["last_used_at"] >= listed["created_at"]

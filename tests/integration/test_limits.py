@@ -83,6 +83,26 @@ async def test_no_more_run_at_once_than_may_and_each_gives_its_place_back(
     assert not tenants.server.context.rates._running
 
 
+async def test_what_one_group_refuses_is_counted_by_none(tenants: Tenants) -> None:
+    admin = await tenants.headers("operator", Scope.ADMIN)
+    headers = await tenants.headers("acme", limits=Limits(requests_per_minute=10))
+    path = "/v1/admin/tenants/acme/limits"
+    await tenants.send("PUT", path, admin, json={"requests_per_minute": 1})
+    answers = [await tenants.send("GET", "/v1/models", headers) for _ in range(4)]
+    assert [one.status_code for one in answers] == [200, 429, 429, 429]
+    # Told is what is nearer.
+    assert answers[0].headers["x-ratelimit-remaining-requests"] == "0"
+    await tenants.send("PUT", path, admin, json={})
+    again = await tenants.send("GET", "/v1/models", headers)
+    assert again.headers["x-ratelimit-remaining-requests"] == "8"
+
+
+async def test_no_more_come_in_together_than_may(tenants: Tenants) -> None:
+    headers = await tenants.headers("acme", limits=Limits(requests_per_minute=5))
+    answers = await asyncio.gather(*[tenants.send("GET", "/v1/models", headers) for _ in range(20)])
+    assert sum(one.status_code == 200 for one in answers) == 5
+
+
 async def test_a_key_keeps_its_limits_when_it_is_replaced(tenants: Tenants) -> None:
     admin = await tenants.headers("operator", Scope.ADMIN)
     new = {"tenant": "acme", "limits": {"requests_per_minute": 7, "concurrency": 2}}

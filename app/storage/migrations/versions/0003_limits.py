@@ -18,12 +18,10 @@ _TABLES: Final = ("tenants", "keys")
 def upgrade() -> None:
     """Add a column to both tables; whoever is there already has no limits."""
     for table in _TABLES:
-        with op.batch_alter_table(table) as change:
-            change.add_column(sa.Column("limits", sa.JSON(), nullable=False, server_default="{}"))
+        op.add_column(table, sa.Column("limits", sa.JSON(), nullable=False, server_default="{}"))
 
 
 def downgrade() -> None:
     """Forget all limits."""
     for table in _TABLES:
-        with op.batch_alter_table(table) as change:
-            change.drop_column("limits")
+        op.drop_column(table, "limits")
