@@ -43,7 +43,7 @@ serve: install ## OpenAI-compatible server on 127.0.0.1:$(PORT); MODEL empty mea
 test: install ## Every test, those on the real engine included
 	$(PYTEST) $(TESTS)
 
-test-fast: install ## Tests without vLLM, under two minutes
+test-fast: install ## Tests without vLLM, in some minutes
 	$(PYTEST) -m "not e2e" $(TESTS)
 
 lint: install ## Format, ruff, mypy, layers
