@@ -45,9 +45,10 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
         return ended.exit_code
     except typer.Abort:
         return _ERROR
-    except (ApiError, DatabaseError, typer.TyperException) as error:
-        if str(error):  # without a command there is only the help, which was printed
-            Console(stderr=True).print(f"nnsight-engine: {error}", markup=False, soft_wrap=True)
+    except (ApiError, DatabaseError, ValidationError, typer.TyperException) as error:
+        message = _first(error) if isinstance(error, ValidationError) else str(error)
+        if message:  # without a command there is only the help, which was printed
+            Console(stderr=True).print(f"nnsight-engine: {message}", markup=False, soft_wrap=True)
         return _ERROR
     return int(status or 0)
 
@@ -81,19 +82,14 @@ def create(
     expires: Annotated[float | None, typer.Option(help="Days until it ends.")] = None,
 ) -> None:
     """Make a key, and print it: it is not shown again."""
-    try:
-        new = NewKey(
-            tenant=tenant,
-            scopes=tuple(Scope(scope.strip()) for scope in scopes.split(",")),
-            name=name,
-            tier=tier,
-            limits=_limits(limits),
-            expires_in_s=None if expires is None else expires * 86400,
-        )
-    except ValidationError as error:
-        raise _bad(error) from error
-    except ValueError as error:
-        raise typer.BadParameter(f"{error}; scopes are {', '.join(Scope)}") from error
+    new = NewKey(
+        tenant=tenant,
+        scopes=_scopes(scopes),
+        name=name,
+        tier=tier,
+        limits=_limits(limits),
+        expires_in_s=None if expires is None else expires * 86400,
+    )
     _show(asyncio.run(_on_keys(context.obj, lambda keys: keys.create(new))))
 
 
@@ -126,10 +122,7 @@ def limit(
     limits: Annotated[str, typer.Argument(help=_LIMITS_HELP)] = "",
 ) -> None:
     """Limit all keys of a tenant together; without limits, not any more."""
-    try:
-        wanted = _limits(limits)
-    except ValidationError as error:
-        raise _bad(error) from error
+    wanted = _limits(limits)
     changed = asyncio.run(_on_keys(context.obj, lambda keys: keys.limit(tenant, wanted)))
     typer.echo(f"All keys of {changed.name} together: {_said(changed.limits) or 'no limits'}.", err=True)
 
@@ -141,10 +134,7 @@ def rotate(
     grace: Annotated[float, typer.Option(help="Hours for which the old one still works.")] = 0.0,
 ) -> None:
     """Replace a key by another of the same rights, and print that."""
-    try:
-        rotation = Rotation(grace_s=grace * 3600)
-    except ValidationError as error:
-        raise _bad(error) from error
+    rotation = Rotation(grace_s=grace * 3600)
     _show(asyncio.run(_on_keys(context.obj, lambda keys: keys.rotate(key_id, rotation.grace_s))))
 
 
@@ -163,10 +153,16 @@ def _show(created: CreatedKey) -> None:
     typer.echo(created.key)
 
 
-def _bad(error: ValidationError) -> typer.BadParameter:
+def _first(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
-    why = first["msg"].removeprefix("Value error, ")
-    return typer.BadParameter(f"{first['loc'][-1]}: {why}, got {first['input']!r}")
+    return f"{first['loc'][-1]}: {first['msg']}, got {first['input']!r}"
+
+
+def _scopes(text: str) -> tuple[Scope, ...]:
+    try:
+        return tuple(Scope(scope.strip()) for scope in text.split(","))
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}; scopes are {', '.join(Scope)}") from error
 
 
 def _limits(text: str) -> Limits:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import hmac
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.auth.secrets import bearer
 from app.settings import Settings
 from nnsight_engine.remote_backend.messages import TraceHead
-
-_SCHEME = "bearer"
 
 
 def codecs_of(settings: Settings) -> list[str]:
@@ -41,9 +40,8 @@ def check_codec(head: TraceHead, authorization: str | None, settings: Settings) 
 
 
 def _holds_a_key(authorization: str | None, settings: Settings) -> bool:
-    scheme, _, key = (authorization or "").partition(" ")
-    given = key.strip().encode()
-    if scheme.lower() != _SCHEME or not given:
+    given = bearer(authorization).encode()
+    if not given:
         return False
     # All of them are compared, and each in constant time: how long it takes says nothing.
     found = [hmac.compare_digest(given, one.get_secret_value().encode()) for one in settings.cloudpickle_keys]

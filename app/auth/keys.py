@@ -19,12 +19,11 @@ from typing import Final
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import CreatedKey, Key, Limits, NewKey, Scope, Tenant, Tier
 from app.auth.principal import EVERYBODY, Principal
-from app.auth.secrets import Secret, hashed, matches, new_secret, parsed
+from app.auth.secrets import Secret, bearer, hashed, matches, new_secret, parsed
 from app.storage.keys import KeyStore, is_open
 
 logger = logging.getLogger(__name__)
 
-_SCHEME: Final = "bearer"
 _HOLDS_S: Final = 10.0
 _MAX_KNOWN: Final = 10_000
 _MAX_AT_ONCE: Final = 2
@@ -82,14 +81,14 @@ class Keys:
         """
         if not await self.are_required():
             return EVERYBODY
-        scheme, _, text = (authorization or "").partition(" ")
-        if scheme.lower() != _SCHEME or not text.strip():
+        text = bearer(authorization)
+        if not text:
             raise ApiError(
                 ErrorCode.NO_KEY,
                 "This server asks for a key: send it as `Authorization: Bearer nns_…`. Whoever runs it makes "
                 "one with `nnsight-engine keys create`.",
             )
-        known = await self._looked_up(text.strip())
+        known = await self._looked_up(text)
         if known.principal is None:
             raise ApiError(ErrorCode.INVALID_KEY, "The key of this request is not known here, or has ended.")
         return known.principal

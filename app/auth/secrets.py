@@ -15,6 +15,7 @@ from typing import Final
 from argon2 import PasswordHasher
 from argon2.exceptions import InvalidHashError, VerificationError
 
+_SCHEME: Final = "bearer"
 _ID_BYTES: Final = 8
 _SECRET_BYTES: Final = 32
 _FORM: Final = re.compile(r"nns_([0-9a-f]{16})_([0-9A-Za-z_-]{43})")
@@ -27,6 +28,12 @@ class Secret:
 
     id: str
     text: str
+
+
+def bearer(authorization: str | None) -> str:
+    """Return what an ``Authorization`` header bears, as a key or as anything; nothing if it bears none."""
+    scheme, _, text = (authorization or "").partition(" ")
+    return text.strip() if scheme.lower() == _SCHEME else ""
 
 
 def new_secret() -> Secret:
@@ -54,4 +61,4 @@ def matches(secret: Secret, kept: str) -> bool:
         return False
 
 
-__all__ = ["Secret", "hashed", "matches", "new_secret", "parsed"]
+__all__ = ["Secret", "bearer", "hashed", "matches", "new_secret", "parsed"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -100,6 +101,8 @@ def url(folder: Path, key: dict[str, str]) -> Iterator[str]:
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
+    while not server.started:
+        time.sleep(0.01)
     yield f"http://127.0.0.1:{sock.getsockname()[1]}"
     server.should_exit = True
     thread.join(30)
@@ -107,7 +110,6 @@ def url(folder: Path, key: dict[str, str]) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def document(url: str) -> Any:
-    schemathesis.openapi.from_url(f"{url}/openapi.json", wait_for_schema=10)  # the server is there
     said = httpx.get(f"{url}/openapi.json").json()
     for methods in said["paths"].values():
         for operation in methods.values():
