@@ -80,8 +80,8 @@ class Settings(BaseSettings):
     )
     allow_code: bool | None = Field(
         default=None,
-        description="Whether clients may send traces, which are code; unset, only while the server listens "
-        "on a loopback address.",
+        description="Whether clients may send traces, which are code; unset, those whose key says so, or, "
+        "without keys, those of this machine.",
     )
     max_trace_request_bytes: int = Field(
         default=GIB, ge=1024, description="Largest trace that a client may send, with its tensors."

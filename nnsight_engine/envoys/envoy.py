@@ -34,6 +34,7 @@ from nnsight_engine.tracing.tracer import SITES, Backend, Tracer, refuse_stateme
 
 EnvoyMap: TypeAlias = "type[Envoy] | Mapping[type[torch.nn.Module], type[Envoy]] | None"
 """Which class stands for a module: one for all, or by the module's class; None means ``Envoy``."""
+_ENVOYS_OWN = frozenset({"path", "interleaver", "interleaving", "interleave", "fake_value"})
 
 backwards.install()
 
@@ -493,9 +494,6 @@ class Envoy(CallValues, EnvoyTree, Batchable):
                 envoy._update(children.pop(name))
         for name, child in children.items():
             self._add_envoy(child, name)
-
-
-_ENVOYS_OWN = frozenset({"path", "interleaver", "interleaving", "interleave", "fake_value"})
 
 
 __all__ = ["Envoy", "EnvoyMap", "eproperty"]
