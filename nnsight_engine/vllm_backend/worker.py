@@ -13,6 +13,7 @@ from nnsight_engine.vllm_backend.handover import leave
 from nnsight_engine.vllm_backend.outline import OutlineEntry
 from nnsight_engine.vllm_backend.runner import InterventionRunnerMixin
 from nnsight_engine.vllm_backend.seeded_chunks import SeededChunksMixin
+from nnsight_engine.wire import encode_error
 
 _PlatformWorker: Any = platform_worker_class()
 
@@ -74,11 +75,18 @@ class InterventionWorker(_PlatformWorker):
             return None
         is_left = path is not None and leave(pieces, path)
         saved = None if is_left else b"".join(pieces)
-        return (saved, *self.model_runner.traces.telling.take_left(key))
+        return (saved, *self.model_runner.traces.take_left(key))
 
     def drop_trace(self, key: str) -> None:
         """Forget a trace that nobody will collect; called over vLLM's RPC."""
         self.model_runner.traces.drop(key)
+
+    def prepare_sandbox(self) -> tuple[bool, dict[str, Any] | None]:
+        """Begin to start sandboxes; returns whether there is one now, and why there cannot be; over vLLM's RPC."""
+        try:
+            return self.model_runner.traces.prepare_sandbox(), None
+        except Exception as error:
+            return False, encode_error(error)
 
     def adopt_names(self, data: bytes) -> dict[str, Any] | None:
         """Take over a client's names and classes; returns its error; called over vLLM's RPC."""

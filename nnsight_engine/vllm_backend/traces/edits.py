@@ -13,6 +13,8 @@ import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from nnsight_engine.core.saves import SAVES
 from nnsight_engine.interleaving.iteration import IteratorTracer
 from nnsight_engine.tracing.tracer import Info, compiled
@@ -98,6 +100,17 @@ class KeptEdits:
             label = f"the edit {chosen.name!r}"
             made.append(EditMediator(run, info, threads, seed=seed, label=label))
         return made
+
+    def filled_in(self, entry: TraceEntry) -> TraceEntry:
+        """Return a request that brings all edits it chose, those that are kept here too.
+
+        Raises:
+            UnknownEditError: One of them is not here.
+        """
+        if not entry.edits:
+            return entry
+        brought = [msgspec.structs.replace(chosen, data=self._chosen(chosen)) for chosen in entry.edits]
+        return msgspec.structs.replace(entry, edits=brought)
 
     def _chosen(self, chosen: EditEntry) -> bytes:
         data = chosen.data if chosen.data is not None else self._data.get(chosen.name)

@@ -25,6 +25,7 @@ from nnsight_engine.vllm_backend.traces.points_kernels import KernelProbes
 from nnsight_engine.vllm_backend.traces.points_unembedding import VocabularyEnvoy
 from nnsight_engine.vllm_backend.traces.points_worker import WorkerPoints
 from nnsight_engine.vllm_backend.traces.stages.elsewhere import (
+    EnvoyElsewhere,
     ModuleElsewhere,
     SpanningEnvoy,
     envoy_classes,
@@ -49,6 +50,7 @@ class WorkerModel(StandardNames):
         board: Board,
         elsewhere: Mapping[str, torch.nn.Module] = _NONE,
         names: Names | None = None,
+        calls: type[EnvoyElsewhere] | None = None,
     ) -> None:
         """Stand for the loaded model.
 
@@ -58,10 +60,13 @@ class WorkerModel(StandardNames):
             board: Where the model's calls meet the requests.
             elsewhere: What stands for modules of other pipeline stages, by their paths below the model.
             names: A client's own names and classes.
+            calls: Makes the calls of a model all of whose modules are elsewhere.
         """
         names = names or Names()
         envoys = _envoys(points)
-        own = envoys | envoy_classes(envoys, elsewhere) | _spanning(points, elsewhere)
+        own = envoys | envoy_classes(envoys, elsewhere.values()) | _spanning(points, elsewhere)
+        if calls is not None:
+            own |= envoy_classes(envoys, [points.model], calls)
         super().__init__(
             points.model,
             interleaver=board,  # type: ignore[arg-type] # stands for all of them
