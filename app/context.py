@@ -26,6 +26,7 @@ from app.services.traces import TraceService
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.results import ResultStore
+from app.vectors.service import VectorService
 
 _POLICY_VIOLATION: Final = 1008
 _RUN_AT_ONCE: Final = {"/v1/completions", "/v1/chat/completions", "/v1/traces"}
@@ -45,6 +46,7 @@ class Context:
     database: Database
     keys: Keys
     rates: Rates
+    vectors: VectorService
     processes: Sequence[TraceProcesses] = ()
 
 
