@@ -27,9 +27,10 @@ from app.settings import Settings
 from app.storage.database import Database
 from app.storage.results import ResultStore
 from app.vectors.service import VectorService
+from app.vectors.training import Trainer
 
 _POLICY_VIOLATION: Final = 1008
-_RUN_AT_ONCE: Final = {"/v1/completions", "/v1/chat/completions", "/v1/traces"}
+_RUN_AT_ONCE: Final = {"/v1/completions", "/v1/chat/completions", "/v1/traces", "/v1/vectors/train"}
 """What a limit on concurrency is of."""
 
 
@@ -47,6 +48,7 @@ class Context:
     keys: Keys
     rates: Rates
     vectors: VectorService
+    trainer: Trainer
     processes: Sequence[TraceProcesses] = ()
 
 
@@ -97,9 +99,11 @@ ANYBODY: Final = Security(_caller_of)
 """A route's dependency: a key of any scope, where the server has keys. The next ones ask for a scope."""
 COMPLETER: Final = Security(_caller_of, scopes=[Scope.COMPLETIONS])
 INTERVENER: Final = Security(_caller_of, scopes=[Scope.INTERVENTIONS])
+TRAINER: Final = Security(_caller_of, scopes=[Scope.INTERVENTIONS, Scope.COMPLETIONS])
 CODER: Final = Security(_caller_of, scopes=[Scope.CODE])
 ADMIN: Final = Security(_caller_of, scopes=[Scope.ADMIN])
 Completer = Annotated[Principal, COMPLETER]
 """A route's parameter: who calls. So are the next ones."""
 Intervener = Annotated[Principal, INTERVENER]
+Trains = Annotated[Principal, TRAINER]
 Coder = Annotated[Principal, CODER]

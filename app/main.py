@@ -41,6 +41,7 @@ from app.storage.database import Database
 from app.storage.keys import KeyStore
 from app.storage.results import ResultStore
 from app.vectors.service import VectorService
+from app.vectors.training import Trainer
 from nnsight_engine.local_engine.link import ProcessOptions
 
 _ROUTERS = (
@@ -102,6 +103,7 @@ def create_app(
         callers,
         rates,
         vector_service,
+        Trainer(settings, engine, vector_service),
         beside,
     )
     app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)

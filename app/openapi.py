@@ -82,13 +82,14 @@ def event_schema(data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-JOB_EVENTS: Final = event_schema(
-    {
-        "type": "string",
-        "contentMediaType": "application/json",
-        "contentSchema": {"$ref": _REF.format(model=JobEvent.__name__)},
-    }
-)
+def json_events(model: type[BaseModel]) -> dict[str, Any]:
+    """Return what one event of a stream is like whose data are a model's JSON."""
+    return event_schema(
+        {"type": "string", "contentMediaType": "application/json", "contentSchema": schema_of(model)}
+    )
+
+
+JOB_EVENTS: Final = json_events(JobEvent)
 
 GENERATION_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
     200: {

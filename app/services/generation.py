@@ -6,7 +6,6 @@ The body is parsed once. A request without ``interventions`` skips everything th
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
@@ -19,6 +18,7 @@ from app.auth.principal import Principal
 from app.body import BodyLimits, read_object
 from app.context import Context
 from app.engine.client import EngineReply, JsonObject
+from app.services.cache_salts import keep_apart
 from app.services.code_policy import check_code_allowed
 from app.services.disconnect import while_connected
 from app.services.streaming import ClosingStream, close_stream, events, first_event
@@ -76,16 +76,6 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
 def limits_of(settings: Settings) -> Limits:
     """Return the limits on a request's interventions."""
     return Limits(max_operations=settings.max_operations, max_tensor_bytes=settings.max_tensor_bytes)
-
-
-def keep_apart(body: JsonObject, caller: Principal) -> None:
-    """Let nobody learn from how long a prompt takes whether another tenant has sent it."""
-    if not caller.has_key:
-        return
-    salt = body.get("cache_salt")
-    if salt is None or (salt and isinstance(salt, str)):  # vLLM refuses the rest
-        # No tenant's name has a colon; vLLM takes no more than so many characters.
-        body["cache_salt"] = hashlib.sha256(f"{caller.tenant}:{salt or ''}".encode()).hexdigest()
 
 
 async def _start(call: Awaitable[EngineReply]) -> _Started:

@@ -231,7 +231,8 @@ async def test_a_tenant_sees_its_own_and_shared_ones(tenants: Tenants, error_of:
     server, client = tenants.server, tenants.server.client
     operator, acme, other = [
         await tenants.headers(name, *scopes)
-        for name, scopes in (("operator", ()), ("acme", (Scope.INTERVENTIONS,)), ("other", (Scope.INTERVENTIONS,)))
+        for name, scopes in (("operator", ()), ("acme", (Scope.INTERVENTIONS,)), ("other",
+        (Scope.INTERVENTIONS,)))
     ]  # fmt: skip
     own = await make(server, acme)
     shared = await make(server, operator, shared=True)

@@ -24,9 +24,9 @@ def as_safetensors(name: str = "layers.{}.output", dtype: Any = np.float32) -> b
     return safetensors.numpy.save({name.format(layer): row.astype(dtype) for layer, row in ROWS.items()})
 
 
-def as_npz(save: Callable[..., None] = np.savez, dtype: Any = np.float32, **more: Any) -> bytes:
+def as_npz(save: Callable[..., None] = np.savez, dtype: Any = np.float32, more: Any = None) -> bytes:
     file = io.BytesIO()
-    save(file, **{f"layers.{layer}": row.astype(dtype) for layer, row in ROWS.items()}, **more)
+    save(file, **{f"layers.{layer}": row.astype(dtype) for layer, row in ROWS.items()}, **(more or {}))
     return file.getvalue()
 
 
@@ -115,7 +115,7 @@ def pickled_zip() -> bytes:
 
 
 def bad_files(folder: Path) -> dict[str, tuple[str, bytes, int, str, str]]:
-    """Return what is refused: by case, the file's name and content, the status, the code, part of the message."""
+    """Return what is refused, by case: the file's name and content, status, code, part of the message."""
     good, zip_ = as_safetensors(), as_npz()
     control = as_gguf(folder)
     pickle = 415, "unsupported_vector_format", "runs its code"
@@ -133,13 +133,35 @@ def bad_files(folder: Path) -> dict[str, tuple[str, bytes, int, str, str]]:
         "a .bin file": ("pytorch_model.bin", good, *pickle),
         "a .pkl file": ("joy.pkl", b"x", *pickle),
         "a pickle by another name": ("joy.safetensors", b"\x80\x04\x95\x10\0\0\0", *pickle),
-        "what torch.save writes": ("joy.npz", pickled_zip(), 415, "unsupported_vector_format", "torch.save writes"),
-        "an array of objects": ("joy.npz", objects.getvalue(), 415, "unsupported_vector_format", "Python objects"),
+        "what torch.save writes": (
+            "joy.npz",
+            pickled_zip(),
+            415,
+            "unsupported_vector_format",
+            "torch.save writes",
+        ),
+        "an array of objects": (
+            "joy.npz",
+            objects.getvalue(),
+            415,
+            "unsupported_vector_format",
+            "Python objects",
+        ),
         "a .npy file": ("joy.npy", npy(f32, b"\0" * 32), 415, "unsupported_vector_format", "numpy.savez"),
         "nothing": ("joy", b"", 415, "unsupported_vector_format", "none of safetensors"),
-        "a picture": ("joy.png", b"\x89PNG\r\n\x1a\n", 415, "unsupported_vector_format", "none of safetensors"),
+        "a picture": (
+            "joy.png",
+            b"\x89PNG\r\n\x1a\n",
+            415,
+            "unsupported_vector_format",
+            "none of safetensors",
+        ),
         "a language model": (
-            "m.gguf", as_gguf(folder, architecture="llama"), 415, "unsupported_vector_format", "'llama'",
+            "m.gguf",
+            as_gguf(folder, architecture="llama"),
+            415,
+            "unsupported_vector_format",
+            "'llama'",
         ),
         "safetensors cut off": ("j", good[:-1], *broken, "broken"),
         "safetensors cut off in its header": ("j", good[:40], *broken, "claims"),
@@ -147,61 +169,113 @@ def bad_files(folder: Path) -> dict[str, tuple[str, bytes, int, str, str]]:
         "a header of a megabyte": ("j", safetensors_of(b"{" + b" " * 2**19), *broken, "claims"),
         "a header that is no JSON": ("j", safetensors_of("{]"), *broken, "broken"),
         "a header deeper than a stack": ("j", safetensors_of("{" + '"a":{' * 50000), *broken, "broken"),
-        "offsets beyond the end": ("j", safetensors_of(tensor.format("F32", [8], 32), b"\0" * 16), *broken, "broken"),
+        "offsets beyond the end": (
+            "j",
+            safetensors_of(tensor.format("F32", [8], 32), b"\0" * 16),
+            *broken,
+            "broken",
+        ),
         "a shape that overflows": (
-            "j", safetensors_of(tensor.format("F32", [2**62, 8], 32), b"\0" * 32), *broken, "broken",
+            "j",
+            safetensors_of(tensor.format("F32", [2**62, 8], 32), b"\0" * 32),
+            *broken,
+            "broken",
         ),
         "no tensor at all": ("j", safetensors_of("{}"), *broken, "at least one tensor"),
         "integers": (
-            "j", safetensors_of(tensor.format("I64", [8], 64), b"\0" * 64), 400, "wrong_dtype", "I64",
+            "j",
+            safetensors_of(tensor.format("I64", [8], 64), b"\0" * 64),
+            400,
+            "wrong_dtype",
+            "I64",
         ),
         "names without layers": ("j", as_safetensors("joy{}x"), *broken, "must say its layer"),
         "two tensors of one layer": (
-            "j", safetensors.numpy.save({"1": ROWS[1], "layers.1": ROWS[1]}), *broken, "two tensors are of",
+            "j",
+            safetensors.numpy.save({"1": ROWS[1], "layers.1": ROWS[1]}),
+            *broken,
+            "two tensors are of",
         ),
         "two kinds of points": (
-            "j", safetensors.numpy.save({"layers.1.output": ROWS[1], "layers.2.input": ROWS[2]}), 400,
-            "vector_mismatch", "layers.*.input",
+            "j",
+            safetensors.numpy.save({"layers.1.output": ROWS[1], "layers.2.input": ROWS[2]}),
+            400,
+            "vector_mismatch",
+            "layers.*.input",
         ),
         "a point that is none": (
-            "j", safetensors.numpy.save({"layers.1.mood": ROWS[1]}), 400, "unknown_point", "layers.*.output",
+            "j",
+            safetensors.numpy.save({"layers.1.mood": ROWS[1]}),
+            400,
+            "unknown_point",
+            "layers.*.output",
         ),
-        "a layer too many": ("j", as_npz(**{"layers.4": ROWS[1]}), 400, "unknown_layer", "-4 and 3"),
+        "a layer too many": ("j", as_npz(more={"layers.4": ROWS[1]}), 400, "unknown_layer", "-4 and 3"),
         "another model's width": (
-            "j", safetensors.numpy.save({"1": np.zeros(9, np.float32)}), 400, "wrong_width", "must have 8 numbers",
+            "j",
+            safetensors.numpy.save({"1": np.zeros(9, np.float32)}),
+            400,
+            "wrong_width",
+            "must have 8 numbers",
         ),
         "a scalar": ("j", safetensors_of(tensor.format("F32", [], 4), b"\0" * 4), 400, "wrong_width", "[]"),
         "no number": ("j", safetensors.numpy.save({"1": nan}), 400, "not_finite", "layers.1.output"),
         "more than float32 has": (
-            "j", safetensors.numpy.save({"1": np.full(WIDTH, 1e39)}), 400, "not_finite", "layers.1.output",
+            "j",
+            safetensors.numpy.save({"1": np.full(WIDTH, 1e39)}),
+            400,
+            "not_finite",
+            "layers.1.output",
         ),
         "a zip file cut off": ("j.npz", zip_[:-30], *broken, ""),
         "a zip file without its end": ("j.npz", zip_[: len(zip_) // 2], *broken, "end is missing"),
         "a zip bomb": ("j.npz", zipped(("1.npy", b"\0" * (65 * 2**20))), 400, "tensor_too_large", "claim"),
         "a zip file that lies": (
-            "j.npz", zip_.replace(struct.pack("<I", 160), struct.pack("<I", 90)), *broken, "",
+            "j.npz",
+            zip_.replace(struct.pack("<I", 160), struct.pack("<I", 90)),
+            *broken,
+            "",
         ),
         "other files in it": ("j.npz", zipped(("readme.txt", b"hello")), *broken, "readme.txt"),
         "a method that unpacks without end": (
-            "j.npz", zipped(("1.npy", npy(f32, b"\0" * 32)), method=zipfile.ZIP_BZIP2), *broken, "savez",
+            "j.npz",
+            zipped(("1.npy", npy(f32, b"\0" * 32)), method=zipfile.ZIP_BZIP2),
+            *broken,
+            "savez",
         ),
         "one name twice": ("j.npz", twice(npy(f32, b"\0" * 32)), *broken, "different names"),
         "more arrays than a vector has": (
-            "j.npz", zipped(*((f"{n}.npy", b"") for n in range(9000)), method=zipfile.ZIP_STORED), *broken, "at most",
+            "j.npz",
+            zipped(*((f"{n}.npy", b"") for n in range(9000)), method=zipfile.ZIP_STORED),
+            *broken,
+            "at most",
         ),
         "an array that is none": ("j.npz", zipped(("1.npy", b"hello, world")), *broken, "broken"),
         "an array larger than its data": (
-            "j.npz", zipped(("1.npy", npy(f32.replace("8,", f"{2**61},"), b"\0" * 32))), *broken, "claims",
+            "j.npz",
+            zipped(("1.npy", npy(f32.replace("8,", f"{2**61},"), b"\0" * 32))),
+            *broken,
+            "claims",
         ),
         "an array of negative size": (
-            "j.npz", zipped(("1.npy", npy(f32.replace("8,", "-8, -1,"), b"\0" * 32))), *broken, "claims",
+            "j.npz",
+            zipped(("1.npy", npy(f32.replace("8,", "-8, -1,"), b"\0" * 32))),
+            *broken,
+            "claims",
         ),
         "an array whose header computes": (
-            "j.npz", zipped(("1.npy", npy("__import__('os').abort()"))), *broken, "broken",
+            "j.npz",
+            zipped(("1.npy", npy("__import__('os').abort()"))),
+            *broken,
+            "broken",
         ),
         "an array of integers": ("j.npz", as_npz(dtype=np.int32), 400, "wrong_dtype", "int32"),
         "an array of records": (
-            "j.npz", zipped(("1.npy", npy(f32.replace("'<f4'", "[('a', '<f4')]"), b"\0" * 32))), 400, "wrong_dtype", "",
+            "j.npz",
+            zipped(("1.npy", npy(f32.replace("'<f4'", "[('a', '<f4')]"), b"\0" * 32))),
+            400,
+            "wrong_dtype",
+            "",
         ),
         "a control vector cut off": ("j.gguf", control[:-1], *broken, "beyond the file's end"),
         "a control vector cut off early": ("j.gguf", control[:60], *broken, "cut off"),
@@ -209,18 +283,35 @@ def bad_files(folder: Path) -> dict[str, tuple[str, bytes, int, str, str]]:
         "big-endian": ("j.gguf", gguf_of(version=0x03000000), *broken, "little-endian"),
         "fields without end": ("j.gguf", gguf_of(num_fields=2**40), *broken, "at most"),
         "tensors without end": ("j.gguf", gguf_of(num_tensors=2**63), *broken, "at most"),
-        "arrays of arrays": ("j.gguf", gguf_of(fields=nested_array, num_fields=1), *broken, "arrays of arrays"),
+        "arrays of arrays": (
+            "j.gguf",
+            gguf_of(fields=nested_array, num_fields=1),
+            *broken,
+            "arrays of arrays",
+        ),
         "an array without end": ("j.gguf", gguf_of(fields=endless, num_fields=1), *broken, "cut off"),
         "a direction without end": ("j.gguf", gguf_of(("direction.1", (2**60,), 0, 0)), *broken, "claim"),
         "directions on one another": (
-            "j.gguf", gguf_of(*((f"direction.{n}", (8,), 0, 0) for n in range(1, 200))), *broken, "claim",
+            "j.gguf",
+            gguf_of(*((f"direction.{n}", (8,), 0, 0) for n in range(1, 200))),
+            *broken,
+            "claim",
         ),
         "a direction twice": (
-            "j.gguf", gguf_of(("direction.1", (8,), 0, 0), ("direction.1", (8,), 0, 32)), *broken, "different",
+            "j.gguf",
+            gguf_of(("direction.1", (8,), 0, 0), ("direction.1", (8,), 0, 32)),
+            *broken,
+            "different",
         ),
         "a direction elsewhere": ("j.gguf", gguf_of(("direction.1", (8,), 0, 2**62)), *broken, "beyond"),
         "layer zero": ("j.gguf", gguf_of(("direction.0", (8,), 0, 0)), *broken, "direction.1"),
-        "a quantized direction": ("j.gguf", gguf_of(("direction.1", (8,), 2, 0)), 400, "wrong_dtype", "type 2"),
+        "a quantized direction": (
+            "j.gguf",
+            gguf_of(("direction.1", (8,), 2, 0)),
+            400,
+            "wrong_dtype",
+            "type 2",
+        ),
         "broken JSON": ("j.json", b'{"1": [0.5', *broken, "no JSON"),
         "JSON of words": ("j.json", as_json(**{"1": ["0.5"] * 8}), *broken, "lists of numbers"),
         "JSON without numbers": ("j.json", b'{"1": [NaN, 0, 0, 0, 0, 0, 0, 0]}', 400, "not_finite", ""),
@@ -228,7 +319,7 @@ def bad_files(folder: Path) -> dict[str, tuple[str, bytes, int, str, str]]:
         "JSON deeper than a stack": ("j.json", b'{"1":' + b"[" * 100000, 400, "json_too_deep", ""),
         "JSON with more digits than numbers have": ("j.json", b'{"1": [' + b"9" * 5000 + b"]}", *broken, ""),
         "more than a model has": ("j", b"\0" * (2**20 + 4096), 413, "body_too_large", ""),
-    }  # fmt: skip
+    }
 
 
 def twice(content: bytes) -> bytes:
