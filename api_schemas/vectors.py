@@ -84,7 +84,7 @@ class TrainingRequest(Strict):
         positive: Prompts of what the vector is to lead towards.
         negative: Prompts of what it is to lead away from; of ``pca`` as many, in the same order.
         layers: Layers after which to read the residual stream; each gets a row.
-        position: Which position of each prompt is read; ``mean``: the mean of all.
+        position: Which position of each prompt is read; ``mean``: the mean of all but the first.
         holdout: The part of the prompts of each side that is kept back, to score the layers with.
         seed: Decides which prompts are kept back.
         shared: Whether every tenant may use it; for keys with the scope ``admin``.

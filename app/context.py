@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Final
-from urllib.parse import urlsplit
 
 from fastapi import Depends, Security, WebSocketException
 from fastapi.openapi.models import HTTPBearer as BearerModel
@@ -20,7 +19,7 @@ from app.auth.principal import Principal
 from app.engine.client import EngineClient
 from app.engine.trace_processes import TraceProcesses
 from app.lifecycle import Lifecycle
-from app.services.code_policy import check_name
+from app.services.code_policy import check_name, is_from_elsewhere
 from app.services.jobs import JobService
 from app.services.traces import TraceService
 from app.settings import Settings
@@ -88,8 +87,7 @@ async def _caller_of(
 
 def _check_origin(connection: HTTPConnection) -> None:
     """Refuse pages of other places, which browsers let open WebSockets to anywhere."""
-    origin = connection.headers.get("origin")
-    if origin is not None and urlsplit(origin).hostname != connection.url.hostname:
+    if is_from_elsewhere(connection):
         raise WebSocketException(_POLICY_VIOLATION, "pages of other places may not listen to jobs")
 
 

@@ -8,6 +8,7 @@ changes, and its number is never given again.
 from __future__ import annotations
 
 import dataclasses
+import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
 from api_schemas.vectors import Training, Vector
 from app.storage.database import Database
 from app.storage.tables import VectorNameRow, VectorRow
@@ -25,6 +27,7 @@ from app.vectors.rows import VectorRows, kind_of
 
 _ID_BYTES: Final = 12
 _ID_PREFIX: Final = "vec_"
+_ID: Final = re.compile(rf"{_ID_PREFIX}[0-9a-f]{{{2 * _ID_BYTES}}}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -243,13 +246,12 @@ def _seen_by(tenant: str) -> ColumnElement[bool]:
 
 
 def _row(session: Session, vector_id: str, tenant: str, param: str | None = None) -> VectorRow:
-    row = session.scalars(select(VectorRow).where(VectorRow.id == vector_id, _seen_by(tenant))).first()
+    wanted = select(VectorRow).where(VectorRow.id == vector_id, _seen_by(tenant))
+    # What no id looks like, a database may refuse to look for.
+    row = session.scalars(wanted).first() if _ID.fullmatch(vector_id) else None
     if row is None:
-        raise ApiError(
-            ErrorCode.VECTOR_NOT_FOUND,
-            f"There is no vector {vector_id!r}; GET /v1/vectors lists them.",
-            param,
-        )
+        message = f"There is no vector {clip(vector_id)!r}; GET /v1/vectors lists them."
+        raise ApiError(ErrorCode.VECTOR_NOT_FOUND, message, param)
     return row
 
 

@@ -21,7 +21,7 @@ Indices = npt.NDArray[np.int64]
 _LEAST: Final = 1e-9
 """A row shorter than this part of the values' own length is none."""
 _PENALTY: Final = 0.01
-"""Of the logistic probe's weights squared, per sample, on values scaled to length one."""
+"""Of the logistic probe's weights squared, per sample; the values have variance one, all dimensions summed."""
 _MAX_STEPS: Final = 100
 _MAX_HALVINGS: Final = 30
 _TOLERANCE: Final = 1e-9
@@ -58,19 +58,21 @@ class Fitted:
         return float(np.linalg.norm(self.row.astype(np.float64)))
 
 
-def split(num_positive: int, num_negative: int, *, holdout: float, seed: int, paired: bool) -> Split:
+def split(num_positive: int, num_negative: int, *, holdout: float, seed: int) -> Split:
     """Return a split that keeps back at least one sample of each side, and trains on at least one.
+
+    Sides of as many samples are taken for pairs, which stay together: what a pair is about would else be on
+    one side of what is trained on, and be learned instead.
 
     Args:
         num_positive: Samples of one side, two or more.
         num_negative: Samples of the other.
         holdout: The part that is kept back, at most a half.
         seed: Decides which.
-        paired: Whether the sides' samples belong together, one by one.
     """
     random = np.random.default_rng(seed)
     positive = random.permutation(num_positive)
-    negative = positive if paired else random.permutation(num_negative)
+    negative = positive if num_positive == num_negative else random.permutation(num_negative)
 
     def num_held(count: int) -> int:
         return min(max(1, round(holdout * count)), count - 1)
@@ -139,12 +141,12 @@ def _logistic(positive: Floats, negative: Floats) -> tuple[Floats, float]:
     """
     samples = np.concatenate((positive, negative))
     labels = np.concatenate((np.ones(len(positive)), np.zeros(len(negative))))
-    centre = samples.mean(axis=0)
-    centred = samples - centre
-    scale = float(np.sqrt(np.square(centred).sum(axis=1).mean()))
-    kernel = centred @ centred.T / scale**2
-    combination, offset = _newton(kernel, labels, _PENALTY * len(labels))
-    weights = centred.T @ combination / scale**2
+    centre, deviation = samples.mean(axis=0), samples.std(axis=0)
+    # A dimension that hardly varies says nothing; one that varies a hundred times as much says no more.
+    scale = np.maximum(deviation, _LEAST * deviation.max()) * np.sqrt(samples.shape[1])
+    scaled = (samples - centre) / scale
+    combination, offset = _newton(scaled @ scaled.T, labels, _PENALTY * len(labels))
+    weights = scaled.T @ combination / scale
     return weights, offset - float(weights @ centre)
 
 

@@ -17,6 +17,7 @@ from api_schemas.interventions import FIELD, Intervention
 from api_schemas.keys import Scope
 from api_schemas.vectors import Training, Vector, VectorList
 from app.auth.principal import Principal
+from app.body import BodyLimits
 from app.engine.client import EngineClient
 from app.settings import Settings
 from app.storage.database import Database
@@ -53,7 +54,8 @@ class VectorService:
         Raises:
             ApiError: Whatever is wrong with it; nothing is kept then.
         """
-        upload = await read_upload(request, self.shape, self._settings.max_json_depth)
+        limits = BodyLimits(self._settings.max_body_bytes, self._settings.max_json_depth)
+        upload = await read_upload(request, self.shape, limits)
         return await self.keep(
             upload.rows,
             caller,

@@ -38,6 +38,8 @@ _ALL_LAYERS: Final = "all"
 _RESULT: Final = "rows"
 _ITEM_BYTES: Final = 4
 _OK: Final = 200
+_BUT_THE_FIRST: Final = Where(phase="prompt", range=(1, None))
+"""At the first position models keep numbers that dwarf all others: a mean with them tells the length."""
 _SIDES: Final = ("positive", "negative")
 
 Tell = Callable[[TrainingEvent], None]
@@ -83,7 +85,6 @@ class Trainer:
                 len(negative),
                 holdout=wanted.holdout,
                 seed=wanted.seed,
-                paired=wanted.method == "pca",
             )
             fitted: dict[int, Fitted] = {}
             for index, layer in enumerate(layers):
@@ -206,7 +207,7 @@ class _Reader:
 
     def _call(self, prompt: Prompt) -> Coroutine[Any, Any, EngineReply]:
         position = self._wanted.position
-        where = Where(phase="prompt") if position == "mean" else Where(positions=[position])
+        where = _BUT_THE_FIRST if position == "mean" else Where(positions=[position])
         reduce = "mean" if position == "mean" else "last"
         capture = Capture(at=self._points, where=where, reduce=reduce, dtype="float32", name=_RESULT)
         body: JsonObject = {"model": self._engine.served().names[0], "max_tokens": 1, "temperature": 0}

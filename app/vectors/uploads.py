@@ -25,6 +25,7 @@ from api_schemas.tensors import TensorInput, VectorName
 from api_schemas.vectors import NewVector
 from app.body import BodyLimits, check_media_type, read_bytes, read_object
 from app.errors import validated
+from app.services.code_policy import is_from_elsewhere
 from app.vectors.files import PARAM, SLACK_BYTES, Format, read_file
 from app.vectors.rows import ModelShape, VectorRows, rows_of
 from nnsight_engine.core.dtypes import floats_from_bytes
@@ -58,8 +59,13 @@ class Upload:
     rows: VectorRows
 
 
-async def read_upload(request: Request, shape: ModelShape, max_depth: int) -> Upload:
+async def read_upload(request: Request, shape: ModelShape, limits: BodyLimits) -> Upload:
     """Read the body of ``POST /v1/vectors``.
+
+    Args:
+        request: The request.
+        shape: What the vector must fit; a body has no more than its largest takes.
+        limits: What any body may be.
 
     Raises:
         ApiError: Whatever is wrong with it.
@@ -67,13 +73,16 @@ async def read_upload(request: Request, shape: ModelShape, max_depth: int) -> Up
     """
     media_type = request.headers.get("content-type", "").split(";", maxsplit=1)[0].strip().lower()
     if media_type == FORM_TYPE:
-        limit = shape.max_numbers * _WIDEST_ITEM_BYTES + SLACK_BYTES
+        if is_from_elsewhere(request):
+            # The one body of ours that browsers send to anywhere without asking the server first.
+            raise _wrong("A form of a page of another place is not taken.")
+        limit = min(shape.max_numbers * _WIDEST_ITEM_BYTES + SLACK_BYTES, limits.max_bytes)
         body = await read_bytes(request, limit)
         content_type = request.headers["content-type"]
         return await asyncio.to_thread(_read_form, bytes(body), content_type, shape)
     check_media_type(request, "application/json")
-    limit = shape.max_numbers * _JSON_ITEM_BYTES + SLACK_BYTES
-    value = await read_object(request, BodyLimits(limit, max_depth))
+    limit = min(shape.max_numbers * _JSON_ITEM_BYTES + SLACK_BYTES, limits.max_bytes)
+    value = await read_object(request, BodyLimits(limit, limits.max_depth))
     return await asyncio.to_thread(_read_numbers, value, shape)
 
 

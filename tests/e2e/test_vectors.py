@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,7 +55,7 @@ def trained(client: httpx.Client) -> dict[str, dict[str, Any]]:
 
 
 def train(client: httpx.Client, **more: object) -> dict[str, Any]:
-    body = {"positive": CHEERFUL, "negative": GLOOMY, "position": "mean", **more}
+    body = {"positive": CHEERFUL, "negative": GLOOMY, **more}
     answer = client.post("/v1/vectors/train", json=body)
     assert answer.status_code == 201, answer.text
     made: dict[str, Any] = answer.json()
@@ -102,7 +103,7 @@ def test_the_sweep_finds_a_layer_that_beats_chance(trained: dict[str, dict[str, 
 def test_names_steer_where_they_should(client: httpx.Client, trained: dict[str, dict[str, Any]]) -> None:
     plain = cheer(client)
     for vector in trained.values():
-        # Well above the last layers, where what is added still has something to act on.
+        # In the middle, where what is added has layers to act on.
         steer = {
             "op": "steer",
             "at": "layers.12.output",
@@ -110,7 +111,8 @@ def test_names_steer_where_they_should(client: httpx.Client, trained: dict[str, 
             "mode": "norm_match",
         }
         more, less = [cheer(client, {**steer, "scale": scale}) for scale in (0.15, -0.15)]
-        assert less < plain < more, (vector["name"], less, plain, more)
+        assert less < plain - 1, (vector["name"], less, plain)
+        assert plain + 1 < more, (vector["name"], plain, more)
 
 
 def test_a_name_is_exactly_its_numbers(client: httpx.Client, trained: dict[str, dict[str, Any]]) -> None:
@@ -118,7 +120,7 @@ def test_a_name_is_exactly_its_numbers(client: httpx.Client, trained: dict[str, 
     rows = safetensors.numpy.load(client.get(f"/v1/vectors/{vector['id']}/content").content)
     points = ["layers.10.output", "layers.11.output", "layers.12.output"]
     numbers = [rows[point].tolist() for point in points]
-    steer = {"op": "steer", "at": "layers.10:13.output", "scale": 0.5}
+    steer = {"op": "steer", "at": "layers.10:13.output", "scale": -0.5}
     probe = {"op": "probe", "at": points, "name": "along"}
     answers = [
         complete(client, {**steer, "vector": given}, {**probe, "weights": given})
@@ -134,7 +136,12 @@ def test_a_name_is_exactly_its_numbers(client: httpx.Client, trained: dict[str, 
     assert by_name["text"] != complete(client)["text"]
     used = {"name": "mean-difference", "version": 1, "id": vector["id"]}
     assert [one.get("vector") for one in by_name["interventions"]["applied"]] == [used, used]
-    everywhere = {"op": "steer", "at": "layers.*.output", "vector": {"name": "mean-difference"}, "scale": 0.1}
+    everywhere = {
+        "op": "steer",
+        "at": "layers.*.output",
+        "vector": {"name": "mean-difference"},
+        "scale": -0.1,
+    }
     assert complete(client, everywhere)["text"] != complete(client)["text"]
 
 
@@ -150,7 +157,7 @@ def test_a_training_is_repeatable_and_streams(
     for point, row in contents[0].items():
         # The engine's own numbers depend a little on what shares a step.
         np.testing.assert_allclose(contents[1][point], row, rtol=0.05, atol=0.02 * np.abs(row).max())
-    body = {"name": "chat", "layers": "10:14", "stream": True}
+    body = {"name": "chat", "layers": "10:14", "position": "mean", "stream": True}
     sides = {
         side: [[{"role": "user", "content": text}] for text in texts]
         for side, texts in (("positive", CHEERFUL), ("negative", GLOOMY))
@@ -160,6 +167,21 @@ def test_a_training_is_repeatable_and_streams(
     assert text.count('"stage":"fit"') == 4
     assert '"best_layer"' in text
     assert text.endswith("data: [DONE]\n\n")
+
+
+def test_whoever_leaves_ends_the_training(client: httpx.Client) -> None:
+    many = {
+        side: [f"{word} {n}" for n in range(200)] for side, word in (("positive", "yes"), ("negative", "no"))
+    }
+    body = {"name": "left", "stream": True, **many}
+    with client.stream("POST", "/v1/vectors/train", json=body) as answer:
+        assert '"capture"' in next(answer.iter_lines())
+    end = time.monotonic() + 10
+    while client.get("/v1/status").json()["in_flight"]:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert client.get("/v1/vectors", params={"name": "left"}).json()["data"] == []
+    assert complete(client, max_tokens=2)["text"]
 
 
 def test_what_vllm_refuses_is_said_of_the_prompt(client: httpx.Client) -> None:
