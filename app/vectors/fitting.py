@@ -21,7 +21,7 @@ Indices = npt.NDArray[np.int64]
 _LEAST: Final = 1e-9
 """A row shorter than this part of the values' own length is none."""
 _PENALTY: Final = 0.01
-"""Of the logistic probe's weights squared, per sample; the values have variance one, all dimensions summed."""
+"""Of the logistic probe's weights squared, per sample; all dimensions together have variance one."""
 _MAX_STEPS: Final = 100
 _MAX_HALVINGS: Final = 30
 _TOLERANCE: Final = 1e-9

@@ -170,10 +170,8 @@ def test_a_training_is_repeatable_and_streams(
 
 
 def test_whoever_leaves_ends_the_training(client: httpx.Client) -> None:
-    many = {
-        side: [f"{word} {n}" for n in range(200)] for side, word in (("positive", "yes"), ("negative", "no"))
-    }
-    body = {"name": "left", "stream": True, **many}
+    yes, no = [[f"{word} {n}" for n in range(200)] for word in ("yes", "no")]
+    body = {"name": "left", "stream": True, "positive": yes, "negative": no}
     with client.stream("POST", "/v1/vectors/train", json=body) as answer:
         assert '"capture"' in next(answer.iter_lines())
     end = time.monotonic() + 10
