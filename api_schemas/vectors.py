@@ -246,5 +246,6 @@ __all__ = [
     "TrainingRequest",
     "Vector",
     "VectorList",
+    "VectorNameText",
     "VectorUpload",
 ]

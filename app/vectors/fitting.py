@@ -1,8 +1,7 @@
 """One layer's row from values of contrasting prompts, and how well it tells those that were kept back.
 
 Everything is computed in float64, from fewer samples than dimensions as a rule, so what has to be solved is
-of
-the samples' size. The same values give the same row. Raises ``NothingToLearnError`` where the values say
+of the samples' size. The same values give the same row. Raises ``NothingToLearnError`` where the values say
 nothing; ``training`` turns it into the request's error.
 """
 

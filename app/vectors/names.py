@@ -130,8 +130,8 @@ class NameResolver:
             if vector is None or data is None:
                 raise ApiError(
                     ErrorCode.UNKNOWN_VECTOR,
-                    f"There is no vector {clip(text)!r}; GET /v1/vectors lists them, POST /v1/vectors makes "
-                    "one.",
+                    f"There is no vector {clip(text)!r}; GET /v1/vectors lists them, POST /v1/vectors "
+                    "makes one.",
                     param,
                 )
             self._check_model(vector, param)

@@ -1,8 +1,7 @@
 """The vectors of one server: kept, told of, and put in the place of their names.
 
 ``create_app`` makes the one service; the routes below ``/v1/vectors`` and every request whose operations
-name a
-vector are its callers.
+name a vector are its callers.
 """
 
 from __future__ import annotations

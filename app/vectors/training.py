@@ -1,5 +1,4 @@
-"""Training vectors from contrasting prompts: the engine's own captures, one row for each layer, and its
-score.
+"""Training vectors from contrasting prompts: the engine's own captures, a row for each layer, and its score.
 
 Each prompt is one request with a capture of every layer, a few of them at once, so that a training is a small
 part of the engine's batch. Rows are fitted in a thread, layer by layer. One training runs at a time; whoever

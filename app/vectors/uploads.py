@@ -1,5 +1,4 @@
-"""What ``POST /v1/vectors`` is sent: numbers in JSON, or a file in a form, as browsers and OpenAI's clients
-do.
+"""What ``POST /v1/vectors`` is sent: numbers in JSON, or a file in a form, as OpenAI's clients send files.
 
 A body is read no further than the model's largest vector takes, and taken apart in a thread. Nothing is kept
 here: a body that is not right in every part makes no vector.
@@ -10,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy.typing as npt
 from python_multipart.exceptions import FormParserError
@@ -20,9 +18,10 @@ from starlette.requests import Request
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
+from api_schemas.fields import Strict
 from api_schemas.limits import Limits
 from api_schemas.tensors import TensorInput, VectorName
-from api_schemas.vectors import NewVector
+from api_schemas.vectors import NewVector, VectorNameText
 from app.body import BodyLimits, check_media_type, read_bytes, read_object
 from app.errors import validated
 from app.services.code_policy import is_from_elsewhere
@@ -36,8 +35,14 @@ FORM_TYPE: Final = "multipart/form-data"
 _WIDEST_ITEM_BYTES: Final = 8
 _JSON_ITEM_BYTES: Final = 32
 _MAX_FIELD_BYTES: Final = 64 * 1024
-_FIELDS: Final = frozenset({"name", "at", "shared"})
-_WORDS: Final = {"true": True, "false": False, "1": True, "0": False}
+
+
+class _Form(Strict):
+    """What stands in a form beside its file."""
+
+    name: VectorNameText
+    at: str | None = None
+    shared: Literal["true", "false"] = "false"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,13 +112,11 @@ def _array(value: TensorInput | None, param: str) -> npt.NDArray[Any]:
 def _read_form(body: bytes, content_type: str, shape: ModelShape) -> Upload:
     fields, file = _parts(body, content_type)
     name, content = file
-    given: dict[str, Any] = {"vectors": {"0": [0.0]}, **fields}
-    at = _points(given.pop("at", None))
-    given["shared"] = _flag(given.get("shared", "false"))
-    new = validated(NewVector, given)  # which checks the name, and whatever else a form has
+    form = validated(_Form, fields)
+    at = None if not form.at else [part.strip() for part in form.at.split(",")]
     format_, tensors = read_file(content, name)
     rows = rows_of(tensors, at, shape, PARAM)
-    return Upload(new.name, new.shared, format_, hashlib.sha256(content).hexdigest(), rows)
+    return Upload(form.name, form.shared == "true", format_, hashlib.sha256(content).hexdigest(), rows)
 
 
 def _parts(body: bytes, content_type: str) -> tuple[dict[str, str], tuple[str, bytes]]:
@@ -123,7 +126,7 @@ def _parts(body: bytes, content_type: str) -> tuple[dict[str, str], tuple[str, b
 
     def on_field(field: Field) -> None:
         name = (field.field_name or b"").decode("utf-8", "replace")
-        if name not in _FIELDS or name in fields:
+        if name not in _Form.model_fields or name in fields:
             raise _wrong(
                 f"A vector's form has the fields file, name, at and shared, each once; got {clip(name)!r}."
             )
@@ -137,7 +140,7 @@ def _parts(body: bytes, content_type: str) -> tuple[dict[str, str], tuple[str, b
 
     config = {
         "MAX_MEMORY_FILE_SIZE": len(body) + 1,
-        "MAX_FIELDS": len(_FIELDS),
+        "MAX_Form.model_fields": len(_Form.model_fields),
         "MAX_FIELD_SIZE": _MAX_FIELD_BYTES,
     }
     try:
@@ -151,17 +154,6 @@ def _parts(body: bytes, content_type: str) -> tuple[dict[str, str], tuple[str, b
     if not files:
         raise _wrong("A vector's form needs a file, in the field `file`, and its `name`.")
     return fields, files[0]
-
-
-def _points(text: str | None) -> Sequence[str] | None:
-    return None if not text else [part.strip() for part in text.split(",")]
-
-
-def _flag(text: str) -> bool:
-    found = _WORDS.get(text.lower())
-    if found is None:
-        raise ApiError(ErrorCode.INVALID_VALUE, f"`shared` is true or false, got {clip(text)!r}.", "shared")
-    return found
 
 
 def _wrong(message: str) -> ApiError:

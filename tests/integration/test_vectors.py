@@ -196,7 +196,7 @@ async def test_bad_bodies_are_refused(server: Server, error_of: ErrorCheck) -> N
 async def test_bad_forms_are_refused(server: Server, error_of: ErrorCheck) -> None:
     good = as_safetensors()
     error_of(await upload(server, good, name="J"), 422, "invalid_shape")
-    error_of(await upload(server, good, shared="maybe"), 400, "invalid_value")
+    error_of(await upload(server, good, shared="maybe"), 422, "invalid_shape")
     error_of(await upload(server, good, vectors="x"), 400, "bad_request")
     error_of(await upload(server, good, at="layers.1.output"), 400, "invalid_vector_file")
     form = {"content-type": "multipart/form-data; boundary=x"}
