@@ -1,8 +1,8 @@
 """GGUF control vectors, as llama.cpp and repeng write them: ``direction.N`` is what is added behind layer N.
 
-The package ``gguf`` reads files that one has chosen oneself: it maps them from disk, and makes as many
-objects as a header claims. This reader takes bytes, steps over what it does not need, and every step is checked
-against what is there. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3.
+The package ``gguf`` reads files that one has chosen oneself: it maps them from disk and makes as many objects
+as a header claims. This reader takes bytes, steps over what it does not need, and checks every step against
+what is there. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3.
 """
 
 from __future__ import annotations
