@@ -42,7 +42,7 @@ class Limits(BaseModel):
 
     Attributes:
         requests_per_minute: Requests of any kind.
-        concurrency: Completions, chats and traces that run at once; jobs are none of them.
+        concurrency: Completions, chats, traces and trainings that run at once; jobs are none of them.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
