@@ -26,6 +26,9 @@ _DIE_WITH_PARENT: Final = 1
 _NOT_DUMPABLE: Final = 4
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
+_FIRST_TO_GO: Final = "1000"
+"""Whom the kernel ends first where memory runs out: not the engine."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -36,12 +39,10 @@ class Share:
     Attributes:
         memory_bytes: Memory that it may take beside what it begins with.
         cpu_s: Seconds of computing in its life.
-        num_blocks: Blocks that may wait at once.
     """
 
     memory_bytes: int
     cpu_s: int
-    num_blocks: int
 
 
 def leave_the_world(folder: str) -> list[str]:
@@ -55,6 +56,7 @@ def leave_the_world(folder: str) -> list[str]:
     """
     os.environ.clear()
     os.chdir(folder)
+    Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_GO)
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)

@@ -14,16 +14,16 @@ class SandboxEndedError(RuntimeError):
     def late(cls, seconds: float) -> SandboxEndedError:
         """It did not answer in time."""
         return cls(
-            f"The sandbox ran longer than {seconds:g} s within one step of the engine, which others share, and "
-            "was ended. Save less, compute after the trace, or ask the operator for a larger budget."
+            f"The sandbox ran longer than {seconds:g} s within one step of the engine, which others share, "
+            "and was ended. Save less, compute after the trace, or ask the operator for a larger budget."
         )
 
     @classmethod
     def gone(cls) -> SandboxEndedError:
         """It has died."""
         return cls(
-            "The sandbox was ended by the system: the block used more memory or time than one may, or crashed. "
-            "Compute with less at once."
+            "The sandbox was ended by the system: the block used more memory or time than one may, or "
+            "crashed. Compute with less at once."
         )
 
     @classmethod

@@ -136,11 +136,12 @@ class _Nursery:
         sandbox = Sandbox(process, side, self)
         try:
             said = side.receive(time.monotonic() + _FORK_S, _READY_BYTES)
-            if said != READY:
-                raise SandboxUnavailableError(f"a sandbox could not be started: {said.decode(errors='replace')}")
-        except (OSError, SandboxEndedError, SandboxUnavailableError):
+        except (OSError, SandboxEndedError):
             sandbox.end()
             raise
+        if said != READY:
+            sandbox.end()
+            raise SandboxUnavailableError(f"a sandbox could not be started: {said.decode(errors='replace')}")
         return sandbox
 
     def reap(self, process: int) -> None:
@@ -221,15 +222,15 @@ class ForkServer:
         Raises:
             SandboxUnavailableError: There is none now.
         """
+        self._wanted.set()
+        with contextlib.suppress(IndexError):
+            return self._spare.popleft()
         try:
-            sandbox = self._spare.popleft()
-        except IndexError:
-            raise self._error or SandboxUnavailableError(
-                "all sandboxes are taken at this moment: send the request again"
-            ) from None
-        finally:
-            self._wanted.set()
-        return sandbox
+            if self._nursery is not None:
+                return self._nursery.fork()  # more at once than are kept waiting: some milliseconds
+        except (OSError, SandboxEndedError):
+            logger.exception("a sandbox could not be forked")
+        raise self._error or SandboxUnavailableError("there is no sandbox now: send the request again")
 
     def _keep(self) -> None:
         """Have processes wait for work."""
@@ -247,7 +248,8 @@ class ForkServer:
                 continue
             except (OSError, SandboxEndedError):
                 logger.exception("a sandbox could not be forked; the process that forks them is started anew")
-                self._nursery.close()
+                if self._nursery is not None:
+                    self._nursery.close()
                 self._nursery = None
                 time.sleep(_AGAIN_S)
                 continue

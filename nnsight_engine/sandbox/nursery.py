@@ -1,8 +1,8 @@
-"""A clean process that others are forked from: it has loaded all that they need, and holds nothing of anybody's.
+"""A clean process that others are forked from: it has loaded all that they need, and nothing of anybody's.
 
-It is started by ``ForkServer`` with an environment of its own, makes what its children are to have ready, gives up
-what they must not have, and then does what its engine says: fork one more, or take note that one was ended. It
-ends with its engine, and its children end with it.
+It is started by ``ForkServer`` with an environment of its own, makes what its children are to have ready,
+gives up what they must not have, and then does what its engine says: fork one more, or take note that one was
+ended. It ends with its engine, and its children end with it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A filter of system calls for this process: what is not listed fails with ``EPERM``, for all threads, for good.
+"""A filter of system calls for this process: what is not listed fails with ``EPERM``, for all threads.
 
-The kernel runs the filter, a program of classic BPF, before each call (``seccomp(2)``); nothing in the process
-can take it back. It sees a call's number, and that is enough here: see ``syscalls``.
+The kernel runs the filter, a program of classic BPF, before each call (``seccomp(2)``); nothing in the
+process can take it back. It sees a call's number, and that is enough here: see ``syscalls``.
 """
 
 from __future__ import annotations

@@ -52,8 +52,10 @@ class EngineLimits:
         sandbox: How strangers' blocks run: each trace in a ``process`` of its own, ``restricted`` to harmless
             Python in the worker, or ``off``, like everybody's.
         sandbox_bytes: Memory that a sandboxed process may take, and the most that crosses at once.
+        sandbox_step_s: Seconds that one may compute within one step of the engine, all its blocks together.
         sandbox_cpu_s: Seconds of computing that one may take in its life.
         sandbox_blocks: Blocks and edits of one sandboxed trace that may wait at once.
+        max_sandboxes: How many may be at work at once.
     """
 
     max_capture_bytes_per_request: int = 256 * 1024 * 1024
@@ -64,8 +66,10 @@ class EngineLimits:
     max_trace_bytes: int = 4 * 1024 * 1024 * 1024
     sandbox: str = PROCESS
     sandbox_bytes: int = 1024 * 1024 * 1024
+    sandbox_step_s: float = 1.0
     sandbox_cpu_s: int = 300
     sandbox_blocks: int = 32
+    max_sandboxes: int = 16
 
     @classmethod
     def read(cls, config: VllmConfig) -> EngineLimits:

@@ -82,10 +82,10 @@ class InterventionWorker(_PlatformWorker):
         self.model_runner.traces.drop(key)
 
     def prepare_sandbox(self) -> tuple[bool, dict[str, Any] | None]:
-        """Begin to start sandboxes; returns whether there is one now, and why there cannot be; over vLLM's RPC."""
+        """Begin to start sandboxes; returns whether there is one, and why none can be; over vLLM's RPC."""
         try:
             return self.model_runner.traces.prepare_sandbox(), None
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - told to whoever asks
             return False, encode_error(error)
 
     def adopt_names(self, data: bytes) -> dict[str, Any] | None:

@@ -171,25 +171,25 @@ class SandboxedError(RuntimeError):
     def attribute(cls, path: str, name: str) -> SandboxedError:
         """Something of a module that stays in the worker: a weight, for one."""
         return cls(
-            f"`{path}.{name}` stays in the engine: sandboxed blocks have the values that modules take and return, "
-            "and may call modules, but have none of their weights. Ask the operator for a key of the tier "
-            "'trusted', if the block needs them."
+            f"`{path}.{name}` stays in the engine: sandboxed blocks have the values that modules take and "
+            "return, and may call modules, but have none of their weights. Ask the operator for a key of the "
+            "tier 'trusted', if the block needs them."
         )
 
     @classmethod
     def source(cls, path: str) -> SandboxedError:
         """Operations inside a module's forward."""
         return cls(
-            f"The source of `{path}` cannot be had in a sandbox. Ask the modules inside it, or the operator for "
-            "a key of the tier 'trusted'."
+            f"The source of `{path}` cannot be had in a sandbox. Ask the modules inside it, or the operator "
+            "for a key of the tier 'trusted'."
         )
 
     @classmethod
     def value(cls, kind: str) -> SandboxedError:
         """An object that does not cross."""
         return cls(
-            f"this value, of type {kind}, stays in the engine: tensors with rows of the request's own, numbers "
-            "and strings cross into a sandbox, and containers of them"
+            f"this value, of type {kind}, stays in the engine: tensors with rows of the request's own, "
+            "numbers and strings cross into a sandbox, and containers of them"
         )
 
     @classmethod
@@ -221,6 +221,6 @@ class SandboxedError(RuntimeError):
     def spread(cls) -> SandboxedError:
         """The model is not in one piece."""
         return cls(
-            "sandboxed blocks run where the model is in one process: this server spreads it over several ranks "
-            "or stages. Ask the operator for a key of the tier 'trusted'."
+            "sandboxed blocks run where the model is in one process: this server spreads it over several "
+            "ranks or stages. Ask the operator for a key of the tier 'trusted'."
         )

@@ -19,6 +19,7 @@ from nnsight_engine.envoys.probes import Probes
 from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.vllm_backend.families import ModelPoints
 from nnsight_engine.vllm_backend.traces.board import Board
+from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES, StandardNames
 from nnsight_engine.vllm_backend.traces.points_kernels import KernelProbes
@@ -46,7 +47,7 @@ class WorkerModel(StandardNames):
     def __init__(
         self,
         points: ModelPoints,
-        config: VllmConfig,
+        config: VllmConfig | None,
         board: Board,
         elsewhere: Mapping[str, torch.nn.Module] = _NONE,
         names: Names | None = None,
@@ -56,7 +57,7 @@ class WorkerModel(StandardNames):
 
         Args:
             points: The model's points.
-            config: vLLM's.
+            config: vLLM's; None in a sandbox.
             board: Where the model's calls meet the requests.
             elsewhere: What stands for modules of other pipeline stages, by their paths below the model.
             names: A client's own names and classes.
@@ -88,7 +89,9 @@ class WorkerModel(StandardNames):
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer, loaded when it is first asked for."""
-        config: VllmConfig = self.__dict__["_config"]
+        config: VllmConfig | None = self.__dict__["_config"]
+        if config is None:
+            raise SandboxedError.attribute("model", "tokenizer")
         return cached_tokenizer_from_config(config.model_config)
 
     def standard(self, name: str) -> Any:

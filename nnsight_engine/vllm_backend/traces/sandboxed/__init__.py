@@ -1,1 +1,1 @@
-"""Blocks of strangers, in processes of their own: see ``cells`` for the worker's side, ``inside`` for the other."""
+"""Blocks of strangers, in processes of their own: ``cells`` is the worker's side, ``inside`` the other."""

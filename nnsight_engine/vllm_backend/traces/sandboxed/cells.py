@@ -1,8 +1,9 @@
 """The worker's side of sandboxed traces: what each trace's process wants of the model is offered to it.
 
-To the board, a cell is what a ``TracedRequest`` is: somebody who waits for values and may change them. It stands
-for all requests of one trace, since these share variables. A process that is late, dies or says what no honest
-one says is ended, and its requests fail; the worker never waits for one longer than its share of a step.
+To the board, a cell is what a ``TracedRequest`` is: somebody who waits for values and may change them. It
+stands for all requests of one trace, since these share variables. A process that is late, dies or says what
+no honest one says is ended, and its requests fail; the worker never waits for one longer than its share of a
+step.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import msgspec
 import torch
 
 from nnsight_engine.core.trees import map_tensors, tensors
+from nnsight_engine.remote_backend.prints import MAX_BYTES
 from nnsight_engine.remote_backend.received import failure_of, outcome_of
-from nnsight_engine.sandbox.errors import SandboxEndedError
+from nnsight_engine.sandbox.errors import SandboxEndedError, SandboxUnavailableError
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
-from nnsight_engine.vllm_backend.traces.rows import plain, row_axis
+from nnsight_engine.vllm_backend.traces.rows import plain
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     Begin,
     Broken,
@@ -46,14 +48,19 @@ from nnsight_engine.wire.values import encode_pieces
 
 if TYPE_CHECKING:
     from nnsight_engine.sandbox.forkserver import ForkServer, Sandbox
+    from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.traces.board import Board
     from nnsight_engine.vllm_backend.traces.request import TraceSpan
     from nnsight_engine.vllm_backend.traces.sandboxed.served import ServedModules
 
 logger = logging.getLogger(__name__)
 
-_GRACE_S: Final = 1.0
+_GRACE_S: Final = 0.25
 """For a sandbox to interrupt a block itself, which tells its author where it was."""
+_SHARED: Final = (
+    "`{}` holds a tensor that belongs to all requests of the step together, so a sandboxed block cannot have "
+    "it. Ask for the value of a module around it."
+)
 
 
 class Cell:
@@ -104,6 +111,8 @@ class Cell:
         self._behind: list[TraceSpan] | None = None
         self._spans: list[TraceSpan] = []
         self._is_served = False
+        self._num_printed = 0
+        self._content = memoryview(b"")
 
     # What is said to the process.
 
@@ -146,7 +155,10 @@ class Cell:
             ended = [name for name in reply.ended if name in self.live]
             for told in reply.told:
                 entry = self.entries.get(told.request_id)
-                if entry is not None:
+                self._num_printed += len(told.printed)
+                if self._num_printed > 2 * MAX_BYTES:  # an honest one stops at half of that
+                    self._give_up(SandboxEndedError.broken("it printed without end"))
+                elif entry is not None:
                     news[told.request_id] = (entry.key, entry.index, told.data, told.printed)
         if self.error is not None:
             ended = list(self.live)
@@ -156,13 +168,11 @@ class Cell:
     def collect(
         self, key: str, results: Mapping[str, Any], index: int | None
     ) -> tuple[list[Piece], tuple[str, str]]:
-        """Return what the trace, or one of its blocks, has saved as pieces of a message, and what it printed."""
+        """Return what the trace, or one of its blocks, has saved as pieces of a message, and its prints."""
         self._refill()
-        content = b""
         head = self._say(Collect(key, dict(results), index))
         if isinstance(head, Collected) and self.error is None:
-            content = self._content
-            return [content], (head.printed, head.failure)
+            return [self._content], (head.printed, head.failure)
         error = self.error or SandboxEndedError.gone()
         told = encode_error(error)
         blocks = [
@@ -180,10 +190,10 @@ class Cell:
 
     def _refill(self) -> None:
         """Let the blocks compute for as long as one step allows."""
-        self._left_s = self._budget_s * max(1, len(self.entries)) + _GRACE_S
+        self._left_s = self._budget_s + _GRACE_S
 
     def _say(self, head: ToSandbox, body: Sequence[Piece] = ()) -> Go | Collected | None:
-        """Say something and return the answer, once all calls are made that the block wants; None if it is over."""
+        """Say something, make the calls that the block wants, and return the answer; None if it is over."""
         if self.error is not None:
             return None
         started = time.monotonic()
@@ -281,14 +291,13 @@ class Cell:
         try:
             kept = keeper.keep(place.value)
             packed_value, forms = parcels.pack(kept)
-            if not parcels.is_all and any(axis < 0 for axis, _ in forms):
-                raise ValueError(
-                    f"`{provider}` holds a tensor that belongs to all requests of the step together, so a "
-                    "sandboxed block cannot have it. Ask for the value of a module around it"
-                )
-            body = encode_pieces(packed_value, reference=Kept.reference)
+            is_shared = not parcels.is_all and any(axis < 0 for axis, _ in forms)
+            reason = _SHARED.format(provider) if is_shared else ""
+            body = [] if is_shared else encode_pieces(packed_value, reference=Kept.reference)
         except Exception as error:  # noqa: BLE001 - whatever the value is made of
-            self._say(Broken(provider, self._newly_passed(), f"{error}"))
+            reason, body = f"`{provider}` cannot be given to a sandboxed block: {error}", []
+        if reason:
+            self._say(Broken(provider, self._newly_passed(), reason))
             return
         reply = self._say(Offer(provider, self._newly_passed(), is_behind), body)
         if isinstance(reply, Go) and reply.changes:
@@ -339,18 +348,18 @@ class Cells:
         board: Where the model's calls and the requests meet.
         server: Gives out processes.
         served: Calls modules for them.
-        budget_s: Seconds that one block may compute within one step.
+        limits: What blocks may use.
         max_bytes: Of an answer.
     """
 
     def __init__(
-        self, board: Board, server: ForkServer, served: ServedModules, budget_s: float, max_bytes: int
+        self, board: Board, server: ForkServer, served: ServedModules, limits: EngineLimits, max_bytes: int
     ) -> None:
         """Start without any."""
         self.server = server
         self._board = board
         self._served = served
-        self._budget_s = budget_s
+        self._limits = limits
         self._max_bytes = max_bytes
         self._by_key: dict[str, Cell] = {}
         self._by_request: dict[str, Cell] = {}
@@ -375,8 +384,12 @@ class Cells:
         """
         cell = self._by_key.get(entry.key)
         if cell is None:
-            sandbox = self.server.take()
-            cell = Cell(self._board, sandbox, self._served, order, self._budget_s, self._max_bytes)
+            if len(self._by_key) >= self._limits.max_sandboxes:
+                raise SandboxUnavailableError(
+                    f"{len(self._by_key)} sandboxes are at work, as many as may be: send the request again"
+                )
+            budget_s = self._limits.sandbox_step_s
+            cell = Cell(self._board, self.server.take(), self._served, order, budget_s, self._max_bytes)
             self._by_key[entry.key] = cell
         self._by_request[request_id] = cell
         cell.begin([(request_id, msgspec.structs.replace(entry, sandboxed=False))], ())

@@ -1,9 +1,9 @@
 """The sandbox's side of sandboxed traces: blocks run here, on stand-ins for the model's modules.
 
-``InsideTraces`` is what ``WorkerTraces`` is in the worker, with everything that blocks may do, but the model is
-elsewhere: the worker offers what blocks want of it, goes on with what it gets back, and calls modules for them,
-as stages of a pipeline do for each other (see ``stages``). Here are no weights, and of a step's rows only those
-of this trace's requests.
+``InsideTraces`` is what ``WorkerTraces`` is in the worker, with everything that blocks may do, but the model
+is elsewhere: the worker offers what blocks want of it, goes on with what it gets back, and calls modules for
+them, as stages of a pipeline do for each other (see ``stages``). Here are no weights, and of a step's rows
+only those of this trace's requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.interleaving.stacks import Done
-from nnsight_engine.interleaving.threads import Threads, ThreadMediator, ThreadStack
+from nnsight_engine.interleaving.threads import ThreadMediator, Threads, ThreadStack
 from nnsight_engine.sandbox.channel import SandboxSide
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.families import ModelPoints
@@ -106,7 +106,7 @@ class WaitingThreads(Threads):
 
 
 class ValueOutside:
-    """Stands for an object of the worker's that does not travel, such as what attention knows of all requests."""
+    """Stands for an object of the worker's that does not travel: what attention knows of all, for one."""
 
     def __init__(self, name: tuple[str, ...]) -> None:
         """Keep its name there."""
@@ -148,7 +148,7 @@ class InsideTraces(WorkerTraces):
         self._behind_parcels: Parcels | None = None
         self._is_behind = False
         self._main = threading.get_ident()
-        super().__init__(points, None, limits)  # type: ignore[arg-type] # the model's tokenizer is outside
+        super().__init__(points, None, limits)
 
     def _new_model(self, names: Names) -> WorkerModel:
         return self._make(self, names)

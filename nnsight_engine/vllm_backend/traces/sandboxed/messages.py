@@ -1,8 +1,8 @@
 """What a worker and a sandbox say to each other: a head of plain values, and bytes behind it.
 
 The worker speaks and the sandbox answers; before it answers it may ask for modules to be called. What comes
-from a sandbox is hostile until it has been read here: heads are of these very types, and tensors are made of a
-copy of their bytes whose sizes fit.
+from a sandbox is hostile until it has been read here: heads are of these very types, and tensors are made of
+a copy of their bytes whose sizes fit.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 import torch
@@ -19,6 +19,12 @@ from nnsight_engine.sandbox.errors import SandboxEndedError
 
 _LENGTH: Final = struct.Struct("<I")
 _MAX_DIMS: Final = 16
+_MAX_ITEMS: Final = 200_000
+"""Places that a cache of a whole model may watch, with room."""
+_MAX_ARGUMENTS: Final = 64
+_MAX_HEAD_BYTES: Final = 64 * 2**20
+_T = TypeVar("_T")
+_Many = Annotated[list[_T], msgspec.Meta(max_length=_MAX_ITEMS)]
 _DTYPES: Final = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -48,7 +54,7 @@ class Slot(msgspec.Struct, frozen=True, tag=True):
     """
 
     dtype: str
-    shape: list[int]
+    shape: Annotated[list[int], msgspec.Meta(max_length=_MAX_DIMS)]
     number: int = 0
 
 
@@ -141,19 +147,19 @@ class Go(msgspec.Struct, frozen=True, tag=True):
         live: The requests whose blocks are still of use; None outside of ``Begin``.
     """
 
-    wanted: list[str] | None = None
-    changes: list[Slot] = []
-    ended: list[str] = []
-    told: list[Told] = []
-    live: list[str] | None = None
+    wanted: _Many[str] | None = None
+    changes: _Many[Slot] = []
+    ended: _Many[str] = []
+    told: _Many[Told] = []
+    live: _Many[str] | None = None
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
     """Call a module on values of a block's own."""
 
     path: str
-    args: list[Argument]
-    kwargs: dict[str, Argument]
+    args: Annotated[list[Argument], msgspec.Meta(max_length=_MAX_ARGUMENTS)]
+    kwargs: Annotated[dict[str, Argument], msgspec.Meta(max_length=_MAX_ARGUMENTS)]
 
 
 class Collected(msgspec.Struct, frozen=True, tag=True):
@@ -188,6 +194,8 @@ def read_by_worker(data: bytes) -> tuple[Go | Call | Collected, memoryview]:
     """
     try:
         head, body = _parted(data)
+        if len(head) > _MAX_HEAD_BYTES:
+            raise SandboxEndedError.broken("its answer was longer than any may be")
         return _to_worker.decode(head), body
     except (msgspec.DecodeError, struct.error, UnicodeError, RecursionError) as error:
         raise SandboxEndedError.broken(f"it sent no answer ({type(error).__name__})") from error

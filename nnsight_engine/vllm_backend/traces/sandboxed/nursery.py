@@ -5,6 +5,7 @@ Started by ``outside``; ``sandbox.nursery`` does the rest.
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import sys
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from nnsight_engine.sandbox.confine import Share
-from nnsight_engine.sandbox.nursery import NUMBER, Child, raise_children
+from nnsight_engine.sandbox.nursery import NUMBER, raise_children
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.families import ModelPoints, family_named
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
@@ -40,15 +41,12 @@ def main(orders: socket.socket, folder: str) -> None:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     limits = EngineLimits(**setup["limits"])
+    limits = dataclasses.replace(limits, trace_step_s=limits.sandbox_step_s)
     points = _points(setup)
     traces = InsideTraces(points, limits, partial(_new_model, points))
-    share = Share(limits.sandbox_bytes, limits.sandbox_cpu_s, limits.sandbox_blocks)
+    share = Share(limits.sandbox_bytes, limits.sandbox_cpu_s)
     _warm_up()
-    raise_children(orders, folder, share, partial(_grow_up, traces, share))
-
-
-def _grow_up(traces: InsideTraces, share: Share) -> Child:
-    return traces.grow_up(share.num_blocks)
+    raise_children(orders, folder, share, partial(traces.grow_up, limits.sandbox_blocks))
 
 
 def _read(orders: socket.socket, num_bytes: int) -> bytes:
@@ -97,7 +95,7 @@ def _points(setup: Mapping[str, Any]) -> ModelPoints:
 
 def _new_model(points: ModelPoints, traces: InsideTraces, names: Names) -> WorkerModel:
     _OUTSIDE.traces = traces
-    return WorkerModel(points, None, traces.board, names=names, calls=InsideEnvoy)  # type: ignore[arg-type] # no tokenizer
+    return WorkerModel(points, None, traces.board, names=names, calls=InsideEnvoy)
 
 
 def _warm_up() -> None:

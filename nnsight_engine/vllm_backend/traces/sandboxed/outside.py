@@ -1,4 +1,4 @@
-"""What a worker needs to have sandboxes: a description of its model for the clean process, and that process."""
+"""What a worker needs to have sandboxes: a description of its model, and the process that has it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def cells_of(
     server = ForkServer(command, encode(setup), half_bytes, _NUM_SPARE)
     max_rows = config.scheduler_config.max_num_batched_tokens
     served = ServedModules(model, points, max_rows)
-    return Cells(board, server, served, limits.trace_step_s, half_bytes)
+    return Cells(board, server, served, limits, half_bytes)
 
 
 __all__ = ["cells_of"]

@@ -1,9 +1,9 @@
 """Which modules the worker calls for a stranger's block, and with what: those that only compute on rows.
 
 vLLM's kernels trust their callers: an index out of range, a width that does not fit, and they read or write
-memory of somebody else's. So a module is called only if all in it is known to be harmless (linear layers, norms,
-activations, embeddings), with one tensor of rows (and the residual that a norm may add), of the width and type
-that the model gives it, and no more rows than a step of the engine may have.
+memory of somebody else's. So a module is called only if all in it is known to be harmless (linear layers,
+norms, activations, embeddings), with one tensor of rows (and the residual that a norm may add), of the width
+and type that the model gives it, and no more rows than a step of the engine may have.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ServedModules:
         rows = [one.to(self._device) for one in args]
         self._check(path, module, rows)
         with torch.inference_mode():
-            # As the envoy calls it inside a block of the worker's: without hooks that count the model's calls.
+            # As in a block of the worker's: without the hooks that count the model's own calls.
             return envoy._apply_apart(*rows)  # noqa: SLF001 - an envoy of ours
 
     def _check(self, path: str, module: torch.nn.Module, rows: Sequence[torch.Tensor]) -> None:
@@ -75,9 +75,7 @@ class ServedModules:
         width = self._width(path, module)
         takes = 2 if isinstance(module, RMSNorm | GemmaRMSNorm) else 1
         if len(rows) > takes:
-            raise SandboxedError.uncalled(
-                path, f"it takes {takes} tensor{'s' * (takes > 1)} here, got {len(rows)}"
-            )
+            raise SandboxedError.uncalled(path, f"it takes {takes} tensors at most here, got {len(rows)}")
         for one in rows:
             if one.dtype is not self._dtype or one.ndim == 0 or (width and one.shape[-1] != width):
                 raise SandboxedError.uncalled(
