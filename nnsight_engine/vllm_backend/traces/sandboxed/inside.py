@@ -9,7 +9,6 @@ only those of this trace's requests.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -147,16 +146,22 @@ class InsideTraces(WorkerTraces):
         self._parcels: Parcels | None = None
         self._behind_parcels: Parcels | None = None
         self._is_behind = False
-        self._main = threading.get_ident()
         super().__init__(points, None, limits)
 
     def _new_model(self, names: Names) -> WorkerModel:
         return self._make(self, names)
 
-    def grow_up(self, num_blocks: int) -> Callable[[SandboxSide], None]:
-        """Make what a forked process needs before it is confined; returns what it does then."""
-        self._main = threading.get_ident()
+    def grow_up(
+        self, num_blocks: int, rehearse: Callable[[InsideTraces], None]
+    ) -> Callable[[SandboxSide], None]:
+        """Make what a forked process needs before it is confined; returns what it does then.
+
+        Args:
+            num_blocks: Blocks that may wait at once; each has a thread.
+            rehearse: Runs a trace that leaves nothing behind.
+        """
         self._threads = WaitingThreads(self._threads.budget_s, num_blocks)
+        rehearse(self)
         return self.serve
 
     def serve(self, side: SandboxSide) -> None:
@@ -164,9 +169,10 @@ class InsideTraces(WorkerTraces):
         self._side = side
         while True:
             head, body = read_by_sandbox(side.receive())
-            side.send(self._answer(head, body))
+            side.send(self.answer(head, body))
 
-    def _answer(self, head: ToSandbox, body: memoryview) -> list[bytes | memoryview]:
+    def answer(self, head: ToSandbox, body: memoryview) -> list[bytes | memoryview]:
+        """Do what the worker says, and return what to say to it."""
         match head:
             case Begin(arrived, finished):
                 self.begin(arrived, set(finished))

@@ -22,6 +22,7 @@ from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.sandboxed.inside import InsideTraces
+from nnsight_engine.vllm_backend.traces.sandboxed.rehearsal import Rehearsal
 from nnsight_engine.vllm_backend.traces.stages.elsewhere import EnvoyElsewhere, tree
 from nnsight_engine.wire import decode
 
@@ -44,9 +45,10 @@ def main(orders: socket.socket, folder: str) -> None:
     limits = dataclasses.replace(limits, trace_step_s=limits.sandbox_step_s)
     points = _points(setup)
     traces = InsideTraces(points, limits, partial(_new_model, points))
+    rehearsal = Rehearsal.of(points)
     share = Share(limits.sandbox_bytes, limits.sandbox_cpu_s)
     _warm_up()
-    raise_children(orders, folder, share, partial(traces.grow_up, limits.sandbox_blocks))
+    raise_children(orders, folder, share, partial(traces.grow_up, limits.sandbox_blocks, rehearsal.run))
 
 
 def _read(orders: socket.socket, num_bytes: int) -> bytes:
