@@ -32,6 +32,7 @@ from app.routes import (
     status,
     traces,
 )
+from app.services.job_callers import JobCallers
 from app.services.jobs import JobService
 from app.services.model_outline import model_outline
 from app.services.traces import TraceService
@@ -85,8 +86,11 @@ def create_app(
     engines = {**engine.trace_engines(), **{one.name: one for one in beside}}
     trace_service = TraceService(engines)
     database = Database(settings.data_dir, settings.database_url)
-    job_service = JobService(settings, database, trace_service, lifecycle, engine.served)
     callers, rates = Keys(KeyStore(database)), Rates(settings.limits_url)
+    job_callers = JobCallers(callers, rates, store.stored)
+    job_service = JobService(
+        settings, database, trace_service, lifecycle, engine.served, job_callers, store.stored
+    )
     context = Context(
         settings, engine, store, lifecycle, trace_service, job_service, database, callers, rates, beside
     )
@@ -120,7 +124,10 @@ def _beside(settings: Settings, engine: EngineClient, local: LocalTraceEngine | 
 def new_store(settings: Settings) -> ResultStore:
     """Return the result store that the settings describe."""
     return ResultStore(
-        settings.result_dir, ttl_s=settings.result_ttl_s, max_bytes=settings.result_store_bytes
+        settings.result_dir,
+        ttl_s=settings.result_ttl_s,
+        max_bytes=settings.result_store_bytes,
+        share=settings.tenant_share,
     )
 
 
@@ -130,6 +137,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(context.database.close)
         await context.database.start()
+        stack.push_async_callback(context.rates.close)
         stack.push_async_callback(context.keys.close)
         stack.push_async_callback(context.store.close)
         await context.store.start()

@@ -88,7 +88,9 @@ async def _read(request: Request, context: Context, model: type[T]) -> T:
     Raises:
         ApiError: ``invalid_shape``, ``body_too_large``, what is no JSON.
     """
-    body = await read_object(request, BodyLimits(_MAX_BODY_BYTES, context.settings.max_json_depth))
+    settings = context.settings
+    limits = BodyLimits(_MAX_BODY_BYTES, settings.max_json_depth, settings.upload_idle_timeout_s)
+    body = await read_object(request, limits)
     try:
         return model.model_validate(body)
     except ValidationError as error:

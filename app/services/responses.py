@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from app.settings import Settings
 from app.storage.results import ResultStore
+from nnsight_engine.core.metering import METER
 from nnsight_engine.plans.collected import (
     CaptureResult,
     CollectedResults,
@@ -27,6 +28,9 @@ from nnsight_engine.plans.collected import (
 
 _LOWEST_LOGPROB: Final = -9999.0
 """What stands for the logarithm of zero, as in vLLM's own log-probabilities."""
+
+_NUMBER_BYTES: Final = 4
+"""Of a number that comes by itself, as the engine has it."""
 
 Decode = Callable[[int], str]
 _Result = CaptureResult | ProbeResult | LensResult | TraceResult
@@ -63,8 +67,15 @@ async def choice_json(
         for result in collected.results
         for place, tensor in _tensors_of(result)
     }
-    if sum(len(tensor.data) for tensor in large.values()) > settings.inline_tensor_bytes:
-        tensors = await _stored(large, store, owner, base_path)
+    num_bytes = sum(len(tensor.data) for tensor in large.values())
+    meter = METER.get()
+    if meter is not None:
+        meter.captured_bytes += num_bytes + sum(map(_number_bytes, collected.results))
+    if num_bytes > settings.inline_tensor_bytes:
+        key_id = "" if meter is None else meter.key_id
+        stored = await store.put(large, owner, key_id)
+        # Rounded down: the file is there for at least as long as the answer says.
+        tensors = _Stored(f"{base_path}/v1/results/{stored.id}", math.floor(stored.expires_at))
     answer: dict[str, Any] = {
         "results": {result.name: _result_json(result, tensors, decode) for result in collected.results}
     }
@@ -77,6 +88,16 @@ async def choice_json(
             "tier": collected.tier,
         }
     return answer
+
+
+def _number_bytes(result: _Result) -> int:
+    """Return how many bytes the numbers have that a lens or a probe brings."""
+    if isinstance(result, ProbeResult):
+        return _NUMBER_BYTES * len(result.points) * len(result.positions)
+    if isinstance(result, LensResult):
+        rows = (row for layer in result.layers.values() for row in layer)
+        return 2 * _NUMBER_BYTES * sum(len(top) + len(targets) for top, targets in rows)
+    return 0
 
 
 class _Inline:
@@ -110,14 +131,6 @@ class _Stored(_Inline):
             "shape": list(tensor.shape),
             "expires_at": self._expires_at,
         }
-
-
-async def _stored(
-    tensors: dict[str, TensorResult], store: ResultStore, owner: str, base_path: str
-) -> _Stored:
-    stored = await store.put(tensors, owner)
-    # Rounded down: the file is there for at least as long as the answer says.
-    return _Stored(f"{base_path}/v1/results/{stored.id}", math.floor(stored.expires_at))
 
 
 def _file_key(name: str, point: str) -> str:
