@@ -56,6 +56,8 @@ class Used:
 
     def wait_s(self, room: int) -> int:
         """Return in how many seconds no more than ``room`` of it will count, at least one."""
+        if self.amount <= room:
+            return 1
         if self.now <= room:
             left = (room - self.now) / max(1, self.before)
             return max(1, math.ceil((self.left - left) * _MINUTE_S))
@@ -171,12 +173,14 @@ def _bucket(name: str, minute: int) -> str:
 
 def _opened(url: str) -> Storage:
     try:
-        storage = storage_from_string(f"async+{url}")
+        # Of the clients of Redis, the one that is its own.
+        options = {"implementation": "redispy"} if url.startswith("redis") else {}
+        storage = storage_from_string(f"async+{url}", **options)
     except ConfigurationError as error:
         # Its own words may hold the URL's password.
         raise UnsupportedOptionError(
             f"NNSIGHT_ENGINE_LIMITS_URL begins with {url.partition(':')[0]!r}, where counts cannot be "
-            f"kept ({type(error).__name__}): memory:// will do, and redis://… with the package coredis"
+            f"kept ({type(error).__name__}): memory:// will do, and redis://… with the package redis"
         ) from None
     assert isinstance(storage, Storage)  # noqa: S101 - of an asynchronous URL
     return storage

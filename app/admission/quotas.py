@@ -21,7 +21,7 @@ from app.admission.throttled import ThrottledError
 from nnsight_engine.core.metering import Meter
 
 _REMAINING: Final = "x-ratelimit-remaining-tokens"
-_MILLISECONDS: Final = 1000
+_MICROSECONDS: Final = 10**6
 
 
 class Quota(enum.Enum):
@@ -42,7 +42,7 @@ class Quota(enum.Enum):
             return meter.num_tokens
         if self is Quota.CAPTURED_BYTES:
             return meter.captured_bytes
-        return round(meter.intervention_s * _MILLISECONDS)
+        return round(meter.intervention_s * _MICROSECONDS)
 
     def said(self, amount: int) -> str:
         """Return an amount for people."""
@@ -50,7 +50,7 @@ class Quota(enum.Enum):
 
     @property
     def _scale(self) -> int:
-        return _MILLISECONDS if self is Quota.INTERVENTION_TIME else 1
+        return _MICROSECONDS if self is Quota.INTERVENTION_TIME else 1
 
 
 _UNITS: Final = {
