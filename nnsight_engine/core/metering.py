@@ -12,6 +12,9 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Final
 
+_LATE_S: Final = 60.0
+"""What has not ended so long after its request is not counted."""
+
 
 class Meter:
     """What one request has used so far.
@@ -47,9 +50,9 @@ class Meter:
         self._late.append(doing)
 
     async def settled(self) -> None:
-        """Wait until nothing is added any more; the request itself must be over."""
+        """Wait until nothing is added any more, but not for ever; the request itself must be over."""
         if self._late:
-            await asyncio.wait(self._late)
+            await asyncio.wait(self._late, timeout=_LATE_S)
 
 
 METER: Final[ContextVar[Meter | None]] = ContextVar("nnsight_engine_meter", default=None)
