@@ -72,7 +72,14 @@ class NewKey(BaseModel):
         trusted_codecs: Whether its blocks may come as pickles, where the server takes such.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        json_schema_extra={
+            "if": {"properties": {"trusted_codecs": {"const": True}}, "required": ["trusted_codecs"]},
+            "then": {"properties": {"tier": {"const": "trusted"}}, "required": ["tier"]},
+        },
+    )
 
     tenant: str = Field(
         max_length=MAX_NAME,

@@ -136,24 +136,27 @@ class JobDispatcher:
                 slot.leave()
         if job is None:
             return False
-        if self._is_stopping:
-            return False  # given back by stop()
+        is_begun = False
         try:
             caller = await self._callers.of(job)
-            must_wait = caller is not None and await self._hold(job, caller)
-        except BaseException:
-            slot.leave()
-            raise
-        if must_wait:
-            slot.leave()
-            return True
+            if caller is not None and await self._hold(job, caller):
+                return True
+            if self._is_stopping:
+                return False  # given back by stop()
+            self._begin(job, slot, caller)
+            is_begun = True
+        finally:
+            if not is_begun:
+                slot.leave()
+        return True
+
+    def _begin(self, job: JobRow, slot: Slot, caller: Principal | None) -> None:
         self._served_at[job.owner] = time.monotonic()
         run = JobRun(job, self._tools, slot, refusal=_key_ended(job) if caller is None else None)
         self._runs[job.id] = run
         self._running[job.id] = asyncio.create_task(
             self._run(job, run, slot, caller or EVERYBODY), name=f"job-{job.id}"
         )
-        return True
 
     def _held(self) -> list[str]:
         """Return the keys whose jobs wait until there is something left to them."""
