@@ -42,11 +42,11 @@ class Limits(BaseModel):
 
     Attributes:
         requests_per_minute: Requests of any kind.
-        concurrency: Completions, chats and traces that run at once; jobs are none of them.
+        concurrency: Completions, chats, traces and trainings that run at once; jobs are none of them.
         tokens_per_minute: Tokens of prompts and generated ones, those of jobs included; so are the next two.
         captured_bytes_per_minute: Bytes that captures, lenses, probes and saves bring out of the engine.
         intervention_seconds_per_minute: Seconds that operations and blocks have the engine to themselves.
-        stored_bytes: What is kept at once: jobs with their requests and results, results behind URLs.
+        stored_bytes: What is kept at once: jobs with their requests and results, result files, vectors.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

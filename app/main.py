@@ -31,6 +31,7 @@ from app.routes import (
     results,
     status,
     traces,
+    vectors,
 )
 from app.services.job_callers import JobCallers
 from app.services.jobs import JobService
@@ -40,6 +41,8 @@ from app.settings import Settings, environment_for_traces
 from app.storage.database import Database
 from app.storage.keys import KeyStore
 from app.storage.results import ResultStore
+from app.vectors.service import VectorService
+from app.vectors.training import Trainer
 from nnsight_engine.local_engine.link import ProcessOptions
 
 _ROUTERS = (
@@ -55,6 +58,7 @@ _ROUTERS = (
     status.router,
     keys.router,
     keys.tenants_router,
+    vectors.router,
 )
 
 
@@ -91,8 +95,20 @@ def create_app(
     job_service = JobService(
         settings, database, trace_service, lifecycle, engine.served, job_callers, store.stored
     )
+    vector_service = VectorService(settings, database, engine, store.stored)
     context = Context(
-        settings, engine, store, lifecycle, trace_service, job_service, database, callers, rates, beside
+        settings,
+        engine,
+        store,
+        lifecycle,
+        trace_service,
+        job_service,
+        database,
+        callers,
+        rates,
+        vector_service,
+        Trainer(settings, engine, vector_service),
+        beside,
     )
     app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)
     app.state.context = context
@@ -137,6 +153,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(context.database.close)
         await context.database.start()
+        await context.vectors.count()
         stack.push_async_callback(context.rates.close)
         stack.push_async_callback(context.keys.close)
         stack.push_async_callback(context.store.close)

@@ -10,13 +10,16 @@ from __future__ import annotations
 import base64
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
+from api_schemas.interventions import Intervention, tensor_of
+from api_schemas.tensors import NamedTensor
 from app.settings import Settings
 from app.storage.results import ResultStore
 from nnsight_engine.core.metering import METER
 from nnsight_engine.plans.collected import (
+    Applied,
     CaptureResult,
     CollectedResults,
     LensResult,
@@ -44,6 +47,8 @@ async def choice_json(
     settings: Settings,
     decode: Decode,
     base_path: str = "",
+    operations: Sequence[Intervention] = (),
+    inline: bool = False,
 ) -> dict[str, Any]:
     """Return the ``interventions`` object of one choice or of one token's part of it.
 
@@ -53,6 +58,8 @@ async def choice_json(
         owner: The tenant whose they are.
         settings: The limit on inline tensors.
         decode: Text of a token id.
+        operations: The request's, in its order; those that named a vector are told which it was.
+        inline: Whether tensors stay in the answer, however large.
         base_path: What stands before ``/v1`` in the server's URLs (ASGI's ``root_path``).
 
     Returns:
@@ -71,7 +78,7 @@ async def choice_json(
     meter = METER.get()
     if meter is not None:
         meter.captured_bytes += num_bytes + sum(map(_number_bytes, collected.results))
-    if num_bytes > settings.inline_tensor_bytes:
+    if num_bytes > settings.inline_tensor_bytes and not inline:
         key_id = "" if meter is None else meter.key_id
         stored = await store.put(large, owner, key_id)
         # Rounded down: the file is there for at least as long as the answer says.
@@ -80,7 +87,7 @@ async def choice_json(
         "results": {result.name: _result_json(result, tensors, decode) for result in collected.results}
     }
     if collected.final:
-        answer["applied"] = [dataclasses.asdict(applied) for applied in collected.applied]
+        answer["applied"] = _applied_json(collected.applied, operations)
         answer["provenance"] = {
             "fingerprint": collected.fingerprint,
             "cached_tokens": collected.cached_tokens,
@@ -88,6 +95,15 @@ async def choice_json(
             "tier": collected.tier,
         }
     return answer
+
+
+def _applied_json(applied: Sequence[Applied], operations: Sequence[Intervention]) -> list[dict[str, Any]]:
+    told = [dataclasses.asdict(one) for one in applied]
+    for one, operation in zip(told, operations, strict=False):
+        tensor = tensor_of(operation)
+        if isinstance(tensor, NamedTensor) and tensor.used is not None:
+            one["vector"] = tensor.used.model_dump()
+    return told
 
 
 def _number_bytes(result: _Result) -> int:

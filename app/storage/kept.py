@@ -113,7 +113,7 @@ class StoredBytes:
             ErrorCode.STORED_BYTES_FULL,
             f"The {kind} {who!r} may keep {self._limits.get(name, 0)} bytes on this server and has "
             f"{self.used(name)}, so {num_bytes} more have no room: remove jobs (GET /v1/jobs lists them, "
-            "DELETE /v1/jobs/{id}), or wait until jobs and results expire.",
+            "DELETE /v1/jobs/{id}) or vectors (likewise /v1/vectors), or wait until jobs and results expire.",
         )
 
 
