@@ -78,6 +78,7 @@ class Cell:
         entries: Its requests.
         live: Those whose blocks are still of use.
         error: Why it was ended before its time.
+        spent_s: Seconds for which the worker has waited for it.
     """
 
     partial = False
@@ -99,6 +100,7 @@ class Cell:
         self.live: set[str] = set()
         self.error: Exception | None = None
         self.in_step = False
+        self.spent_s = 0.0
         self._sandbox = sandbox
         self._served = served
         self._budget_s = budget_s
@@ -206,7 +208,6 @@ class Cell:
                 if not isinstance(reply, Call):
                     break
                 self._sandbox.side.send(self._called(reply, content), deadline)
-            self._left_s -= time.monotonic() - started
             if isinstance(reply, Go) and reply.wanted is not None:
                 self._want(reply.wanted)
             self._content = content
@@ -220,6 +221,10 @@ class Cell:
             self._give_up(error)
         else:
             return reply
+        finally:
+            spent_s = time.monotonic() - started
+            self._left_s -= spent_s
+            self.spent_s += spent_s
         return None
 
     def _called(self, call: Call, content: memoryview) -> list[bytes | memoryview]:
@@ -363,7 +368,6 @@ class Cells:
         self._max_bytes = max_bytes
         self._by_key: dict[str, Cell] = {}
         self._by_request: dict[str, Cell] = {}
-        self._failed: dict[str, str] = {}
         self._left: dict[str, tuple[str, str]] = {}
         self._active: list[Cell] = []
 
@@ -442,20 +446,28 @@ class Cells:
         self._active = []
         return ended, news
 
-    def collect(self, key: str, results: Mapping[str, Any], index: int | None) -> list[Piece]:
-        """Return what a trace or one of its blocks has saved; without a block the trace is over."""
+    def collect(
+        self, key: str, results: Mapping[str, Any], index: int | None
+    ) -> tuple[list[Piece], float]:
+        """Return what a trace or one of its blocks has saved, and the seconds that it took since it was asked.
+
+        Without a block the trace is over.
+        """
         cell = self._by_key[key]
         pieces, left = cell.collect(key, results, index)
+        spent_s, cell.spent_s = cell.spent_s, 0.0
         if index is None:
             self._left[key] = left
             self._forget(key)
-        return pieces
+        return pieces, spent_s
 
-    def drop(self, key: str) -> None:
-        """End a trace that nobody will collect."""
-        if key in self._by_key:
+    def drop(self, key: str) -> float:
+        """End a trace that nobody will collect; returns the seconds that it took."""
+        cell = self._by_key.get(key)
+        if cell is not None:
             self._forget(key)
         self._left.pop(key, None)
+        return 0.0 if cell is None else cell.spent_s
 
     def take_left(self, key: str) -> tuple[str, str] | None:
         """Return what a trace printed last and how it failed; None of one that is not of these."""
