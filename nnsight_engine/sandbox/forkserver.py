@@ -1,8 +1,7 @@
-"""Sandboxed processes for an engine: a clean process forks them, some are kept waiting, each is used once.
+"""Sandboxed processes for an engine: a clean process forks them, and some are kept waiting.
 
-Used once, because nothing that a block leaves behind in a process can then reach the next one. Starting the
-clean process takes seconds, and forking takes milliseconds; both happen on threads of their own, so that no
-step of the engine waits for them.
+Starting the clean process takes seconds, and forking takes some dozen milliseconds; both happen on threads of
+their own, so that no step of the engine waits for them.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from nnsight_engine.sandbox import seccomp
@@ -45,13 +45,36 @@ class Sandbox:
     Attributes:
         process: Its number.
         side: The engine's end of what is said to it.
+        num_uses: Traces that have run in it.
     """
 
     def __init__(self, process: int, side: EngineSide, nursery: _Nursery) -> None:
         """Own a process."""
         self.process = process
         self.side = side
+        self.num_uses = 0
         self._nursery = nursery
+        self._first_bytes = 0
+
+    def remember_size(self) -> None:
+        """Note how large the process is before anything has run in it."""
+        self._first_bytes = self._num_bytes()
+
+    def grown_bytes(self) -> int:
+        """Return by how much it has grown since."""
+        return self._num_bytes() - self._first_bytes
+
+    def _num_bytes(self) -> int:
+        _, resident, shared, *_ = Path(f"/proc/{self.process}/statm").read_text().split()
+        return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+    def pause(self) -> None:
+        """Let the process do nothing, whatever it does."""
+        os.kill(self.process, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        os.kill(self.process, signal.SIGCONT)
 
     def end(self) -> None:
         """End the process, whatever it is doing; harmless when repeated."""
@@ -142,6 +165,7 @@ class _Nursery:
         if said != READY:
             sandbox.end()
             raise SandboxUnavailableError(f"a sandbox could not be started: {said.decode(errors='replace')}")
+        sandbox.remember_size()
         return sandbox
 
     def reap(self, process: int) -> None:

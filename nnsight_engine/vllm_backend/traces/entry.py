@@ -49,7 +49,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
         prints: Whether what the block prints is told, rather than printed by the worker.
         plain: Whether what is saved must be of JSON's types and tensors, see ``plain``.
         compresses: Whether what is left of the trace is to be compressed.
-        sandboxed: Whether its code is a stranger's, which runs as the engine's limits say.
+        sandbox_of: Whose code it is, if they are strangers: it runs as the engine's limits say.
     """
 
     key: str
@@ -66,7 +66,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
     prints: bool = False
     compresses: bool = False
     plain: bool = False
-    sandboxed: bool = False
+    sandbox_of: str = ""
 
     def to_plain(self) -> dict[str, Any]:
         """Return what vLLM carries."""

@@ -161,7 +161,7 @@ class WorkerTraces:
         try:
             member.choice = choice_of(request_id, entry)
             self._num_arrived += 1
-            if entry.sandboxed and self._limits.sandbox == PROCESS:
+            if entry.sandbox_of and self._limits.sandbox == PROCESS:
                 self._arrive_in_cell(request_id, entry)
                 return
             member.context, member.error = self._context(entry, member.choice)

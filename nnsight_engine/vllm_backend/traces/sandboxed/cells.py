@@ -40,6 +40,7 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     packed,
     read_by_worker,
 )
+from nnsight_engine.vllm_backend.traces.sandboxed.parked import Parked
 from nnsight_engine.vllm_backend.traces.stages.parcels import Keeper, Kept, Parcels
 from nnsight_engine.vllm_backend.traces.telling import Parcel
 from nnsight_engine.wire import encode, encode_error
@@ -77,6 +78,7 @@ class Cell:
     Attributes:
         entries: Its requests.
         live: Those whose blocks are still of use.
+        tenant: Whose code runs in it.
         error: Why it was ended before its time.
         spent_s: Seconds for which the worker has waited for it.
     """
@@ -96,6 +98,7 @@ class Cell:
         """Stand for a process in which nothing has run yet."""
         self.board = board
         self.order = order
+        self.tenant = ""
         self.entries: dict[str, TraceEntry] = {}
         self.live: set[str] = set()
         self.error: Exception | None = None
@@ -114,6 +117,7 @@ class Cell:
         self._spans: list[TraceSpan] = []
         self._is_served = False
         self._num_printed = 0
+        self._is_collected = False
         self._content = memoryview(b"")
 
     # What is said to the process.
@@ -174,6 +178,7 @@ class Cell:
         self._refill()
         head = self._say(Collect(key, dict(results), index))
         if isinstance(head, Collected) and self.error is None:
+            self._is_collected = index is None
             return [self._content], (head.printed, head.failure)
         error = self.error or SandboxEndedError.gone()
         told = encode_error(error)
@@ -184,11 +189,14 @@ class Cell:
         ]
         return [encode({"blocks": blocks, "before": None})], ("", failure_of(blocks))
 
-    def close(self) -> None:
-        """End the process."""
-        self._sandbox.end()
+    def close(self) -> Sandbox | None:
+        """Let go of the process; returns it if it has done all that it was told, and ends it otherwise."""
         self._want([])
         self.live.clear()
+        if self._is_collected and self.error is None:
+            return self._sandbox
+        self._sandbox.end()
+        return None
 
     def _refill(self) -> None:
         """Let the blocks compute for as long as one step allows."""
@@ -370,6 +378,7 @@ class Cells:
         self._by_request: dict[str, Cell] = {}
         self._left: dict[str, tuple[str, str]] = {}
         self._active: list[Cell] = []
+        self._parked = Parked()
 
     def __len__(self) -> int:
         """Return how many there are."""
@@ -393,10 +402,12 @@ class Cells:
                     f"{len(self._by_key)} sandboxes are at work, as many as may be: send the request again"
                 )
             budget_s = self._limits.sandbox_step_s
-            cell = Cell(self._board, self.server.take(), self._served, order, budget_s, self._max_bytes)
+            sandbox = self._parked.take(entry.sandbox_of) or self.server.take()
+            cell = Cell(self._board, sandbox, self._served, order, budget_s, self._max_bytes)
+            cell.tenant = entry.sandbox_of
             self._by_key[entry.key] = cell
         self._by_request[request_id] = cell
-        cell.begin([(request_id, msgspec.structs.replace(entry, sandboxed=False))], ())
+        cell.begin([(request_id, msgspec.structs.replace(entry, sandbox_of=""))], ())
         return request_id in cell.live
 
     def finish(self, finished: set[str]) -> None:
@@ -446,10 +457,8 @@ class Cells:
         self._active = []
         return ended, news
 
-    def collect(
-        self, key: str, results: Mapping[str, Any], index: int | None
-    ) -> tuple[list[Piece], float]:
-        """Return what a trace or one of its blocks has saved, and the seconds that it took since it was asked.
+    def collect(self, key: str, results: Mapping[str, Any], index: int | None) -> tuple[list[Piece], float]:
+        """Return what a trace or one of its blocks has saved, and the seconds that it took since last asked.
 
         Without a block the trace is over.
         """
@@ -477,7 +486,9 @@ class Cells:
         cell = self._by_key.pop(key)
         for request_id in cell.entries:
             self._by_request.pop(request_id, None)
-        cell.close()
+        sandbox = cell.close()
+        if sandbox is not None:
+            self._parked.put(cell.tenant, sandbox)
 
 
 __all__ = ["Cell", "Cells", "choice_of"]

@@ -192,8 +192,16 @@ class InsideTraces(WorkerTraces):
                 return packed(Go(self._now_wanted(), ended=ended, told=told))
             case Collect(key, results, index):
                 pieces = self.collect(key, results, index)
+                if index is None:
+                    self._start_over()
                 return packed(Collected(*self.telling.take_left(key)), pieces)
         raise TypeError(f"nothing is done on {type(head).__name__}")
+
+    def _start_over(self) -> None:
+        """The trace is over: another of the same tenant's may begin in this process, and finds it as new."""
+        self.board.calls.clear()
+        self.board.ever.clear()
+        self._wanted, self._before, self._passed = [], [], []
 
     def _step(self, told: Sequence[tuple[str, int, int, bool]]) -> list[bytes | memoryview]:
         row, spans = 0, []
