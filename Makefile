@@ -13,6 +13,8 @@ MODEL ?=
 PORT ?= 8000
 ARGS ?=
 TESTS ?=
+# "required" makes a missing PostgreSQL a failure, where tests that need it are skipped else.
+POSTGRES ?= $(if $(CI),required,)
 
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml scripts/install.sh $(sort $(wildcard requirements/*.txt))
@@ -21,9 +23,9 @@ INSTALLED := $(VENV)/.installed-$(shell cat $(INPUTS) | sha256sum | cut -c1-16)
 # Those of our folders that hold Python; mypy refuses an empty one.
 SOURCES = $(shell for d in api_schemas nnsight_engine app benchmarks examples loadtests tests; do \
 	[ -z "$$(find $$d -name '*.py' -print -quit 2>/dev/null)" ] || echo $$d; done)
-PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(if $(filter required,$(POSTGRES)),--require-postgres)
 
-.PHONY: help install serve test test-fast lint check bench format clean
+.PHONY: help install postgres serve test test-fast lint check bench format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -37,13 +39,16 @@ $(INSTALLED):
 	scripts/install.sh $(VENV)
 	@rm -f $(VENV)/.installed-* && touch $@
 
+postgres: ## PostgreSQL for the tests, where it is missing and can be installed
+	@scripts/postgres.sh $(POSTGRES)
+
 serve: install ## OpenAI-compatible server on 127.0.0.1:$(PORT); MODEL empty means the bundled model
 	@exec $(BIN)/nnsight-engine serve $(MODEL) --port $(PORT) $(ARGS)
 
-test: install ## Every test, those on the real engine included
+test: install postgres ## Every test, those on the real engine included
 	$(PYTEST) $(TESTS)
 
-test-fast: install ## Tests without vLLM, in some minutes
+test-fast: install postgres ## Tests without vLLM, in some minutes
 	$(PYTEST) -m "not e2e" $(TESTS)
 
 lint: install ## Format, ruff, mypy, layers
@@ -52,7 +57,7 @@ lint: install ## Format, ruff, mypy, layers
 	$(BIN)/mypy $(SOURCES)
 	$(BIN)/lint-imports
 
-check: lint ## What CI runs: lint, then every test
+check: lint postgres ## What CI runs: lint, then every test
 	$(PYTEST) $(TESTS)
 
 bench: install ## Speed against plain vLLM, as ratios; writes benchmarks/results/

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import select
 from starlette.testclient import TestClient, WebSocketDenialResponse
 
 from api_schemas.keys import Scope, Tier
@@ -16,9 +17,12 @@ from app.cli import main
 from app.engine.fake import FakeEngineClient
 from app.main import create_app, new_store
 from app.settings import Settings
+from app.storage.tables import Base
 from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.tenants import Tenants
 from tests.integration.trace_messages import HEADERS, message
+
+pytestmark = pytest.mark.both_databases
 
 CAPTURE = {"op": "capture", "at": "layers.1.output", "name": "kept"}
 STEER = {"op": "steer", "at": "layers.1.output", "vector": [0.0] * 8}
@@ -226,6 +230,10 @@ async def test_nothing_that_is_kept_opens_anything(tenants: Tenants, tmp_path: P
     headers = await tenants.headers("acme")
     await tenants.send("GET", "/v1/models", headers)
     secret = headers["authorization"].rsplit("_", 1)[1]
-    kept = b"".join(path.read_bytes() for path in (tmp_path / "data").rglob("*") if path.is_file())
+    rows = await tenants.server.context.database.read(
+        lambda session: [session.execute(select(table)).all() for table in Base.metadata.sorted_tables]
+    )
+    files = [path.read_bytes() for path in (tmp_path / "data").rglob("*") if path.is_file()]
+    kept = b"".join([repr(rows).encode(), *files])
     assert b"argon2id" in kept
     assert secret.encode() not in kept
