@@ -16,6 +16,7 @@ from api_schemas.completions import CompletionRequest
 from api_schemas.errors import ErrorResponse
 from api_schemas.jobs import JobEvent
 from api_schemas.keys import Limits, NewKey, Rotation
+from app.links import add_links
 from nnsight_engine.remote_backend.frames import MEDIA_TYPE as FRAMES_TYPE
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE as TRACE_TYPE
 
@@ -119,6 +120,7 @@ class DocumentedApp(FastAPI):
             for operations in schema["paths"].values():
                 for operation in operations.values():
                     _correct(operation)
+            add_links(schema["paths"])
             for replaced in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(replaced, None)
         return super().openapi()
