@@ -67,6 +67,13 @@ class ErrorCode(enum.StrEnum):
     INTERRUPTED = "interrupted"
     RANGE_NOT_SATISFIABLE = "range_not_satisfiable"
     RESULT_NOT_FOUND = "result_not_found"
+    VECTOR_NOT_FOUND = "vector_not_found"
+    VECTOR_MISMATCH = "vector_mismatch"
+    VECTOR_NAME_TAKEN = "vector_name_taken"
+    VECTOR_STORE_FULL = "vector_store_full"
+    INVALID_VECTOR_FILE = "invalid_vector_file"
+    UNSUPPORTED_FORMAT = "unsupported_vector_format"
+    TRAINING_FAILED = "training_failed"
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
@@ -105,6 +112,10 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.INTERRUPTED: 500,
     ErrorCode.RANGE_NOT_SATISFIABLE: 416,
     ErrorCode.RESULT_NOT_FOUND: 404,
+    ErrorCode.VECTOR_NOT_FOUND: 404,
+    ErrorCode.VECTOR_NAME_TAKEN: 409,
+    ErrorCode.VECTOR_STORE_FULL: 503,
+    ErrorCode.UNSUPPORTED_FORMAT: 415,
     ErrorCode.MODEL_NOT_FOUND: 404,
     ErrorCode.NOT_FOUND: 404,
     ErrorCode.METHOD_NOT_ALLOWED: 405,

@@ -15,6 +15,13 @@ MAX_NAME: Final = 64
 _NAME: Final = r"^[a-z0-9]([a-z0-9._-]*[a-z0-9])?$"
 
 
+def _number(value: object) -> object:
+    """Refuse what pydantic would take for a number: true, and numbers in quotes."""
+    if isinstance(value, (bool, str)):
+        raise ValueError("must be a number")  # noqa: TRY004 - what pydantic reports
+    return value
+
+
 class Scope(enum.StrEnum):
     """What a key opens; every key may ask what the server is and has."""
 
@@ -42,13 +49,15 @@ class Limits(BaseModel):
 
     Attributes:
         requests_per_minute: Requests of any kind.
-        concurrency: Completions, chats and traces that run at once; jobs are none of them.
+        concurrency: Completions, chats, traces and trainings that run at once; jobs are none of them.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     requests_per_minute: int | None = Field(default=None, ge=1, le=2**31)
     concurrency: int | None = Field(default=None, ge=1, le=2**31)
+
+    _are_numbers = field_validator("*", mode="before")(_number)
 
 
 class NewKey(BaseModel):
@@ -75,6 +84,8 @@ class NewKey(BaseModel):
     tier: Tier = Tier.SANDBOXED
     limits: Limits = Limits()
     expires_in_s: float | None = Field(default=None, gt=0, le=1e10, allow_inf_nan=False)
+
+    _is_number = field_validator("expires_in_s", mode="before")(_number)
 
     @field_validator("scopes")
     @classmethod
@@ -154,6 +165,8 @@ class Rotation(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     grace_s: float = Field(default=0.0, ge=0, le=1e10, allow_inf_nan=False)
+
+    _is_number = field_validator("grace_s", mode="before")(_number)
 
 
 __all__ = [

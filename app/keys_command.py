@@ -167,7 +167,11 @@ def _scopes(text: str) -> tuple[Scope, ...]:
 
 def _limits(text: str) -> Limits:
     pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
-    return Limits.model_validate({name.strip(): value.strip() for name, _, value in pairs})
+    return Limits.model_validate({name.strip(): _number(value.strip()) for name, _, value in pairs})
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
 
 
 def _said(limits: Limits) -> str:

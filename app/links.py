@@ -30,12 +30,22 @@ _KEYS: Final[Links] = {
     "GET /v1/admin/keys": _TENANT,
     "PUT /v1/admin/tenants/{tenant}/limits": _TENANT,
 }
+_VECTOR: Final = {"vector_id": "$response.body#/id"}
+_VECTORS: Final[Links] = {
+    "GET /v1/vectors/{vector_id}": _VECTOR,
+    "GET /v1/vectors/{vector_id}/content": _VECTOR,
+    "DELETE /v1/vectors/{vector_id}": _VECTOR,
+    "GET /v1/vectors": {"name": "$response.body#/name", "after": "$response.body#/id"},
+}
 LINKS: Final[Mapping[tuple[str, int], Links]] = {
     ("POST /v1/jobs", 200): _JOBS,
     ("POST /v1/jobs", 202): _JOBS,
     ("POST /v1/jobs/{job_id}/cancel", 200): _JOBS,
     ("POST /v1/jobs/{job_id}/rerun", 202): _JOBS,
     ("GET /v1/jobs", 200): {"GET /v1/jobs": {"after": "$response.body#/last_id"}},
+    ("POST /v1/vectors", 201): _VECTORS,
+    ("POST /v1/vectors/train", 201): _VECTORS,
+    ("GET /v1/vectors", 200): {"GET /v1/vectors": {"after": "$response.body#/last_id"}},
     ("POST /v1/admin/keys", 201): _KEYS,
     ("POST /v1/admin/keys/{key_id}/rotate", 201): _KEYS,
 }

@@ -31,6 +31,7 @@ from app.routes import (
     results,
     status,
     traces,
+    vectors,
 )
 from app.services.jobs import JobService
 from app.services.model_outline import model_outline
@@ -39,6 +40,8 @@ from app.settings import Settings, environment_for_traces
 from app.storage.database import Database
 from app.storage.keys import KeyStore
 from app.storage.results import ResultStore
+from app.vectors.service import VectorService
+from app.vectors.training import Trainer
 from nnsight_engine.local_engine.link import ProcessOptions
 
 _ROUTERS = (
@@ -54,6 +57,7 @@ _ROUTERS = (
     status.router,
     keys.router,
     keys.tenants_router,
+    vectors.router,
 )
 
 
@@ -87,8 +91,20 @@ def create_app(
     database = Database(settings.data_dir, settings.database_url)
     job_service = JobService(settings, database, trace_service, lifecycle, engine.served)
     callers, rates = Keys(KeyStore(database)), Rates(settings.limits_url)
+    vector_service = VectorService(settings, database, engine)
     context = Context(
-        settings, engine, store, lifecycle, trace_service, job_service, database, callers, rates, beside
+        settings,
+        engine,
+        store,
+        lifecycle,
+        trace_service,
+        job_service,
+        database,
+        callers,
+        rates,
+        vector_service,
+        Trainer(settings, engine, vector_service),
+        beside,
     )
     app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)
     app.state.context = context

@@ -149,6 +149,21 @@ class Settings(BaseSettings):
     job_store_bytes: int = Field(
         default=20 * GIB, ge=0, description="Most bytes of all jobs' requests and results."
     )
+    vector_store_bytes: int = Field(
+        default=4 * GIB, ge=0, description="Most bytes of all vectors that the server keeps."
+    )
+    vector_cache_bytes: int = Field(
+        default=256 * MIB, ge=0, description="Most bytes of vectors held in memory, those used last."
+    )
+    max_training_prompts: int = Field(
+        default=512, ge=4, description="Most prompts, of both sides together, that a vector is trained from."
+    )
+    max_training_bytes: int = Field(
+        default=512 * MIB, ge=1, description="Most bytes of the values that a vector is trained from."
+    )
+    max_queued_trainings: int = Field(
+        default=16, ge=0, description="Most trainings of vectors that wait; one runs at a time."
+    )
     drain_timeout_s: float = Field(
         default=30.0,
         ge=0,

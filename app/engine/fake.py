@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -44,6 +44,7 @@ class FakeBehaviour:
         stream_error: Raised by every stream after ``num_events_before_error`` events.
         num_events_before_error: See ``stream_error``.
         delay_s: Waited before each token.
+        pulls: By word: how far it pulls the first number of what is captured, a number for each layer.
     """
 
     is_starting: bool = False
@@ -53,6 +54,7 @@ class FakeBehaviour:
     stream_error: Exception | None = None
     num_events_before_error: int = 1
     delay_s: float = 0.0
+    pulls: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ class _Job:
     interventions: tuple[Intervention, ...]
     base_path: str
     owner: str
+    inline: bool
 
     @property
     def is_chat(self) -> bool:
@@ -162,21 +165,37 @@ class FakeEngineClient:
         self._is_closed = True
 
     async def completions(
-        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request, owner: str
+        self,
+        body: JsonObject,
+        interventions: tuple[Intervention, ...],
+        http: Request,
+        owner: str,
+        *,
+        inline: bool = False,
     ) -> EngineReply:
         """Repeat each prompt's words."""
         prompts = _prompts(body.get("prompt"))
-        return await self._generate("text_completion", prompts, body, interventions, http, owner)
+        return await self._generate(
+            "text_completion", prompts, body, interventions, http, owner, inline=inline
+        )
 
     async def chat(
-        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request, owner: str
+        self,
+        body: JsonObject,
+        interventions: tuple[Intervention, ...],
+        http: Request,
+        owner: str,
+        *,
+        inline: bool = False,
     ) -> EngineReply:
         """Repeat the last message's words."""
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise ApiError(ErrorCode.INVALID_SHAPE, "'messages' must be a list with at least one message.")
         prompts = [str(messages[-1].get("content", "")).split()]
-        return await self._generate("chat.completion", prompts, body, interventions, http, owner)
+        return await self._generate(
+            "chat.completion", prompts, body, interventions, http, owner, inline=inline
+        )
 
     async def _generate(
         self,
@@ -186,6 +205,8 @@ class FakeEngineClient:
         interventions: tuple[Intervention, ...],
         http: Request,
         owner: str,
+        *,
+        inline: bool,
     ) -> EngineReply:
         self.num_calls += 1
         with self._running():
@@ -198,7 +219,8 @@ class FakeEngineClient:
                 ErrorCode.MODEL_NOT_FOUND, f"The model served is {MODEL!r}, got {model!r}.", "model"
             )
         choices = _choices(prompts, int(body.get("n") or 1), _max_tokens(body))
-        job = _Job(kind, model, choices, interventions, str(http.scope.get("root_path", "")), owner)
+        path = str(http.scope.get("root_path", ""))
+        job = _Job(kind, model, choices, interventions, path, owner, inline)
         if body.get("stream"):
             with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
             return EngineReply(stream=self._events(job, with_usage=with_usage))
@@ -246,14 +268,21 @@ class FakeEngineClient:
             return {}
         tokens = choice.prompt + choice.words
         answer = await choice_json(
-            collected(job.interventions, range(*span), is_final=is_final),
+            collected(job.interventions, range(*span), is_final=is_final, pull=self._pull(choice)),
             store=self._store,
             owner=job.owner,
             settings=self._settings,
             decode=lambda token_id: f" {tokens[token_id % len(tokens)]}",
             base_path=job.base_path,
+            operations=job.interventions,
+            inline=job.inline,
         )
         return {"interventions": answer}
+
+    def _pull(self, choice: _Choice) -> Sequence[float]:
+        """Return how far the prompt's words pull what is captured of each layer."""
+        pulls = [self.behaviour.pulls[word] for word in choice.prompt if word in self.behaviour.pulls]
+        return [sum(layer) for layer in zip(*pulls, strict=True)]
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:

@@ -6,7 +6,6 @@ The body is parsed once. A request without ``interventions`` skips everything th
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
@@ -19,10 +18,12 @@ from app.auth.principal import Principal
 from app.body import BodyLimits, read_object
 from app.context import Context
 from app.engine.client import EngineReply, JsonObject
+from app.services.cache_salts import keep_apart
 from app.services.code_policy import check_code_allowed
 from app.services.disconnect import while_connected
 from app.services.streaming import ClosingStream, close_stream, events, first_event
 from app.settings import Settings
+from app.vectors.names import names_vectors
 
 Generate = Callable[[JsonObject, tuple[Intervention, ...], Request, str], Awaitable[EngineReply]]
 """``EngineClient.completions`` or ``EngineClient.chat``."""
@@ -51,8 +52,9 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
         caller.check(Scope.INTERVENTIONS)
     if any(isinstance(operation, Trace) for operation in interventions):
         check_code_allowed(settings, request, caller)
-    if caller.has_key:
-        _keep_apart(body, caller)
+    if names_vectors(interventions):
+        interventions = await context.vectors.resolved(interventions, caller.tenant)
+    keep_apart(body, caller)
     answer = call(body, interventions, request, caller.tenant)
     started = await while_connected(request.receive, _start(answer))
     reply = started.reply
@@ -74,14 +76,6 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
 def limits_of(settings: Settings) -> Limits:
     """Return the limits on a request's interventions."""
     return Limits(max_operations=settings.max_operations, max_tensor_bytes=settings.max_tensor_bytes)
-
-
-def _keep_apart(body: JsonObject, caller: Principal) -> None:
-    """Let nobody learn from how long a prompt takes whether another tenant has sent it."""
-    salt = body.get("cache_salt")
-    if salt is None or (salt and isinstance(salt, str)):  # vLLM refuses the rest
-        # No tenant's name has a colon; vLLM takes no more than so many characters.
-        body["cache_salt"] = hashlib.sha256(f"{caller.tenant}:{salt or ''}".encode()).hexdigest()
 
 
 async def _start(call: Awaitable[EngineReply]) -> _Started:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import base64
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
+from api_schemas.interventions import Intervention, tensor_of
+from api_schemas.tensors import NamedTensor
 from app.settings import Settings
 from app.storage.results import ResultStore
 from nnsight_engine.plans.collected import (
+    Applied,
     CaptureResult,
     CollectedResults,
     LensResult,
@@ -40,6 +43,8 @@ async def choice_json(
     settings: Settings,
     decode: Decode,
     base_path: str = "",
+    operations: Sequence[Intervention] = (),
+    inline: bool = False,
 ) -> dict[str, Any]:
     """Return the ``interventions`` object of one choice or of one token's part of it.
 
@@ -49,6 +54,8 @@ async def choice_json(
         owner: The tenant whose they are.
         settings: The limit on inline tensors.
         decode: Text of a token id.
+        operations: The request's, in its order; those that named a vector are told which it was.
+        inline: Whether tensors stay in the answer, however large.
         base_path: What stands before ``/v1`` in the server's URLs (ASGI's ``root_path``).
 
     Returns:
@@ -63,13 +70,14 @@ async def choice_json(
         for result in collected.results
         for place, tensor in _tensors_of(result)
     }
-    if sum(len(tensor.data) for tensor in large.values()) > settings.inline_tensor_bytes:
+    num_bytes = sum(len(tensor.data) for tensor in large.values())
+    if num_bytes > settings.inline_tensor_bytes and not inline:
         tensors = await _stored(large, store, owner, base_path)
     answer: dict[str, Any] = {
         "results": {result.name: _result_json(result, tensors, decode) for result in collected.results}
     }
     if collected.final:
-        answer["applied"] = [dataclasses.asdict(applied) for applied in collected.applied]
+        answer["applied"] = _applied_json(collected.applied, operations)
         answer["provenance"] = {
             "fingerprint": collected.fingerprint,
             "cached_tokens": collected.cached_tokens,
@@ -77,6 +85,15 @@ async def choice_json(
             "tier": collected.tier,
         }
     return answer
+
+
+def _applied_json(applied: Sequence[Applied], operations: Sequence[Intervention]) -> list[dict[str, Any]]:
+    told = [dataclasses.asdict(one) for one in applied]
+    for one, operation in zip(told, operations, strict=False):
+        tensor = tensor_of(operation)
+        if isinstance(tensor, NamedTensor) and tensor.used is not None:
+            one["vector"] = tensor.used.model_dump()
+    return told
 
 
 class _Inline:

@@ -16,6 +16,7 @@ from sqlalchemy import (
     ForeignKey,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     String,
     Text,
@@ -163,4 +164,51 @@ class KeyRow(Base):
     replaces: Mapped[str | None] = mapped_column(String(32))
 
 
-__all__ = ["Base", "EventRow", "JobRow", "KeyRow", "TenantRow"]
+class VectorNameRow(Base):
+    """A tenant's name for vectors; ``versions`` counts those ever made: none comes back as another."""
+
+    __tablename__ = "vector_names"
+
+    tenant: Mapped[str] = mapped_column(String(64), primary_key=True)
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    versions: Mapped[int] = mapped_column(default=0)
+
+
+class VectorRow(Base):
+    """A vector; see ``api_schemas.vectors.Vector``.
+
+    Attributes:
+        number: Counts up, never used twice: the order in which vectors came.
+        tenant: Whose it is; empty as long as there are no keys.
+        leaf: The kind of points that it belongs to, ``output`` of a layer.
+        layers: The layers of the rows, ascending.
+        data: The rows, ``[layers, width]``, float32 and little-endian; read only where it is asked for.
+    """
+
+    __tablename__ = "vectors"
+    __table_args__ = (
+        UniqueConstraint("tenant", "name", "version"),
+        Index(None, "name", "shared"),
+        {"sqlite_autoincrement": True},
+    )
+
+    number: Mapped[int] = mapped_column(_COUNTER, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    tenant: Mapped[str] = mapped_column(String(64))
+    name: Mapped[str] = mapped_column(String(64))
+    version: Mapped[int]
+    model: Mapped[str] = mapped_column(String(1024))
+    leaf: Mapped[str] = mapped_column(String(128))
+    layers: Mapped[list[int]] = mapped_column(JSON)
+    width: Mapped[int]
+    shared: Mapped[bool]
+    format: Mapped[str] = mapped_column(String(16))
+    source_sha256: Mapped[str | None] = mapped_column(String(64))
+    sha256: Mapped[str] = mapped_column(String(64))
+    num_bytes: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[float]
+    training: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    data: Mapped[bytes] = mapped_column(LargeBinary, deferred=True)
+
+
+__all__ = ["Base", "EventRow", "JobRow", "KeyRow", "TenantRow", "VectorNameRow", "VectorRow"]

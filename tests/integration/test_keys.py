@@ -133,7 +133,10 @@ async def test_keys_are_made_listed_replaced_and_ended_over_http(
     assert [await models(one["key"]) for one in (key, kept)] == [401, 200]
     error_of(await tenants.send("POST", f"{path}/rotate", admin, json={}), 409, "key_ended")
     error_of(await tenants.send("DELETE", "/v1/admin/keys/none", admin), 404, "key_not_found")
-    for wrong in ({"tenant": "A b"}, {"tenant": "a", "scopes": ["all"]}, {"tenant": "a", "hash": "x"}):
+    of_a: list[dict[str, Any]] = [
+        {"scopes": ["all"]}, {"hash": "x"}, {"limits": {"concurrency": True}}, {"expires_in_s": True},
+    ]  # fmt: skip
+    for wrong in ({"tenant": "A b"}, *({"tenant": "a", **one} for one in of_a)):
         error_of(await tenants.send("POST", "/v1/admin/keys", admin, json=wrong), 422, "invalid_shape")
 
 

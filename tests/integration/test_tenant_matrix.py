@@ -49,7 +49,10 @@ ACCESS: Final = {
     "POST /v1/chat/completions": Access.MADE,
     "POST /v1/traces": Access.MADE,
     "POST /v1/jobs": Access.MADE,
+    "POST /v1/vectors": Access.MADE,
+    "POST /v1/vectors/train": Access.MADE,
     "GET /v1/jobs": Access.LISTED,
+    "GET /v1/vectors": Access.LISTED,
     "GET /v1/jobs/{job_id}": Access.NAMED,
     "DELETE /v1/jobs/{job_id}": Access.NAMED,
     "POST /v1/jobs/{job_id}/cancel": Access.NAMED,
@@ -58,6 +61,9 @@ ACCESS: Final = {
     "GET /v1/jobs/{job_id}/events": Access.NAMED,
     "WS /v1/jobs/{job_id}/events": Access.NAMED,
     "GET /v1/results/{result_id}": Access.NAMED,
+    "GET /v1/vectors/{vector_id}": Access.NAMED,
+    "GET /v1/vectors/{vector_id}/content": Access.NAMED,
+    "DELETE /v1/vectors/{vector_id}": Access.NAMED,
     "POST /v1/admin/keys": Access.OPERATORS,
     "GET /v1/admin/keys": Access.OPERATORS,
     "POST /v1/admin/keys/{key_id}/rotate": Access.OPERATORS,
@@ -69,7 +75,7 @@ ACCESS: Final = {
 CLOSED: Final = [route for route in ROUTES if ACCESS.get(str(route)) is not Access.OPEN]
 NAMED: Final = [route for route in ROUTES if ACCESS.get(str(route)) is Access.NAMED]
 UNPRIVILEGED: Final = tuple(scope for scope in Scope if scope is not Scope.ADMIN)
-QUERIES: Final = {"GET /v1/jobs": {"after": "job_id"}}
+QUERIES: Final = {"GET /v1/jobs": {"after": "job_id"}, "GET /v1/vectors": {"after": "vector_id"}}
 """Where else than in its path a route takes an id."""
 
 
@@ -92,6 +98,10 @@ class Theirs:
         # Until it has ended.
         await self.tenants.send("GET", f"/v1/jobs/{job_id}/events", self.headers)
         return job_id
+
+    async def _vector_id(self) -> str:
+        body = {"name": "joy", "vectors": {"1": [0.5] * 8}}
+        return str((await self.tenants.send("POST", "/v1/vectors", self.headers, json=body)).json()["id"])
 
     async def _result_id(self) -> str:
         body = {
@@ -169,6 +179,9 @@ async def test_a_key_opens_what_its_scopes_say_and_nothing_else(
                     assert answer.status_code not in {401, 403}, answer.text
                 else:
                     error_of(answer, 403, "missing_scope")
+            just_those = await tenants.headers("acme", *route.scopes) if route.scopes else alone[Scope.CODE]
+            answer = await knock(tenants, route, nothing(route), just_those)
+            assert answer.status_code not in {401, 403}, answer.text
             for scope in route.scopes:
                 answer = await knock(tenants, route, nothing(route), others[scope])
                 error_of(answer, 403, "missing_scope")
