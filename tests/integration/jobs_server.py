@@ -1,7 +1,7 @@
 """A server with a scripted engine, as a process of its own that a test may kill.
 
-``python -m tests.integration.jobs_server DIRECTORY DATABASE_URL``; it prints its port when it
-listens. Traces that hang are released by a file ``release`` in the directory.
+``python -m tests.integration.jobs_server DIRECTORY``; it prints its port when it listens. Traces that hang
+are released by a file ``release`` in the directory.
 """
 
 from __future__ import annotations
@@ -19,13 +19,9 @@ from tests.integration.scripted_traces import ScriptedEngine
 from tests.integration.waiting import until
 
 
-async def serve(directory: Path, database_url: str) -> None:
+async def serve(directory: Path) -> None:
     settings = Settings(
-        result_dir=directory / "results",
-        data_dir=directory / "data",
-        database_url=database_url,
-        max_running_jobs=3,
-        drain_timeout_s=0.2,
+        result_dir=directory / "results", data_dir=directory / "data", max_running_jobs=3, drain_timeout_s=0.2
     )
     store = new_store(settings)
     scripted = ScriptedEngine()
@@ -46,4 +42,4 @@ async def release(engine: ScriptedEngine, file: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(Path(sys.argv[1]), sys.argv[2]))
+    asyncio.run(serve(Path(sys.argv[1])))

@@ -56,9 +56,9 @@ class Process:
 
 
 @contextlib.asynccontextmanager
-async def started(directory: Path, database_url: str = "") -> AsyncIterator[Process]:
+async def started(directory: Path) -> AsyncIterator[Process]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.integration.jobs_server", str(directory), database_url,
+        sys.executable, "-m", "tests.integration.jobs_server", str(directory),
         cwd=PROJECT, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None
@@ -80,9 +80,8 @@ async def answers(client: httpx.AsyncClient) -> bool:
     return False
 
 
-@pytest.mark.both_databases
-async def test_a_killed_server_finds_its_jobs_again(tmp_path: Path, database_url: str, jobs_folder: Path):
-    async with started(tmp_path, database_url) as server:
+async def test_a_killed_server_finds_its_jobs_again(tmp_path: Path):
+    async with started(tmp_path) as server:
         done = await server.submit("logs:3", key="done")
         failed = await server.submit("refused")
         cancelled = await server.submit("hang", key="cancelled")
@@ -100,11 +99,11 @@ async def test_a_killed_server_finds_its_jobs_again(tmp_path: Path, database_url
         queued = [await server.submit("ok") for _ in range(20)]
         queued.append(await server.submit("ok", key="last"))
         await server.end(signal.SIGKILL)
-    half = jobs_folder / running / "result.1"
+    half = tmp_path / "data/jobs" / running / "result.1"
     half.write_bytes(b"half a result")
     (tmp_path / "release").touch()
 
-    async with started(tmp_path, database_url) as server:
+    async with started(tmp_path) as server:
         interrupted = await server.job(running)
         assert interrupted.status == "ERROR"
         assert interrupted.error is not None
