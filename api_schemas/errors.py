@@ -53,6 +53,9 @@ class ErrorCode(enum.StrEnum):
     SANDBOX_MISSING = "sandbox_missing"
     QUEUE_FULL = "queue_full"
     RATE_LIMITED = "rate_limit_exceeded"
+    BEYOND_LIMIT = "request_beyond_limit"
+    STORED_BYTES_FULL = "stored_bytes_full"
+    UPLOAD_TIMED_OUT = "upload_timed_out"
     TENANT_NOT_FOUND = "tenant_not_found"
     TRACE_TIMED_OUT = "trace_timed_out"
     TRACE_PROCESS_ENDED = "trace_process_ended"
@@ -99,6 +102,8 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.SANDBOX_MISSING: 403,
     ErrorCode.QUEUE_FULL: 429,
     ErrorCode.RATE_LIMITED: 429,
+    ErrorCode.STORED_BYTES_FULL: 403,
+    ErrorCode.UPLOAD_TIMED_OUT: 408,
     ErrorCode.TENANT_NOT_FOUND: 404,
     ErrorCode.TRACE_TIMED_OUT: 504,
     ErrorCode.TRACE_PROCESS_ENDED: 500,

@@ -20,6 +20,7 @@ from app.engine.client import EngineClient
 from app.engine.trace_processes import TraceProcesses
 from app.lifecycle import Lifecycle
 from app.services.code_policy import check_name, is_from_elsewhere
+from app.services.job_callers import learn
 from app.services.jobs import JobService
 from app.services.traces import TraceService
 from app.settings import Settings
@@ -27,6 +28,7 @@ from app.storage.database import Database
 from app.storage.results import ResultStore
 from app.vectors.service import VectorService
 from app.vectors.training import Trainer
+from nnsight_engine.core.metering import METER
 
 _POLICY_VIOLATION: Final = 1008
 _RUN_AT_ONCE: Final = {"/v1/completions", "/v1/chat/completions", "/v1/traces", "/v1/vectors/train"}
@@ -82,7 +84,10 @@ async def _caller_of(
         check_name(context.settings, connection)
     if principal.has_key and ADMITTED not in connection.scope:
         works = connection.scope["route"].path in _RUN_AT_ONCE
-        connection.scope[ADMITTED] = await context.rates.admit(principal, works=works)
+        learn(context.store.stored, principal)
+        admitted = await context.rates.admit(principal, works=works)
+        connection.scope[ADMITTED] = admitted
+        METER.set(None if admitted is None else admitted.meter)
     return principal
 
 
@@ -101,8 +106,9 @@ INTERVENER: Final = Security(_caller_of, scopes=[Scope.INTERVENTIONS])
 TRAINER: Final = Security(_caller_of, scopes=[Scope.INTERVENTIONS, Scope.COMPLETIONS])
 CODER: Final = Security(_caller_of, scopes=[Scope.CODE])
 ADMIN: Final = Security(_caller_of, scopes=[Scope.ADMIN])
-Completer = Annotated[Principal, COMPLETER]
+Caller = Annotated[Principal, ANYBODY]
 """A route's parameter: who calls. So are the next ones."""
+Completer = Annotated[Principal, COMPLETER]
 Intervener = Annotated[Principal, INTERVENER]
 Trains = Annotated[Principal, TRAINER]
 Coder = Annotated[Principal, CODER]

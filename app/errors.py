@@ -21,7 +21,7 @@ from starlette.websockets import WebSocket
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.limits import Limits
-from app.admission.rates import ThrottledError
+from app.admission.throttled import ThrottledError
 
 RETRY_AFTER_S: Final = 5
 """What a client is told to wait before it asks a server that is starting, full or draining."""
@@ -57,6 +57,8 @@ def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Re
     sent = dict(headers or {})
     if error.code in _CHALLENGES:
         sent.setdefault("WWW-Authenticate", _CHALLENGES[error.code])
+    if error.code is ErrorCode.UPLOAD_TIMED_OUT:
+        sent.setdefault("Connection", "close")  # what else came would be taken for the next request
     if error.status in _WORTH_WAITING:
         sent.setdefault("Retry-After", str(RETRY_AFTER_S))
     return Response(error_bytes(error), error.status, sent, media_type="application/json")

@@ -33,6 +33,7 @@ from app.routes import (
     traces,
     vectors,
 )
+from app.services.job_callers import JobCallers
 from app.services.jobs import JobService
 from app.services.model_outline import model_outline
 from app.services.traces import TraceService
@@ -89,9 +90,12 @@ def create_app(
     engines = {**engine.trace_engines(), **{one.name: one for one in beside}}
     trace_service = TraceService(engines)
     database = Database(settings.data_dir, settings.database_url)
-    job_service = JobService(settings, database, trace_service, lifecycle, engine.served)
     callers, rates = Keys(KeyStore(database)), Rates(settings.limits_url)
-    vector_service = VectorService(settings, database, engine)
+    job_callers = JobCallers(callers, rates, store.stored)
+    job_service = JobService(
+        settings, database, trace_service, lifecycle, engine.served, job_callers, store.stored
+    )
+    vector_service = VectorService(settings, database, engine, store.stored)
     context = Context(
         settings,
         engine,
@@ -136,7 +140,10 @@ def _beside(settings: Settings, engine: EngineClient, local: LocalTraceEngine | 
 def new_store(settings: Settings) -> ResultStore:
     """Return the result store that the settings describe."""
     return ResultStore(
-        settings.result_dir, ttl_s=settings.result_ttl_s, max_bytes=settings.result_store_bytes
+        settings.result_dir,
+        ttl_s=settings.result_ttl_s,
+        max_bytes=settings.result_store_bytes,
+        share=settings.tenant_share,
     )
 
 
@@ -146,6 +153,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(context.database.close)
         await context.database.start()
+        await context.vectors.count()
+        stack.push_async_callback(context.rates.close)
         stack.push_async_callback(context.keys.close)
         stack.push_async_callback(context.store.close)
         await context.store.start()

@@ -25,6 +25,7 @@ from app.admission.rates import ThrottledError
 from app.auth.principal import EVERYBODY, Principal
 from app.auth.secrets import Secret, bearer, hashed, matches, new_secret, parsed
 from app.storage.keys import KeyStore, is_open
+from app.storage.tables import KeyRow
 
 logger = logging.getLogger(__name__)
 
@@ -151,15 +152,18 @@ class Keys:
             task.add_done_callback(self._notes.discard)
         if place is not None:
             self._guesses.give_back(place)
-        principal = Principal(
-            row.tenant,
-            row.id,
-            frozenset(map(Scope, row.scopes)),
-            Tier(row.tier),
-            Limits.model_validate(row.limits),
-            tenant_limits,
-        )
-        return _Known(principal, until, row.hash)
+        return _Known(_principal(row, tenant_limits), until, row.hash)
+
+    async def holder(self, key_id: str) -> Principal | None:
+        """Return for whom something goes on that a key has begun: None if it ended without a successor.
+
+        Args:
+            key_id: The key; empty for what was begun without one.
+        """
+        if not key_id:
+            return EVERYBODY
+        found = await self._store.heir(key_id)
+        return None if found is None else _principal(*found)
 
     async def _matches(self, secret: Secret, kept: str) -> bool:
         if self._num_waiting >= _MAX_WAITING:
@@ -250,6 +254,18 @@ class Keys:
 def _holder(known: _Known | None) -> _Known | None:
     """Return what is known of a key if it was right when it was last looked at."""
     return known if known is not None and known.principal is not None else None
+
+
+def _principal(row: KeyRow, tenant_limits: Limits) -> Principal:
+    return Principal(
+        row.tenant,
+        row.id,
+        frozenset(map(Scope, row.scopes)),
+        Tier(row.tier),
+        Limits.model_validate(row.limits),
+        tenant_limits,
+        trusted_codecs=row.trusted_codecs,
+    )
 
 
 def _made() -> tuple[Secret, str]:

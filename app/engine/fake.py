@@ -27,6 +27,7 @@ from app.services.responses import choice_json
 from app.services.served_model import ServedModel
 from app.settings import Settings
 from app.storage.results import ResultStore
+from nnsight_engine.core.metering import METER
 
 _DEFAULT_MAX_TOKENS: Final = 16
 _MAX_CHOICES: Final = 128
@@ -44,6 +45,7 @@ class FakeBehaviour:
         stream_error: Raised by every stream after ``num_events_before_error`` events.
         num_events_before_error: See ``stream_error``.
         delay_s: Waited before each token.
+        intervention_s: What each request that intervenes is said to have held the engine for.
         pulls: By word: how far it pulls the first number of what is captured, a number for each layer.
     """
 
@@ -54,6 +56,7 @@ class FakeBehaviour:
     stream_error: Exception | None = None
     num_events_before_error: int = 1
     delay_s: float = 0.0
+    intervention_s: float = 0.0
     pulls: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
 
 
@@ -221,6 +224,7 @@ class FakeEngineClient:
         choices = _choices(prompts, int(body.get("n") or 1), _max_tokens(body))
         path = str(http.scope.get("root_path", ""))
         job = _Job(kind, model, choices, interventions, path, owner, inline)
+        self._note(job)
         if body.get("stream"):
             with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
             return EngineReply(stream=self._events(job, with_usage=with_usage))
@@ -230,6 +234,7 @@ class FakeEngineClient:
         choices = []
         for choice in job.choices:
             text = "".join(f" {word}" for word in choice.words)
+            _generated(len(choice.words))
             part = _message(job, "message", text) | {"index": choice.index, "finish_reason": "length"}
             span = (0, len(choice.prompt) + len(choice.words) - 1)
             choices.append(part | await self._field(job, choice, span, is_final=True))
@@ -244,6 +249,7 @@ class FakeEngineClient:
                 if error is not None and num_events >= self.behaviour.num_events_before_error:
                     raise error
                 num_events += 1
+                _generated(1)
                 yield _event(job.envelope([await self._chunk(job, choice, step)], is_chunk=True))
             if with_usage:
                 yield _event(job.envelope([], is_chunk=True) | {"usage": job.usage()})
@@ -279,6 +285,12 @@ class FakeEngineClient:
         )
         return {"interventions": answer}
 
+    def _note(self, job: _Job) -> None:
+        meter = METER.get()
+        if meter is not None:
+            meter.noted_tokens += job.usage()["prompt_tokens"]
+            meter.intervention_s += self.behaviour.intervention_s if job.interventions else 0.0
+
     def _pull(self, choice: _Choice) -> Sequence[float]:
         """Return how far the prompt's words pull what is captured of each layer."""
         pulls = [self.behaviour.pulls[word] for word in choice.prompt if word in self.behaviour.pulls]
@@ -291,6 +303,12 @@ class FakeEngineClient:
             yield
         finally:
             self.num_running -= 1
+
+
+def _generated(num_tokens: int) -> None:
+    meter = METER.get()
+    if meter is not None:
+        meter.noted_tokens += num_tokens
 
 
 def _prompts(raw: Any) -> list[list[str]]:

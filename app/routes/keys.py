@@ -87,5 +87,6 @@ async def _read(request: Request, context: Context, model: type[T]) -> T:
     Raises:
         ApiError: ``invalid_shape``, ``body_too_large``, what is no JSON.
     """
-    body = await read_object(request, BodyLimits(_MAX_BODY_BYTES, context.settings.max_json_depth))
-    return validated(model, body)
+    settings = context.settings
+    limits = BodyLimits(_MAX_BODY_BYTES, settings.max_json_depth, settings.upload_idle_timeout_s)
+    return validated(model, await read_object(request, limits))

@@ -18,6 +18,8 @@ from api_schemas.vectors import (
     VectorList,
     VectorUpload,
 )
+from app.admission.quotas import INTERVENING
+from app.admission.rates import admitted_of
 from app.body import BodyLimits, read_object
 from app.context import Intervener, Served, Trains
 from app.errors import validated
@@ -68,8 +70,11 @@ async def create_vector(request: Request, context: Served, caller: Intervener) -
 async def train_vector(request: Request, context: Served, caller: Trains) -> Response:
     """Reads the residual stream of each prompt, fits a row for each layer, scores it on prompts kept back."""
     settings = context.settings
-    body = await read_object(request, BodyLimits(settings.max_body_bytes, settings.max_json_depth))
-    wanted = validated(TrainingRequest, body)
+    admitted = admitted_of(request)
+    if admitted is not None:
+        await admitted.check(*INTERVENING)
+    limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
+    wanted = validated(TrainingRequest, await read_object(request, limits))
     train = functools.partial(context.trainer.train, wanted, request, caller)
     if not wanted.stream:
         vector = await while_connected(request.receive, train(lambda _: None))

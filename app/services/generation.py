@@ -14,6 +14,9 @@ from starlette.responses import JSONResponse, Response
 from api_schemas.interventions import FIELD, Intervention, Limits, parse_interventions
 from api_schemas.keys import Scope
 from api_schemas.request_traces import Trace
+from app.admission.estimates import of_body
+from app.admission.quotas import INTERVENING
+from app.admission.rates import admitted_of
 from app.auth.principal import Principal
 from app.body import BodyLimits, read_object
 from app.context import Context
@@ -45,13 +48,19 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
         ClientDisconnect: The client went away; the engine's work has been cancelled.
     """
     settings = context.settings
-    body = await read_object(request, BodyLimits(settings.max_body_bytes, settings.max_json_depth))
+    limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
+    body = await read_object(request, limits)
     raw = body.pop(FIELD, None)
     interventions = () if raw is None else parse_interventions(raw, limits_of(settings))
     if interventions:
         caller.check(Scope.INTERVENTIONS)
     if any(isinstance(operation, Trace) for operation in interventions):
         check_code_allowed(settings, request, caller)
+    admitted = admitted_of(request)
+    if admitted is not None:
+        if interventions:
+            await admitted.check(*INTERVENING)
+        await admitted.reserve(of_body(body))
     if names_vectors(interventions):
         interventions = await context.vectors.resolved(interventions, caller.tenant)
     keep_apart(body, caller)

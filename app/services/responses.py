@@ -17,6 +17,7 @@ from api_schemas.interventions import Intervention, tensor_of
 from api_schemas.tensors import NamedTensor
 from app.settings import Settings
 from app.storage.results import ResultStore
+from nnsight_engine.core.metering import METER
 from nnsight_engine.plans.collected import (
     Applied,
     CaptureResult,
@@ -30,6 +31,9 @@ from nnsight_engine.plans.collected import (
 
 _LOWEST_LOGPROB: Final = -9999.0
 """What stands for the logarithm of zero, as in vLLM's own log-probabilities."""
+
+_NUMBER_BYTES: Final = 4
+"""Of a number that comes by itself, as the engine has it."""
 
 Decode = Callable[[int], str]
 _Result = CaptureResult | ProbeResult | LensResult | TraceResult
@@ -71,8 +75,14 @@ async def choice_json(
         for place, tensor in _tensors_of(result)
     }
     num_bytes = sum(len(tensor.data) for tensor in large.values())
+    meter = METER.get()
+    if meter is not None:
+        meter.captured_bytes += num_bytes + sum(map(_number_bytes, collected.results))
     if num_bytes > settings.inline_tensor_bytes and not inline:
-        tensors = await _stored(large, store, owner, base_path)
+        key_id = "" if meter is None else meter.key_id
+        stored = await store.put(large, owner, key_id)
+        # Rounded down: the file is there for at least as long as the answer says.
+        tensors = _Stored(f"{base_path}/v1/results/{stored.id}", math.floor(stored.expires_at))
     answer: dict[str, Any] = {
         "results": {result.name: _result_json(result, tensors, decode) for result in collected.results}
     }
@@ -94,6 +104,16 @@ def _applied_json(applied: Sequence[Applied], operations: Sequence[Intervention]
         if isinstance(tensor, NamedTensor) and tensor.used is not None:
             one["vector"] = tensor.used.model_dump()
     return told
+
+
+def _number_bytes(result: _Result) -> int:
+    """Return how many bytes the numbers have that a lens or a probe brings."""
+    if isinstance(result, ProbeResult):
+        return _NUMBER_BYTES * len(result.points) * len(result.positions)
+    if isinstance(result, LensResult):
+        rows = (row for layer in result.layers.values() for row in layer)
+        return 2 * _NUMBER_BYTES * sum(len(top) + len(targets) for top, targets in rows)
+    return 0
 
 
 class _Inline:
@@ -127,14 +147,6 @@ class _Stored(_Inline):
             "shape": list(tensor.shape),
             "expires_at": self._expires_at,
         }
-
-
-async def _stored(
-    tensors: dict[str, TensorResult], store: ResultStore, owner: str, base_path: str
-) -> _Stored:
-    stored = await store.put(tensors, owner)
-    # Rounded down: the file is there for at least as long as the answer says.
-    return _Stored(f"{base_path}/v1/results/{stored.id}", math.floor(stored.expires_at))
 
 
 def _file_key(name: str, point: str) -> str:

@@ -24,6 +24,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+from app.storage.kept import Holder
+
 # SQLite counts up by itself only what is declared as its plain INTEGER.
 _COUNTER: Final = BigInteger().with_variant(Integer, "sqlite")
 # Names that every database agrees on, so that later migrations can refer to them.
@@ -50,6 +52,7 @@ class JobRow(Base):
         number: Counts up, never used twice: the order in which jobs came.
         id: Cannot be guessed.
         owner: The tenant whose it is; empty as long as there are no keys.
+        key_id: The key that let it run last; empty likewise.
         model: The server's name of the model; only servers of that model run it.
         status: A ``JobStatus``; always that of the last event that is not a ``LOG``.
         engine: What runs it, once that is known.
@@ -111,6 +114,12 @@ class JobRow(Base):
     removed: Mapped[bool] = mapped_column(default=False)
     lease_by: Mapped[str | None] = mapped_column(String(64))
     lease_until: Mapped[float | None]
+    key_id: Mapped[str] = mapped_column(String(32), default="")
+
+    @property
+    def holder(self) -> Holder:
+        """Whose its files are."""
+        return Holder(self.owner, self.key_id)
 
 
 class EventRow(Base):
@@ -162,6 +171,7 @@ class KeyRow(Base):
     revoked_at: Mapped[float | None]
     last_used_at: Mapped[float | None]
     replaces: Mapped[str | None] = mapped_column(String(32))
+    trusted_codecs: Mapped[bool] = mapped_column(default=False)
 
 
 class VectorNameRow(Base):

@@ -22,6 +22,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.vectors import Training, Vector
 from app.storage.database import Database
+from app.storage.kept import Holder
 from app.storage.tables import VectorNameRow, VectorRow
 from app.vectors.rows import VectorRows, kind_of
 
@@ -86,12 +87,14 @@ class VectorStore:
     Args:
         database: Has the tables, and is started before this is used.
         max_bytes: What all vectors may have together.
+        share: The part of that which one tenant's may have.
     """
 
-    def __init__(self, database: Database, max_bytes: int) -> None:
+    def __init__(self, database: Database, max_bytes: int, share: float = 1.0) -> None:
         """Keep the database."""
         self._database = database
         self._max_bytes = max_bytes
+        self._max_tenant_bytes = int(max_bytes * share)
 
     async def add(self, new: NewRow) -> Vector:
         """Keep a vector, as the next version of its name.
@@ -102,6 +105,8 @@ class VectorStore:
 
         def write(session: Session) -> Vector:
             self._check_room(session, len(data))
+            if new.tenant:
+                self._check_share(session, len(data), new.tenant)
             if new.shared:
                 _check_name(session, new)
             row = VectorRow(
@@ -198,10 +203,21 @@ class VectorStore:
         )
         return None if found is None else bytes(found)
 
-    async def bytes_of(self, tenant: str) -> int:
-        """Return the bytes of a tenant's vectors together."""
+    async def used_bytes(self) -> dict[Holder, int]:
+        """Return the bytes of all vectors, by whose they are."""
+        wanted = select(VectorRow.tenant, func.sum(VectorRow.num_bytes)).group_by(VectorRow.tenant)
+        rows = await self._database.read(lambda session: session.execute(wanted).all())
+        return {Holder(tenant): int(num_bytes or 0) for tenant, num_bytes in rows}
+
+    def _check_share(self, session: Session, num_bytes: int, tenant: str) -> None:
         wanted = select(func.coalesce(func.sum(VectorRow.num_bytes), 0)).where(VectorRow.tenant == tenant)
-        return await self._database.read(lambda session: int(session.scalar(wanted) or 0))
+        stored = int(session.scalar(wanted) or 0)
+        if stored + num_bytes > self._max_tenant_bytes:
+            raise ApiError(
+                ErrorCode.VECTOR_STORE_FULL,
+                f"The vectors of the tenant {tenant!r} may have {self._max_tenant_bytes} bytes together, and "
+                f"have {stored}; remove some (DELETE /v1/vectors/{{id}}).",
+            )
 
     def _check_room(self, session: Session, num_bytes: int) -> None:
         stored = int(session.scalar(select(func.coalesce(func.sum(VectorRow.num_bytes), 0))) or 0)

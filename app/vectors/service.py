@@ -20,6 +20,7 @@ from app.body import BodyLimits
 from app.engine.client import EngineClient
 from app.settings import Settings
 from app.storage.database import Database
+from app.storage.kept import Holder, StoredBytes
 from app.storage.vectors import NewRow, VectorStore
 from app.vectors.names import NameResolver, VectorCache
 from app.vectors.rows import ModelShape, VectorRows
@@ -33,12 +34,16 @@ class VectorService:
         settings: The server's.
         database: Keeps them; started before this is used.
         engine: Has the model that they must fit.
+        stored: What tenants keep, here and elsewhere.
     """
 
-    def __init__(self, settings: Settings, database: Database, engine: EngineClient) -> None:
+    def __init__(
+        self, settings: Settings, database: Database, engine: EngineClient, stored: StoredBytes
+    ) -> None:
         """Keep the parts; nothing is read yet."""
         self._settings = settings
-        self._store = VectorStore(database, settings.vector_store_bytes)
+        self._store = VectorStore(database, settings.vector_store_bytes, settings.tenant_share)
+        self._stored, self._kept = stored, stored.place()
         self._cache = VectorCache(self._store, settings.vector_cache_bytes)
         self._engine = engine
 
@@ -47,13 +52,18 @@ class VectorService:
         """What vectors of the model served must be like; only when the engine is ready."""
         return ModelShape.of(self._engine.served().names[0], self._engine.capabilities())
 
+    async def count(self) -> None:
+        """Learn how much is kept, by whom; other servers' doings are seen then."""
+        self._kept.set(await self._store.used_bytes())
+
     async def create(self, request: Request, caller: Principal) -> Vector:
         """Keep the vector that a request brings.
 
         Raises:
             ApiError: Whatever is wrong with it; nothing is kept then.
         """
-        limits = BodyLimits(self._settings.max_body_bytes, self._settings.max_json_depth)
+        settings = self._settings
+        limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
         upload = await read_upload(request, self.shape, limits)
         return await self.keep(
             upload.rows,
@@ -75,10 +85,18 @@ class VectorService:
         sha256: str | None = None,
         training: Training | None = None,
     ) -> Vector:
-        """Keep a vector as the next version of its name; raises ApiError as ``VectorStore.add``."""
+        """Keep a vector as the next version of its name.
+
+        Raises:
+            ApiError: ``stored_bytes_full``, and as ``VectorStore.add``.
+        """
         check_sharing(caller, shared=shared)
         new = NewRow(caller.tenant, name, self.shape.name, rows, shared, format_, sha256, training)
-        return await self._store.add(new)
+        await self.count()
+        self._stored.check(Holder(caller.tenant), len(rows.data))
+        kept = await self._store.add(new)
+        await self.count()
+        return kept
 
     async def page(self, tenant: str, *, name: str | None, after: str | None, limit: int) -> VectorList:
         """Return a page of a tenant's vectors and shared ones; raises ApiError ``vector_not_found``."""
@@ -114,10 +132,11 @@ class VectorService:
         if vector.shared:
             caller.check(Scope.ADMIN)
         await self._store.remove(vector_id, caller.tenant)
+        await self.count()
 
     async def bytes_of(self, tenant: str) -> int:
         """Return the bytes of a tenant's vectors together."""
-        return await self._store.bytes_of(tenant)
+        return (await self._store.used_bytes()).get(Holder(tenant), 0)
 
     async def resolved(self, interventions: Sequence[Intervention], tenant: str) -> tuple[Intervention, ...]:
         """Return a request's operations with numbers instead of names.

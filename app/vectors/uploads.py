@@ -82,12 +82,12 @@ async def read_upload(request: Request, shape: ModelShape, limits: BodyLimits) -
             # The one body of ours that browsers send to anywhere without asking the server first.
             raise _wrong("A form of a page of another place is not taken.")
         limit = min(shape.max_numbers * _WIDEST_ITEM_BYTES + SLACK_BYTES, limits.max_bytes)
-        body = await read_bytes(request, limit)
+        body = await read_bytes(request, limit, limits.idle_s)
         content_type = request.headers["content-type"]
         return await asyncio.to_thread(_read_form, bytes(body), content_type, shape)
     check_media_type(request, "application/json")
     limit = min(shape.max_numbers * _JSON_ITEM_BYTES + SLACK_BYTES, limits.max_bytes)
-    value = await read_object(request, BodyLimits(limit, limits.max_depth))
+    value = await read_object(request, BodyLimits(limit, limits.max_depth, limits.idle_s))
     return await asyncio.to_thread(_read_numbers, value, shape)
 
 
