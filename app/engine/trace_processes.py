@@ -206,8 +206,8 @@ class TraceProcesses:
         if request.sandbox_of:
             raise ApiError(
                 ErrorCode.SANDBOX_MISSING,
-                f"{self.purpose[0].upper()}{self.purpose[1:]} has no sandbox: it runs code of keys of the tier "
-                "'trusted' alone. Single traces on vLLM run in a sandbox.",
+                f"{self.purpose[0].upper()}{self.purpose[1:]} has no sandbox: it runs code of keys of the "
+                "tier 'trusted' alone. Single traces on vLLM run in a sandbox.",
             )
         self._check_takes_more()
         job = Job(request, self.name, self._unread)

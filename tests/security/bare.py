@@ -1,7 +1,7 @@
-"""A clean process whose children run whatever Python they are sent, with nothing to hold it off but the process.
+"""A clean process whose children run whatever Python they are sent: nothing holds it off but the process.
 
-``ForkServer`` starts it. The code finds ``x``, ``canary`` and ``port``, as attempts do, and ``side``, its own end
-of what is said to the engine; what it binds to ``got`` is the answer.
+``ForkServer`` starts it. The code finds ``x``, ``canary`` and ``port``, as attempts do, and ``side``, its own
+end of what is said to the engine; what it binds to ``got`` is the answer.
 """
 
 from __future__ import annotations

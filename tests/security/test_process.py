@@ -1,4 +1,4 @@
-"""The process sandbox alone: code that nothing else holds off gets at no file, no socket, nobody else's process."""
+"""The process sandbox alone: code that nothing else holds off gets at no file, socket or other process."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from nnsight_engine.sandbox.errors import SandboxEndedError, SandboxUnavailableE
 from nnsight_engine.sandbox.forkserver import ForkServer, Sandbox
 from nnsight_engine.sandbox.seccomp import machine
 from tests.security.attempts import Attempt, every_attempt
+from tests.security.attempts.native import DEADLY, NATIVE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the process sandbox is Linux's")
 
@@ -25,79 +26,6 @@ _MAX_ANSWER = 2**20
 _PATIENCE_S = 1.5
 """For code that does not end by itself; it is ended then."""
 _TOUCHED = "touched"
-
-NATIVE = {
-    "open": "got = open(canary).read()",
-    "open-libc": "import ctypes\ngot = ctypes.CDLL(None).open(canary.encode(), 1)\nassert got >= 0",
-    "open-by-number": "import ctypes\ngot = ctypes.CDLL(None).syscall(2, canary.encode(), 1)\nassert got >= 0",
-    "openat2": "import ctypes\ngot = ctypes.CDLL(None).syscall(437, -100, canary.encode(), b'\\0' * 24, 24)\nassert got >= 0",
-    "io-uring": "import ctypes\ngot = ctypes.CDLL(None).syscall(425, 4, b'\\0' * 120)\nassert got >= 0",
-    "x32": "import ctypes\ngot = ctypes.CDLL(None).syscall(0x40000002, canary.encode(), 1)\nassert got >= 0",
-    "list-root": "import os\ngot = os.listdir('/')",
-    "unlink": "import os\nos.unlink(canary)",
-    "truncate": "import os\nos.truncate(canary, 0)",
-    "rename": "import os\nos.rename(canary, canary + '2')",
-    "symlink": "import os\nos.symlink(canary, 'here')",
-    "chmod": "import os\nos.chmod(canary, 0o777)",
-    "stat": "import os\ngot = os.stat(canary)",
-    "parents-environment": "import os\ngot = open(f'/proc/{os.getppid()}/environ', 'rb').read()",
-    "own-memory": "got = open('/proc/self/mem', 'rb').read(8)",
-    "torch-save": "torch.save(x, canary)",
-    "torch-load": "got = torch.load(canary)",
-    "torch-from-file": "got = torch.from_file(canary, size=4, dtype=torch.uint8)",
-    "numpy-tofile": "x.numpy().tofile(canary)",
-    "numpy-memmap": "import numpy\ngot = numpy.memmap(canary, mode='r+', dtype='u1')",
-    "extension": "from torch.utils.cpp_extension import load_inline\nload_inline('a', 'int a() { return 1; }', functions=['a'])",
-    "socket": "import socket\nsocket.create_connection(('127.0.0.1', port))",
-    "socket-pair": "import socket\nsocket.socketpair()",
-    "libc-socket": "import ctypes\ngot = ctypes.CDLL(None).socket(2, 1, 0)\nassert got >= 0",
-    "fork": "import os\ngot = os.fork()",
-    "vfork": "import ctypes\ngot = ctypes.CDLL(None).vfork()\nassert got >= 0",
-    "clone3": "import ctypes\ngot = ctypes.CDLL(None).syscall(435, b'\\0' * 88, 88)\nassert got >= 0",
-    "spawn": "import subprocess\nsubprocess.run(['touch', canary])",
-    "system": "import os\ngot = os.system('touch ' + canary)\nassert got == 0",
-    "exec": "import os\nos.execv('/bin/sh', ['sh'])",
-    "thread": "import threading\nthreading.Thread(target=print).start()",
-    "kill-parent": "import os\nos.kill(os.getppid(), 9)",
-    "kill-all": "import os\nos.kill(-1, 9)",
-    "ptrace": "import ctypes, os\ngot = ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0)\nassert got >= 0",
-    "process-vm": "import ctypes, os\ngot = ctypes.CDLL(None).syscall(310, os.getppid(), 0, 0, 0, 0, 0)\nassert got >= 0",
-    "pidfd": "import ctypes, os\ngot = ctypes.CDLL(None).syscall(434, os.getppid(), 0)\nassert got >= 0",
-    "set-user": "import os\nos.setuid(0)",
-    "unshare": "import ctypes\ngot = ctypes.CDLL(None).unshare(0x10000000)\nassert got >= 0",
-    "mount": "import ctypes\ngot = ctypes.CDLL(None).mount(b'none', b'/', b'tmpfs', 0, None)\nassert got >= 0",
-    "bpf": "import ctypes\ngot = ctypes.CDLL(None).syscall(321, 0, 0, 0)\nassert got >= 0",
-    "keys": "import ctypes\ngot = ctypes.CDLL(None).syscall(248, b'user', b'a', b'b', 1, -3)\nassert got >= 0",
-    "seccomp-again": "import ctypes\ngot = ctypes.CDLL(None).syscall(317, 1, 0, 0)\nassert got >= 0",
-    "raise-limits": "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))",
-    "memfd": "import os\nos.memfd_create('a')",
-    "pipe": "import os\nos.pipe()",
-    "shared-memory": "from multiprocessing import shared_memory\nshared_memory.SharedMemory(create=True, size=8)",
-    "system-v": "import ctypes\ngot = ctypes.CDLL(None).shmget(0, 4096, 0o1666)\nassert got >= 0",
-    "affinity": "import os\nos.sched_setaffinity(0, {0})",
-    "nice": "import os\nos.nice(-5)",
-    "memory": "keep = []\nwhile True:\n    keep.append(torch.ones(10_000_000))",
-    "memory-python": "keep = [bytearray(2**24) for _ in range(1000)]",
-    "huge-tensor": "got = torch.ones(10**11)",
-}
-"""Native roads, none of which the restricted compile would leave open."""
-
-DEADLY = {
-    "loop": "while True: pass",
-    "loop-deaf": "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
-    "loop-inside-torch": "a = torch.ones(3000, 3000)\nwhile True: a @ a",
-    "sleep": "import time\ntime.sleep(1000)",
-    "deaf-to-signals": "import signal\nfor n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\nwhile True: pass",
-    "segfault": "import ctypes\nctypes.string_at(0)",
-    "abort": "import os\nos.abort()",
-    "deep": "import sys\nsys.setrecursionlimit(10**9)\nf = lambda: f()\nf()",
-    "exit": "import os\nos._exit(0)",
-    "garbage": "import os\nos.write(side._descriptor, b'\\xff' * 64)",
-    "no-answer-but-a-long-one": "import os, struct\nos.write(side._descriptor, struct.pack('<QQ', 2**63, 0))",
-    "more-than-there-is": "import os, struct\nos.write(side._descriptor, struct.pack('<QQ', 0, 2**40))",
-    "half-an-answer": "import os, struct, time\nos.write(side._descriptor, struct.pack('<QQ', 100, 0) + b'a')\ntime.sleep(1000)",
-}
-"""What ends the process, or has it ended."""
 
 
 @dataclass
