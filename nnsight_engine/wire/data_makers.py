@@ -192,6 +192,7 @@ def _check_call(decoder: Decoder, value: Any, args: tuple[Any, ...]) -> None:
         DecodeError: It might, or is not to be called at all.
     """
     if decoder.policy.allow_source and callable(value):
+        decoder.policy.rules.check_call(value)
         return
     if not isinstance(value, type) or _has_kind(value):
         raise DecodeError(
@@ -215,7 +216,7 @@ def _make_new(decoder: Decoder, index: int, parts: list[Any]) -> Any:
         raise DecodeError("the message is broken: an object's class is none")
     if not decoder.policy.allow_source and _has_kind(kind):
         raise DecodeError(f"the message asks to call {kind.__name__}, which this side does not do for one")
-    return kind.__new__(kind, *_typed(args, tuple), **(kwargs or {}))
+    return decoder.policy.rules.new(kind, _typed(args, tuple), kwargs or {})
 
 
 def _make_call(decoder: Decoder, index: int, parts: list[Any]) -> Any:
@@ -225,8 +226,12 @@ def _make_call(decoder: Decoder, index: int, parts: list[Any]) -> Any:
     return function(*args, **(kwargs or {}))
 
 
-def _fill_object(_decoder: Decoder, value: Any, parts: list[Any]) -> None:
+def _fill_object(decoder: Decoder, value: Any, parts: list[Any]) -> None:
     state, slots, items, pairs = parts
+    if state is not None or slots is not None:
+        rules = decoder.policy.rules
+        rules.check_state(value)
+        rules.check_names([*(state if isinstance(state, dict) else ()), *(slots or ())])
     if items is not None:
         value.extend(_typed(items, list))
     if pairs is not None:
