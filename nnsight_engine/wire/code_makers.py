@@ -92,7 +92,7 @@ def cells_by_name(decoder: Decoder, names: Any, cells: Any) -> dict[str, CellTyp
     Raises:
         DecodeError: These are no cells.
     """
-    decoder.policy.rules.check_names(names)
+    decoder.policy.rules.check_names(names, of_cells=True)
     found = dict(zip(names, cells, strict=True))
     if not all(isinstance(cell, CellType) for cell in found.values()):
         raise DecodeError("the message is broken: a variable has no cell")
@@ -179,6 +179,7 @@ def _fill_sent_module(decoder: Decoder, value: ModuleType, parts: list[Any]) -> 
 def _make_method(decoder: Decoder, _index: int, parts: list[Any]) -> MethodType:
     refuse_source(decoder)
     function, owner = parts
+    decoder.policy.rules.check_method(function)
     return MethodType(function, owner)
 
 

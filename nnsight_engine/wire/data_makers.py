@@ -192,7 +192,6 @@ def _check_call(decoder: Decoder, value: Any, args: tuple[Any, ...]) -> None:
         DecodeError: It might, or is not to be called at all.
     """
     if decoder.policy.allow_source and callable(value):
-        decoder.policy.rules.check_call(value)
         return
     if not isinstance(value, type) or _has_kind(value):
         raise DecodeError(
@@ -212,6 +211,7 @@ def _check_call(decoder: Decoder, value: Any, args: tuple[Any, ...]) -> None:
 def _make_new(decoder: Decoder, index: int, parts: list[Any]) -> Any:
     _note_depth(decoder, index)
     kind, args, kwargs = parts
+    kind = decoder.policy.rules.real(kind)
     if not isinstance(kind, type):
         raise DecodeError("the message is broken: an object's class is none")
     if not decoder.policy.allow_source and _has_kind(kind):
@@ -250,8 +250,9 @@ def _set_state(value: Any, state: Any, slots: dict[str, Any] | None) -> None:
         object.__setattr__(value, name, item)
 
 
-def _enum_member(_decoder: Decoder, _index: int, parts: list[Any]) -> Any:
+def _enum_member(decoder: Decoder, _index: int, parts: list[Any]) -> Any:
     kind, value = parts
+    kind = decoder.policy.rules.real(kind)
     if not isinstance(kind, enum.EnumMeta):
         raise DecodeError("the message is broken: a member's class is no enum")
     return kind(value)

@@ -123,6 +123,8 @@ class Decoder:
             self._run(root)
         except DecodeError:
             raise
+        except self.policy.rules.stops:
+            raise self.policy.rules.told() from None
         except (Exception, RecursionError) as error:
             raise DecodeError(
                 f"the message cannot be read: {type(error).__name__}: {error}{self.between_versions}"

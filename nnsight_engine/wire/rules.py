@@ -29,6 +29,8 @@ class Rules:
     """
 
     rewrite: Rewrite | None = None
+    stops: tuple[type[BaseException], ...] = ()
+    """What ends code that has used up its budget; ``told`` makes an error of it."""
     keeps_real_names: bool = True
     """Whether names are what the modules of this process have under them; ``find`` decides otherwise."""
 
@@ -50,19 +52,27 @@ class Rules:
         )
         return module
 
-    def check_names(self, names: Iterable[Any]) -> None:
-        """Refuse names that a message may not bind: variables, globals, attributes."""
+    def check_names(self, names: Iterable[Any], *, of_cells: bool = False) -> None:
+        """Refuse names that a message may not bind: globals and attributes, or variables, which have cells."""
+
+    def real(self, value: Any) -> Any:
+        """Return the class that a found name stands for; anything else as it is."""
+        return value
 
     def new(self, kind: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return an object of a class, not initialised."""
         return kind.__new__(kind, *args, **kwargs)
 
-    def check_call(self, function: Any) -> None:
-        """Refuse to call what a message asks to be called."""
-
     def member(self, owner: Any, name: str) -> Any:
         """Return an attribute that a message names."""
         return getattr(owner, name)
+
+    def told(self) -> Exception:
+        """Return the error that tells of the stop that is being handled."""
+        raise NotImplementedError
+
+    def check_method(self, function: Any) -> None:
+        """Refuse to bind what is not to be called with a message's objects."""
 
     def check_state(self, value: Any) -> None:
         """Refuse objects whose attributes a message may not set."""
