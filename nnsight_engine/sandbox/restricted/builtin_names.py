@@ -13,7 +13,7 @@ from nnsight_engine.sandbox.restricted.sizes import check_int
 from nnsight_engine.sandbox.restricted.views import ClassView, real
 
 _AS_THEY_ARE: Final = (
-    "abs ascii bin bool callable chr complex divmod float format hash hex id int next oct ord round slice "
+    "abs ascii bin bool callable chr complex divmod float hash hex id int next oct ord round slice "
     "NotImplemented Ellipsis True False None __build_class__ super"
 ).split()
 _NOT_FOR_CODE: Final = frozenset({"BaseExceptionGroup", "ExceptionGroup"})
@@ -57,6 +57,8 @@ def _guards(guards: Guards) -> dict[str, Any]:
         names.BEGIN_ITEM: guards.begin_item,
         names.FINISH: guards.finish,
         names.ITEM: guards.item,
+        names.STORE_ITEM: guards.store_item,
+        names.ONE: guards.one,
         names.SLICE: slice,
         names.BINARY: guards.binary,
         names.UNARY: guards.unary,
@@ -69,6 +71,7 @@ def _guards(guards: Guards) -> dict[str, Any]:
         names.SPREAD_KEYS: guards.spread_keys,
         names.CALLEE: guards.callee,
         names.OF_SUPER: guards.of_super,
+        names.BASE: guards.base,
         names.DEFINED: guards.defined,
         names.LEAVING: guards.leaving,
         names.STOP: Stop,
@@ -184,11 +187,6 @@ def _functions(guards: Guards) -> dict[str, Any]:
         text = (" " if sep is None else sep).join(map(str, values))
         print(guards.counted(text), end=end)  # noqa: T201 - a block's prints are its user's
 
-    def names_of(value: Any) -> list[str]:
-        return [
-            name for name in dir(value) if not name.startswith("_") and guards.guarded_hasattr(value, name)
-        ]
-
     def vars_of(value: Any) -> dict[str, Any]:
         if type(value) not in guards.own:
             raise refusal("`vars` of what is not an object of your own class")
@@ -198,9 +196,10 @@ def _functions(guards: Guards) -> dict[str, Any]:
         "all": every,
         "any": some,
         "delattr": lambda owner, name: delattr(guards.deletable(owner, name), name),
-        "dir": names_of,
+        "dir": guards.names_of,
         "enumerate": lambda values, start=0: guards.lazily(enumerate(values, start)),
         "filter": keep,
+        "format": lambda value, spec="": guards.formatted(value, -1, spec),
         "getattr": guards.guarded_getattr,
         "hasattr": guards.guarded_hasattr,
         "isinstance": kind_check(isinstance),

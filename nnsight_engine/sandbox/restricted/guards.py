@@ -27,7 +27,7 @@ from nnsight_engine.sandbox.restricted.budget import Budget, Meter, refusal
 from nnsight_engine.sandbox.restricted.names import is_bindable
 from nnsight_engine.sandbox.restricted.sizes import Sizer, check_format, charge_result, size_of
 from nnsight_engine.sandbox.restricted.tables import PLAIN, SETTABLE, Rules, rules_of
-from nnsight_engine.sandbox.restricted.views import ClassView, KindView, Lazy, ModuleView
+from nnsight_engine.sandbox.restricted.views import Base, ClassView, KindView, Lazy, ModuleView
 
 _BINARY: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "//": operator.floordiv,
@@ -315,6 +315,13 @@ class Guards:
         """Do what ``hasattr`` does; what is not for code is not there."""
         return self.guarded_getattr(owner, name, _NOTHING) is not _NOTHING
 
+    def names_of(self, value: Any) -> list[str]:
+        """Do what ``dir`` does."""
+        kind = type(value)
+        if kind in self.own:
+            return [name for name in dir(value) if not name.startswith("_")]
+        return sorted(name for name in rules_of(kind) if is_bindable(name))
+
     def settable(self, owner: Any, name: str) -> Any:
         """Return the owner if its attribute may be assigned or deleted."""
         kind = type(owner)
@@ -407,6 +414,20 @@ class Guards:
             raise KeyError(key)
         return owner[key]
 
+    def store_item(self, value: Any, owner: Any, key: Any) -> None:
+        """Assign an item."""
+        if type(owner) is list and type(key) is slice:
+            value = self.spread(value)
+        if isinstance(owner, NamedPoints):
+            self.check_data(value)
+        owner[key] = value
+
+    def one(self, key: Any) -> Any:
+        """Return the key of an item that is assigned together with others."""
+        if type(key) is slice and not (key.start is None and key.stop is None and key.step is None):
+            raise refusal("a slice among several things that are assigned", "assign it by itself")
+        return key
+
     def binary(self, sign: str, left: Any, right: Any) -> Any:
         """Return ``left + right``, and so on."""
         self._check_operands(sign, left, right)
@@ -468,7 +489,7 @@ class Guards:
         if is_attribute:
             self.store(new, owner, key)
         else:
-            owner[key] = new
+            self.store_item(new, owner, key)
 
     def callee(self, function: Any) -> Any:
         """Return what is to be called for it.
@@ -551,6 +572,20 @@ class Guards:
         return Lazy(values, self.step)
 
     # Classes and saving.
+
+    def base(self, base: Any) -> Any:
+        """Return the class that a class may derive from.
+
+        Raises:
+            SandboxError: None may.
+        """
+        if isinstance(base, Base):
+            return base.base
+        if isinstance(base, ClassView) and base.is_base:
+            return base.kind
+        if isinstance(base, type) and (base in self.own or issubclass(base, Exception)):
+            return base
+        raise refusal(f"deriving a class from {base!r:.100}", "derive from your own, from `Exception`, or layers")
 
     def defined(self, kind: Any) -> Any:
         """Take note of a class of the code's own."""

@@ -15,7 +15,6 @@ import functools
 import importlib.util
 import itertools
 import math
-import operator
 import random
 import statistics
 import time
@@ -31,7 +30,7 @@ import torch
 from nnsight_engine.sandbox.restricted import torch_names
 from nnsight_engine.sandbox.restricted.budget import refusal
 from nnsight_engine.sandbox.restricted.guards import Guards
-from nnsight_engine.sandbox.restricted.views import ClassView, ModuleView
+from nnsight_engine.sandbox.restricted.views import Base, ClassView, ModuleView
 
 _HOMES: Final[Mapping[str, str]] = {
     "_collections": "collections", "_functools": "functools", "_operator": "operator", "_random": "random",
@@ -99,9 +98,7 @@ class Modules:
         view = self.view(path)
         if name is None:
             return view
-        return (
-            self.view(f"{path}.{name}") if self._has(f"{path}.{name}") else self._guards.of_view(view, name)
-        )
+        return self._guards.of_view(view, name)
 
     def find(self, path: str, name: str) -> Any:
         """Return what a message means by a name in a module; attributes of it are separated by dots."""
@@ -120,19 +117,15 @@ class Modules:
         Raises:
             SandboxError: It is none for code.
         """
-        path = self._home(path)
         view = self._views.get(path)
         if view is None:
-            if not self._has(path):
+            if path not in self._members:
                 raise refusal(f"the module `{path}`", f"there are {', '.join(sorted(self._shown()))}")
             view = self._views[path] = ModuleView(path, functools.partial(self._member, path))
         return view
 
     def _home(self, path: str) -> str:
         return "torch.nn" if path.startswith(_OF_LAYERS) else _HOMES.get(path, path)
-
-    def _has(self, path: str) -> bool:
-        return self._home(path) in self._members
 
     def _shown(self) -> list[str]:
         return [path for path in self._members if path != "builtins"]
@@ -353,8 +346,8 @@ class Modules:
         raise KeyError(name)
 
     def _of_typing(self, name: str) -> Any:
-        if name in {"NamedTuple", "Protocol", "Generic"}:
-            return _Base(getattr(typing, name))
+        if name in {"Generic", "NamedTuple", "Protocol"}:
+            return Base(object if name == "Generic" else getattr(typing, name))
         if name in _TYPING:
             return _Annotation(name) if name != "cast" else lambda _kind, value: value
         if name == "TYPE_CHECKING":
@@ -423,28 +416,6 @@ class Modules:
             "IntEnum": ClassView(enum.IntEnum, _no_enum, is_base=True),
             "auto": functools.partial(enum.auto),
         }
-
-
-class _Base:
-    """A base of classes that is no class to make objects of."""
-
-    __slots__ = ("_real",)
-
-    def __init__(self, value: Any) -> None:
-        self._real = value
-
-    def __getitem__(self, _arguments: Any) -> _Base:
-        return self
-
-    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[Any, ...]:
-        entries = getattr(self._real, "__mro_entries__", None)
-        return (
-            tuple(entries(bases))
-            if entries is not None
-            else ()
-            if self._real is typing.Generic
-            else (self._real,)
-        )
 
 
 class _Annotation:

@@ -30,6 +30,11 @@ _OPERATORS: Final[dict[type[ast.AST], str]] = {
 _READABLE: Final = frozenset({"__name__"})
 """The one name of Python's own that may be read: of a class or a function."""
 
+_ENDING: Final = frozenset(
+    {"BaseException", "BaseExceptionGroup", "ExceptionGroup", "GeneratorExit", "KeyboardInterrupt", "SystemExit"}
+)
+"""Errors that end code; it cannot raise or catch them."""
+
 
 def restrict(node: Any, filename: str) -> None:
     """Change a function, a class, or the body of a traced ``with`` statement, in place.
@@ -134,6 +139,8 @@ class _Restricting(RestrictingNodeTransformer):
         self.check_name(node, node.id)
         if node.id == "super":
             self.refuse(node, "`super` as a value", "write `super().method(...)`")
+        if node.id in _ENDING:
+            self.refuse(node, f"`{node.id}`", "`Exception` is what code can raise and catch")
         return node
 
     def visit_Global(self, node: ast.Global) -> ast.AST:
@@ -190,20 +197,26 @@ class _Restricting(RestrictingNodeTransformer):
         return _placed(_call(names.OF_SUPER, call, ast.Constant(value=node.attr)), node)
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        """Ask a guard for an item; items are stored as they are."""
+        """Ask a guard for an item; one that is stored beside others is checked to be no slice."""
         node.value, node.slice = self.visit(node.value), self.visit(node.slice)
-        if not isinstance(node.ctx, ast.Load):
+        if isinstance(node.ctx, ast.Del):
+            return node
+        if isinstance(node.ctx, ast.Store):
+            node.slice = _placed(_call(names.ONE, _as_value(node.slice)), node.slice)
             return node
         return _placed(_call(names.ITEM, node.value, _as_value(node.slice)), node)
 
     def visit_Assign(self, node: ast.Assign) -> Any:
-        """Have an attribute stored by a guard, which looks at the value."""
+        """Have an attribute or an item stored by a guard, which looks at the value."""
         value = self.visit(node.value)
         target = node.targets[0]
         if len(node.targets) == 1 and isinstance(target, ast.Attribute):
             self._check_attribute(target)
             stored = _call(names.STORE, value, self.visit(target.value), ast.Constant(value=target.attr))
             return _placed(ast.Expr(value=stored), node)
+        if len(node.targets) == 1 and isinstance(target, ast.Subscript):
+            key = _as_value(self.visit(target.slice))
+            return _placed(ast.Expr(value=_call(names.STORE_ITEM, value, self.visit(target.value), key)), node)
         if any(isinstance(one, ast.Starred) for each in node.targets for one in ast.walk(each)):
             value = _placed(_call(names.SPREAD, value), node.value)
         node.value, node.targets = value, [self.visit(one) for one in node.targets]
@@ -408,6 +421,9 @@ class _Restricting(RestrictingNodeTransformer):
         if node.keywords:
             self.refuse(node, f"`class {node.name}` with keywords, a metaclass for one")
         self.node_contents_visit(node)
+        if any(isinstance(base, ast.Starred) for base in node.bases):
+            self.refuse(node, "`*` among a class's bases")
+        node.bases = [_placed(_call(names.BASE, base), base) for base in node.bases]
         self._check_decorators(node)
         node.decorator_list.append(_placed(_name(names.DEFINED), node))
         return node

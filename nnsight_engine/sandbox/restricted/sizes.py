@@ -24,6 +24,8 @@ _ITEM: Final = 8
 _FREE_BYTES: Final = 2**16
 """Results up to this are not worth counting one by one; steps bound their number."""
 _MAX_INT_BITS: Final = 100_000
+_MOST_SIZES: Final = 12
+_MOST_TENSORS: Final = 4096
 _MAX_FREE_BOUND: Final = 2**22
 """Numbers in a result that need no second look."""
 
@@ -44,12 +46,20 @@ _SQUARING: Final = frozenset(
 tried out."""
 _BY_CONTENT: Final = frozenset(
     {
-        "argwhere", "masked_select", "nonzero", "unique", "unique_consecutive", "equal", "allclose", "item",
-        "tolist", "is_nonzero", "multinomial", "eig", "eigvals", "histogram", "histc", "bincount", "repeat_interleave",
-        "one_hot", "where", "isin", "lstsq", "matrix_rank", "quantile", "nanquantile", "median", "kthvalue",
+        "argwhere", "bincount", "eig", "eigvals", "histc", "histogram", "is_nonzero", "item", "masked_select",
+        "multinomial", "nonzero", "one_hot", "repeat_interleave", "tolist", "unique", "unique_consecutive",
     }
 )  # fmt: skip
-"""Calls whose result depends on the numbers: bounded by what they are given, or looked at below."""
+"""Calls whose result depends on the numbers in tensors: bounded by what they are given, or looked at."""
+_AS_GIVEN: Final = frozenset(
+    {
+        "array", "as_tensor", "asarray", "cat", "column_stack", "concat", "concatenate", "dstack", "hstack",
+        "new_tensor", "stack", "tensor", "vstack",
+    }
+)  # fmt: skip
+"""Calls whose result is what they are given, put together."""
+_GROWING: Final = frozenset({"bincount", "histc", "histogram", "multinomial", "one_hot", "repeat_interleave"})
+"""Those of them whose result may be larger than what they are given."""
 
 
 def size_of(value: Any) -> int:
@@ -94,7 +104,7 @@ class Sizer:
             Stop: It is.
         """
         bound = _bound(args) * _bound(kwargs.values()) if kwargs else _bound(args)
-        if bound > _MAX_FREE_BOUND or name in _SQUARING:
+        if bound > _MAX_FREE_BOUND or name in _SQUARING or name in _GROWING:
             self._try_out(name, function, args, kwargs, bound)
         return charge_result(self._meter, function(*args, **kwargs))
 
@@ -111,11 +121,14 @@ class Sizer:
         bound: float,
     ) -> None:
         left = self._meter.bytes_left
-        same = _same_shapes(args)
-        if same and name not in _SQUARING and name not in _PRODUCTS and same * _WIDEST <= left:
-            return
-        if name in _BY_CONTENT:
+        if name in _BY_CONTENT or (name == "where" and len(args) + len(kwargs) == 1):
             self._look_at_content(name, args, kwargs)
+            return
+        if name in _AS_GIVEN:
+            self._meter.charge(int(min(bound * _ITEM, 2**62)))
+            return
+        same = _same_shapes((*args, *kwargs.values()))
+        if same and name not in _SQUARING and name not in _PRODUCTS and same * _WIDEST <= left:
             return
         if any(isinstance(one, _OF_ARRAYS) for one in args) or getattr(function, "__module__", "").startswith(
             "numpy"
@@ -140,21 +153,19 @@ class Sizer:
         first = args[0] if args else kwargs.get("input")
         if not isinstance(first, torch.Tensor | np.ndarray):
             return
-        num = int(math.prod(first.shape))
+        num = math.prod(first.shape)
+        given = [one for one in (*args[1:], *kwargs.values()) if type(one) is int]
         if name == "repeat_interleave":
-            repeats = kwargs.get("repeats", args[1] if len(args) > 1 else None)
-            most = int(repeats.max()) if isinstance(repeats, torch.Tensor) and repeats.numel() else repeats
-            num *= max(int(most), 1) if isinstance(most, int) else max(int(first.max()), 1) if num else 1
-        elif name in {"bincount", "one_hot"} and num:
-            numbers = [one for one in (*args[1:], *kwargs.values()) if type(one) is int]
-            width = max([int(first.max()) + 1, *numbers])
+            num *= max([1, *given, *_largest(*args, *kwargs.values())])
+        elif name in {"bincount", "one_hot"}:
+            width = max([1, *given, *(one + 1 for one in _largest(first))])
             num = width if name == "bincount" else num * width
-        elif name in {"histc", "histogram", "multinomial"}:
-            num = int(
-                _bound(args[1:]) * _bound(kwargs.values()) * max(1, first.shape[0] if first.ndim else 1)
-            )
+        elif name in _GROWING:
+            num = max(num, math.prod(max(one, 1) for one in given)) * max([1, *first.shape[:1]])
         else:
-            num *= max(1, first.ndim) + 1
+            for other in args[1:]:
+                num = max(num, _of_pair("+", first.shape, getattr(other, "shape", ())))
+            num *= first.ndim + 1
         if num * _ITEM > self._meter.bytes_left:
             self._meter.charge(num * _ITEM)
 
@@ -285,19 +296,19 @@ def _bound(values: Iterable[Any]) -> float:
     return bound
 
 
-def _of_list(value: list[Any] | tuple[Any, ...], depth: int = 8) -> float:
-    """Return a bound for a list: of sizes, of numbers, of tensors, or of such lists."""
+def _of_list(value: list[Any] | tuple[Any, ...]) -> float:
+    """Return a bound for a list: of sizes, of tensors, of numbers, or of lists of numbers, which are alike."""
     if not value:
         return 1.0
-    if all(isinstance(one, int) for one in value):
+    if len(value) <= _MOST_SIZES and all(isinstance(one, int) for one in value):
         return math.prod(max(abs(float(one)), 1.0) for one in value) * len(value)
-    if isinstance(value[0], list | tuple) and depth:
-        return len(value) * max(
-            _of_list(one, depth - 1) if isinstance(one, list | tuple) else 1.0 for one in value
-        )
-    return sum(
-        float(math.prod(one.shape)) if isinstance(one, torch.Tensor | np.ndarray) else 1.0 for one in value
-    ) * len(value)
+    first, num = value[0], 1.0
+    if isinstance(first, torch.Tensor | np.ndarray):
+        return float(sum(math.prod(one.shape) for one in value if isinstance(one, torch.Tensor | np.ndarray)))
+    while isinstance(value, list | tuple) and value and num < math.inf:
+        num *= len(value)
+        value = value[0]
+    return num
 
 
 def _same_shapes(args: Iterable[Any]) -> int:
@@ -352,6 +363,8 @@ def _could_grow(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 def _tried(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """Return the bytes of a function's result, found out on the meta device."""
+    if any(isinstance(one, list | tuple) and len(one) > _MOST_TENSORS for one in (*args, *kwargs.values())):
+        raise NotImplementedError
     on_meta = {name: _on_meta(one) for name, one in kwargs.items()}
     has_tensors = any(map(_has_tensor, (*args, *kwargs.values())))
     if not has_tensors or "device" in on_meta:
@@ -361,6 +374,15 @@ def _tried(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     with torch.no_grad():
         result = function(*map(_on_meta, args), **on_meta)
     return sum(one.numel() * one.element_size() for one in _tensors_in(result))
+
+
+def _largest(*values: Any) -> list[int]:
+    """Return the largest number in each tensor of whole numbers."""
+    return [
+        int(one.max())
+        for one in values
+        if isinstance(one, torch.Tensor | np.ndarray) and math.prod(one.shape) and "float" not in str(one.dtype)
+    ]
 
 
 def _has_tensor(value: Any) -> bool:

@@ -7,7 +7,9 @@ guard (an import from a module, a class in a class statement). So code holds the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
+
+from nnsight_engine.sandbox.restricted.budget import refusal
 
 
 class ModuleView:
@@ -73,16 +75,6 @@ class ClassView:
         """Be one of two types."""
         return (*other, self) if isinstance(other, tuple) else (other, self)
 
-    def __mro_entries__(self, _bases: tuple[Any, ...]) -> tuple[type, ...]:
-        """Be a base of a class.
-
-        Raises:
-            TypeError: It cannot be one here.
-        """
-        if not self.is_base:
-            raise TypeError(f"classes of the sandbox cannot derive from {self.__name__}")
-        return (self.kind,)
-
     def __repr__(self) -> str:
         """Look like the class."""
         return f"<class {self.kind.__module__}.{self.__name__!s}>"
@@ -98,6 +90,10 @@ class KindView:
         self.kind = kind
         self.__name__ = kind.__name__
 
+    def __call__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """Refuse to make an object of the class."""
+        raise refusal(f"making an object of the type `{self.__name__}`")
+
     def __eq__(self, other: object) -> bool:
         """Compare the classes."""
         return isinstance(other, KindView) and other.kind is self.kind
@@ -109,6 +105,24 @@ class KindView:
     def __repr__(self) -> str:
         """Look like the class."""
         return f"<class {self.__name__!r}>"
+
+
+class Base:
+    """A base of classes that is no class to make objects of, such as ``typing.NamedTuple``.
+
+    Attributes:
+        base: What takes its place in a class statement.
+    """
+
+    __slots__ = ("base",)
+
+    def __init__(self, base: Any) -> None:
+        """Stand for a base."""
+        self.base = base
+
+    def __getitem__(self, _arguments: Any) -> Base:
+        """Be the base with type arguments, which mean nothing at run time."""
+        return self
 
 
 class Lazy:
