@@ -153,6 +153,14 @@ def _get(guards: Any, owner: Any, _name: str) -> Any:
     return get
 
 
+def _skip(guards: Any, owner: Any, _name: str) -> Any:
+    def skip(value: Any) -> None:
+        guards.check_data(value)
+        owner.skip(value)
+
+    return skip
+
+
 def _name_of(_guards: Any, owner: Any, _name: str) -> str:
     return str(owner.__name__)
 
@@ -271,8 +279,8 @@ TABLE: Final[dict[type, Rules]] = {
     np.generic: _plain("dtype item itemsize nbytes ndim real imag shape size")
     | _each(_measured, "astype all any max mean min round sum"),
     np.dtype: _plain("name kind itemsize"),
-    Envoy: _plain("output input inputs next skip path modules named_modules device") | {"get": _get},
-    PointGroup: _plain("skip place"),
+    Envoy: _plain("output input inputs next path modules named_modules device trace") | {"get": _get, "skip": _skip},
+    PointGroup: _plain("place") | {"skip": _skip},
     NamedPoints: {},
     InterleavingTracer: _plain("result invoke iter all next stop barrier cache model"),
     CacheView: _plain("output input inputs keys values items"),
