@@ -6,6 +6,7 @@ are all for it; for anything else ``tables`` says what may be had. It gives out 
 
 from __future__ import annotations
 
+import collections
 import functools
 import operator
 import string
@@ -54,6 +55,7 @@ _CALLABLE: Final = frozenset(
     {
         types.FunctionType,
         types.MethodType,
+        types.MethodWrapperType,
         types.BuiltinFunctionType,
         functools.partial,
         ClassView,
@@ -148,6 +150,14 @@ class Guards:
             return getattr(owner, name)
         if kind is ClassView:
             return self._of_class_view(owner, name)
+        if issubclass(kind, tuple) and kind.__module__.partition(".")[0] in {"torch", "numpy"} and is_bindable(name):
+            return self._of_results(owner, kind, name)
+        raise self._refused(owner, kind, name)
+
+    def _of_results(self, owner: Any, kind: type, name: str) -> Any:
+        """Return a part of a tuple with names, such as ``topk`` returns."""
+        if isinstance(vars(kind).get(name), types.MemberDescriptorType | property | _NAMED_PART):
+            return getattr(owner, name)
         raise self._refused(owner, kind, name)
 
     def _refused(self, owner: Any, kind: type, name: str) -> Exception:
@@ -503,7 +513,7 @@ class Guards:
         if issubclass(kind, Envoy | PointGroup):
             return functools.partial(self._applied, function)
         if issubclass(kind, type):
-            if function in self.own or issubclass(function, Exception) or function in _CLASSES:
+            if function in self.own or issubclass(function, Exception | np.generic) or function in _CLASSES:
                 return function
         elif kind.__module__ in _HELPERS or not callable(function) or issubclass(kind, torch.nn.Module):
             return function
@@ -585,7 +595,9 @@ class Guards:
             return base.kind
         if isinstance(base, type) and (base in self.own or issubclass(base, Exception)):
             return base
-        raise refusal(f"deriving a class from {base!r:.100}", "derive from your own, from `Exception`, or layers")
+        raise refusal(
+            f"deriving a class from {base!r:.100}", "derive from your own, from `Exception`, or layers"
+        )
 
     def defined(self, kind: Any) -> Any:
         """Take note of a class of the code's own."""
@@ -611,7 +623,7 @@ class Guards:
         if more:
             raise refusal("`type` with three arguments", "write a `class` statement")
         kind = type(value)
-        if kind in self.own or kind in _CLASSES or issubclass(kind, Exception):
+        if kind in self.own or kind in _CLASSES or issubclass(kind, Exception | np.generic):
             return kind
         return self.classes.get(kind) or KindView(kind)
 
@@ -636,6 +648,7 @@ def _is_of_transformers(kind: type, names: frozenset[str]) -> bool:
     )
 
 
+_NAMED_PART: Final = type(vars(collections.namedtuple("_NamedPart", "part"))["part"])  # noqa: PYI024 - its type is wanted
 _NOTHING: Final = object()
 _TOKENIZERS: Final = frozenset({"PreTrainedTokenizerBase"})
 _OUTPUTS: Final = frozenset({"ModelOutput", "BatchEncoding"})
@@ -643,7 +656,7 @@ _OF_SUPER: Final = frozenset({"__init__", "__repr__", "__str__", "__eq__", "__ha
 _DATA: Final = frozenset(
     {int, float, bool, complex, str, bytes, type(None), torch.Size, slice, range, torch.dtype, torch.device}
 )
-_CLASSES: Final = frozenset({int, float, bool, complex, super, property, staticmethod, classmethod, slice})
+_CLASSES: Final = frozenset({int, float, bool, complex, slice, np.dtype})
 """Classes of Python that code has as they are."""
 _OURS: Final = "nnsight_engine.sandbox.restricted"
 _HELPERS: Final = frozenset(

@@ -84,6 +84,7 @@ class Modules:
             "abc": lambda name: {"ABC": ClassView(ABC, ABC, is_base=True), "abstractmethod": abstractmethod}[
                 name
             ],
+            _OUTPUTS: self._of_outputs,
             "nnsight_engine": lambda name: {"save": guards.save}[name],
         }
         if importlib.util.find_spec("einops") is not None:
@@ -128,7 +129,7 @@ class Modules:
         return "torch.nn" if path.startswith(_OF_LAYERS) else _HOMES.get(path, path)
 
     def _shown(self) -> list[str]:
-        return [path for path in self._members if path != "builtins"]
+        return [path for path in self._members if path not in {"builtins", _OUTPUTS}]
 
     def _member(self, path: str, name: str) -> Any:
         if (path, name) not in self._found:
@@ -212,8 +213,7 @@ class Modules:
         if name in torch_names.NUMPY_FUNCTIONS:
             return self._call(name, getattr(np, name))
         if name in torch_names.NUMPY_TYPES:
-            kind = getattr(np, name)
-            return self._class(kind, kind)
+            return getattr(np, name)
         if name == "ndarray":
             return self._class(np.ndarray, lambda *_args: _refuse_array())
         if name in torch_names.NUMPY_CONSTANTS:
@@ -231,6 +231,13 @@ class Modules:
         if name not in {"einsum", "rearrange", "reduce", "repeat"}:
             raise KeyError(name)
         return self._call(name, getattr(importlib.import_module("einops"), name))
+
+    def _of_outputs(self, name: str) -> Any:
+        """Return a class of models' results, which a client may send along."""
+        kind = getattr(importlib.import_module(_OUTPUTS), name, None)
+        if not isinstance(kind, type) or kind.__module__ != _OUTPUTS:
+            raise KeyError(name)
+        return self._class(kind, kind)
 
     # The standard library.
 
@@ -473,6 +480,7 @@ def _no_enum(*_args: Any, **_kwargs: Any) -> None:
     raise refusal("`Enum(...)`", "write a `class` statement")
 
 
+_OUTPUTS: Final = "transformers.modeling_outputs"
 _PLAIN_FACTORIES: Final = frozenset({list, dict, set, tuple, str})
 _MOST_FACTORS: Final = 5000
 _MOST_AT_ONCE: Final = 64

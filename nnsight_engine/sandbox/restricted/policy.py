@@ -89,7 +89,7 @@ class RestrictedRules(Rules):
 
     def new(self, kind: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return an object of the code's own class, of a layer, an error, or a container."""
-        if kind in self.guards.own or kind in _MADE or issubclass(kind, torch.nn.Module | Exception):
+        if kind in self.guards.own or kind in _MADE or _is_data(kind):
             return kind.__new__(kind, *args, **kwargs)
         raise refusal(f"an object of the class `{kind.__name__}` among a block's variables")
 
@@ -115,6 +115,11 @@ class RestrictedRules(Rules):
         """Refuse to bind anything but functions."""
         if not isinstance(function, types.FunctionType):
             raise refusal(f"a method that is a `{type(function).__name__}`")
+
+
+def _is_data(kind: type) -> bool:
+    """Tell whether objects of a class are data to whoever has them: layers and errors."""
+    return issubclass(kind, torch.nn.Module | Exception)
 
 
 __all__ = ["RestrictedRules", "restricted_policy"]

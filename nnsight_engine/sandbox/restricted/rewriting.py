@@ -31,7 +31,14 @@ _READABLE: Final = frozenset({"__name__"})
 """The one name of Python's own that may be read: of a class or a function."""
 
 _ENDING: Final = frozenset(
-    {"BaseException", "BaseExceptionGroup", "ExceptionGroup", "GeneratorExit", "KeyboardInterrupt", "SystemExit"}
+    {
+        "BaseException",
+        "BaseExceptionGroup",
+        "ExceptionGroup",
+        "GeneratorExit",
+        "KeyboardInterrupt",
+        "SystemExit",
+    }
 )
 """Errors that end code; it cannot raise or catch them."""
 
@@ -216,7 +223,9 @@ class _Restricting(RestrictingNodeTransformer):
             return _placed(ast.Expr(value=stored), node)
         if len(node.targets) == 1 and isinstance(target, ast.Subscript):
             key = _as_value(self.visit(target.slice))
-            return _placed(ast.Expr(value=_call(names.STORE_ITEM, value, self.visit(target.value), key)), node)
+            return _placed(
+                ast.Expr(value=_call(names.STORE_ITEM, value, self.visit(target.value), key)), node
+            )
         if any(isinstance(one, ast.Starred) for each in node.targets for one in ast.walk(each)):
             value = _placed(_call(names.SPREAD, value), node.value)
         node.value, node.targets = value, [self.visit(one) for one in node.targets]

@@ -381,7 +381,9 @@ def _largest(*values: Any) -> list[int]:
     return [
         int(one.max())
         for one in values
-        if isinstance(one, torch.Tensor | np.ndarray) and math.prod(one.shape) and "float" not in str(one.dtype)
+        if isinstance(one, torch.Tensor | np.ndarray)
+        and math.prod(one.shape)
+        and "float" not in str(one.dtype)
     ]
 
 

@@ -279,7 +279,8 @@ TABLE: Final[dict[type, Rules]] = {
     np.generic: _plain("dtype item itemsize nbytes ndim real imag shape size")
     | _each(_measured, "astype all any max mean min round sum"),
     np.dtype: _plain("name kind itemsize"),
-    Envoy: _plain("output input inputs next path modules named_modules device trace") | {"get": _get, "skip": _skip},
+    Envoy: _plain("output input inputs next path modules named_modules device trace")
+    | {"get": _get, "skip": _skip},
     PointGroup: _plain("place") | {"skip": _skip},
     NamedPoints: {},
     InterleavingTracer: _plain("result invoke iter all next stop barrier cache model"),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from nnsight_engine.sandbox.restricted.budget import refusal
+from nnsight_engine.wire.object_writers import written_as_classes
 
 
 class ModuleView:
@@ -147,6 +148,10 @@ class Lazy:
         """Return the next item."""
         self._step()
         return self._next()
+
+
+for _view in (ClassView, KindView):
+    written_as_classes(_view, lambda value: value.kind)
 
 
 def real(value: Any) -> Any:
