@@ -102,7 +102,7 @@ def cells_by_name(decoder: Decoder, names: Any, cells: Any) -> dict[str, CellTyp
 def _namespace(decoder: Decoder, _index: int, parts: list[Any]) -> ModuleType:
     refuse_source(decoder)
     name, file, is_real = parts
-    if is_real:
+    if is_real and decoder.policy.rules.keeps_real_names:
         decoder.import_name(name, "")
     return decoder.policy.rules.namespace(name, file, is_real=bool(is_real))
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from nnsight_engine.tracing.tracebacks import is_ours
+from nnsight_engine.sandbox.restricted import names
 from nnsight_engine.wire.errors import BudgetError, FuelError, SandboxError
 
 
@@ -153,7 +153,7 @@ class Meter:
 def where() -> tuple[str, int | None]:
     """Return the place of the code that runs, as words that end a sentence, and its line."""
     frame: Any = sys._getframe(1)  # noqa: SLF001 - the line is in no other place
-    while frame is not None and is_ours(frame.f_code.co_filename):
+    while frame is not None and names.STEP not in frame.f_builtins:
         frame = frame.f_back
     if frame is None:
         return "", None
