@@ -230,7 +230,7 @@ def _fill_object(decoder: Decoder, value: Any, parts: list[Any]) -> None:
     state, slots, items, pairs = parts
     if state is not None or slots is not None:
         rules = decoder.policy.rules
-        rules.check_state(value)
+        rules.check_state(value, state)
         rules.check_names([*(state if isinstance(state, dict) else ()), *(slots or ())])
     if items is not None:
         value.extend(_typed(items, list))

@@ -74,8 +74,8 @@ class Rules:
     def check_method(self, function: Any) -> None:
         """Refuse to bind what is not to be called with a message's objects."""
 
-    def check_state(self, value: Any) -> None:
-        """Refuse objects whose attributes a message may not set."""
+    def check_state(self, value: Any, state: Any) -> None:
+        """Refuse objects whose attributes a message may not set, or not to this."""
 
 
 FREE: Final = Rules()

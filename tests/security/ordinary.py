@@ -169,6 +169,15 @@ point = Point(1, column=2)
 row, column = point
 out = save([row, column, point.row, point._replace(row=5).row, Kind.HIGH.name, Kind(1).value, len(list(Kind))])
 """,
+    "typed-namedtuple": """
+from typing import NamedTuple
+class Pair(NamedTuple):
+    left: int
+    right: float = 2.0
+    def both(self): return self.left + self.right
+pair = Pair(1)
+out = save([pair.left, pair.both(), pair._replace(left=5).left, list(pair)])
+""",
     "errors": """
 out = save([])
 try:

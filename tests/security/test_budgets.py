@@ -11,7 +11,14 @@ import torch
 
 from nnsight_engine import NNsight
 from nnsight_engine.sandbox.restricted import Budget, restricted_policy
-from nnsight_engine.wire import BudgetError, FuelError, SandboxError, decode_trace, encode_error, restore_error
+from nnsight_engine.wire import (
+    BudgetError,
+    FuelError,
+    SandboxError,
+    decode_trace,
+    encode_error,
+    restore_error,
+)
 from nnsight_engine.tracing.tracer import Tracer
 from nnsight_engine.wire.limits import Policy
 from tests.security.host import Small, message_of, run
@@ -27,9 +34,9 @@ def block(code: str, policy: Policy, **variables: Any) -> dict[str, CellType]:
     "code",
     [
         "while True: n += 1",
-        "for i in range(100): n += 1",
+        "for i in [0] * 100: n += 1",
         "def more():\n    global_n.append(1)\n    more()\nglobal_n = counted\nmore()",
-        "[counted.append(1) for i in range(100) for j in range(100)]",
+        "[counted.append(1) for i in 'abc' for j in [0] * 100]",
         "f = lambda: counted.append(1)\nwhile f() is None: pass",
     ],
 )
@@ -86,13 +93,18 @@ def test_other_blocks_of_the_process_have_budgets_of_their_own() -> None:
     with pytest.raises(FuelError):
         run(message_of("while True: pass"), model, restricted_policy(Budget(max_steps=10)), torch.ones(1, 5))
     saved = run(
-        message_of("out = model.output.save()"), model, restricted_policy(Budget(max_steps=10)), torch.ones(1, 5)
+        message_of("out = model.output.save()"),
+        model,
+        restricted_policy(Budget(max_steps=10)),
+        torch.ones(1, 5),
     )["saved"]
     assert torch.allclose(saved["out"], Small()(torch.ones(1, 5)))
 
 
 def test_what_a_finally_keeps_back_is_told_at_the_end() -> None:
-    code = "def g():\n    try:\n        while True: pass\n    finally:\n        yield 1\nfor i in g(): n = i\n"
+    code = (
+        "def g():\n    try:\n        while True: pass\n    finally:\n        yield 1\nfor i in g(): n = i\n"
+    )
     with pytest.raises(FuelError):
         block(code, restricted_policy(Budget(max_steps=10)), n=0)
 
@@ -111,7 +123,11 @@ def test_bytes_of_tensors_are_counted_whatever_makes_them() -> None:
 
 def test_views_cost_nothing() -> None:
     code = "for i in range(100): y = x[1:].T.view(-1)[:5].unsqueeze(0)\nfor i in range(100): y = x.expand(9, 1000, 1000)"
-    block(code.replace(".view(-1)[:5]", ""), restricted_policy(Budget(max_bytes=100_000)), x=torch.ones(1000, 1000))
+    block(
+        code.replace(".view(-1)[:5]", ""),
+        restricted_policy(Budget(max_bytes=100_000)),
+        x=torch.ones(1000, 1000),
+    )
 
 
 def test_saved_bytes_are_counted() -> None:
@@ -121,7 +137,10 @@ def test_saved_bytes_are_counted() -> None:
     for again in ("x[1:].save()", "save([x[1:]])"):
         with pytest.raises(BudgetError, match="saved more than 4,000,000 bytes"):
             run(
-                message_of(code + again), model, restricted_policy(Budget(max_saved_bytes=4_000_000)), torch.ones(1, 5)
+                message_of(code + again),
+                model,
+                restricted_policy(Budget(max_saved_bytes=4_000_000)),
+                torch.ones(1, 5),
             )
 
 

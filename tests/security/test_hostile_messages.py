@@ -103,7 +103,9 @@ def test_a_name_is_what_the_list_has(module: str, name: str) -> None:
         found()
 
 
-@pytest.mark.parametrize("module", ["os", "sys", "torch._C", "torch.utils", "ctypes", "builtins.x", "__main__"])
+@pytest.mark.parametrize(
+    "module", ["os", "sys", "torch._C", "torch.utils", "ctypes", "builtins.x", "__main__"]
+)
 def test_a_module_is_one_of_the_list(module: str) -> None:
     writer = Writer()
     try:
@@ -115,14 +117,14 @@ def test_a_module_is_one_of_the_list(module: str) -> None:
 
 def test_modules_are_never_themselves() -> None:
     for name in ("torch", "torch.nn", "numpy", "math", "builtins", "random", "collections"):
-        found = decode(
-            message((Kind.MODULE, [], name)), policy=restricted_policy(Budget())
-        )
+        found = decode(message((Kind.MODULE, [], name)), policy=restricted_policy(Budget()))
         assert not isinstance(found, ModuleType)
         assert not hasattr(found, "__dict__")
 
 
-@pytest.mark.parametrize("name", ["get!", "step!", "stop!", "__builtins__", "__class__", "a.b", "", "__import__"])
+@pytest.mark.parametrize(
+    "name", ["get!", "step!", "stop!", "__builtins__", "__class__", "a.b", "", "__import__"]
+)
 def test_guards_cannot_be_bound(name: str) -> None:
     text = "def f():\n    while True: pass\n"
     writer = Writer()
@@ -189,7 +191,13 @@ def test_objects_of_own_classes_arrive() -> None:
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [("torch", "Tensor"), ("numpy", "ndarray"), ("builtins", "object"), ("builtins", "property"), ("torch", "Generator")],
+    [
+        ("torch", "Tensor"),
+        ("numpy", "ndarray"),
+        ("builtins", "object"),
+        ("builtins", "property"),
+        ("torch", "Generator"),
+    ],
 )
 def test_objects_of_other_classes_do_not(module: str, name: str) -> None:
     writer = Writer()
@@ -213,7 +221,11 @@ def test_members_and_methods_go_through_the_guards() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["class A:\n    while True: pass\n", "class A:\n    a = [0 for i in range(2000)]\n", "class A:\n    a = 'a' * 10**12\n"],
+    [
+        "class A:\n    while True: pass\n",
+        "class A:\n    a = [0 for i in range(2000)]\n",
+        "class A:\n    a = 'a' * 10**12\n",
+    ],
 )
 def test_reading_has_a_budget_too(text: str) -> None:
     writer = Writer()

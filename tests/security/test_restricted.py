@@ -25,7 +25,15 @@ from tests.security.ordinary import BLOCKS
 
 HELD_OFF = [attempt for attempt in every_attempt() if attempt.ground == "restricted"]
 _SANDBOXED = "SandboxError"
-_ENDED = {"AttributeError", "KeyError", "NameError", "RecursionError", "RuntimeError", "SyntaxError", "TypeError"}
+_ENDED = {
+    "AttributeError",
+    "KeyError",
+    "NameError",
+    "RecursionError",
+    "RuntimeError",
+    "SyntaxError",
+    "TypeError",
+}
 """Errors of Python's own that say that something is not there, or not so deep."""
 
 

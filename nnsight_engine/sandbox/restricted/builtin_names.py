@@ -30,8 +30,8 @@ def builtins_for(guards: Guards) -> dict[str, Any]:
         if isinstance(kind, type) and issubclass(kind, Exception) and name not in _NOT_FOR_CODE
     }
     found |= {name: getattr(builtins, name) for name in _AS_THEY_ARE}
-    found |= _classes(guards) | _functions(guards) | _guards(guards)
-    return found
+    guards.builtins |= found | _classes(guards) | _functions(guards) | _guards(guards)
+    return guards.builtins
 
 
 class _Refused:

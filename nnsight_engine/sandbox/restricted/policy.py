@@ -99,9 +99,13 @@ class RestrictedRules(Rules):
             raise SandboxError("an attribute's name is no string")
         return self.guards.get(owner, name)
 
-    def check_state(self, value: Any) -> None:
+    def check_state(self, value: Any, state: Any) -> None:
         """Refuse to set attributes of anything but the code's own objects, layers and errors."""
         kind = type(value)
+        if kind is functools.partial:
+            if type(state) is not tuple or not state or self.guards.callee(state[0]) is not state[0]:
+                raise refusal("a `functools.partial` of this")
+            return
         if kind not in self.guards.own and not isinstance(
             value, (torch.nn.Module, Exception, functools.partial)
         ):

@@ -20,6 +20,8 @@ from nnsight_engine.envoys.architectures.named_points import NamedPoints, PointG
 from nnsight_engine.envoys.cache import CacheView, Entry
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+from nnsight_engine.sandbox.restricted.budget import refusal
+from nnsight_engine.sandbox.restricted.engine import check_data
 from nnsight_engine.sandbox.restricted.views import ClassView, KindView
 
 Rule = Callable[[Any, Any, str], Any]
@@ -153,9 +155,23 @@ def _get(guards: Any, owner: Any, _name: str) -> Any:
     return get
 
 
+def _with_inputs(guards: Any, owner: Any, name: str) -> Any:
+    """Return what opens a trace or an invoke, with data for input and nothing that says what runs."""
+    method = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for one in ("fn", "backend", "tracer_cls"):
+            if kwargs.get(one) is not None:
+                raise refusal(f"the argument `{one}`")
+        check_data((args, kwargs), guards.own)
+        return method(*args, **kwargs)
+
+    return call
+
+
 def _skip(guards: Any, owner: Any, _name: str) -> Any:
     def skip(value: Any) -> None:
-        guards.check_data(value)
+        check_data(value, guards.own)
         owner.skip(value)
 
     return skip
@@ -279,11 +295,11 @@ TABLE: Final[dict[type, Rules]] = {
     np.generic: _plain("dtype item itemsize nbytes ndim real imag shape size")
     | _each(_measured, "astype all any max mean min round sum"),
     np.dtype: _plain("name kind itemsize"),
-    Envoy: _plain("output input inputs next path modules named_modules device trace")
+    Envoy: _plain("output input inputs next path modules named_modules device") | {"trace": _with_inputs}
     | {"get": _get, "skip": _skip},
     PointGroup: _plain("place") | {"skip": _skip},
     NamedPoints: {},
-    InterleavingTracer: _plain("result invoke iter all next stop barrier cache model"),
+    InterleavingTracer: _plain("result iter all next stop barrier cache model") | {"invoke": _with_inputs},
     CacheView: _plain("output input inputs keys values items"),
     Entry: _plain("output input inputs"),
 }

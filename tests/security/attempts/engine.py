@@ -1,5 +1,8 @@
 """What the engine's objects hold: modules, weights, the other requests' values, the interleaver."""
 
+from __future__ import annotations
+
+
 ATTEMPTS = {
     "module": "got = model._module",
     "module-of-child": "got = model.layer1._module",
@@ -46,4 +49,23 @@ ATTEMPTS = {
     "events": "got = tracer.iter[:].interleaver.current",
     "hook": "got = model.layer1(torch.ones(1, 5), hook=True).grad_fn",
     "device-of-weights": "got = model.devices",
+}
+ATTEMPTS |= {
+    "trace-with-a-class-of-ours": "def f(function, *args, **kwargs): return function\ngot = model.trace(x, tracer_cls=f)",
+    "trace-of-own-object": "class Thief: pass\ngot = model.trace(Thief())",
+    "invoke-of-own-object": "class Thief: pass\ngot = tracer.invoke(Thief())",
+    "module-in-inputs": "got = model.inputs[1].get('module')._modules",
+    "layer-of-ours-on-own-object": (
+        "class Thief:\n    def __rmatmul__(self, weight): return weight\ngot = torch.nn.Linear(1, 1)(Thief())"
+    ),
+    "map-of-own-object": (
+        "class Thief:\n    def __radd__(self, weight): return weight\n"
+        "got = list(filter(model.layer2, [Thief()]))"
+    ),
+    "sort-by-module": "class Thief: pass\ngot = sorted([Thief(), Thief()], key=model.layer1)",
+    "default-by-module": "import collections\ngot = collections.defaultdict(model.layer1)['a']",
+    "property-of-module": "class Thief:\n    weight = property(model.layer1)\ngot = Thief().weight",
+    "method-of-module": "class Thief:\n    weight = staticmethod(model.layer1)\ngot = Thief().weight(Thief())",
+    "cached-module": "import functools\nclass Thief: pass\ngot = functools.lru_cache(model.layer1)(Thief())",
+    "reduce-by-module": "import functools\nclass Thief: pass\ngot = functools.reduce(model.layer1, [Thief()], Thief())",
 }
