@@ -17,6 +17,7 @@ import threading
 import types
 import typing
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np

@@ -53,7 +53,7 @@ class Rules:
         return module
 
     def check_names(self, names: Iterable[Any], *, of_cells: bool = False) -> None:
-        """Refuse names that a message may not bind: globals and attributes, or variables, which have cells."""
+        """Refuse names that a message may not bind: globals, attributes, or variables."""
 
     def real(self, value: Any) -> Any:
         """Return the class that a found name stands for; anything else as it is."""

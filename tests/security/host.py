@@ -1,7 +1,7 @@
-"""A process that runs attempts one after the other, in the way that a server would, and says what came of each.
+"""A process that runs attempts one after the other, as a server would, and says what came of each.
 
-It is the process that attempts would get at: it holds a secret, and its parent looks whether its canaries were
-touched. Its own answers are lines of JSON.
+It is the process that attempts would get at: it holds a secret, and its parent looks whether its canaries
+were touched. Its own answers are lines of JSON.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Small(torch.nn.Module):
         self.layer2 = torch.nn.Linear(10, 2)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return self.layer2(torch.relu(self.layer1(values)))
+        result: torch.Tensor = self.layer2(torch.relu(self.layer1(values)))
+        return result
 
 
 class _Theirs:
@@ -63,10 +64,10 @@ def message_of(code: str, **variables: Any) -> bytes:
 
 
 def run(message: bytes, model: NNsight, policy: Policy, *inputs: Any, **options: Any) -> dict[str, Any]:
-    """Run a received block beside a run of the model; returns all that its variables hold, and what was saved."""
+    """Run a received block beside the model; returns what its variables hold, and what was saved."""
     tracer = InterleavingTracer(model._run_module, model, *inputs, **options)
-    resolve = {("model",): model, ("tracer",): tracer}.__getitem__
-    info = decode_trace(message, resolve=resolve, policy=policy).blocks[0]
+    resolve: dict[tuple[str, ...], Any] = {("model",): model, ("tracer",): tracer}
+    info = decode_trace(message, resolve=resolve.__getitem__, policy=policy).blocks[0]
     tracer.info = info
     SAVES.enter()
     try:

@@ -11,6 +11,7 @@ import torch
 
 from nnsight_engine import NNsight
 from nnsight_engine.sandbox.restricted import Budget, restricted_policy
+from nnsight_engine.tracing.tracer import Tracer
 from nnsight_engine.wire import (
     BudgetError,
     FuelError,
@@ -19,7 +20,6 @@ from nnsight_engine.wire import (
     encode_error,
     restore_error,
 )
-from nnsight_engine.tracing.tracer import Tracer
 from nnsight_engine.wire.limits import Policy
 from tests.security.host import Small, message_of, run
 
@@ -83,7 +83,7 @@ def test_a_refusal_names_the_line_and_the_way_out() -> None:
     assert caught.value.line == 3
     restored = restore_error(encode_error(caught.value))
     assert type(restored) is SandboxError
-    with pytest.raises(SandboxError, match="the attribute `__class__` .* at line 3") as refused:
+    with pytest.raises(SandboxError, match=r"the attribute `__class__` .* at line 3") as refused:
         run(message_of("n = 1\nw = n.__class__"), model, restricted_policy(Budget()), torch.ones(1, 5))
     assert refused.value.line == 3
 
@@ -122,18 +122,18 @@ def test_bytes_of_tensors_are_counted_whatever_makes_them() -> None:
 
 
 def test_views_cost_nothing() -> None:
-    code = "for i in range(100): y = x[1:].T.view(-1)[:5].unsqueeze(0)\nfor i in range(100): y = x.expand(9, 1000, 1000)"
-    block(
-        code.replace(".view(-1)[:5]", ""),
-        restricted_policy(Budget(max_bytes=100_000)),
-        x=torch.ones(1000, 1000),
-    )
+    code = "for i in range(100): y = x[1:].T.unsqueeze(0)\nfor i in range(100): y = x.expand(9, 1000, 1000)"
+    block(code, restricted_policy(Budget(max_bytes=100_000)), x=torch.ones(1000, 1000))
 
 
 def test_saved_bytes_are_counted() -> None:
     model = NNsight(Small())
     code = "x = torch.ones(1000, 1000)\nx.save()\n"
-    run(message_of(code), model, restricted_policy(Budget(max_saved_bytes=4_000_000)), torch.ones(1, 5))
+
+    def policy() -> Policy:
+        return restricted_policy(Budget(max_saved_bytes=4_000_000))
+
+    run(message_of(code), model, policy(), torch.ones(1, 5))
     for again in ("x[1:].save()", "save([x[1:]])"):
         with pytest.raises(BudgetError, match="saved more than 4,000,000 bytes"):
             run(
@@ -145,10 +145,17 @@ def test_saved_bytes_are_counted() -> None:
 
 
 def test_large_but_honest_work_passes() -> None:
-    code = (
-        "y = x @ x.T\nz = torch.softmax(y, -1)\nw = torch.einsum('ij,jk->ik', y, z)\nv = x[:, None] * x[None, :4]\n"
-        "u = torch.cat([x] * 20)\nt = x.repeat(3, 3)\ns = torch.cdist(x, x)\nr = torch.stack([x, x])\nq = x.T.contiguous()\n"
-    )
+    code = """
+y = x @ x.T
+z = torch.softmax(y, -1)
+w = torch.einsum('ij,jk->ik', y, z)
+v = x[:, None] * x[None, :4]
+u = torch.cat([x] * 20)
+t = x.repeat(3, 3)
+s = torch.cdist(x, x)
+r = torch.stack([x, x])
+q = x.T.contiguous()
+"""
     cells = block(code, restricted_policy(Budget(max_bytes=2**30)), x=torch.rand(1000, 500))
     x = cells["x"].cell_contents
     assert torch.equal(cells["y"].cell_contents, x @ x.T)

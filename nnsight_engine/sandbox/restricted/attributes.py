@@ -17,13 +17,13 @@ import torch
 
 from nnsight_engine.core.saves import save
 from nnsight_engine.sandbox.restricted.budget import Budget, Meter, refusal
-from nnsight_engine.sandbox.restricted.engine import NOTHING, check_data, is_point, of_engine
+from nnsight_engine.sandbox.restricted.engine import NOTHING, given, is_point, of_engine
 from nnsight_engine.sandbox.restricted.names import is_bindable
 from nnsight_engine.sandbox.restricted.sizes import Sizer, size_of
 from nnsight_engine.sandbox.restricted.tables import PLAIN, SETTABLE, Rules, rules_of
 from nnsight_engine.sandbox.restricted.views import Base, ClassView, KindView, ModuleView
 
-_NAMED_PART: Final = type(vars(collections.namedtuple("_NamedPart", "part"))["part"])  # noqa: PYI024 - its type is wanted
+_NAMED_PART: Final = type(vars(collections.namedtuple("_NamedPart", "part"))["part"])
 _OF_SUPER: Final = frozenset({"__init__", "__repr__", "__str__", "__eq__", "__hash__", "__post_init__"})
 CLASSES: Final = frozenset({int, float, bool, complex, slice, np.dtype})
 """Classes of Python and numpy that code has as they are."""
@@ -85,7 +85,7 @@ class Attributes:
         self._rules[kind] = rules
         return rules
 
-    def _slowly(self, owner: Any, kind: type, name: str) -> Any:
+    def _slowly(self, owner: Any, kind: type, name: str) -> Any:  # noqa: PLR0911 - one for each kind of object
         if kind is ModuleView:
             return self.of_view(owner, name)
         if kind in self.own:
@@ -241,8 +241,7 @@ class Attributes:
         """Assign an attribute."""
         kind = type(owner)
         if is_point(owner, kind, name, self._engine):
-            check_data(value, self.own)
-            setattr(owner, name, value)
+            setattr(owner, name, given(value, self.own))
         else:
             setattr(self.settable(owner, name), name, value)
 

@@ -1,8 +1,8 @@
 """What code may use: steps of Python, bytes, bytes of saved values; counted here, for one message's code.
 
 A step is a turn of a loop or of a comprehension, or a call of one of the code's own functions. Steps are
-counted and not timed, so that the same code ends at the same place each time. Bytes are those of every tensor,
-string and container made, whether it lives on or not: that is an upper bound of the memory in use.
+counted and not timed, so that the same code ends at the same place each time. Bytes are those of every
+tensor, string and container made, whether it lives on or not: an upper bound of the memory in use.
 
 What is used up stays used up: the code is stopped by ``Stop``, which is no ``Exception`` and so goes through
 its ``except``; should a ``finally`` hold it up, the next step stops it again. ``told`` turns it into an error
@@ -108,8 +108,8 @@ class Meter:
         if self.bytes_left < 0:
             self._stop(
                 BudgetError,
-                f"the code asked for {num_bytes:,} bytes more, {self.budget.max_bytes - self.bytes_left:,} in "
-                f"all, and may have {self.budget.max_bytes:,}",
+                f"the code asked for {num_bytes:,} bytes more, in all for "
+                f"{self.budget.max_bytes - self.bytes_left:,}, and may have {self.budget.max_bytes:,}",
                 "work on smaller tensors, or on fewer",
             )
 

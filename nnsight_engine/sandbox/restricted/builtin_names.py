@@ -1,4 +1,4 @@
-"""Python's builtin names for code: the harmless ones, some measured, and for the rest a refusal that says so."""
+"""Python's builtin names for code: the harmless ones, some measured; the rest refuse to be called."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import Any, Final, NoReturn
 from nnsight_engine.sandbox.restricted import names
 from nnsight_engine.sandbox.restricted.budget import Stop, refusal
 from nnsight_engine.sandbox.restricted.guards import Guards
+from nnsight_engine.sandbox.restricted.names import names_in
 from nnsight_engine.sandbox.restricted.sizes import check_int
 from nnsight_engine.sandbox.restricted.views import ClassView, real
 
-_AS_THEY_ARE: Final = (
-    "abs ascii bin bool callable chr complex divmod float hash hex id int next oct ord round slice "
-    "NotImplemented Ellipsis True False None __build_class__ super"
-).split()
+_AS_THEY_ARE: Final = names_in(
+    """
+    abs ascii bin bool callable chr complex divmod float hash hex id int next oct ord round slice
+    NotImplemented Ellipsis True False None __build_class__ super
+    """
+)
 _NOT_FOR_CODE: Final = frozenset({"BaseExceptionGroup", "ExceptionGroup"})
 
 
@@ -80,7 +83,7 @@ def _guards(guards: Guards) -> dict[str, Any]:
     }
 
 
-def _classes(guards: Guards) -> dict[str, Any]:
+def _classes(guards: Guards) -> dict[str, Any]:  # noqa: C901 - of many small functions
     """Return the classes whose objects could be large, or which have attributes that are not for code."""
 
     def collected(kind: Any) -> Callable[..., Any]:
@@ -110,8 +113,8 @@ def _classes(guards: Guards) -> dict[str, Any]:
     def make_property(
         fget: Any = None, fset: Any = None, fdel: Any = None, doc: str | None = None
     ) -> property:
-        every = [guards.callee(one) if one is not None else None for one in (fget, fset, fdel)]
-        return property(*every, doc)
+        fget, fset, fdel = (_callee_or_none(guards, one) for one in (fget, fset, fdel))
+        return property(fget, fset, fdel, doc)
 
     def fromkeys(keys: Any, value: Any = None) -> dict[Any, Any]:
         return dict.fromkeys(guards.spread(keys), value)
@@ -134,7 +137,7 @@ def _classes(guards: Guards) -> dict[str, Any]:
     return views | {"type": guards.kind_of}
 
 
-def _functions(guards: Guards) -> dict[str, Any]:
+def _functions(guards: Guards) -> dict[str, Any]:  # noqa: C901 - the same
     """Return the functions that go through containers, look attributes up, or print."""
 
     def each(function: Any, *values: Any) -> Any:

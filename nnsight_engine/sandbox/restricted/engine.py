@@ -7,7 +7,6 @@ other object, and hand its weights over.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
@@ -20,27 +19,34 @@ from nnsight_engine.envoys.cache import CacheView
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.eproperty import eproperty
 from nnsight_engine.sandbox.restricted.budget import refusal
-from nnsight_engine.sandbox.restricted.names import is_bindable
+from nnsight_engine.sandbox.restricted.names import is_bindable, names_in
 
 NOTHING: Final = object()
 """There is no such attribute of the model's side."""
 _SIMPLE: Final = (
-    int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size, Envoy, PointGroup, NamedPoints, types.EllipsisType
+    int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size, Envoy, PointGroup,
+    NamedPoints,
 )  # fmt: skip
+_PLAIN: Final = (int, float, str, type(None), torch.dtype)
 _CONFIGS: Final = frozenset({"PretrainedConfig", "PreTrainedConfig"})
 _TOKENIZERS: Final = frozenset({"PreTrainedTokenizerBase"})
-_TOKENIZER: Final = frozenset(
-    "encode decode batch_decode convert_ids_to_tokens convert_tokens_to_ids convert_tokens_to_string tokenize get_vocab "
-    "vocab_size all_special_ids all_special_tokens bos_token bos_token_id eos_token eos_token_id pad_token pad_token_id "
-    "unk_token unk_token_id mask_token mask_token_id padding_side model_max_length".split()
+_TOKENIZER: Final = names_in(
+    """
+    encode decode batch_decode convert_ids_to_tokens convert_tokens_to_ids convert_tokens_to_string
+    tokenize get_vocab vocab_size all_special_ids all_special_tokens bos_token bos_token_id eos_token
+    eos_token_id pad_token pad_token_id unk_token unk_token_id mask_token mask_token_id padding_side
+    model_max_length
+    """
 )
 _OUTPUTS: Final = frozenset({"ModelOutput", "BatchEncoding"})
+_NUMBERS: Final = "biufc"
+"""Kinds of numpy's arrays that hold no objects."""
 _DATA: Final = frozenset(
     {int, float, bool, complex, str, bytes, type(None), torch.Size, slice, range, torch.dtype, torch.device}
 )
 
 
-def of_engine(owner: Any, kind: type, name: str) -> Any:
+def of_engine(owner: Any, kind: type, name: str) -> Any:  # noqa: PLR0911 - one for each kind of object
     """Return what the model's side lets be had: modules by their names, values at points, numbers."""
     if not is_bindable(name):
         return NOTHING
@@ -59,7 +65,7 @@ def of_engine(owner: Any, kind: type, name: str) -> Any:
     return _of_transformers(owner, kind, name)
 
 
-def _of_envoy(owner: Any, kind: type, name: str) -> Any:
+def _of_envoy(owner: Any, kind: type, name: str) -> Any:  # noqa: PLR0911 - one for each kind of name
     if name.startswith("_"):
         return NOTHING
     if name in owner._names:  # noqa: SLF001 - an envoy's children
@@ -67,7 +73,7 @@ def _of_envoy(owner: Any, kind: type, name: str) -> Any:
     for base in kind.__mro__:
         if name in vars(base):
             if isinstance(vars(base)[name], eproperty | point):
-                return getattr(owner, name)
+                return taken(getattr(owner, name))
             if name == "tokenizer":
                 return owner.tokenizer
             return NOTHING
@@ -97,16 +103,15 @@ def _of_transformers(owner: Any, kind: type, name: str) -> Any:
         return NOTHING
     if _is_of_transformers(kind, _CONFIGS):
         value = getattr(owner, name)
-        if isinstance(value, int | float | str | type(None) | torch.dtype) or _is_of_transformers(
-            type(value), _CONFIGS
-        ):
+        if isinstance(value, _PLAIN) or _is_of_transformers(type(value), _CONFIGS):
             return value
-        if type(value) in {list, tuple, dict}:
+        if type(value) in {list, tuple} and all(isinstance(one, _PLAIN) for one in value):
             return type(value)(value)
-    elif _is_of_transformers(kind, _TOKENIZERS) and name in _TOKENIZER:
-        return getattr(owner, name)
-    elif _is_of_transformers(kind, _OUTPUTS) and (
-        name in owner or name in {"keys", "values", "items", "to_tuple"}
+        if type(value) is dict and all(isinstance(one, _PLAIN) for one in value.values()):
+            return dict(value)
+    elif (_is_of_transformers(kind, _TOKENIZERS) and name in _TOKENIZER) or (
+        _is_of_transformers(kind, _OUTPUTS)
+        and (name in owner or name in {"keys", "values", "items", "to_tuple"})
     ):
         return getattr(owner, name)
     return NOTHING
@@ -130,16 +135,40 @@ def is_point(owner: Any, kind: type, name: str, engine: Mapping[type, Collection
     return False
 
 
-def check_data(value: Any, own: Collection[type], depth: int = 8) -> None:
-    """Refuse to give the model an object of the code's own: the model would call its methods."""
+def given(value: Any, own: Collection[type], depth: int = 8) -> Any:
+    """Return what the code gives to the model, in containers that the code does not hold.
+
+    Raises:
+        SandboxError: There is an object of the code's own in it, or one that may hold such: the model would
+            call its methods.
+    """
     kind = type(value)
-    if kind in {list, tuple, dict} and depth:
-        for one in value.values() if kind is dict else value:
-            check_data(one, own, depth - 1)
-    elif kind in own or (kind not in _DATA and not isinstance(value, torch.Tensor | np.ndarray | Envoy)):
-        module = kind.__module__.partition(".")[0]
-        if kind in own or module not in {"torch", "transformers", "numpy"} or callable(value):
-            raise refusal(f"giving the model a `{kind.__name__}`", "give it tensors and numbers")
+    if kind in _DATA or isinstance(value, torch.Tensor | Envoy | PointGroup):
+        return value
+    if kind in {list, tuple} and depth:
+        return kind(given(one, own, depth - 1) for one in value)
+    if kind is dict and depth:
+        return {given(key, own): given(one, own, depth - 1) for key, one in value.items()}
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in _NUMBERS:
+        return value
+    if kind not in own and kind.__module__.partition(".")[0] in {"torch", "transformers"} and depth:
+        if isinstance(value, Mapping):
+            given(list(value.values()), own, depth - 1)
+            return value
+        if isinstance(value, tuple):  # with names
+            given(tuple(value), own, depth - 1)
+            return value
+    raise refusal(f"giving the model a `{kind.__name__}`", "give it tensors and numbers")
+
+
+def taken(value: Any, depth: int = 4) -> Any:
+    """Return a value of the model's with containers of the code's own: the model goes on with its own."""
+    kind = type(value)
+    if kind in {list, tuple} and depth:
+        return kind(taken(one, depth - 1) for one in value)
+    if kind is dict and depth:
+        return {key: taken(one, depth - 1) for key, one in value.items()}
+    return value
 
 
 def _is_of_transformers(kind: type, names: frozenset[str]) -> bool:

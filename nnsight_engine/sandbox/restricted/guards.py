@@ -9,7 +9,7 @@ import functools
 import operator
 import string
 import types
-from _string import formatter_field_name_split
+from _string import formatter_field_name_split  # type: ignore[import-not-found] # as `string` does
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.sandbox.restricted.attributes import CLASSES, Attributes
 from nnsight_engine.sandbox.restricted.budget import Budget, refusal
-from nnsight_engine.sandbox.restricted.engine import check_data, is_tokenizer
+from nnsight_engine.sandbox.restricted.engine import given, is_tokenizer, taken
 from nnsight_engine.sandbox.restricted.sizes import charge_result, check_format, size_of
 from nnsight_engine.sandbox.restricted.views import ClassView, Lazy
 
@@ -40,7 +40,8 @@ _UNARY: Final[Mapping[str, Callable[[Any], Any]]] = {
     "-": operator.neg, "+": operator.pos, "~": operator.invert
 }  # fmt: skip
 _COMPARE: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
-    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt,
+    ">=": operator.ge,
     "in": lambda item, values: item in values, "not in": lambda item, values: item not in values,
 }  # fmt: skip
 _FREE: Final = frozenset({float, bool, type(None), complex})
@@ -80,7 +81,7 @@ class Guards(Attributes):
 
     # Items, operators, calls.
 
-    def item(self, owner: Any, key: Any) -> Any:
+    def item(self, owner: Any, key: Any) -> Any:  # noqa: PLR0911 - one for each kind of object
         """Return an item."""
         kind = type(owner)
         if kind is dict:
@@ -107,8 +108,8 @@ class Guards(Attributes):
         """Assign an item."""
         if type(owner) is list and type(key) is slice:
             value = self.spread(value)
-        if isinstance(owner, NamedPoints):
-            check_data(value, self.own)
+        if isinstance(owner, NamedPoints) or type(owner).__module__.startswith("transformers."):
+            value = given(value, self.own)
         owner[key] = value
 
     def one(self, key: Any) -> Any:
@@ -133,10 +134,9 @@ class Guards(Attributes):
         left_kind, right_kind = type(left), type(right)
         if left_kind in _FREE and right_kind in _FREE:
             return
-        if left_kind is int and right_kind is int and sign not in {"**", "<<"}:
-            if -_SMALL_INT < left < _SMALL_INT or sign != "*":
-                if -_SMALL_INT < right < _SMALL_INT or sign != "*":
-                    return
+        if left_kind is int and right_kind is int and sign not in {"**", "<<"}:  # noqa: SIM102 - as below
+            if sign != "*" or (-_SMALL_INT < left < _SMALL_INT and -_SMALL_INT < right < _SMALL_INT):
+                return
         self.sizer.operands(sign, left, right)
 
     def unary(self, sign: str, value: Any) -> Any:
@@ -190,7 +190,7 @@ class Guards(Attributes):
         if kind in _CALLABLE or kind in self.own:
             return function
         if kind is types.FunctionType:
-            is_own = function.__builtins__ is self.builtins  # type: ignore[attr-defined] # since Python 3.10
+            is_own = function.__builtins__ is self.builtins
             if is_own or _is_for_code(function.__globals__.get("__name__")):
                 return function
         elif kind is types.MethodType:
@@ -200,22 +200,24 @@ class Guards(Attributes):
             )
             if known or (isinstance(owner, type) and owner in self.own):
                 return function
-        elif issubclass(kind, Envoy | PointGroup | torch.nn.Module):
+        elif issubclass(kind, (Envoy, PointGroup, torch.nn.Module, *self._engine)):
             return functools.partial(self._applied, function)
         elif issubclass(kind, type):
             if function in self.own or issubclass(function, Exception | np.generic) or function in CLASSES:
                 return function
-        elif _is_for_code(kind.__module__) or not callable(function) or issubclass(kind, Barrier):
-            return function
-        elif is_tokenizer(kind) or any(issubclass(kind, base) for base in self._engine):
+        elif (
+            _is_for_code(kind.__module__)
+            or not callable(function)
+            or issubclass(kind, Barrier)
+            or is_tokenizer(kind)
+        ):
             return function
         raise refusal(f"calling a `{kind.__name__}`")
 
     def _applied(self, envoy: Any, *args: Any, **kwargs: Any) -> Any:
         """Apply a module of the model to tensors and numbers."""
-        check_data(args, self.own)
-        check_data(kwargs, self.own)
-        return charge_result(self.meter, envoy(*args, **kwargs))
+        args, kwargs = given(args, self.own), given(kwargs, self.own)
+        return charge_result(self.meter, taken(envoy(*args, **kwargs)))
 
     # Strings and containers.
 

@@ -1,7 +1,7 @@
 """The modules that code may import, and what it finds in them: lists of names, and how each is given.
 
-Most functions are given as they are. Those of torch and numpy are measured (``sizes``); classes come as views;
-``itertools`` counts its items; what leaves memory as it found it makes zeros.
+Most functions are given as they are. Those of torch and numpy are measured (``sizes``); classes come as
+views; ``itertools`` counts its items; what leaves memory as it found it makes zeros.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ import torch
 from nnsight_engine.sandbox.restricted import torch_names
 from nnsight_engine.sandbox.restricted.budget import refusal
 from nnsight_engine.sandbox.restricted.guards import Guards
+from nnsight_engine.sandbox.restricted.names import names_in
 from nnsight_engine.sandbox.restricted.views import Base, ClassView, ModuleView
 
 _HOMES: Final[Mapping[str, str]] = {
     "_collections": "collections", "_functools": "functools", "_operator": "operator", "_random": "random",
     "torch._tensor": "torch", "torch.functional": "torch", "torch._C._VariableFunctions": "torch",
-    "torch.nn.parameter": "torch.nn", "torch.autograd.grad_mode": "torch", "torch.nn.modules.module": "torch.nn",
+    "torch.nn.parameter": "torch.nn", "torch.autograd.grad_mode": "torch", "torch._C": "torch",
     "torch._C._linalg": "torch.linalg", "torch._C._nn": "torch.nn.functional", "torch._C._fft": "torch.fft",
-    "torch._C._special": "torch.special", "nnsight": "nnsight_engine", "nnsight_engine.core.saves": "nnsight_engine",
-    "einops.einops": "einops", "torch._C": "torch", "torch.amp.autocast_mode": "torch",
+    "torch._C._special": "torch.special", "nnsight": "nnsight_engine",
+    "nnsight_engine.core.saves": "nnsight_engine", "einops.einops": "einops",
+    "torch.amp.autocast_mode": "torch",
     "numpy._core.fromnumeric": "numpy", "numpy._core.multiarray": "numpy", "numpy._core.numeric": "numpy",
 }  # fmt: skip
 """Where what is defined elsewhere is found."""
@@ -53,7 +55,7 @@ class Modules:
     def __init__(self, guards: Guards, builtins: Mapping[str, Any]) -> None:
         """Offer what these guards look after."""
         self._guards = guards
-        self._random = random.Random()
+        self._random = random.Random()  # noqa: S311 - for arithmetic
         self._found: dict[tuple[str, str], Any] = {}
         self._views: dict[str, ModuleView] = {}
         self._members: dict[str, Callable[[str], Any]] = {
@@ -273,7 +275,7 @@ class Modules:
         def named(typename: str, field_names: Any, *, rename: bool = False, defaults: Any = None) -> Any:
             return guards.defined(
                 collections.namedtuple(typename, field_names, rename=rename, defaults=defaults)
-            )  # type: ignore[misc] # noqa: PYI024 - the code's own words
+            )
 
         def made(kind: Any) -> Callable[..., Any]:
             def make(*args: Any, **kwargs: Any) -> Any:
@@ -309,9 +311,11 @@ class Modules:
             return guards.lazily(function(*(guards.callee(one) for one in args), **kwargs))
 
         if name == "chain":
-            made.from_iterable = lambda values: guards.lazily(itertools.chain.from_iterable(values))  # type: ignore[attr-defined] # as itertools has it
-            return ClassView(itertools.chain, made, {"from_iterable": made.from_iterable})  # type: ignore[attr-defined]
+            return ClassView(itertools.chain, made, {"from_iterable": self._chained})
         return made
+
+    def _chained(self, values: Any) -> Any:
+        return self._guards.lazily(itertools.chain.from_iterable(values))
 
     def _functools(self) -> dict[str, Any]:
         guards = self._guards
@@ -494,20 +498,26 @@ _TIME: Final = (
     "monotonic_ns",
 )
 _STATISTICS: Final = ("fmean", "mean", "median", "mode", "pstdev", "pvariance", "stdev", "variance")
-_ITERTOOLS: Final = frozenset(
-    "accumulate batched chain combinations combinations_with_replacement compress count cycle dropwhile filterfalse "
-    "groupby islice pairwise permutations product repeat starmap takewhile tee zip_longest".split()
+_ITERTOOLS: Final = names_in(
+    """
+    accumulate batched chain combinations combinations_with_replacement compress count cycle dropwhile
+    filterfalse groupby islice pairwise permutations product repeat starmap takewhile tee zip_longest
+    """
 ) & frozenset(vars(itertools))
-_RANDOM: Final = frozenset(
-    "betavariate choice expovariate gauss normalvariate randint random randrange sample seed shuffle triangular "
-    "uniform".split()
+_RANDOM: Final = names_in(
+    """
+    betavariate choice expovariate gauss normalvariate randint random randrange sample seed shuffle
+    triangular uniform
+    """
 )
-_TYPING: Final = frozenset(
-    "Annotated Any Callable ClassVar Dict Final FrozenSet Iterable Iterator List Literal Mapping NewType NoReturn "
-    "Optional Self Sequence Set Tuple Type TypeAlias TypeVar Union cast".split()
+_TYPING: Final = names_in(
+    """
+    Annotated Any Callable ClassVar Dict Final FrozenSet Iterable Iterator List Literal Mapping NewType
+    NoReturn Optional Self Sequence Set Tuple Type TypeAlias TypeVar Union cast
+    """
 )
 _SIGNS: Final = {
-    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**", "matmul": "@",
-    "and_": "&", "or_": "|", "xor": "^",
+    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**",
+    "matmul": "@", "and_": "&", "or_": "|", "xor": "^",
 }  # fmt: skip
 _ORDERS: Final = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}

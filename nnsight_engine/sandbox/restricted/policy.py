@@ -23,7 +23,8 @@ from nnsight_engine.wire.rules import Rules
 
 _NO_ENGINE: Final[Mapping[type, Collection[str]]] = types.MappingProxyType({})
 _MADE: Final = (
-    collections.Counter, collections.OrderedDict, collections.defaultdict, collections.deque, functools.partial,
+    collections.Counter, collections.OrderedDict, collections.defaultdict, collections.deque,
+    functools.partial,
 )  # fmt: skip
 
 
@@ -32,8 +33,8 @@ def restricted_policy(budget: Budget, engine: Mapping[type, Collection[str]] = _
 
     Args:
         budget: What its code may use, reading the message included.
-        engine: Types of objects that ``resolve`` gives, and that this package does not know, with the attributes
-            that code may read and, where they are properties of the model's values, assign.
+        engine: Types of objects that ``resolve`` gives, and that this package does not know, with the
+            attributes that code may read and assign.
     """
     rules = RestrictedRules(budget, engine)
     return Policy(lambda _module, _name: True, allow_source=True, rules=rules)
@@ -65,8 +66,8 @@ class RestrictedRules(Rules):
         """Return a module with these builtins and nothing else in it."""
         if is_real:
             raise SandboxError(
-                f"code of the installed module {name} does not run in the sandbox; write it in the block, or send "
-                "it as source with register_by_value (see docs/sandbox-language.md)"
+                f"code of the installed module {name} does not run in the sandbox; write it in the block, or "
+                "send it as source with register_by_value (see docs/sandbox-language.md)"
             )
         module = types.ModuleType(str(name))
         vars(module).update({"__builtins__": self._builtins, "__file__": file if type(file) is str else None})

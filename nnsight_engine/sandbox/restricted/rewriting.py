@@ -1,8 +1,8 @@
-"""Changes code so that it asks: every attribute, operator and loop of it goes through a guard (``names``).
+"""Changes code so that it asks: every attribute, operator and loop goes through a guard (``names``).
 
-Built on RestrictedPython's transformer, which lets no kind of syntax pass that it does not know. What differs:
-its rules are those of templates, and blocks need ``h[:] *= 2``, ``self._x`` and ``nonlocal``. Guards are
-called in the order in which Python would have done the same, since the values that blocks ask for come in
+Built on RestrictedPython's transformer, which lets no kind of syntax pass that it does not know. What
+differs: its rules are those of templates, and blocks need ``h[:] *= 2``, ``self._x`` and ``nonlocal``. Guards
+are called in the order in which Python would have done the same, since the values that blocks ask for come in
 the model's order. Lines and columns stay those of the sender's file.
 """
 
@@ -12,8 +12,7 @@ import ast
 from collections.abc import Sequence
 from typing import Any, Final, NoReturn, TypeVar
 
-from RestrictedPython import RestrictingNodeTransformer
-from RestrictedPython.transformer import INSPECT_ATTRIBUTES
+from RestrictedPython.transformer import INSPECT_ATTRIBUTES, RestrictingNodeTransformer
 
 from nnsight_engine.sandbox.restricted import names
 from nnsight_engine.tracing.blocks import Nested
@@ -374,7 +373,7 @@ class _Restricting(RestrictingNodeTransformer):
 
     def visit_Import(self, node: ast.Import) -> Any:
         """Bind what the list has."""
-        made = []
+        made: list[ast.stmt] = []
         for alias in node.names:
             top = alias.name.partition(".")[0]
             self.check_name(node, alias.asname or top)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from nnsight_engine.sandbox.restricted.budget import Meter, refusal
+from nnsight_engine.sandbox.restricted.names import names_in
 
 _WIDEST: Final = 16
 """Bytes of the widest number."""
@@ -30,40 +31,43 @@ _MAX_FREE_BOUND: Final = 2**22
 """Numbers in a result that need no second look."""
 
 _OF_ARRAYS: Final = (np.ndarray, np.generic)
-_SQUARING: Final = frozenset(
-    {
-        "block_diag", "cartesian_prod", "combinations", "corrcoef", "cov", "diag", "diag_embed", "diagflat", "eye",
-        "fold", "identity", "interpolate", "matrix_exp", "pad", "pdist", "tri", "tril_indices", "triu_indices", "unfold", "upsample",
-        "vander", "repeat", "rearrange", "reduce", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "meshgrid",
-        "conv_transpose2d", "conv_transpose3d", "constant_pad_nd", "linspace", "logspace", "arange", "range", "full",
-        "zeros", "ones", "empty", "rand", "randn", "randint", "randperm", "new_zeros", "new_ones", "new_full", "new_empty",
-        "tile", "broadcast_to", "stft", "istft", "hamming_window", "hann_window", "kaiser_window", "bartlett_window",
-        "blackman_window", "fft", "ifft", "rfft", "irfft", "fftn", "ifftn", "fft2", "ifft2", "histc", "histogram", "normal",
-        "ones_like", "zeros_like", "resize", "indices", "geomspace", "einsum", "take_along_dim", "index_select", "embedding",
-    }
-)  # fmt: skip
-"""Calls whose result may be larger than the product of what they are given, or whose numbers are sizes: always
-tried out."""
-_BY_CONTENT: Final = frozenset(
-    {
-        "argwhere", "bincount", "eig", "eigvals", "histc", "histogram", "is_nonzero", "item", "masked_select",
-        "multinomial", "nonzero", "one_hot", "repeat_interleave", "tolist", "unique", "unique_consecutive",
-    }
-)  # fmt: skip
+_SQUARING: Final = names_in(
+    """
+    block_diag cartesian_prod combinations corrcoef cov diag diag_embed diagflat eye fold identity
+    interpolate matrix_exp pad pdist tri tril_indices triu_indices unfold upsample vander repeat
+    rearrange reduce conv1d conv2d conv3d conv_transpose1d meshgrid conv_transpose2d conv_transpose3d
+    constant_pad_nd linspace logspace arange range full zeros ones empty rand randn randint randperm
+    new_zeros new_ones new_full new_empty tile broadcast_to stft istft hamming_window hann_window
+    kaiser_window bartlett_window blackman_window fft ifft rfft irfft fftn ifftn fft2 ifft2 histc
+    histogram normal ones_like zeros_like resize indices geomspace einsum take_along_dim index_select
+    embedding
+    """
+)
+"""Calls whose result may exceed the product of what they are given, or whose numbers are sizes: tried out."""
+_BY_CONTENT: Final = names_in(
+    """
+    argwhere bincount eig eigvals histc histogram is_nonzero item masked_select multinomial nonzero
+    one_hot repeat_interleave tolist unique unique_consecutive
+    """
+)
 """Calls whose result depends on the numbers in tensors: bounded by what they are given, or looked at."""
-_AS_GIVEN: Final = frozenset(
-    {
-        "array", "as_tensor", "asarray", "cat", "column_stack", "concat", "concatenate", "dstack", "hstack",
-        "new_tensor", "stack", "tensor", "vstack",
-    }
-)  # fmt: skip
+_AS_GIVEN: Final = names_in(
+    """
+    array as_tensor asarray cat column_stack concat concatenate dstack hstack new_tensor stack tensor
+    vstack
+    """
+)
 """Calls whose result is what they are given, put together."""
-_GROWING: Final = frozenset({"bincount", "histc", "histogram", "multinomial", "one_hot", "repeat_interleave"})
+_GROWING: Final = names_in(
+    """
+    bincount histc histogram multinomial one_hot repeat_interleave
+    """
+)
 """Those of them whose result may be larger than what they are given."""
 
 
 def size_of(value: Any) -> int:
-    """Return the bytes of a value's own memory: of tensors, arrays, strings and containers, one level deep."""
+    """Return the bytes of a value's own memory: of tensors, arrays, strings and containers."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     kind = type(value)
@@ -141,7 +145,7 @@ class Sizer:
             if bound * _WIDEST > left:
                 raise refusal(f"`{name}` on so much, whose result's size cannot be told before,") from error
             return
-        except Exception:  # noqa: BLE001 - the real call fails the same way, in words about real tensors
+        except Exception:
             if bound * _WIDEST <= left or not _could_grow(args, kwargs):
                 return
             raise
@@ -233,12 +237,12 @@ class _Method:
         return getattr(owner, self.name)(*args, **kwargs)
 
 
-_PRODUCTS: Final = frozenset(
-    {
-        "bilinear", "bmm", "cdist", "cross", "inner", "kron", "linear", "matmul", "mm", "multi_dot", "outer", "ger",
-        "tensordot", "baddbmm", "addmm", "addbmm", "addr", "dot", "convolve", "correlate", "gather",
-    }
-)  # fmt: skip
+_PRODUCTS: Final = names_in(
+    """
+    bilinear bmm cdist cross inner kron linear matmul mm multi_dot outer ger tensordot baddbmm addmm
+    addbmm addr dot convolve correlate gather
+    """
+)
 """Calls on tensors of one shape whose result may be larger than them together."""
 
 
@@ -284,7 +288,7 @@ def _bound(values: Iterable[Any]) -> float:
         if isinstance(value, torch.Tensor | np.ndarray):
             bound *= max(int(math.prod(value.shape)), 1)
         elif isinstance(value, int | float):
-            bound *= max(abs(value), 1.0) if value == value else 1.0  # noqa: PLR0124 - not a number is not itself
+            bound *= max(abs(value), 1.0) if value == value else 1.0
         elif isinstance(value, list | tuple):
             bound *= max(_of_list(value), 1.0)
         elif isinstance(value, str | slice | torch.dtype | torch.device | bool) or value is None:
@@ -297,7 +301,7 @@ def _bound(values: Iterable[Any]) -> float:
 
 
 def _of_list(value: list[Any] | tuple[Any, ...]) -> float:
-    """Return a bound for a list: of sizes, of tensors, of numbers, or of lists of numbers, which are alike."""
+    """Return a bound for a list: of sizes, of tensors, of numbers, or of lists that are alike."""
     if not value:
         return 1.0
     if len(value) <= _MOST_SIZES and all(isinstance(one, int) for one in value):
@@ -305,9 +309,10 @@ def _of_list(value: list[Any] | tuple[Any, ...]) -> float:
     first, num = value[0], 1.0
     if isinstance(first, torch.Tensor | np.ndarray):
         return float(sum(math.prod(one.shape) for one in value if isinstance(one, torch.Tensor | np.ndarray)))
-    while isinstance(value, list | tuple) and value and num < math.inf:
-        num *= len(value)
-        value = value[0]
+    inner: Any = value
+    while isinstance(inner, list | tuple) and inner and num < math.inf:
+        num *= len(inner)
+        inner = inner[0]
     return num
 
 
@@ -320,9 +325,7 @@ def _same_shapes(args: Iterable[Any]) -> int:
                 return 0
             shape = one.shape
             num += one.numel()
-        elif isinstance(one, list | tuple):
-            return 0
-        elif type(one) is int and abs(one) > 64:
+        elif isinstance(one, list | tuple) or (type(one) is int and abs(one) > 64):
             return 0
     return num
 
@@ -349,7 +352,7 @@ def _of_arrays(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], boun
     if name not in _PRODUCTS and name not in _SQUARING and not _could_grow(args, kwargs):
         with contextlib.suppress(ValueError):
             return math.prod(np.broadcast_shapes(*shapes)) * _ITEM
-    if bound * bound * _ITEM > left and (bound * _ITEM > left or name in _SQUARING and bound > 2**15):
+    if bound * bound * _ITEM > left and (bound * _ITEM > left or (name in _SQUARING and bound > 2**15)):
         raise refusal(f"`{name}` of numpy on so much", "use torch")
     return 0
 
@@ -382,7 +385,7 @@ def _largest(*values: Any) -> list[int]:
         int(one.max())
         for one in values
         if isinstance(one, torch.Tensor | np.ndarray)
-        and math.prod(one.shape)
+        and 0 not in tuple(one.shape)
         and "float" not in str(one.dtype)
     ]
 

@@ -21,7 +21,7 @@ from nnsight_engine.envoys.cache import CacheView, Entry
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.sandbox.restricted.budget import refusal
-from nnsight_engine.sandbox.restricted.engine import check_data
+from nnsight_engine.sandbox.restricted.engine import given, taken
 from nnsight_engine.sandbox.restricted.views import ClassView, KindView
 
 Rule = Callable[[Any, Any, str], Any]
@@ -147,7 +147,7 @@ def _get(guards: Any, owner: Any, _name: str) -> Any:
     def get(path: str) -> Any:
         found = owner
         root = str(owner.path)
-        parts = str(path).removeprefix(f"{root}.").split(".") if isinstance(path, str) else []
+        parts = str(path).removeprefix(f"{root}.").split(".")
         for part in parts:
             found = guards.item(found, int(part)) if part.isdecimal() else guards.get(found, part)
         return found
@@ -163,16 +163,20 @@ def _with_inputs(guards: Any, owner: Any, name: str) -> Any:
         for one in ("fn", "backend", "tracer_cls"):
             if kwargs.get(one) is not None:
                 raise refusal(f"the argument `{one}`")
-        check_data((args, kwargs), guards.own)
+        args, kwargs = given(args, guards.own), given(kwargs, guards.own)
         return method(*args, **kwargs)
 
     return call
 
 
+def _value(_guards: Any, owner: Any, name: str) -> Any:
+    """Return a value of the model's, in containers that the model does not hold."""
+    return taken(getattr(owner, name))
+
+
 def _skip(guards: Any, owner: Any, _name: str) -> Any:
     def skip(value: Any) -> None:
-        check_data(value, guards.own)
-        owner.skip(value)
+        owner.skip(given(value, guards.own))
 
     return skip
 
@@ -184,49 +188,64 @@ def _name_of(_guards: Any, owner: Any, _name: str) -> str:
 _NAMED: Final = {"__name__": _name_of}
 
 _TENSOR_PLAIN: Final = _plain(
-    "H T mT mH adjoint backward chunk conj data detach detach_ device diagonal dim dim_order dsplit dtype "
-    "element_size equal expand expand_as get_device grad hsplit imag is_complex is_conj is_contiguous is_cpu is_cuda "
-    "is_floating_point is_inference is_leaf is_meta is_neg is_nonzero is_quantized is_same_size is_signed is_sparse "
-    "item itemsize layout moveaxis movedim narrow nbytes ndim ndimension nelement numel "
-    "permute real requires_grad requires_grad_ retain_grad retains_grad select shape size split split_with_sizes "
-    "squeeze squeeze_ storage_offset stride swapaxes swapaxes_ swapdims t t_ tensor_split transpose transpose_ unbind "
-    "unflatten unsqueeze unsqueeze_ view view_as vsplit broadcast_to resolve_conj resolve_neg sum_to_size"
+    """
+        H T mT mH adjoint backward chunk conj data detach detach_ device diagonal dim dim_order
+        dsplit dtype element_size equal expand expand_as get_device grad hsplit imag is_complex
+        is_conj is_contiguous is_cpu is_cuda is_floating_point is_inference is_leaf is_meta is_neg
+        is_nonzero is_quantized is_same_size is_signed is_sparse item itemsize layout moveaxis
+        movedim narrow nbytes ndim ndimension nelement numel permute real requires_grad
+        requires_grad_ retain_grad retains_grad select shape size split split_with_sizes squeeze
+        squeeze_ storage_offset stride swapaxes swapaxes_ swapdims t t_ tensor_split transpose
+        transpose_ unbind unflatten unsqueeze unsqueeze_ view view_as vsplit broadcast_to
+        resolve_conj resolve_neg sum_to_size
+        """
 )
 _TENSOR_MEASURED: Final = _each(
     _measured,
-    "abs abs_ absolute absolute_ acos acos_ acosh acosh_ add add_ addbmm addbmm_ addcdiv addcdiv_ addcmul addcmul_ "
-    "addmm addmm_ addmv addmv_ addr addr_ all allclose amax amin aminmax angle any arccos arccos_ arccosh arccosh_ "
-    "arcsin arcsin_ arcsinh arcsinh_ arctan arctan2 arctan2_ arctan_ arctanh arctanh_ argmax argmin argsort argwhere "
-    "asin asin_ asinh asinh_ atan atan2 atan2_ atan_ atanh atanh_ baddbmm baddbmm_ bernoulli bernoulli_ bfloat16 "
-    "bincount bitwise_and bitwise_and_ bitwise_left_shift bitwise_not bitwise_not_ bitwise_or bitwise_or_ "
-    "bitwise_right_shift bitwise_xor bitwise_xor_ bmm bool byte ceil ceil_ char cholesky clamp clamp_ clamp_max "
-    "clamp_max_ clamp_min clamp_min_ clip clip_ clone contiguous copy_ copysign copysign_ corrcoef cos cos_ cosh cosh_ "
-    "count_nonzero cov cpu cross cummax cummin cumprod cumprod_ cumsum cumsum_ cuda deg2rad deg2rad_ det diag "
-    "diag_embed diagflat diagonal_scatter diff digamma digamma_ dist div div_ divide divide_ dot double eq eq_ erf "
-    "erf_ erfc erfc_ erfinv erfinv_ exp exp2 exp2_ exp_ expm1 expm1_ exponential_ fill_ fill_diagonal_ fix flatten "
-    "flip fliplr flipud float float_power floor floor_ floor_divide floor_divide_ fmax fmin fmod fmod_ frac frac_ "
-    "gather ge ge_ ger greater greater_equal gt gt_ half hardshrink heaviside histc hypot hypot_ index_add index_add_ "
-    "index_copy index_copy_ index_fill index_fill_ index_put index_put_ index_reduce index_select inner int inverse "
-    "isclose isfinite isinf isnan isneginf isposinf isreal kron kthvalue ldexp le le_ lerp lerp_ less less_equal "
-    "lgamma lgamma_ log log10 log10_ log1p log1p_ log2 log2_ log_ log_softmax logaddexp logaddexp2 logcumsumexp logdet "
-    "logical_and logical_and_ logical_not logical_not_ logical_or logical_or_ logical_xor logical_xor_ logit logit_ "
-    "logsumexp long lt lt_ masked_fill masked_fill_ masked_scatter masked_scatter_ masked_select matmul matrix_exp "
-    "matrix_power max maximum mean median min minimum mm mode msort mul mul_ multinomial multiply multiply_ mv "
-    "nan_to_num nan_to_num_ nanmean nanmedian nanquantile nansum narrow_copy ne ne_ neg neg_ negative negative_ "
-    "new_full new_ones new_tensor new_zeros nextafter nonzero norm normal_ not_equal numpy outer pinverse "
-    "positive pow pow_ prod put put_ quantile rad2deg rad2deg_ random_ ravel reciprocal reciprocal_ relu relu_ "
-    "remainder remainder_ renorm renorm_ repeat repeat_interleave reshape reshape_as roll rot90 round round_ rsqrt "
-    "rsqrt_ scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ select_scatter sgn sgn_ short "
-    "sigmoid sigmoid_ sign sign_ signbit sin sin_ sinc sinc_ sinh sinh_ slice_scatter slogdet softmax sort sqrt sqrt_ "
-    "square square_ std sub sub_ subtract subtract_ sum svd take take_along_dim tan tan_ tanh tanh_ tile to topk trace "
-    "tril tril_ triu triu_ true_divide true_divide_ trunc trunc_ type type_as unfold uniform_ unique "
-    "unique_consecutive var vdot where xlogy zero_",
+    """
+        abs abs_ absolute absolute_ acos acos_ acosh acosh_ add add_ addbmm addbmm_ addcdiv addcdiv_
+        addcmul addcmul_ addmm addmm_ addmv addmv_ addr addr_ all allclose amax amin aminmax angle
+        any arccos arccos_ arccosh arccosh_ arcsin arcsin_ arcsinh arcsinh_ arctan arctan2 arctan2_
+        arctan_ arctanh arctanh_ argmax argmin argsort argwhere asin asin_ asinh asinh_ atan atan2
+        atan2_ atan_ atanh atanh_ baddbmm baddbmm_ bernoulli bernoulli_ bfloat16 bincount
+        bitwise_and bitwise_and_ bitwise_left_shift bitwise_not bitwise_not_ bitwise_or bitwise_or_
+        bitwise_right_shift bitwise_xor bitwise_xor_ bmm bool byte ceil ceil_ char cholesky clamp
+        clamp_ clamp_max clamp_max_ clamp_min clamp_min_ clip clip_ clone contiguous copy_ copysign
+        copysign_ corrcoef cos cos_ cosh cosh_ count_nonzero cov cpu cross cummax cummin cumprod
+        cumprod_ cumsum cumsum_ cuda deg2rad deg2rad_ det diag diag_embed diagflat diagonal_scatter
+        diff digamma digamma_ dist div div_ divide divide_ dot double eq eq_ erf erf_ erfc erfc_
+        erfinv erfinv_ exp exp2 exp2_ exp_ expm1 expm1_ exponential_ fill_ fill_diagonal_ fix
+        flatten flip fliplr flipud float float_power floor floor_ floor_divide floor_divide_ fmax
+        fmin fmod fmod_ frac frac_ gather ge ge_ ger greater greater_equal gt gt_ half hardshrink
+        heaviside histc hypot hypot_ index_add index_add_ index_copy index_copy_ index_fill
+        index_fill_ index_put index_put_ index_reduce index_select inner int inverse isclose
+        isfinite isinf isnan isneginf isposinf isreal kron kthvalue ldexp le le_ lerp lerp_ less
+        less_equal lgamma lgamma_ log log10 log10_ log1p log1p_ log2 log2_ log_ log_softmax
+        logaddexp logaddexp2 logcumsumexp logdet logical_and logical_and_ logical_not logical_not_
+        logical_or logical_or_ logical_xor logical_xor_ logit logit_ logsumexp long lt lt_
+        masked_fill masked_fill_ masked_scatter masked_scatter_ masked_select matmul matrix_exp
+        matrix_power max maximum mean median min minimum mm mode msort mul mul_ multinomial multiply
+        multiply_ mv nan_to_num nan_to_num_ nanmean nanmedian nanquantile nansum narrow_copy ne ne_
+        neg neg_ negative negative_ new_full new_ones new_tensor new_zeros nextafter nonzero norm
+        normal_ not_equal numpy outer pinverse positive pow pow_ prod put put_ quantile rad2deg
+        rad2deg_ random_ ravel reciprocal reciprocal_ relu relu_ remainder remainder_ renorm renorm_
+        repeat repeat_interleave reshape reshape_as roll rot90 round round_ rsqrt rsqrt_ scatter
+        scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ select_scatter sgn sgn_
+        short sigmoid sigmoid_ sign sign_ signbit sin sin_ sinc sinc_ sinh sinh_ slice_scatter
+        slogdet softmax sort sqrt sqrt_ square square_ std sub sub_ subtract subtract_ sum svd take
+        take_along_dim tan tan_ tanh tanh_ tile to topk trace tril tril_ triu triu_ true_divide
+        true_divide_ trunc trunc_ type type_as unfold uniform_ unique unique_consecutive var vdot
+        where xlogy zero_
+        """,
 )
 
 _MODULE: Final = _plain(
-    "bias children double eval extra_repr float forward half in_features out_features named_buffers named_children "
-    "named_modules named_parameters buffers parameters modules register_buffer register_parameter requires_grad_ "
-    "to train training weight zero_grad num_embeddings embedding_dim normalized_shape eps p dim append add_module"
+    """
+        bias children double eval extra_repr float forward half in_features out_features
+        named_buffers named_children named_modules named_parameters buffers parameters modules
+        register_buffer register_parameter requires_grad_ to train training weight zero_grad
+        num_embeddings embedding_dim normalized_shape eps p dim append add_module
+        """
 )
 
 TABLE: Final[dict[type, Rules]] = {
@@ -234,13 +253,17 @@ TABLE: Final[dict[type, Rules]] = {
     float: _plain("real imag conjugate is_integer as_integer_ratio"),
     complex: _plain("real imag conjugate"),
     str: _plain(
-        "casefold count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier islower isnumeric "
-        "isprintable isspace istitle isupper rfind rindex startswith"
+        """
+        casefold count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier
+        islower isnumeric isprintable isspace istitle isupper rfind rindex startswith
+        """
     )
     | _each(
         _counted,
-        "capitalize encode lower lstrip partition removeprefix removesuffix rpartition rsplit rstrip split splitlines "
-        "strip swapcase title upper",
+        """
+        capitalize encode lower lstrip partition removeprefix removesuffix rpartition rsplit rstrip
+        split splitlines strip swapcase title upper
+        """,
     )
     | _each(_wide, "center expandtabs ljust rjust zfill")
     | {"join": _joining, "replace": _replacing, "format": _formatting},
@@ -288,14 +311,19 @@ TABLE: Final[dict[type, Rules]] = {
     )
     | _each(
         _measured,
-        "all any argmax argmin argsort astype clip compress conj copy cumprod cumsum diagonal dot max mean min nonzero "
-        "prod ravel repeat reshape round searchsorted sort std sum take tobytes trace var",
+        """
+        all any argmax argmin argsort astype clip compress conj copy cumprod cumsum diagonal dot max
+        mean min nonzero prod ravel repeat reshape round searchsorted sort std sum take tobytes
+        trace var
+        """,
     )
     | {"tolist": _numbers},
     np.generic: _plain("dtype item itemsize nbytes ndim real imag shape size")
     | _each(_measured, "astype all any max mean min round sum"),
     np.dtype: _plain("name kind itemsize"),
-    Envoy: _plain("output input inputs next path modules named_modules device") | {"trace": _with_inputs}
+    Envoy: _each(_value, "output input inputs")
+    | _plain("next path modules named_modules device")
+    | {"trace": _with_inputs}
     | {"get": _get, "skip": _skip},
     PointGroup: _plain("place") | {"skip": _skip},
     NamedPoints: {},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 ATTEMPTS = {
     "module": "got = model._module",
     "module-of-child": "got = model.layer1._module",
@@ -68,4 +67,25 @@ ATTEMPTS |= {
     "method-of-module": "class Thief:\n    weight = staticmethod(model.layer1)\ngot = Thief().weight(Thief())",
     "cached-module": "import functools\nclass Thief: pass\ngot = functools.lru_cache(model.layer1)(Thief())",
     "reduce-by-module": "import functools\nclass Thief: pass\ngot = functools.reduce(model.layer1, [Thief()], Thief())",
+    "own-object-in-inputs": """
+class Thief:
+    def __radd__(self, weight): return weight
+inputs = model.layer1.inputs
+inputs[1]['more'] = Thief()
+got = model.layer1.output is None
+""",
+    "own-object-after-the-check": """
+class Thief: pass
+values = [torch.ones(1, 10)]
+model.layer1.output = values
+values[0] = Thief()
+got = isinstance(model.layer1.output, list) and isinstance(model.layer1.output[0], Thief)
+""",
+    "own-object-in-an-array": """
+import numpy
+class Thief:
+    def __rmul__(self, weight): return weight
+model.layer1.output = numpy.array([Thief()], dtype=object)
+got = 1
+""",
 }
