@@ -18,7 +18,8 @@ import torch
 from nnsight_engine import NNsight
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.sandbox.restricted import Budget, restricted_policy
-from nnsight_engine.wire import TRUSTED, decode, encode
+from nnsight_engine.sandbox.restricted.policy import RestrictedRules
+from nnsight_engine.wire import TRUSTED, SandboxError, decode, encode
 from tests.security.attempts import Attempt, every_attempt
 from tests.security.host import Small, message_of, run
 from tests.security.ordinary import BLOCKS
@@ -146,3 +147,14 @@ def test_an_ordinary_block_does_the_same(name: str, capsys: pytest.CaptureFixtur
         outcomes.append((_plain(map_tensors(saved, torch.clone)), capsys.readouterr().out))
         decode(encode({key: one for key, one in saved.items() if key != "cache"}), policy=TRUSTED)
     assert outcomes[0] == outcomes[1]
+
+
+def test_the_page_names_every_module() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sandbox-language.md").read_text()
+    rules = restricted_policy(Budget()).rules
+    assert isinstance(rules, RestrictedRules)
+    with pytest.raises(SandboxError, match="the module `os`") as caught:
+        rules.find("os", "")
+    offered = str(caught.value).partition("there are ")[2].partition(" (see")[0].split(", ")
+    assert len(offered) > 20
+    assert [module for module in offered if f"`{module}`" not in page] == []
