@@ -79,6 +79,9 @@ def create(
     name: Annotated[str, typer.Option(help="What it is for.")] = "",
     tier: Annotated[Tier, typer.Option(help="Where its code runs.")] = Tier.SANDBOXED,
     limits: Annotated[str, typer.Option(help=_LIMITS_HELP)] = "",
+    trusted_codecs: Annotated[  # noqa: FBT002 - a flag
+        bool, typer.Option("--trusted-codecs", help="Take its blocks as pickles too, which are code.")
+    ] = False,
     expires: Annotated[float | None, typer.Option(help="Days until it ends.")] = None,
 ) -> None:
     """Make a key, and print it: it is not shown again."""
@@ -88,6 +91,7 @@ def create(
         name=name,
         tier=tier,
         limits=_limits(limits),
+        trusted_codecs=trusted_codecs,
         expires_in_s=None if expires is None else expires * 86400,
     )
     _show(asyncio.run(_on_keys(context.obj, lambda keys: keys.create(new))))
@@ -167,7 +171,15 @@ def _scopes(text: str) -> tuple[Scope, ...]:
 
 def _limits(text: str) -> Limits:
     pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
-    return Limits.model_validate({name.strip(): value.strip() for name, _, value in pairs})
+    return Limits.model_validate({name.strip(): _number(value.strip()) for name, _, value in pairs})
+
+
+def _number(text: str) -> float | str:
+    """Return a number as one, and what is none as it is: the limits say what is wrong with it."""
+    try:
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        return text
 
 
 def _said(limits: Limits) -> str:

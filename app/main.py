@@ -31,7 +31,9 @@ from app.routes import (
     results,
     status,
     traces,
+    vectors,
 )
+from app.services.job_callers import JobCallers
 from app.services.jobs import JobService
 from app.services.model_outline import model_outline
 from app.services.traces import TraceService
@@ -39,6 +41,8 @@ from app.settings import Settings, environment_for_traces
 from app.storage.database import Database
 from app.storage.keys import KeyStore
 from app.storage.results import ResultStore
+from app.vectors.service import VectorService
+from app.vectors.training import Trainer
 from nnsight_engine.local_engine.link import ProcessOptions
 
 _ROUTERS = (
@@ -54,6 +58,7 @@ _ROUTERS = (
     status.router,
     keys.router,
     keys.tenants_router,
+    vectors.router,
 )
 
 
@@ -85,10 +90,25 @@ def create_app(
     engines = {**engine.trace_engines(), **{one.name: one for one in beside}}
     trace_service = TraceService(engines)
     database = Database(settings.data_dir, settings.database_url)
-    job_service = JobService(settings, database, trace_service, lifecycle, engine.served)
     callers, rates = Keys(KeyStore(database)), Rates(settings.limits_url)
+    job_callers = JobCallers(callers, rates, store.stored)
+    job_service = JobService(
+        settings, database, trace_service, lifecycle, engine.served, job_callers, store.stored
+    )
+    vector_service = VectorService(settings, database, engine, store.stored)
     context = Context(
-        settings, engine, store, lifecycle, trace_service, job_service, database, callers, rates, beside
+        settings,
+        engine,
+        store,
+        lifecycle,
+        trace_service,
+        job_service,
+        database,
+        callers,
+        rates,
+        vector_service,
+        Trainer(settings, engine, vector_service),
+        beside,
     )
     app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)
     app.state.context = context
@@ -120,7 +140,10 @@ def _beside(settings: Settings, engine: EngineClient, local: LocalTraceEngine | 
 def new_store(settings: Settings) -> ResultStore:
     """Return the result store that the settings describe."""
     return ResultStore(
-        settings.result_dir, ttl_s=settings.result_ttl_s, max_bytes=settings.result_store_bytes
+        settings.result_dir,
+        ttl_s=settings.result_ttl_s,
+        max_bytes=settings.result_store_bytes,
+        share=settings.tenant_share,
     )
 
 
@@ -130,6 +153,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(context.database.close)
         await context.database.start()
+        await context.vectors.count()
+        stack.push_async_callback(context.rates.close)
         stack.push_async_callback(context.keys.close)
         stack.push_async_callback(context.store.close)
         await context.store.start()

@@ -16,6 +16,8 @@ from api_schemas.completions import CompletionRequest
 from api_schemas.errors import ErrorResponse
 from api_schemas.jobs import JobEvent
 from api_schemas.keys import Limits, NewKey, Rotation
+from api_schemas.vectors import NewVector, TrainingEvent, TrainingRequest, VectorUpload
+from app.links import add_links
 from nnsight_engine.remote_backend.frames import MEDIA_TYPE as FRAMES_TYPE
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE as TRACE_TYPE
 
@@ -29,13 +31,21 @@ _DOCUMENTED: Final[tuple[type[BaseModel], ...]] = (
     NewKey,
     Rotation,
     Limits,
+    NewVector,
+    VectorUpload,
+    TrainingRequest,
+    TrainingEvent,
 )
+
+
+def schema_of(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the reference to a documented model."""
+    return {"$ref": _REF.format(model=model.__name__)}
 
 
 def json_body(model: type[BaseModel]) -> dict[str, Any]:
     """Return what a route's documentation says of a body of JSON that the route reads itself."""
-    schema = {"$ref": _REF.format(model=model.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema_of(model)}}}}
 
 
 COMPLETION_BODY: Final = json_body(CompletionRequest)
@@ -46,8 +56,9 @@ _MEANINGS: Final = {
     401: "The server has keys, and the request has none of them.",
     403: "The key does not open this; or the server takes no code, or none in this codec, from this sender.",
     404: "Nothing here has this id or name.",
-    409: "The state of the job, or what its key named before, does not allow it.",
+    409: "The state of the job, or what its key or name stood for before, does not allow it.",
     413: "The body is too large.",
+    415: "The file is of a kind that is not read, a pickle for one.",
     416: "The range begins behind the end.",
     422: "A parameter or the JSON has the wrong shape.",
     429: "Too much waits already, or the key has sent what it may: send it again later.",
@@ -72,13 +83,13 @@ def event_schema(data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-JOB_EVENTS: Final = event_schema(
-    {
-        "type": "string",
-        "contentMediaType": "application/json",
-        "contentSchema": {"$ref": _REF.format(model=JobEvent.__name__)},
-    }
-)
+def json_events(model: type[BaseModel], *, last: str | None = None) -> dict[str, Any]:
+    """Return what one event of a stream is like whose data are a model's JSON, or the word that ends it."""
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema_of(model)}
+    return event_schema(data if last is None else {"anyOf": [{"const": last}, data]})
+
+
+JOB_EVENTS: Final = json_events(JobEvent)
 
 GENERATION_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
     200: {
@@ -119,6 +130,7 @@ class DocumentedApp(FastAPI):
             for operations in schema["paths"].values():
                 for operation in operations.values():
                     _correct(operation)
+            add_links(schema["paths"])
             for replaced in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(replaced, None)
         return super().openapi()

@@ -90,13 +90,15 @@ class JobRun:
         job: As it was claimed.
         tools: What it takes.
         slot: Its place among those that run.
+        refusal: Why it is not to run after all.
     """
 
-    def __init__(self, job: JobRow, tools: JobTools, slot: Slot) -> None:
+    def __init__(self, job: JobRow, tools: JobTools, slot: Slot, refusal: ApiError | None = None) -> None:
         """Prepare; ``run`` does it all."""
         self._job = job
         self._tools = tools
         self._slot = slot
+        self._refusal = refusal
         self._dispatched: JobEvent | None = None
         self._events = _Batches(self._tell)
         self._num_logs = 0
@@ -108,6 +110,11 @@ class JobRun:
         self._is_over = False
         self._was_interrupted = False
         self._is_unsure = False
+
+    @property
+    def owner(self) -> str:
+        """Whose it is."""
+        return self._job.owner
 
     def end_early(self, ending: Ending) -> None:
         """End it now; too late once its end is being written down, harmless when repeated."""
@@ -122,7 +129,7 @@ class JobRun:
         self._task = asyncio.current_task()
         if self._ending is not None and self._task is not None:
             self._task.cancel()  # it was ended before its first step
-        result = self._tools.files.new_result(self._job.id, self._job.attempt)
+        result = self._tools.files.new_result(self._job.id, self._job.attempt, self._job.holder)
         has_result = False
         try:
             end = await self._finished(await self._end(result), result)
@@ -177,6 +184,8 @@ class JobRun:
         return JobEnd(failure.status, failure.message, failure.code, result.num_bytes)
 
     async def _play(self, result: ResultFile) -> None:
+        if self._refusal is not None:
+            raise self._refusal
         try:
             request = await self._tools.files.request(self._job.id)
         except (OSError, DecodeError) as error:
@@ -322,19 +331,25 @@ class _Batches:
         self._writing: asyncio.Task[None] | None = None
 
     async def add(self, event: JobEvent) -> None:
-        """Have an event written; waits only where very many are to be. Raises what writing raised."""
-        if self._writing is not None and self._writing.done():
-            self._writing.result()
+        """Have an event written; waits only where very many are to be.
+
+        Raises:
+            LeaseLostError: The job is no longer ours. What else writing raises is no reason to end a job:
+                all is written with what comes next, or when it settles.
+        """
         writing = self.put(event)
         if len(self._pending) >= _MAX_PENDING:
-            await asyncio.shield(writing)
+            await asyncio.wait([writing])
+        if writing.done() and isinstance(writing.exception(), LeaseLostError):
+            writing.result()
 
     def put(self, event: JobEvent) -> asyncio.Task[None]:
-        """Have an event written, without waiting; the next to wait learns what writing raised."""
+        """Have an event written, without waiting."""
         self._pending.append(event)
-        if self._writing is None or (self._writing.done() and self._writing.exception() is None):
-            self._writing = asyncio.create_task(self._drain())
-        return self._writing
+        before = self._writing
+        if before is None or (before.done() and not isinstance(before.exception(), LeaseLostError)):
+            self._writing = before = asyncio.create_task(self._drain())
+        return before
 
     async def settle(self) -> None:
         """Wait until all is written; raises what writing raised."""

@@ -67,7 +67,12 @@ class JobLeases:
         self._ttl_s = ttl_s
 
     async def claim(
-        self, model: str, served_at: Mapping[str, float], *, without: Collection[JobKind] = ()
+        self,
+        model: str,
+        served_at: Mapping[str, float],
+        *,
+        without: Collection[JobKind] = (),
+        without_keys: Collection[str] = (),
     ) -> JobRow | None:
         """Take the job that is next, or None where none waits.
 
@@ -77,6 +82,7 @@ class JobLeases:
             model: Jobs of other models stay.
             served_at: When each owner's last job was claimed here.
             without: Jobs of these kinds stay.
+            without_keys: So do jobs of these keys.
         """
 
         def write(session: Session) -> JobRow | None:
@@ -86,6 +92,7 @@ class JobLeases:
                 JobRow.lease_by.is_(None),
                 JobRow.cancel_requested.is_(False),
                 *(not_(_is_of(kind)) for kind in without),
+                JobRow.key_id.not_in(without_keys),
             )
             oldest = _by_owner(session, func.min(JobRow.queued_at), *waits)
             if not oldest:
@@ -94,16 +101,18 @@ class JobLeases:
             owner = min(
                 oldest, key=lambda name: (running.get(name, 0), served_at.get(name, 0.0), oldest[name])
             )
+            # Another server may claim at the same time, where the database lets two write at once: each
+            # looks past what the other is about to take.
             job = session.scalar(
                 select(JobRow)
                 .where(*waits, JobRow.owner == owner)
                 .order_by(JobRow.queued_at, JobRow.number)
                 .limit(1)
+                .with_for_update(skip_locked=True)
             )
             if job is None:
                 return None
             lease = {"lease_by": self._holder, "lease_until": time.time() + LEASE_S}
-            # Another server may have been faster, where the database lets two write at once.
             if not change(session, job.number, *waits, events=[], attempt=JobRow.attempt + 1, **lease):
                 return None
             session.refresh(job)
@@ -146,11 +155,17 @@ class JobLeases:
         Raises:
             LeaseLostError: It was no longer ours.
         """
-        values = {"started_at": None, "num_interruptions": JobRow.num_interruptions + was_interrupted}
+        values = {"started_at": None, "num_interruptions": JobRow.num_interruptions + int(was_interrupted)}
         if not await self._database.write(
             lambda session: self._free(session, job.number, [now(JobStatus.QUEUED, _STOPPED)], **values)
         ):
             raise LeaseLostError(job.id)
+
+    async def put_back(self, job: JobRow) -> None:
+        """Let a job wait on that was claimed and not begun."""
+        await self._database.write(
+            lambda session: self._free(session, job.number, [], attempt=JobRow.attempt - 1)
+        )
 
     async def give_back_all(self) -> None:
         """Let go of whatever was claimed and never begun."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.jobs import JobSummary
+from api_schemas.jobs import JobEvent, JobSummary
 from app.services import job_runs
 from app.services.job_runs import Ending, JobRun, JobTools
 from app.services.job_slots import JobSlots
@@ -22,7 +22,7 @@ from app.storage import job_files
 from app.storage.database import Database
 from app.storage.job_files import JobFiles
 from app.storage.job_leases import JobEnd, JobLeases
-from app.storage.job_space import sync_folder
+from app.storage.job_space import Space, sync_folder
 from app.storage.jobs import JobStore, NewJob
 from app.storage.tables import JobRow
 from nnsight_engine.remote_backend.frames import Frame
@@ -73,12 +73,24 @@ class FailingLeases(JobLeases):
             raise ConnectionError
 
 
+class DeafLeases(JobLeases):
+    """Its database is away whenever events are told, as long as ``num_deaf`` lasts."""
+
+    num_deaf = 5
+
+    async def tell(self, job: JobRow, events: Sequence[JobEvent]) -> None:
+        self.num_deaf -= 1
+        if self.num_deaf >= 0:
+            raise ApiError(ErrorCode.DATABASE_UNAVAILABLE, "It cannot be reached.")
+        await super().tell(job, events)
+
+
 class Bench:
     """What runs jobs, without a server around it."""
 
     def __init__(self, directory: Path) -> None:
         self.database = Database(directory)
-        self.files = JobFiles(directory, max_bytes=MAX_BYTES)
+        self.files = JobFiles(directory, Space(MAX_BYTES))
         self.store = JobStore(self.database, max_queued=100, ttl_s=60)
         self.leases = JobLeases(self.database, holder="here", ttl_s=60)
         self.engine = ScriptedEngine()
@@ -206,6 +218,17 @@ async def test_a_job_whose_request_was_taken_away_says_so(bench: Bench, tmp_path
     row = await bench.job()
     assert (row.status, row.code) == ("ERROR", "internal_error")
     assert "send the trace as a new job" in str(row.message)
+
+
+async def test_a_job_goes_on_while_its_events_cannot_be_written_and_loses_none(bench: Bench):
+    job = await bench.claimed("logs:2000")
+    leases = DeafLeases(bench.database, holder="here", ttl_s=60)
+    await (await bench.run(job, leases=leases)).run()
+    assert leases.num_deaf < 0
+    assert (await bench.job()).status == "COMPLETED"
+    events = (await bench.store.events("job", "", after=0, limit=5000)).events
+    logs = [event.message for event in events if event.status == "LOG"]
+    assert logs == [f"line {count}" for count in range(2000)]
 
 
 @pytest.mark.parametrize("taken_s", [0.01, 10.0])
