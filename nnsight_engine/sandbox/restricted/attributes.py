@@ -277,6 +277,11 @@ class Attributes:
         self._rules.pop(kind, None)
         return kind
 
+    def viewed(self, kind: type, make: Callable[..., Any], *, is_base: bool = False) -> ClassView:
+        """Return what stands for a class of this process, the same for ``type`` of its objects."""
+        view = self.classes[kind] = ClassView(kind, make, is_base=is_base)
+        return view
+
     def leaving(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return an ``__exit__`` that does not keep what ends the code, and sees no traceback."""
 
