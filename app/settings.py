@@ -107,6 +107,11 @@ class Settings(BaseSettings):
     sandbox_cpu_s: int = Field(
         default=300, ge=1, description="How long a sandboxed process may compute in its life."
     )
+    sandbox_fuel: int = Field(
+        default=10_000_000,
+        ge=1,
+        description="Steps of Python that a sandboxed trace may take: turns of loops, calls.",
+    )
     max_sandboxes: int = Field(default=16, ge=1, description="Most sandboxed traces that run at once.")
     compress_results: bool = Field(
         default=True,

@@ -113,6 +113,7 @@ class VLLMEngineClient:
             sandbox_bytes=self._settings.sandbox_bytes,
             sandbox_step_s=self._settings.sandbox_step_s,
             sandbox_cpu_s=self._settings.sandbox_cpu_s,
+            sandbox_fuel=self._settings.sandbox_fuel,
             max_sandboxes=self._settings.max_sandboxes,
         )
         for name, value in engine_options(limits).items():

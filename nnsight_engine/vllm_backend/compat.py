@@ -52,6 +52,8 @@ class EngineLimits:
         sandbox: How strangers' blocks run: each trace in a ``process`` of its own, ``restricted`` to harmless
             Python in the worker, or ``off``, like everybody's.
         sandbox_bytes: Memory that a sandboxed process may take, and the most that crosses at once.
+        sandbox_compiles: Whether their Python is restricted in the process too, which gives better errors.
+        sandbox_fuel: Steps of Python that restricted blocks of one trace may take: turns of loops, calls.
         sandbox_step_s: Seconds that one may compute within one step of the engine, all its blocks together.
         sandbox_cpu_s: Seconds of computing that one may take in its life.
         sandbox_blocks: Blocks and edits of one sandboxed trace that may wait at once.
@@ -66,6 +68,8 @@ class EngineLimits:
     max_trace_bytes: int = 4 * 1024 * 1024 * 1024
     sandbox: str = PROCESS
     sandbox_bytes: int = 1024 * 1024 * 1024
+    sandbox_compiles: bool = True
+    sandbox_fuel: int = 10_000_000
     sandbox_step_s: float = 1.0
     sandbox_cpu_s: int = 300
     sandbox_blocks: int = 32

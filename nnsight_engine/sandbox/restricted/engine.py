@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from nnsight_engine.envoys.architectures.named_points import NamedPoints, PointGroup
+from nnsight_engine.envoys.architectures.named_points import NamedPoints, PartList, PointGroup
 from nnsight_engine.envoys.architectures.part_envoys import point
 from nnsight_engine.envoys.cache import CacheView
 from nnsight_engine.envoys.envoy import Envoy
@@ -25,7 +25,7 @@ NOTHING: Final = object()
 """There is no such attribute of the model's side."""
 _SIMPLE: Final = (
     int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size, Envoy, PointGroup,
-    NamedPoints,
+    NamedPoints, PartList,
 )  # fmt: skip
 _PLAIN: Final = (int, float, str, type(None), torch.dtype)
 _CONFIGS: Final = frozenset({"PretrainedConfig", "PreTrainedConfig"})

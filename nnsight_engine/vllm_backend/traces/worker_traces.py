@@ -22,7 +22,7 @@ import torch
 from nnsight_engine.interleaving.threads import Threads
 from nnsight_engine.remote_backend.received import failure_of, outcome_of, outcome_pieces
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
-from nnsight_engine.vllm_backend.compat import PROCESS
+from nnsight_engine.vllm_backend.compat import PROCESS, RESTRICTED
 from nnsight_engine.vllm_backend.outline import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.plain import NotPlainError, plain_saves
 from nnsight_engine.vllm_backend.traces.board import Board
@@ -38,8 +38,9 @@ from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed.cells import Cells, choice_of
 from nnsight_engine.vllm_backend.traces.sandboxed.outside import cells_of
 from nnsight_engine.vllm_backend.traces.scans import first_values, scanned
+from nnsight_engine.vllm_backend.traces.strangers import strangers_policy
 from nnsight_engine.vllm_backend.traces.telling import Parcel, Telling
-from nnsight_engine.wire import encode, encode_error
+from nnsight_engine.wire import TRUSTED, Policy, encode, encode_error
 from nnsight_engine.wire.message import Piece
 
 if TYPE_CHECKING:
@@ -171,7 +172,8 @@ class WorkerTraces:
             enter = self.telling.open(request_id, entry)
             mediator = member.context.mediator(entry.index, member.choice, self._threads, enter)
             holdings = Holdings(self._max_bytes, partial(member.context.marked, entry.index))
-            edits = self.edits.mediators(entry, member.choice, self.model, self._threads, enter)
+            policy = self._policy(entry) or TRUSTED
+            edits = self.edits.mediators(entry, member.choice, self.model, self._threads, enter, policy)
             member.request = TracedRequest(self.board, mediator, self._num_arrived, holdings, edits)
             for before, edit in enumerate(edits):
                 edit.idx = before - len(edits)
@@ -199,6 +201,11 @@ class WorkerTraces:
         if not self._cells.arrive(request_id, self.edits.filled_in(entry), self._num_arrived):
             self._ended.append(request_id)
 
+    def _policy(self, entry: TraceEntry) -> Policy | None:
+        """Return what a request's blocks may do; None for those of trusted senders."""
+        is_restricted = entry.sandbox_of and self._limits.sandbox == RESTRICTED
+        return strangers_policy(self._limits) if is_restricted else None
+
     def prepare_sandbox(self) -> bool:
         """Begin to start sandboxes, if blocks of strangers run in them; returns whether there is one now.
 
@@ -223,9 +230,12 @@ class WorkerTraces:
             return context, None
         if not entry.data:
             entry = msgspec.structs.replace(entry, data=self._held.get(entry.key, b""))
+        policy = self._policy(entry)
         # On a thread, because reading a trace runs code of its sender's, and outside of inference mode.
         with self._timed(entry.key):
-            context, error = self._threads.take().start(lambda: TraceContext(entry, self.model)).empty()
+            context, error = (
+                self._threads.take().start(lambda: TraceContext(entry, self.model, policy)).empty()
+            )
         if context is not None:
             self._contexts[(entry.key, choice)] = context
         return context, error

@@ -20,6 +20,7 @@ from nnsight_engine.interleaving.threads import ThreadMediator, Threads, ThreadS
 from nnsight_engine.sandbox.channel import SandboxSide
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.families import ModelPoints
+from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
@@ -45,8 +46,9 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     slot_of,
 )
 from nnsight_engine.vllm_backend.traces.stages.parcels import Parcels
+from nnsight_engine.vllm_backend.traces.strangers import strangers_policy
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
-from nnsight_engine.wire import decode, restore_error
+from nnsight_engine.wire import TRUSTED, Policy, decode, restore_error
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +152,11 @@ class InsideTraces(WorkerTraces):
 
     def _new_model(self, names: Names) -> WorkerModel:
         return self._make(self, names)
+
+    def _policy(self, entry: TraceEntry) -> Policy | None:
+        """Return what any block here may do: what the process forbids anyway, said at the block's line."""
+        del entry
+        return strangers_policy(self._limits) if self._limits.sandbox_compiles else TRUSTED
 
     def grow_up(
         self, num_blocks: int, rehearse: Callable[[InsideTraces], None]
