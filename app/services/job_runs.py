@@ -93,9 +93,18 @@ class JobRun:
         refusal: Why it is not to run after all.
     """
 
-    def __init__(self, job: JobRow, tools: JobTools, slot: Slot, refusal: ApiError | None = None) -> None:
+    def __init__(
+        self,
+        job: JobRow,
+        tools: JobTools,
+        slot: Slot,
+        *,
+        refusal: ApiError | None = None,
+        sandbox_of: str = "",
+    ) -> None:
         """Prepare; ``run`` does it all."""
         self._job = job
+        self._sandbox_of = sandbox_of
         self._tools = tools
         self._slot = slot
         self._refusal = refusal
@@ -194,6 +203,7 @@ class JobRun:
         self._tools.check(request.head)
         # Nobody reads outputs as they come, so none need be made.
         request.head = msgspec.structs.replace(request.head, streams=False)
+        request.sandbox_of = self._sandbox_of
         request.sender = f"jobs of {self._job.owner!r}"
         request.ask = functools.partial(self._tools.calls.ask, self._job.id)
         for count in itertools.count():

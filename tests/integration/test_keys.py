@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy import select
 
 from api_schemas.keys import Scope, Tier
+from app.engine.fake_traces import FakeTraceEngine
 from app.storage.tables import Base
 from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.served_routes import ROUTES
@@ -67,12 +68,16 @@ async def test_operations_within_a_request_have_scopes_too(tenants: Tenants, err
     error_of(await complete(steering, {"op": "trace", "code": "pass"}), 403, "missing_scope")
 
 
-async def test_code_of_keys_that_are_not_trusted_does_not_run(tenants: Tenants, error_of: ErrorCheck) -> None:
-    headers = {**await tenants.headers("acme", Scope.CODE, tier=Tier.SANDBOXED), **HEADERS}
-    for path in ("/v1/traces", "/v1/jobs"):
-        error_of(await tenants.send("POST", path, headers, content=message()), 403, "sandbox_missing")
-    headers = {**await tenants.headers("acme", Scope.CODE, tier=Tier.TRUSTED), **HEADERS}
-    assert (await tenants.send("POST", "/v1/traces", headers, content=message())).status_code == 200
+async def test_the_tier_of_a_key_says_where_its_code_runs(tenants: Tenants) -> None:
+    engine = tenants.server.context.traces._engines["vllm"]._engine  # type: ignore[attr-defined]
+    assert isinstance(engine, FakeTraceEngine)
+    for tier, runs_in in ((Tier.SANDBOXED, "acme"), (Tier.TRUSTED, "")):
+        headers = {**await tenants.headers("acme", Scope.CODE, tier=tier), **HEADERS}
+        assert (await tenants.send("POST", "/v1/traces", headers, content=message())).status_code == 200
+        job = (await tenants.send("POST", "/v1/jobs", headers, content=message())).json()["id"]
+        while (await tenants.send("GET", f"/v1/jobs/{job}", headers)).json()["status"] != "COMPLETED":  # noqa: ASYNC110 - as a client looks
+            await asyncio.sleep(0.01)
+        assert engine.sandboxes[-2:] == [runs_in, runs_in]
 
 
 async def test_an_idempotency_key_is_its_tenants_own(tenants: Tenants) -> None:
