@@ -47,7 +47,7 @@ from app.storage.process_folders import ProcessFolder, claim_memory_folder
 from app.storage.results import ResultStore
 from nnsight_engine.remote_backend.identity import fingerprint_of
 from nnsight_engine.vllm_backend.answers import answer
-from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
+from nnsight_engine.vllm_backend.async_engine import SENDER, InterventionAsyncLLM
 from nnsight_engine.vllm_backend.call import InterventionCall
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
 from nnsight_engine.vllm_backend.handover import Handover
@@ -108,6 +108,8 @@ class VLLMEngineClient:
             self._settings.max_capture_bytes_engine,
             trace_step_s=self._settings.trace_step_s,
             max_trace_bytes=self._settings.max_trace_bytes,
+            fair_window_s=self._settings.fair_window_s,
+            fair_step=self._settings.fair_step,
         )
         for name, value in engine_options(limits).items():
             if name != "additional_config":
@@ -188,6 +190,7 @@ class VLLMEngineClient:
         self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request, owner: str
     ) -> EngineReply:
         """Answer ``/v1/completions``."""
+        SENDER.set(owner)  # for what this task and those that it begins have vLLM do
         serve = self._vllm_app.state.openai_serving_completion.create_completion
         if interventions:
             return await self._intervene(
@@ -199,6 +202,7 @@ class VLLMEngineClient:
         self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request, owner: str
     ) -> EngineReply:
         """Answer ``/v1/chat/completions``."""
+        SENDER.set(owner)
         serve = self._vllm_app.state.openai_serving_chat.create_chat_completion
         if interventions:
             return await self._intervene(InterveningChatRequest, serve, body, interventions, http, owner)

@@ -152,7 +152,7 @@ class _Trace:
                 edits[index], wanted=head.wanted, prints=True, codec=head.codec,
                 compresses=settings.compress_results and "zstd" in head.accepts,
             )  # fmt: skip
-            carry(params, entry)
+            carry(params, entry, request.tenant)
             self.prompts.append(apart(_prompt(invoke), entry))
 
     @property

@@ -185,6 +185,7 @@ class JobRun:
         self._tools.check(request.head)
         # Nobody reads outputs as they come, so none need be made.
         request.head = msgspec.structs.replace(request.head, streams=False)
+        request.tenant = self._job.owner
         request.sender = f"jobs of {self._job.owner!r}"
         request.ask = functools.partial(self._tools.calls.ask, self._job.id)
         for count in itertools.count():

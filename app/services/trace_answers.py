@@ -83,6 +83,7 @@ async def read_trace(context: Context, http: Request, caller: Principal) -> Trac
         raise ApiError(ErrorCode.INVALID_TRACE, str(error)) from error
     check_head(context.settings, http, context.engine.served(), request.head)
     # Whose turn it is where traces wait: each tenant's, or, without keys, each machine's.
+    request.tenant = caller.tenant
     request.sender = caller.tenant or ("" if http.client is None else http.client.host)
     return request
 

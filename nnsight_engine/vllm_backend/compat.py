@@ -44,6 +44,8 @@ class EngineLimits:
         max_edit_bytes: Most that they may have together, as they are sent.
         trace_step_s: Seconds that one block may compute within one step.
         max_trace_bytes: Most that one traced request may hold: what its block saved, and what is kept for it.
+        fair_window_s: Seconds that a tenant without requests still counts among those who share; 0: none do.
+        fair_step: How much longer than the shortest a step may take that a tenant within its share may meet.
     """
 
     max_capture_bytes_per_request: int = 256 * 1024 * 1024
@@ -52,6 +54,8 @@ class EngineLimits:
     max_edit_bytes: int = 256 * 1024 * 1024
     trace_step_s: float = 10.0
     max_trace_bytes: int = 4 * 1024 * 1024 * 1024
+    fair_window_s: float = 5.0
+    fair_step: float = 1.25
 
     @classmethod
     def read(cls, config: VllmConfig) -> EngineLimits:
