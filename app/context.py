@@ -15,6 +15,8 @@ from starlette.requests import HTTPConnection
 
 from api_schemas.keys import Scope
 from app.admission.rates import ADMITTED, Rates
+from app.audit.log import AuditLog
+from app.audit.records import note_caller
 from app.auth.keys import Keys
 from app.auth.principal import Principal
 from app.engine.client import EngineClient
@@ -45,6 +47,7 @@ class Context:
     database: Database
     keys: Keys
     rates: Rates
+    log: AuditLog
     processes: Sequence[TraceProcesses] = ()
 
 
@@ -73,6 +76,7 @@ async def _caller_of(
     if connection.scope["type"] == "websocket":
         _check_origin(connection)
     principal = await context.keys.principal(authorization)
+    note_caller(principal, connection)
     principal.check(*map(Scope, scopes.scopes))
     if not principal.has_key and Scope.CODE in scopes.scopes:
         check_name(context.settings, connection)

@@ -9,6 +9,8 @@ from typing import Any
 from fastapi import FastAPI
 
 from app.admission.rates import Rates
+from app.audit.log import AuditLog
+from app.audit.middleware import AuditMiddleware
 from app.auth.keys import Keys
 from app.context import Context
 from app.engine.client import EngineClient
@@ -20,6 +22,7 @@ from app.lifecycle import Lifecycle
 from app.middleware import GateMiddleware
 from app.openapi import DocumentedApp
 from app.routes import (
+    audit,
     capabilities,
     chat,
     completions,
@@ -36,6 +39,7 @@ from app.services.jobs import JobService
 from app.services.model_outline import model_outline
 from app.services.traces import TraceService
 from app.settings import Settings, environment_for_traces
+from app.storage.audit import AuditStore
 from app.storage.database import Database
 from app.storage.keys import KeyStore
 from app.storage.results import ResultStore
@@ -54,6 +58,7 @@ _ROUTERS = (
     status.router,
     keys.router,
     keys.tenants_router,
+    audit.router,
 )
 
 
@@ -85,13 +90,15 @@ def create_app(
     engines = {**engine.trace_engines(), **{one.name: one for one in beside}}
     trace_service = TraceService(engines)
     database = Database(settings.data_dir, settings.database_url)
-    job_service = JobService(settings, database, trace_service, lifecycle, engine.served)
+    log = AuditLog(AuditStore(database), settings.audit_ttl_s)
+    job_service = JobService(settings, database, trace_service, lifecycle, engine.served, log)
     callers, rates = Keys(KeyStore(database)), Rates(settings.limits_url)
     context = Context(
-        settings, engine, store, lifecycle, trace_service, job_service, database, callers, rates, beside
+        settings, engine, store, lifecycle, trace_service, job_service, database, callers, rates, log, beside
     )
     app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)
     app.state.context = context
+    app.add_middleware(AuditMiddleware, log=log, keys=callers)
     app.add_middleware(GateMiddleware, lifecycle=context.lifecycle)
     install_error_handlers(app)
     for router in _ROUTERS:
@@ -130,6 +137,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(context.database.close)
         await context.database.start()
+        stack.push_async_callback(context.log.stop)
+        context.log.start()
         stack.push_async_callback(context.keys.close)
         stack.push_async_callback(context.store.close)
         await context.store.start()

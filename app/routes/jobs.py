@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import Job, JobList, JobStatus
+from app.audit.records import note
 from app.body import stream_bytes
 from app.context import Coder, Served
 from app.errors import RETRY_AFTER_S, error_response
@@ -66,6 +67,7 @@ async def create_job(
     body = stream_bytes(request, context.settings.max_trace_request_bytes)
     check = functools.partial(check_head, context.settings, request, context.engine.served())
     submitted = await context.jobs.submit(body, check=check, key=key, owner=caller.tenant, reruns=rerun)
+    note(subject=submitted.job.id, model=submitted.job.model)
     response.status_code = 202 if submitted.is_new else 200
     response.headers["Location"] = f"/v1/jobs/{submitted.job.id}"
     return submitted.job

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from api_schemas.interventions import FIELD, Intervention, Limits, parse_interventions
 from api_schemas.keys import Scope
 from api_schemas.request_traces import Trace
+from app.audit.records import note_operations, note_usage
 from app.auth.principal import Principal
 from app.body import BodyLimits, read_object
 from app.context import Context
@@ -47,6 +48,7 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
     body = await read_object(request, BodyLimits(settings.max_body_bytes, settings.max_json_depth))
     raw = body.pop(FIELD, None)
     interventions = () if raw is None else parse_interventions(raw, limits_of(settings))
+    note_operations(body.get("model"), interventions)
     if interventions:
         caller.check(Scope.INTERVENTIONS)
     if any(isinstance(operation, Trace) for operation in interventions):
@@ -57,6 +59,7 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
     started = await while_connected(request.receive, _start(answer))
     reply = started.reply
     if reply.stream is None:
+        note_usage(reply.body)
         return JSONResponse(reply.body, reply.status, reply.headers)
     stream = reply.stream
 

@@ -19,6 +19,7 @@ from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import Job, JobError, JobEvent, JobList, JobStatus, JobSummary
+from app.audit.log import AuditLog
 from app.errors import error_bytes, printable
 from app.lifecycle import Lifecycle
 from app.services.job_dispatch import JobDispatcher
@@ -76,6 +77,7 @@ class JobService:
         traces: Runs them.
         lifecycle: Says whether they may run.
         served: Returns what the model is called.
+        log: Takes what was run.
 
     Attributes:
         local_calls: Parts of its jobs' blocks that wait for their clients.
@@ -88,6 +90,7 @@ class JobService:
         traces: TraceService,
         lifecycle: Lifecycle,
         served: Callable[[], ServedModel],
+        log: AuditLog,
     ) -> None:
         """Remember the parts; nothing is opened before ``start``."""
         self._settings = settings
@@ -98,6 +101,7 @@ class JobService:
         self._store = JobStore(self._database, max_queued=settings.max_queued_jobs, ttl_s=settings.job_ttl_s)
         self._feed = JobFeed(self._store)
         self._served = served
+        self._log = log
         self.local_calls = LocalCalls(settings.local_block_timeout_s)
         self._dispatcher: JobDispatcher | None = None
         self._sweeper: asyncio.Task[None] | None = None
@@ -139,6 +143,7 @@ class JobService:
             check=self._check,
             told=self._feed.told,
             calls=self.local_calls,
+            log=self._log,
         )
         self._dispatcher = JobDispatcher(
             tools,

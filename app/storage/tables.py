@@ -163,4 +163,37 @@ class KeyRow(Base):
     replaces: Mapped[str | None] = mapped_column(String(32))
 
 
-__all__ = ["Base", "EventRow", "JobRow", "KeyRow", "TenantRow"]
+class AuditRow(Base):
+    """Something that was done; see ``api_schemas.audit.AuditEntry``."""
+
+    __tablename__ = "audit"
+    __table_args__ = (
+        Index(None, "tenant", "number"),
+        Index(None, "key_id", "number"),
+        Index(None, "time"),
+        {"sqlite_autoincrement": True},
+    )
+
+    number: Mapped[int] = mapped_column(_COUNTER, primary_key=True, autoincrement=True)
+    time: Mapped[float]
+    tenant: Mapped[str] = mapped_column(String(64))
+    key_id: Mapped[str] = mapped_column(String(32))
+    request_id: Mapped[str] = mapped_column(String(64))
+    method: Mapped[str] = mapped_column(String(16))
+    route: Mapped[str] = mapped_column(String(255))
+    subject: Mapped[str] = mapped_column(String(255))
+    model: Mapped[str] = mapped_column(String(255))
+    operations: Mapped[list[str]] = mapped_column(JSON)
+    code_sha256: Mapped[str] = mapped_column(String(64))
+    code_bytes: Mapped[int] = mapped_column(BigInteger)
+    status: Mapped[int | None]
+    error: Mapped[str] = mapped_column(String(255))
+    prompt_tokens: Mapped[int | None] = mapped_column(BigInteger)
+    completion_tokens: Mapped[int | None] = mapped_column(BigInteger)
+    request_bytes: Mapped[int] = mapped_column(BigInteger)
+    response_bytes: Mapped[int] = mapped_column(BigInteger)
+    duration_s: Mapped[float]
+    details: Mapped[dict[str, Any]] = mapped_column(JSON)
+
+
+__all__ = ["AuditRow", "Base", "EventRow", "JobRow", "KeyRow", "TenantRow"]

@@ -11,6 +11,7 @@ without, and all of it with shares (``fair_window_s``) and without.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -29,7 +30,7 @@ from benchmarks.fairness.load import FLOODS
 from benchmarks.machine import announced_machine
 from benchmarks.startup import served
 from benchmarks.tracing.report import Report
-from benchmarks.tracing.timing import Case, Measure, Row, Sample, measure
+from benchmarks.tracing.timing import Case, Measure, Row, Sample, Sampler, measure
 from nnsight_engine import bundled_model_path
 
 _RESULTS: Final = Path(__file__).parents[1] / "results"
@@ -149,9 +150,14 @@ def _rows(model: str, window_s: str, args: argparse.Namespace) -> list[Row]:
     with _tenants(model, window_s, 10 if args.quick else 40) as tenants:
         for index, flood in enumerate(FLOODS):
             size = "with shares" if shares else "without"
-            case = Case(flood.name, size, lambda index=index: lambda: tenants.sample(index), measures)  # type: ignore[misc]
+            make = functools.partial(_sampler, tenants, index)
+            case = Case(flood.name, size, make, measures)
             rows += measure(case, args.repeats if shares else 1)
     return rows
+
+
+def _sampler(tenants: Tenants, flood: int) -> Sampler:
+    return lambda: tenants.sample(flood)
 
 
 def main() -> int:
@@ -185,9 +191,9 @@ def _arguments() -> argparse.Namespace:
 _METHOD: Final = """\
 SmolLM2-135M-Instruct in bf16, eager, served by `nnsight-engine serve` with defaults; both clients on the
 same cores, in processes of their own. The tenant with few requests sends prompts of 16 tokens one after
-another, with pauses of 50 to 250 ms, and takes the time to the first event of the stream; the other one floods.
-Medians of 40 requests for each side of a repetition, ratios within a repetition. A flood's tokens are those of
-prompts that are done and of answers; "alone" begins 7 s after the other tenant's last request.
+another, with pauses of 50 to 250 ms, and takes the time to the first event of the stream; the other one
+floods. Medians of 40 requests for each side of a repetition, ratios within a repetition. A flood's tokens are
+those of prompts that are done and of answers; "alone" begins 7 s after the other tenant's last request.
 Medians over {repeats} repetitions with shares, one without. Made by `python -m benchmarks.fairness --repeats
 {repeats}`."""
 

@@ -37,6 +37,9 @@ _LOOK_S: Final = 0.5
 class FairScheduler(Scheduler):
     """vLLM's scheduler, sharing between senders."""
 
+    running: list[Request]
+    max_num_scheduled_tokens: int
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Know no sender yet."""
         super().__init__(*args, **kwargs)

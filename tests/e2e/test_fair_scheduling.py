@@ -35,8 +35,11 @@ def model(bundled: Path) -> Iterator[VLLM]:
 
 
 @pytest.fixture
-def engine(model: VLLM) -> Engine:
-    return Engine.around(model.engine)
+def engine(model: VLLM) -> Iterator[Engine]:
+    engine = Engine.around(model.engine)
+    yield engine
+    held = engine.held()
+    assert not any(held.values()), held
 
 
 def flooding(index: int, sampling: dict[str, Any]) -> Ask:
@@ -87,8 +90,6 @@ def test_a_first_token_comes_at_once_though_places_and_memory_are_taken(engine: 
         scale = theirs.abs().amax(dim=-1, keepdim=True)
         torch.testing.assert_close(ours / scale, theirs / scale, rtol=1e-3, atol=1e-3)
     assert recomputed > 0, "there was memory left, so nothing was shown"
-    held = engine.held()
-    assert not any(held.values()), held
 
 
 def traced(model: VLLM, number: int) -> SentTrace:
