@@ -87,7 +87,7 @@ def _change(settings: Settings, command: str, subject: str, work: Work[Changed])
     async def changing() -> Changed:
         async with _opened(settings) as database:
             changed = await work(Keys(KeyStore(database)))
-            if settings.audit_ttl_s:
+            if settings.audit_days:
                 await AuditStore(database).write([of_command(command, subject, changed).row()])
             return changed
 

@@ -90,7 +90,7 @@ def create_app(
     engines = {**engine.trace_engines(), **{one.name: one for one in beside}}
     trace_service = TraceService(engines)
     database = Database(settings.data_dir, settings.database_url)
-    log = AuditLog(AuditStore(database), settings.audit_ttl_s)
+    log = AuditLog(AuditStore(database), settings.audit_days * 86400)
     job_service = JobService(settings, database, trace_service, lifecycle, engine.served, log)
     callers, rates = Keys(KeyStore(database)), Rates(settings.limits_url)
     context = Context(

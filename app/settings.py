@@ -152,10 +152,10 @@ class Settings(BaseSettings):
         description="How much longer than the shortest a step of the engine may take while a tenant has more "
         "than their share and others are there.",
     )
-    audit_ttl_s: float = Field(
-        default=90 * 86400.0,
+    audit_days: float = Field(
+        default=90.0,
         ge=0,
-        description="How long is kept who ran what, where there are keys; 0 if it is not written down.",
+        description="How many days is kept who ran what, where there are keys; 0 if it is not written down.",
     )
     max_running_jobs: int = Field(default=16, ge=1, description="Most jobs that run at once.")
     max_queued_jobs: int = Field(default=1000, ge=0, description="Most jobs that wait to run.")

@@ -86,9 +86,8 @@ class FairScheduler(Scheduler):
         return outputs
 
     def comes_whole(self, request: Request) -> bool:
-        """Tell whether a prompt may not be split over steps."""
-        del request
-        return False
+        """Tell whether a prompt cannot be split over steps as one likes."""
+        return not self.scheduler_config.enable_chunked_prefill or bool(request.has_encoder_inputs)
 
     def companions(self, request: Request) -> Collection[str]:
         """Return the ids of the requests without which one does not go on."""
@@ -125,7 +124,7 @@ class FairScheduler(Scheduler):
         self._came_to_nothing = False
         limit = self.max_num_scheduled_tokens
         self.running = [*first, *rest]
-        if light and rest:
+        if light and rest and not self.need_mamba_block_aligned_split:
             limit = min(limit, self._short_step(first))
         held, self.running = self._beyond_places()
         self.max_num_scheduled_tokens, before = limit, self.max_num_scheduled_tokens

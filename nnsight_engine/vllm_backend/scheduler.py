@@ -106,8 +106,9 @@ class InterventionScheduler(FairScheduler):
         return output
 
     def comes_whole(self, request: Request) -> bool:
-        """Tell whether a prompt may not be split over steps: a traced one that fits into one."""
-        return request.request_id in self._traced and request.num_tokens <= self.whole_step_tokens
+        """Tell whether a prompt may not be split over steps, as a traced one that fits into one."""
+        is_traced = request.request_id in self._traced and request.num_tokens <= self.whole_step_tokens
+        return is_traced or super().comes_whole(request)
 
     def companions(self, request: Request) -> Collection[str]:
         """Return the others of a trace's requests, whose blocks may wait for each other."""

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,38 @@ async def test_an_error_within_a_stream_is_told(tenants: Tenants) -> None:
     assert (entry["status"], entry["error"]) == (200, "internal_error")
 
 
+async def test_a_client_that_left_is_told_of(tenants: Tenants) -> None:
+    headers = await tenants.headers("acme")
+    tenants.server.engine.behaviour.delay_s = 0.05
+    body = json.dumps({"prompt": "a", "stream": True, "max_tokens": 1000}).encode()
+    messages: Iterator[dict[str, Any]] = iter(
+        [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
+    )
+    has_begun = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        message = next(messages)
+        if message["type"] == "http.disconnect":
+            await has_begun.wait()
+        return message
+
+    async def send(message: Any) -> None:
+        if message.get("body"):
+            has_begun.set()
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "root_path": "",
+        "headers": [
+            (b"content-type", b"application/json"),
+            (b"authorization", headers["authorization"].encode()),
+        ],
+    }  # fmt: skip
+    await tenants.server.app(scope, receive, send)
+    entry = await newest(tenants)
+    assert (entry["status"], entry["error"]) == (200, "client_left")
+    assert 0 < entry["response_bytes"] < 10_000
+
+
 async def test_hostile_text_is_kept_short_and_storable(tenants: Tenants) -> None:
     headers = await tenants.headers("acme")
     body = json.dumps({"prompt": "a", "model": "\0\ud800" + "x" * 5000})
@@ -202,7 +234,7 @@ async def test_it_is_there_after_a_restart_until_its_time_is_over(serve: Serve) 
         await complete(tenants, await tenants.headers("acme"))
     async with serve() as server:
         assert [entry["tenant"] for entry in await entries(server)] == ["acme"]
-    async with serve(audit_ttl_s=1e-3) as server:
+    async with serve(audit_days=1e-8) as server:
 
         async def is_empty() -> bool:
             return not await entries(server)
@@ -215,7 +247,7 @@ async def test_nothing_is_written_without_keys_nor_where_it_is_switched_off(serv
         answer = await server.complete()
         assert "x-request-id" not in answer.headers
         assert await entries(server) == []
-    async with serve(audit_ttl_s=0) as server:
+    async with serve(audit_days=0) as server:
         tenants = Tenants(server)
         assert (await complete(tenants, await tenants.headers("acme"))).status_code == 200
         assert await entries(server) == []
