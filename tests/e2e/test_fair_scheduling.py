@@ -67,16 +67,15 @@ def test_a_first_token_comes_at_once_though_places_and_memory_are_taken(engine: 
     start = time.monotonic()
     while time.monotonic() - start < TO_BE_HEAVY_S:
         done |= {output.request_id: output for output in engine.core.step() if output.finished}
-    few = Ask(PROMPT * 30, max_tokens=1, sampling=FEW)
-    first = engine.submit(few)
-    assert steps_to_the_end(engine, first.request_id, done) == 1
     small = engine.submit(Ask("The", max_tokens=1, sampling=FEW))
     assert steps_to_the_end(engine, small.request_id, done) == 1
     long = engine.submit(Ask("The", max_tokens=30, sampling=FEW))
     assert steps_to_the_end(engine, long.request_id, done) == 30
+    large = engine.submit(Ask(PROMPT * 30, max_tokens=1, sampling=FEW))
+    assert steps_to_the_end(engine, large.request_id, done) == 1
     while engine.core.has_unfinished_requests():
         done |= {output.request_id: output for output in engine.core.step() if output.finished}
-    (answered,) = engine.replies(first, done[first.request_id])
+    (answered,) = engine.replies(large, done[large.request_id])
     assert answered.token_ids == engine.ask(PROMPT * 30, max_tokens=1).token_ids
     recomputed = 0
     for index, entry in enumerate(pending):
