@@ -22,6 +22,9 @@ pytestmark = pytest.mark.e2e
 MANY: dict[str, Any] = {"extra_args": {SENDER_KEY: "many"}}
 FEW: dict[str, Any] = {"extra_args": {SENDER_KEY: "few"}}
 PROMPT = "It was a dark and stormy night. "
+LARGE = PROMPT * 40
+"""More blocks than are free beside four others."""
+
 NUM_PLACES = 4
 TO_BE_HEAVY_S = 1.5
 """How long a tenant has to keep the engine busy until others come first; twice of what it takes."""
@@ -29,8 +32,9 @@ TO_BE_HEAVY_S = 1.5
 
 @pytest.fixture(scope="module")
 def model(bundled: Path) -> Iterator[VLLM]:
-    """Start an engine with four places, and memory for 20 blocks of 32 tokens."""
-    with traced_engine(bundled, max_num_seqs=NUM_PLACES, block_size=32, num_gpu_blocks_override=20) as model:
+    """Start an engine with four places, and memory for 15 blocks of 32 tokens."""
+    options = {"max_num_seqs": NUM_PLACES, "block_size": 32, "num_gpu_blocks_override": 16}
+    with traced_engine(bundled, max_model_len=384, **options) as model:
         yield model
 
 
@@ -43,12 +47,12 @@ def engine(model: VLLM) -> Iterator[Engine]:
 
 
 def flooding(index: int, sampling: dict[str, Any]) -> Ask:
-    """Return the index-th request of a flood, which reads, and every second one writes."""
+    """Return the index-th request of a flood, which reads, and every second one writes; of 2 or 3 blocks."""
     interventions: list[dict[str, Any]] = [{"op": "capture", "at": ["layers.20.output"], "name": "c"}]
     if index % 2 == 0:
         steer = {"op": "steer", "at": "layers.5.output", "vector": random_vector(index), "scale": 0.5}
         interventions = [steer, *interventions]
-    return Ask(f"Story number {index}. {PROMPT}", interventions, max_tokens=120, sampling=sampling)
+    return Ask(f"Story number {index}. {PROMPT * 6}", interventions, max_tokens=30, sampling=sampling)
 
 
 def steps_to_the_end(engine: Engine, request_id: str, done: dict[str, Any]) -> int:
@@ -61,7 +65,7 @@ def steps_to_the_end(engine: Engine, request_id: str, done: dict[str, Any]) -> i
 
 
 def test_a_first_token_comes_at_once_though_places_and_memory_are_taken(engine: Engine) -> None:
-    flood = [flooding(index, MANY) for index in range(10)]
+    flood = [flooding(index, MANY) for index in range(40)]
     pending = [engine.submit(ask) for ask in flood]
     done: dict[str, Any] = {}
     start = time.monotonic()
@@ -71,17 +75,19 @@ def test_a_first_token_comes_at_once_though_places_and_memory_are_taken(engine: 
     assert steps_to_the_end(engine, small.request_id, done) == 1
     long = engine.submit(Ask("The", max_tokens=30, sampling=FEW))
     assert steps_to_the_end(engine, long.request_id, done) == 30
-    large = engine.submit(Ask(PROMPT * 30, max_tokens=1, sampling=FEW))
+    large = engine.submit(Ask(LARGE, max_tokens=1, sampling=FEW))
     assert steps_to_the_end(engine, large.request_id, done) == 1
     while engine.core.has_unfinished_requests():
         done |= {output.request_id: output for output in engine.core.step() if output.finished}
     (answered,) = engine.replies(large, done[large.request_id])
-    assert answered.token_ids == engine.ask(PROMPT * 30, max_tokens=1).token_ids
+    assert answered.token_ids == engine.ask(LARGE, max_tokens=1).token_ids
     recomputed = 0
     for index, entry in enumerate(pending):
         (mine,) = engine.replies(entry, done[entry.request_id])
         assert mine.collected is not None
         recomputed += mine.collected.recomputed_tokens
+        if index > 2 and not mine.collected.recomputed_tokens:
+            continue
         ((alone,),) = engine.run([flooding(index, {})])
         assert mine.token_ids == alone.token_ids
         assert mine.result("c").positions == alone.result("c").positions
