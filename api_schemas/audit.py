@@ -25,8 +25,9 @@ class AuditEntry(BaseModel):
         code_bytes: Its size.
         status: The answer's; null if there was none.
         error: Its code, also where it came after the status; `client_left` where nobody waited for the end.
-        prompt_tokens: Where the answer told.
-        completion_tokens: Likewise.
+        tokens: Of prompts, and generated; null where the request generates none.
+        captured_bytes: Of captures and saves; null likewise.
+        intervention_s: How long its operations and blocks had the engine to themselves; null likewise.
         request_bytes: Of the request's body, as far as it was read.
         response_bytes: Of the answer's.
         duration_s: From the request to the last byte of its answer.
@@ -49,8 +50,9 @@ class AuditEntry(BaseModel):
     code_bytes: int
     status: int | None
     error: str
-    prompt_tokens: int | None
-    completion_tokens: int | None
+    tokens: int | None
+    captured_bytes: int | None
+    intervention_s: float | None
     request_bytes: int
     response_bytes: int
     duration_s: float

@@ -53,6 +53,9 @@ class ErrorCode(enum.StrEnum):
     SANDBOX_MISSING = "sandbox_missing"
     QUEUE_FULL = "queue_full"
     RATE_LIMITED = "rate_limit_exceeded"
+    BEYOND_LIMIT = "request_beyond_limit"
+    STORED_BYTES_FULL = "stored_bytes_full"
+    UPLOAD_TIMED_OUT = "upload_timed_out"
     TENANT_NOT_FOUND = "tenant_not_found"
     TRACE_TIMED_OUT = "trace_timed_out"
     TRACE_PROCESS_ENDED = "trace_process_ended"
@@ -67,6 +70,13 @@ class ErrorCode(enum.StrEnum):
     INTERRUPTED = "interrupted"
     RANGE_NOT_SATISFIABLE = "range_not_satisfiable"
     RESULT_NOT_FOUND = "result_not_found"
+    VECTOR_NOT_FOUND = "vector_not_found"
+    VECTOR_MISMATCH = "vector_mismatch"
+    VECTOR_NAME_TAKEN = "vector_name_taken"
+    VECTOR_STORE_FULL = "vector_store_full"
+    INVALID_VECTOR_FILE = "invalid_vector_file"
+    UNSUPPORTED_FORMAT = "unsupported_vector_format"
+    TRAINING_FAILED = "training_failed"
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
@@ -91,6 +101,8 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.SANDBOX_MISSING: 403,
     ErrorCode.QUEUE_FULL: 429,
     ErrorCode.RATE_LIMITED: 429,
+    ErrorCode.STORED_BYTES_FULL: 403,
+    ErrorCode.UPLOAD_TIMED_OUT: 408,
     ErrorCode.TENANT_NOT_FOUND: 404,
     ErrorCode.TRACE_TIMED_OUT: 504,
     ErrorCode.TRACE_PROCESS_ENDED: 500,
@@ -104,6 +116,10 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.INTERRUPTED: 500,
     ErrorCode.RANGE_NOT_SATISFIABLE: 416,
     ErrorCode.RESULT_NOT_FOUND: 404,
+    ErrorCode.VECTOR_NOT_FOUND: 404,
+    ErrorCode.VECTOR_NAME_TAKEN: 409,
+    ErrorCode.VECTOR_STORE_FULL: 503,
+    ErrorCode.UNSUPPORTED_FORMAT: 415,
     ErrorCode.MODEL_NOT_FOUND: 404,
     ErrorCode.NOT_FOUND: 404,
     ErrorCode.METHOD_NOT_ALLOWED: 405,

@@ -16,6 +16,7 @@ from api_schemas.excerpt import clip, excerpt
 from api_schemas.limits import DEFAULT_LIMITS, Limits
 from api_schemas.operations import Ablate, Capture, LogitLens, Patch, Probe, Steer
 from api_schemas.request_traces import Trace
+from api_schemas.tensors import TensorInput
 
 Operation = Annotated[
     Steer | Ablate | Patch | Capture | Probe | LogitLens,
@@ -34,7 +35,7 @@ OPERATIONS: Final = ("steer", "ablate", "patch", "capture", "probe", "logit_lens
 
 FIELD: Final = "interventions"
 
-__all__ = ["FIELD", "OPERATIONS", "Intervention", "Limits", "Operation", "parse_interventions"]
+__all__ = ["FIELD", "OPERATIONS", "Intervention", "Limits", "Operation", "parse_interventions", "tensor_of"]
 
 _Schema = (
     type[Steer] | type[Ablate] | type[Patch] | type[Capture] | type[Probe] | type[LogitLens] | type[Trace]
@@ -94,6 +95,15 @@ def parse_interventions(raw: object, limits: Limits = DEFAULT_LIMITS) -> tuple[I
     operations = tuple(_parse_one(item, f"{FIELD}.{index}", limits) for index, item in enumerate(raw))
     _check_alone(operations)
     return operations
+
+
+def tensor_of(op: Intervention) -> TensorInput | None:
+    """Return the tensor that an operation came with."""
+    if isinstance(op, Steer | Ablate):
+        return op.vector
+    if isinstance(op, Probe):
+        return op.weights
+    return op.values if isinstance(op, Patch) else None
 
 
 def _check_alone(operations: Sequence[Intervention]) -> None:

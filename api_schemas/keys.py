@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 MAX_NAME: Final = 64
 _NAME: Final = r"^[a-z0-9]([a-z0-9._-]*[a-z0-9])?$"
@@ -38,17 +38,25 @@ class Tier(enum.StrEnum):
 
 
 class Limits(BaseModel):
-    """How much may be done; what is absent is not limited.
+    """How much may be done; what is absent is not limited. Minutes are sliding ones.
 
     Attributes:
         requests_per_minute: Requests of any kind.
-        concurrency: Completions, chats and traces that run at once; jobs are none of them.
+        concurrency: Completions, chats, traces and trainings that run at once; jobs are none of them.
+        tokens_per_minute: Tokens of prompts and generated ones, those of jobs included; so are the next two.
+        captured_bytes_per_minute: Bytes that captures, lenses, probes and saves bring out of the engine.
+        intervention_seconds_per_minute: Seconds that operations and blocks have the engine to themselves.
+        stored_bytes: What is kept at once: jobs with their requests and results, result files, vectors.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     requests_per_minute: int | None = Field(default=None, ge=1, le=2**31)
     concurrency: int | None = Field(default=None, ge=1, le=2**31)
+    tokens_per_minute: int | None = Field(default=None, ge=1, le=2**40)
+    captured_bytes_per_minute: int | None = Field(default=None, ge=1, le=2**50)
+    intervention_seconds_per_minute: float | None = Field(default=None, gt=0, le=1e6, allow_inf_nan=False)
+    stored_bytes: int | None = Field(default=None, ge=1, le=2**50)
 
 
 class NewKey(BaseModel):
@@ -61,9 +69,17 @@ class NewKey(BaseModel):
         tier: Where its code runs.
         limits: Its own; those of its tenant hold beside them.
         expires_in_s: When it ends, in seconds from now.
+        trusted_codecs: Whether its blocks may come as pickles, where the server takes such.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        json_schema_extra={
+            "if": {"properties": {"trusted_codecs": {"const": True}}, "required": ["trusted_codecs"]},
+            "then": {"properties": {"tier": {"const": "trusted"}}, "required": ["tier"]},
+        },
+    )
 
     tenant: str = Field(
         max_length=MAX_NAME,
@@ -75,11 +91,20 @@ class NewKey(BaseModel):
     tier: Tier = Tier.SANDBOXED
     limits: Limits = Limits()
     expires_in_s: float | None = Field(default=None, gt=0, le=1e10, allow_inf_nan=False)
+    trusted_codecs: bool = False
 
     @field_validator("scopes")
     @classmethod
     def _once_each(cls, scopes: tuple[Scope, ...]) -> tuple[Scope, ...]:
         return tuple(sorted(set(scopes), key=list(Scope).index))
+
+    @field_validator("trusted_codecs")
+    @classmethod
+    def _of_trusted(cls, trusted_codecs: bool, info: ValidationInfo) -> bool:  # noqa: FBT001 - pydantic's
+        # Reading a pickle runs code of its sender's, and no sandbox reads it.
+        if trusted_codecs and info.data.get("tier") is not Tier.TRUSTED:
+            raise ValueError("only a key of the tier 'trusted' may send blocks as pickles, which are code")
+        return trusted_codecs
 
 
 class Key(BaseModel):
@@ -97,6 +122,7 @@ class Key(BaseModel):
         revoked_at: When it was ended.
         last_used_at: When a request came with it last, to the minute.
         replaces: The key that it was made from.
+        trusted_codecs: Whether its blocks may come as pickles.
     """
 
     id: str
@@ -110,6 +136,7 @@ class Key(BaseModel):
     revoked_at: float | None = None
     last_used_at: float | None = None
     replaces: str | None = None
+    trusted_codecs: bool = False
 
 
 class CreatedKey(Key):

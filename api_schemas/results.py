@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from api_schemas.tensors import Dtype, TensorObject
+from api_schemas.tensors import Dtype, TensorObject, VectorUsed
 
 
 class TensorLink(BaseModel):
@@ -92,6 +92,9 @@ class Applied(BaseModel):
     op: str
     at: list[str]
     positions: list[int] = Field(description="Absolute positions, ascending.")
+    vector: VectorUsed | None = Field(
+        default=None, description="What the operation's name of a vector meant."
+    )
 
 
 class Provenance(BaseModel):

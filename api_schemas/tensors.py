@@ -1,4 +1,4 @@
-"""Tensors in JSON: numbers in lists, or an object with base64 data; later, names in a registry.
+"""Tensors in JSON: numbers in lists, an object with base64 data, or the name of a vector that is kept.
 
 Sizes are checked against what was really sent and never allocated by what a shape claims.
 A tensor object is decoded once, when it is validated; ``raw`` gives the bytes.
@@ -11,11 +11,20 @@ import binascii
 import math
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from api_schemas.errors import ErrorCode
-from api_schemas.fields import Items, Name, Number, Strict
+from api_schemas.fields import Integer, Items, Name, Number, Strict
 from api_schemas.limits import DEFAULT_LIMITS, Limits
 
 DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
@@ -81,9 +90,40 @@ class TensorObject(Strict):
 
 
 class VectorName(Strict):
-    """A vector of the tenant's registry."""
+    """A vector that the server keeps: the newest version of a name, ``joy``, or a certain one, ``joy@2``.
+
+    Each point gets the vector's row for its own layer; with ``layer``, all get the row for that one.
+    """
 
     name: Name
+    layer: Integer | None = Field(default=None, description="Negatives count from the end.")
+
+
+class VectorUsed(BaseModel):
+    """What the name of a vector meant when it was used."""
+
+    name: str
+    version: int
+    id: str
+
+
+class NamedTensor(TensorObject):
+    """The numbers that stood for a name; no request can send one."""
+
+    _used: VectorUsed | None = PrivateAttr(default=None)
+
+    @classmethod
+    def of(cls, used: VectorUsed, shape: list[int], data: bytes) -> NamedTensor:
+        """Wrap float32 numbers that are known to be right; nothing is checked."""
+        # What is sent on is `raw`; the text would be made for nobody.
+        tensor = cls.model_construct(dtype="float32", shape=shape, data="", encoding="base64")
+        tensor._raw, tensor._used = data, used  # noqa: SLF001, it is our own
+        return tensor
+
+    @property
+    def used(self) -> VectorUsed | None:
+        """What the name meant."""
+        return self._used
 
 
 def _check_size(num_bytes: int, info: ValidationInfo) -> None:

@@ -31,8 +31,9 @@ class ServerStatus(BaseModel):
         version: Of this package.
         python: Of the interpreter in which blocks run.
         models: What it has.
-        in_flight: Requests that are being answered, and jobs that run.
-        queued: Jobs that wait for their turn.
+        in_flight: Requests that are being answered, and jobs that run: everybody's, or, for a key without the
+            scope ``admin``, its tenant's completions, chats, traces and jobs.
+        queued: Jobs and traces that wait for their turn, likewise.
     """
 
     phase: str

@@ -30,10 +30,11 @@ _STEPS.setflags(write=False)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """The most that one body may be: ``max_bytes`` long, ``max_depth`` deep."""
+    """The most that one body may be: ``max_bytes`` long, ``max_depth`` deep, and ``idle_s`` on its way."""
 
     max_bytes: int
     max_depth: int
+    idle_s: float | None = None
 
 
 async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
@@ -44,11 +45,11 @@ async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
 
     Raises:
         ApiError: ``bad_request`` (not JSON by its content type), ``body_too_large``,
-            ``json_too_deep``, ``not_finite``, ``invalid_json``, ``invalid_shape``.
+            ``upload_timed_out``, ``json_too_deep``, ``not_finite``, ``invalid_json``, ``invalid_shape``.
         ClientDisconnect: The client went away before the end.
     """
     check_media_type(request, "application/json")
-    body = await read_bytes(request, limits.max_bytes)
+    body = await read_bytes(request, limits.max_bytes, limits.idle_s)
     await _check_depth(body, limits.max_depth)
     return parse_object(body)
 
@@ -102,20 +103,27 @@ def exceeds_depth(body: bytes | bytearray, max_depth: int) -> bool:
     return False
 
 
-async def read_bytes(request: Request, max_bytes: int) -> bytearray:
+async def read_bytes(request: Request, max_bytes: int, idle_s: float | None = None) -> bytearray:
     """Return the request's body, read no further than ``max_bytes``.
 
+    Args:
+        request: Not read yet.
+        max_bytes: Its largest size.
+        idle_s: How long it may pause: whoever vanished in the middle does not say so.
+
     Raises:
-        ApiError: ``body_too_large``.
+        ApiError: ``body_too_large``, ``upload_timed_out``.
         ClientDisconnect: The client went away before the end.
     """
     body = bytearray()  # which grows in place: a list of chunks, joined, would take its size twice
-    async for chunk in stream_bytes(request, max_bytes):
+    async for chunk in stream_bytes(request, max_bytes, idle_s):
         body += chunk
     return body
 
 
-async def stream_bytes(request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:
+async def stream_bytes(
+    request: Request, max_bytes: int, idle_s: float | None = None
+) -> AsyncGenerator[bytes, None]:
     """Yield the request's body as it comes; raises as ``read_bytes`` does."""
     # An over-long body is answered without being read; the server discards the rest of it, so that
     # clients which write before they read still see the answer.
@@ -123,7 +131,15 @@ async def stream_bytes(request: Request, max_bytes: int) -> AsyncGenerator[bytes
     if declared.isdecimal() and int(declared[:20]) > max_bytes:
         raise _too_large(f"{declared[:20]} bytes", max_bytes)
     num_bytes = 0
-    async for chunk in request.stream():
+    chunks = aiter(request.stream())
+    while True:
+        try:
+            async with asyncio.timeout(idle_s):
+                chunk = await anext(chunks, None)
+        except TimeoutError as error:
+            raise _too_slow(idle_s) from error
+        if chunk is None:
+            return
         num_bytes += len(chunk)
         if num_bytes > max_bytes:
             raise _too_large(f"at least {num_bytes} bytes", max_bytes)
@@ -147,6 +163,13 @@ def _too_large(got: str, max_bytes: int) -> ApiError:
     return ApiError(
         ErrorCode.BODY_TOO_LARGE,
         f"A request's body may have {max_bytes} bytes, got {got}; send fewer or smaller tensors.",
+    )
+
+
+def _too_slow(idle_s: float | None) -> ApiError:
+    return ApiError(
+        ErrorCode.UPLOAD_TIMED_OUT,
+        f"Nothing of the request's body came for {idle_s or 0:g} s; send it again, without such pauses.",
     )
 
 

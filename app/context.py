@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Final
-from urllib.parse import urlsplit
 
 from fastapi import Depends, Security, WebSocketException
 from fastapi.openapi.models import HTTPBearer as BearerModel
@@ -22,15 +21,19 @@ from app.auth.principal import Principal
 from app.engine.client import EngineClient
 from app.engine.trace_processes import TraceProcesses
 from app.lifecycle import Lifecycle
-from app.services.code_policy import check_name
+from app.services.code_policy import check_name, is_from_elsewhere
+from app.services.job_callers import learn
 from app.services.jobs import JobService
 from app.services.traces import TraceService
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.results import ResultStore
+from app.vectors.service import VectorService
+from app.vectors.training import Trainer
+from nnsight_engine.core.metering import METER
 
 _POLICY_VIOLATION: Final = 1008
-_RUN_AT_ONCE: Final = {"/v1/completions", "/v1/chat/completions", "/v1/traces"}
+_RUN_AT_ONCE: Final = {"/v1/completions", "/v1/chat/completions", "/v1/traces", "/v1/vectors/train"}
 """What a limit on concurrency is of."""
 
 
@@ -48,6 +51,8 @@ class Context:
     keys: Keys
     rates: Rates
     log: AuditLog
+    vectors: VectorService
+    trainer: Trainer
     processes: Sequence[TraceProcesses] = ()
 
 
@@ -82,14 +87,16 @@ async def _caller_of(
         check_name(context.settings, connection)
     if principal.has_key and ADMITTED not in connection.scope:
         works = connection.scope["route"].path in _RUN_AT_ONCE
-        connection.scope[ADMITTED] = await context.rates.admit(principal, works=works)
+        learn(context.store.stored, principal)
+        admitted = await context.rates.admit(principal, works=works)
+        connection.scope[ADMITTED] = admitted
+        METER.set(None if admitted is None else admitted.meter)
     return principal
 
 
 def _check_origin(connection: HTTPConnection) -> None:
     """Refuse pages of other places, which browsers let open WebSockets to anywhere."""
-    origin = connection.headers.get("origin")
-    if origin is not None and urlsplit(origin).hostname != connection.url.hostname:
+    if is_from_elsewhere(connection):
         raise WebSocketException(_POLICY_VIOLATION, "pages of other places may not listen to jobs")
 
 
@@ -99,9 +106,12 @@ ANYBODY: Final = Security(_caller_of)
 """A route's dependency: a key of any scope, where the server has keys. The next ones ask for a scope."""
 COMPLETER: Final = Security(_caller_of, scopes=[Scope.COMPLETIONS])
 INTERVENER: Final = Security(_caller_of, scopes=[Scope.INTERVENTIONS])
+TRAINER: Final = Security(_caller_of, scopes=[Scope.INTERVENTIONS, Scope.COMPLETIONS])
 CODER: Final = Security(_caller_of, scopes=[Scope.CODE])
 ADMIN: Final = Security(_caller_of, scopes=[Scope.ADMIN])
-Completer = Annotated[Principal, COMPLETER]
+Caller = Annotated[Principal, ANYBODY]
 """A route's parameter: who calls. So are the next ones."""
+Completer = Annotated[Principal, COMPLETER]
 Intervener = Annotated[Principal, INTERVENER]
+Trains = Annotated[Principal, TRAINER]
 Coder = Annotated[Principal, CODER]

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.websockets import WebSocket
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.admission.rates import ThrottledError
+from api_schemas.excerpt import clip
+from api_schemas.limits import Limits
+from app.admission.throttled import ThrottledError
 from app.audit.records import note
 
 RETRY_AFTER_S: Final = 5
@@ -33,6 +36,11 @@ _CHALLENGES: Final = {
 }
 
 DONE_FRAME: Final = "data: [DONE]\n\n"
+
+T = TypeVar("T", bound=BaseModel)
+
+_OUR_CODES: Final = frozenset(code.value for code in ErrorCode)
+_VALUE_CODES: Final = {"finite_number": ErrorCode.NOT_FINITE}
 
 _CODES: Final = {404: ErrorCode.NOT_FOUND, 405: ErrorCode.METHOD_NOT_ALLOWED}
 
@@ -51,6 +59,8 @@ def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Re
     sent = dict(headers or {})
     if error.code in _CHALLENGES:
         sent.setdefault("WWW-Authenticate", _CHALLENGES[error.code])
+    if error.code is ErrorCode.UPLOAD_TIMED_OUT:
+        sent.setdefault("Connection", "close")  # what else came would be taken for the next request
     if error.status in _WORTH_WAITING:
         sent.setdefault("Retry-After", str(RETRY_AFTER_S))
     return Response(error_bytes(error), error.status, sent, media_type="application/json")
@@ -77,7 +87,31 @@ def printable(text: str) -> str:
 
 def said(problems: Sequence[Mapping[str, Any]]) -> str:
     """Return what pydantic found wrong: where and why, and nothing of the value or of the server."""
-    return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in problems[:_MAX_PROBLEMS])
+    return "; ".join(
+        f"{'.'.join(clip(str(part)) for part in one['loc'])}: {one['msg']}"
+        for one in problems[:_MAX_PROBLEMS]
+    )
+
+
+def validated(model: type[T], value: object, limits: Limits | None = None) -> T:
+    """Return a body as its model.
+
+    Args:
+        model: What the route takes.
+        value: The JSON.
+        limits: What tensors in it may have.
+
+    Raises:
+        ApiError: ``invalid_shape``, or the code of what the model itself found.
+    """
+    try:
+        return model.model_validate(value, context=limits)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        kind = str(problems[0]["type"])
+        code = ErrorCode(kind) if kind in _OUR_CODES else _VALUE_CODES.get(kind, ErrorCode.INVALID_SHAPE)
+        param = ".".join(clip(str(part)) for part in problems[0]["loc"]) or None
+        raise ApiError(code, f"The body is none of its route: {said(problems)}.", param) from error
 
 
 def install_error_handlers(app: FastAPI) -> None:

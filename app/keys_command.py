@@ -102,6 +102,9 @@ def create(
     name: Annotated[str, typer.Option(help="What it is for.")] = "",
     tier: Annotated[Tier, typer.Option(help="Where its code runs.")] = Tier.SANDBOXED,
     limits: Annotated[str, typer.Option(help=_LIMITS_HELP)] = "",
+    trusted_codecs: Annotated[  # noqa: FBT002 - a flag
+        bool, typer.Option("--trusted-codecs", help="Take its blocks as pickles too, which are code.")
+    ] = False,
     expires: Annotated[float | None, typer.Option(help="Days until it ends.")] = None,
 ) -> None:
     """Make a key, and print it: it is not shown again."""
@@ -111,6 +114,7 @@ def create(
         name=name,
         tier=tier,
         limits=_limits(limits),
+        trusted_codecs=trusted_codecs,
         expires_in_s=None if expires is None else expires * 86400,
     )
     _show(_change(context.obj, "keys create", "", lambda keys: keys.create(new)))

@@ -34,7 +34,9 @@ from app.routes import (
     results,
     status,
     traces,
+    vectors,
 )
+from app.services.job_callers import JobCallers
 from app.services.jobs import JobService
 from app.services.model_outline import model_outline
 from app.services.traces import TraceService
@@ -43,6 +45,8 @@ from app.storage.audit import AuditStore
 from app.storage.database import Database
 from app.storage.keys import KeyStore
 from app.storage.results import ResultStore
+from app.vectors.service import VectorService
+from app.vectors.training import Trainer
 from nnsight_engine.local_engine.link import ProcessOptions
 
 _ROUTERS = (
@@ -59,6 +63,7 @@ _ROUTERS = (
     keys.router,
     keys.tenants_router,
     audit.router,
+    vectors.router,
 )
 
 
@@ -91,10 +96,26 @@ def create_app(
     trace_service = TraceService(engines)
     database = Database(settings.data_dir, settings.database_url)
     log = AuditLog(AuditStore(database), settings.audit_days * 86400)
-    job_service = JobService(settings, database, trace_service, lifecycle, engine.served, log)
     callers, rates = Keys(KeyStore(database)), Rates(settings.limits_url)
+    job_callers = JobCallers(callers, rates, store.stored)
+    job_service = JobService(
+        settings, database, trace_service, lifecycle, engine.served, job_callers, store.stored, log
+    )
+    vector_service = VectorService(settings, database, engine, store.stored)
     context = Context(
-        settings, engine, store, lifecycle, trace_service, job_service, database, callers, rates, log, beside
+        settings,
+        engine,
+        store,
+        lifecycle,
+        trace_service,
+        job_service,
+        database,
+        callers,
+        rates,
+        log,
+        vector_service,
+        Trainer(settings, engine, vector_service),
+        beside,
     )
     app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)
     app.state.context = context
@@ -127,7 +148,10 @@ def _beside(settings: Settings, engine: EngineClient, local: LocalTraceEngine | 
 def new_store(settings: Settings) -> ResultStore:
     """Return the result store that the settings describe."""
     return ResultStore(
-        settings.result_dir, ttl_s=settings.result_ttl_s, max_bytes=settings.result_store_bytes
+        settings.result_dir,
+        ttl_s=settings.result_ttl_s,
+        max_bytes=settings.result_store_bytes,
+        share=settings.tenant_share,
     )
 
 
@@ -139,6 +163,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await context.database.start()
         stack.push_async_callback(context.log.stop)
         context.log.start()
+        await context.vectors.count()
+        stack.push_async_callback(context.rates.close)
         stack.push_async_callback(context.keys.close)
         stack.push_async_callback(context.store.close)
         await context.store.start()

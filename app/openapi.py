@@ -16,6 +16,7 @@ from api_schemas.completions import CompletionRequest
 from api_schemas.errors import ErrorResponse
 from api_schemas.jobs import JobEvent
 from api_schemas.keys import Limits, NewKey, Rotation
+from api_schemas.vectors import NewVector, TrainingEvent, TrainingRequest, VectorUpload
 from nnsight_engine.remote_backend.frames import MEDIA_TYPE as FRAMES_TYPE
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE as TRACE_TYPE
 
@@ -29,13 +30,21 @@ _DOCUMENTED: Final[tuple[type[BaseModel], ...]] = (
     NewKey,
     Rotation,
     Limits,
+    NewVector,
+    VectorUpload,
+    TrainingRequest,
+    TrainingEvent,
 )
+
+
+def schema_of(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the reference to a documented model."""
+    return {"$ref": _REF.format(model=model.__name__)}
 
 
 def json_body(model: type[BaseModel]) -> dict[str, Any]:
     """Return what a route's documentation says of a body of JSON that the route reads itself."""
-    schema = {"$ref": _REF.format(model=model.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema_of(model)}}}}
 
 
 COMPLETION_BODY: Final = json_body(CompletionRequest)
@@ -46,8 +55,9 @@ _MEANINGS: Final = {
     401: "The server has keys, and the request has none of them.",
     403: "The key does not open this; or the server takes no code, or none in this codec, from this sender.",
     404: "Nothing here has this id or name.",
-    409: "The state of the job, or what its key named before, does not allow it.",
+    409: "The state of the job, or what its key or name stood for before, does not allow it.",
     413: "The body is too large.",
+    415: "The file is of a kind that is not read, a pickle for one.",
     416: "The range begins behind the end.",
     422: "A parameter or the JSON has the wrong shape.",
     429: "Too much waits already, or the key has sent what it may: send it again later.",
@@ -72,13 +82,14 @@ def event_schema(data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-JOB_EVENTS: Final = event_schema(
-    {
-        "type": "string",
-        "contentMediaType": "application/json",
-        "contentSchema": {"$ref": _REF.format(model=JobEvent.__name__)},
-    }
-)
+def json_events(model: type[BaseModel]) -> dict[str, Any]:
+    """Return what one event of a stream is like whose data are a model's JSON."""
+    return event_schema(
+        {"type": "string", "contentMediaType": "application/json", "contentSchema": schema_of(model)}
+    )
+
+
+JOB_EVENTS: Final = json_events(JobEvent)
 
 GENERATION_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
     200: {

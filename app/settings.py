@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from pydantic import Field, SecretStr
+from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 MIB: Final = 1024 * 1024
@@ -73,10 +73,7 @@ class Settings(BaseSettings):
     )
     allow_cloudpickle: bool = Field(
         default=False,
-        description="Whether traces may come as pickles, which run any code, from holders of certain keys.",
-    )
-    cloudpickle_keys: tuple[SecretStr, ...] = Field(
-        default=(), description="Keys whose holders may send traces as pickles, a JSON list of strings."
+        description="Whether traces may come as pickles, which run any code, from keys that may send them.",
     )
     allow_code: bool | None = Field(
         default=None,
@@ -164,6 +161,31 @@ class Settings(BaseSettings):
     )
     job_store_bytes: int = Field(
         default=20 * GIB, ge=0, description="Most bytes of all jobs' requests and results."
+    )
+    vector_store_bytes: int = Field(
+        default=4 * GIB, ge=0, description="Most bytes of all vectors that the server keeps."
+    )
+    vector_cache_bytes: int = Field(
+        default=256 * MIB, ge=0, description="Most bytes of vectors held in memory, those used last."
+    )
+    max_training_prompts: int = Field(
+        default=512, ge=4, description="Most prompts, of both sides together, that a vector is trained from."
+    )
+    max_training_bytes: int = Field(
+        default=512 * MIB, ge=1, description="Most bytes of the values that a vector is trained from."
+    )
+    max_queued_trainings: int = Field(
+        default=16, ge=0, description="Most trainings of vectors that wait; one runs at a time."
+    )
+    tenant_share: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="The part of the jobs that wait, and of the bytes of jobs, result files and vectors, "
+        "that one tenant may have.",
+    )
+    upload_idle_timeout_s: float = Field(
+        default=30.0, gt=0, description="How long a request's body may pause while it is sent."
     )
     drain_timeout_s: float = Field(
         default=30.0,

@@ -1,29 +1,28 @@
-"""Rates and concurrency of keys and tenants: a request is let in, or told when to come back.
+"""Limits of keys and tenants: a request is let in, or told when to come back; what it used is counted.
 
-Counting is ``limits``'s, in memory or, for several servers together, in what its URL names (Redis); what runs
-at once is counted by each server for itself. Whoever has no limits costs nothing. The dependency that reads
-keys calls ``admit``; the outermost middleware sends the headers of what it gave, and releases it after the
-response's last byte.
+Counts are ``counts``'s, for this server or for several together; what runs at once is counted by each server
+for itself. Whoever has no limits costs nothing. The dependency that reads keys calls ``admit``; the outermost
+middleware sends the headers of what it gave, and releases it after the response's last byte.
 """
 
 from __future__ import annotations
 
+import asyncio
 import collections
-import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from limits import RateLimitItemPerMinute
-from limits.aio.strategies import SlidingWindowCounterRateLimiter
-from limits.errors import ConfigurationError
-from limits.storage import storage_from_string
+from starlette.requests import HTTPConnection
 
-from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.keys import Limits
+from app.admission.counts import Counts
+from app.admission.estimates import Estimate
+from app.admission.quotas import Group, Quota, Quotas, Reserved
+from app.admission.throttled import ThrottledError
 from app.auth.principal import Principal
-from nnsight_engine.core.errors import UnsupportedOptionError
+from nnsight_engine.core.metering import Meter
 
 ADMITTED: Final = "nnsight_engine.admitted"
 """Where a request's ASGI scope keeps its ``Admitted``."""
@@ -31,44 +30,70 @@ _SOON_S: Final = 1
 _REMAINING: Final = "x-ratelimit-remaining-requests"
 
 
-class ThrottledError(ApiError):
-    """A request beyond its caller's limits.
-
-    Attributes:
-        headers: When to come back, and OpenAI's headers of what is left.
-    """
-
-    def __init__(self, message: str, headers: dict[str, str]) -> None:
-        """Keep both."""
-        super().__init__(ErrorCode.RATE_LIMITED, message)
-        self.headers = headers
-
-
-@dataclasses.dataclass(slots=True)
 class Admitted:
     """A request that was let in.
 
-    Attributes:
+    Args:
         headers: What is left to its caller, as OpenAI says it.
+        groups: Whose limits it is under.
+        quotas: Count what it uses.
+        release: Called with it when it is over.
+
+    Attributes:
+        headers: See above; the server sends them.
+        meter: What it has used.
+        reserved: What was set aside for it.
     """
 
-    headers: dict[str, str]
-    _release: Callable[[], None] | None = None
+    def __init__(
+        self,
+        headers: dict[str, str],
+        caller: Principal,
+        groups: Sequence[Group],
+        quotas: Quotas,
+        release: Callable[[Admitted], None],
+    ) -> None:
+        """Begin with a request that has used nothing."""
+        self.headers = headers
+        self.meter = Meter(caller.key_id)
+        self.groups = groups
+        self.reserved: list[Reserved] = []
+        self._quotas = quotas
+        self._release: Callable[[Admitted], None] | None = release
+
+    async def check(self, *quotas: Quota) -> None:
+        """Go on if something is left of these, which this request is going to use.
+
+        Raises:
+            ThrottledError: One of them is used up.
+        """
+        self.headers |= await self._quotas.check(self.groups, *quotas)
+
+    async def reserve(self, estimate: Estimate) -> None:
+        """Set aside the tokens that the request asks for.
+
+        Raises:
+            ApiError: ``request_beyond_limit``, ``rate_limit_exceeded``.
+        """
+        try:
+            self.reserved, told = await self._quotas.reserve(self.groups, estimate)
+        except ThrottledError as error:
+            # The refusal says what is left; said twice it would be nobody knows what.
+            self.headers = {name: value for name, value in self.headers.items() if name not in error.headers}
+            raise
+        self.headers |= told
 
     def release(self) -> None:
         """Say that the response is over; harmless when repeated."""
         release, self._release = self._release, None
         if release is not None:
-            release()
+            release(self)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Group:
-    """Whose requests are counted together: those of a key, or of all keys of a tenant."""
-
-    name: str
-    said: str
-    limits: Limits
+def admitted_of(connection: HTTPConnection) -> Admitted | None:
+    """Return how a request was let in; None if nothing is counted of it."""
+    admitted: Admitted | None = connection.scope.get(ADMITTED)
+    return admitted
 
 
 class Rates:
@@ -84,43 +109,36 @@ class Rates:
         Raises:
             UnsupportedOptionError: It names none that is known here, or one whose client is not installed.
         """
-        try:
-            storage = storage_from_string(f"async+{url}")
-        except ConfigurationError as error:
-            # Its own words may hold the URL's password.
-            raise UnsupportedOptionError(
-                f"NNSIGHT_ENGINE_LIMITS_URL begins with {url.partition(':')[0]!r}, where counts cannot be "
-                f"kept ({type(error).__name__}): memory:// will do, and redis://… with the package coredis"
-            ) from None
-        self._limiter = SlidingWindowCounterRateLimiter(storage)
+        self.counts = Counts(url)
+        self._quotas = Quotas(self.counts)
         self._running: collections.Counter[str] = collections.Counter()
+        self._settling: set[asyncio.Task[None]] = set()
+
+    def num_running(self, tenant: str) -> int:
+        """Return how many completions, chats and traces of a tenant run here now."""
+        return self._running[f"tenant:{tenant}"]
 
     async def admit(self, caller: Principal, *, works: bool) -> Admitted | None:
-        """Count a request; None for a caller without limits.
+        """Count a request; None for one of which nothing is to be counted.
 
         Args:
             caller: Who sends it.
-            works: Whether it is one of those that run at once, which concurrency is of.
+            works: Whether it is one of those that run at once, which concurrency is of, and use tokens.
 
         Raises:
             ThrottledError: It is beyond what its key or its tenant may.
         """
-        groups = [
-            group
-            for group in (
-                _Group(f"key:{caller.key_id}", f"the key {caller.key_id!r}", caller.limits),
-                _Group(f"tenant:{caller.tenant}", f"the tenant {caller.tenant!r}", caller.tenant_limits),
-            )
-            if group.limits.model_fields_set
-        ]
-        if not groups:
+        groups = groups_of(caller)
+        if not (groups or works):
             return None
+        headers: dict[str, str] = {}
         if works:
             self._check_running(groups)
+            headers |= await self._quotas.check(groups, Quota.TOKENS)
         for group in groups:
             await self._check_rate(group)
         # Nobody else's turn has come since the check but those that waited for the storage: look again.
-        names = [group.name for group in groups] if works else []
+        names = [f"key:{caller.key_id}", f"tenant:{caller.tenant}"] if works else []
         self._check_running(groups if works else [])
         self._running.update(names)
         try:
@@ -128,10 +146,36 @@ class Rates:
         except BaseException:
             self._end(names)
             raise
-        least = min(filter(None, told), key=lambda headers: int(headers[_REMAINING]), default={})
-        return Admitted(least, lambda: self._end(names))
+        headers |= min(filter(None, told), key=lambda one: int(one[_REMAINING]), default={})
 
-    def _check_running(self, groups: list[_Group]) -> None:
+        def release(admitted: Admitted) -> None:
+            self._end(names)
+            self._count_later(admitted)
+
+        return Admitted(headers, caller, groups, self._quotas, release)
+
+    async def count(self, caller: Principal, meter: Meter) -> None:
+        """Count what something has used that was no request, such as a job."""
+        await self._quotas.settle(groups_of(caller), meter)
+
+    async def wait_s(self, caller: Principal) -> int:
+        """Return in how many seconds something that is no request may begin for a caller: 0 for now."""
+        return await self._quotas.wait_s(groups_of(caller))
+
+    async def close(self) -> None:
+        """Finish counting."""
+        await asyncio.gather(*self._settling, return_exceptions=True)
+
+    def _count_later(self, admitted: Admitted) -> None:
+        """Count what a request has used that is over; nobody waits for it."""
+        if not admitted.groups:
+            return
+        counting = self._quotas.settle(admitted.groups, admitted.meter, admitted.reserved)
+        task = asyncio.create_task(counting)
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
+    def _check_running(self, groups: Sequence[Group]) -> None:
         for group in groups:
             most = group.limits.concurrency
             if most is not None and self._running[group.name] >= most:
@@ -147,21 +191,21 @@ class Rates:
             if self._running[name] <= 0:
                 del self._running[name]
 
-    async def _check_rate(self, group: _Group) -> None:
+    async def _check_rate(self, group: Group) -> None:
         most = group.limits.requests_per_minute
-        if most is not None and not await self._limiter.test(RateLimitItemPerMinute(most), group.name):
+        if most is not None and not await self.counts.test(RateLimitItemPerMinute(most), group.name):
             raise await self._beyond(group, most)
 
-    async def _count(self, group: _Group) -> dict[str, str]:
+    async def _count(self, group: Group) -> dict[str, str]:
         """Count a request of a group, and return what its caller is told."""
         most = group.limits.requests_per_minute
         if most is None:
             return {}
-        if not await self._limiter.hit(RateLimitItemPerMinute(most), group.name):
+        if not await self.counts.hit(RateLimitItemPerMinute(most), group.name):
             raise await self._beyond(group, most)
         return await self._left(group, most)
 
-    async def _beyond(self, group: _Group, most: int) -> ThrottledError:
+    async def _beyond(self, group: Group, most: int) -> ThrottledError:
         headers = await self._left(group, most)
         wait = headers["x-ratelimit-reset-requests"].removesuffix("s")
         return ThrottledError(
@@ -170,8 +214,8 @@ class Rates:
             {**headers, "Retry-After": wait},
         )
 
-    async def _left(self, group: _Group, most: int) -> dict[str, str]:
-        stats = await self._limiter.get_window_stats(RateLimitItemPerMinute(most), group.name)
+    async def _left(self, group: Group, most: int) -> dict[str, str]:
+        stats = await self.counts.stats(RateLimitItemPerMinute(most), group.name)
         return {
             "x-ratelimit-limit-requests": str(most),
             _REMAINING: str(max(0, stats.remaining)),
@@ -179,4 +223,16 @@ class Rates:
         }
 
 
-__all__ = ["ADMITTED", "Admitted", "Rates", "ThrottledError"]
+def groups_of(caller: Principal) -> list[Group]:
+    """Return under whose limits a caller is."""
+    return [
+        group
+        for group in (
+            Group(f"key:{caller.key_id}", f"the key {caller.key_id!r}", caller.limits),
+            Group(f"tenant:{caller.tenant}", f"the tenant {caller.tenant!r}", caller.tenant_limits),
+        )
+        if group.limits.model_fields_set
+    ]
+
+
+__all__ = ["ADMITTED", "Admitted", "Rates", "ThrottledError", "admitted_of", "groups_of"]

@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_schemas.errors import ErrorCode
+from app.admission.rates import ADMITTED, Admitted
 from app.audit.log import AuditLog
 from app.audit.records import RECORD, Record
 from app.auth.keys import Keys
@@ -69,6 +70,8 @@ class AuditMiddleware:
         finally:
             RECORD.reset(token)
             record.duration_s = time.perf_counter() - start
+            admitted: Admitted | None = scope.get(ADMITTED)
+            record.add_use(None if admitted is None else admitted.meter)
             if not is_whole:
                 record.error = record.error or _UNFINISHED
             if record.key_id and record.error not in _NOT_RUN:

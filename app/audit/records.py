@@ -21,6 +21,7 @@ from starlette.requests import HTTPConnection
 from api_schemas.interventions import Intervention
 from api_schemas.request_traces import Trace
 from app.auth.principal import Principal
+from nnsight_engine.core.metering import Meter
 
 if TYPE_CHECKING:
     from nnsight_engine.remote_backend.messages import TraceRequest
@@ -44,14 +45,21 @@ class Record:
     code_bytes: int = 0
     status: int | None = None
     error: str = ""
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    tokens: int | None = None
+    captured_bytes: int | None = None
+    intervention_s: float | None = None
     request_bytes: int = 0
     response_bytes: int = 0
     duration_s: float = 0.0
     details: dict[str, Any] = dataclasses.field(default_factory=dict)
     time: float = dataclasses.field(default_factory=time.time)
     request_id: str = dataclasses.field(default_factory=lambda: secrets.token_hex(12))
+
+    def add_use(self, meter: Meter | None) -> None:
+        """Take what the request has used, if that was counted."""
+        if meter is not None:
+            self.tokens, self.captured_bytes = meter.num_tokens, meter.captured_bytes
+            self.intervention_s = meter.intervention_s
 
     def row(self) -> dict[str, Any]:
         """Return what a database is given."""
@@ -93,16 +101,11 @@ def note_operations(model: object, interventions: Sequence[Intervention]) -> Non
             record.code_sha256, record.code_bytes = hashlib.sha256(code).hexdigest(), len(code)
 
 
-def note_usage(body: object) -> None:
-    """Note the tokens that a whole answer tells of, or why the engine itself refused it."""
-    record = RECORD.get()
-    if record is None or not isinstance(body, dict):
-        return
-    if isinstance(usage := body.get("usage"), dict):
-        record.prompt_tokens = usage.get("prompt_tokens")
-        record.completion_tokens = usage.get("completion_tokens")
-    if isinstance(error := body.get("error"), dict):
-        record.error = str(error.get("type") or error.get("code") or "")
+def note_refusal(body: object) -> None:
+    """Note why the engine's own server refused a request, if it did."""
+    error = body.get("error") if isinstance(body, dict) else None
+    if isinstance(error, dict):
+        note(error=str(error.get("type") or error.get("code") or ""))
 
 
 async def note_trace(request: TraceRequest, record: Record | None = None) -> None:
@@ -129,6 +132,6 @@ __all__ = [
     "note",
     "note_caller",
     "note_operations",
+    "note_refusal",
     "note_trace",
-    "note_usage",
 ]

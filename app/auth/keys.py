@@ -21,6 +21,7 @@ from api_schemas.keys import CreatedKey, Key, Limits, NewKey, Scope, Tenant, Tie
 from app.auth.principal import EVERYBODY, Principal
 from app.auth.secrets import Secret, bearer, hashed, matches, new_secret, parsed
 from app.storage.keys import KeyStore, is_open
+from app.storage.tables import KeyRow
 
 logger = logging.getLogger(__name__)
 
@@ -139,15 +140,18 @@ class Keys:
             task = asyncio.create_task(self._note_use(row.id))
             self._notes.add(task)
             task.add_done_callback(self._notes.discard)
-        principal = Principal(
-            row.tenant,
-            row.id,
-            frozenset(map(Scope, row.scopes)),
-            Tier(row.tier),
-            Limits.model_validate(row.limits),
-            tenant_limits,
-        )
-        return _Known(principal, until, row.hash)
+        return _Known(_principal(row, tenant_limits), until, row.hash)
+
+    async def holder(self, key_id: str) -> Principal | None:
+        """Return for whom something goes on that a key has begun: None if it ended without a successor.
+
+        Args:
+            key_id: The key; empty for what was begun without one.
+        """
+        if not key_id:
+            return EVERYBODY
+        found = await self._store.heir(key_id)
+        return None if found is None else _principal(*found)
 
     async def _note_use(self, key_id: str) -> None:
         try:
@@ -218,6 +222,18 @@ class Keys:
             for digest, known in self._known.items()
             if known.principal is None or known.principal.key_id != key_id
         }
+
+
+def _principal(row: KeyRow, tenant_limits: Limits) -> Principal:
+    return Principal(
+        row.tenant,
+        row.id,
+        frozenset(map(Scope, row.scopes)),
+        Tier(row.tier),
+        Limits.model_validate(row.limits),
+        tenant_limits,
+        trusted_codecs=row.trusted_codecs,
+    )
 
 
 def _made() -> tuple[Secret, str]:

@@ -20,6 +20,7 @@ class Principal:
         tier: Where their code runs.
         limits: Of their key.
         tenant_limits: Of all keys of their tenant together.
+        trusted_codecs: Whether they may send blocks as pickles, where the server takes such.
     """
 
     tenant: str
@@ -28,6 +29,7 @@ class Principal:
     tier: Tier
     limits: Limits
     tenant_limits: Limits
+    trusted_codecs: bool = False
 
     @property
     def has_key(self) -> bool:

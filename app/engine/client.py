@@ -60,7 +60,9 @@ class EngineClient(Protocol):
 
     ``completions`` and ``chat`` are cancelled when the client goes away, and then must abort the
     request. ``body`` is the request's JSON without ``interventions``, which come checked for
-    shape and unresolved against the model; ``owner`` is the tenant whose the results are. ``http``
+    shape and unresolved against the model; ``owner`` is the tenant whose the results are. With
+    ``inline`` a whole answer has its tensors in itself, however large: for callers within the server.
+    ``http``
     is the request, its body already read; its ``receive`` belongs to the caller.
     """
 
@@ -79,12 +81,24 @@ class EngineClient(Protocol):
         """Return the body of ``/v1/models``; only called when ready."""
 
     async def completions(
-        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request, owner: str
+        self,
+        body: JsonObject,
+        interventions: tuple[Intervention, ...],
+        http: Request,
+        owner: str,
+        *,
+        inline: bool = False,
     ) -> EngineReply:
         """Answer a completion request."""
 
     async def chat(
-        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request, owner: str
+        self,
+        body: JsonObject,
+        interventions: tuple[Intervention, ...],
+        http: Request,
+        owner: str,
+        *,
+        inline: bool = False,
     ) -> EngineReply:
         """Answer a chat completion request."""
 

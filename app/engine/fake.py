@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -27,6 +27,7 @@ from app.services.responses import choice_json
 from app.services.served_model import ServedModel
 from app.settings import Settings
 from app.storage.results import ResultStore
+from nnsight_engine.core.metering import METER
 
 _DEFAULT_MAX_TOKENS: Final = 16
 _MAX_CHOICES: Final = 128
@@ -44,6 +45,8 @@ class FakeBehaviour:
         stream_error: Raised by every stream after ``num_events_before_error`` events.
         num_events_before_error: See ``stream_error``.
         delay_s: Waited before each token.
+        intervention_s: What each request that intervenes is said to have held the engine for.
+        pulls: By word: how far it pulls the first number of what is captured, a number for each layer.
     """
 
     is_starting: bool = False
@@ -53,6 +56,8 @@ class FakeBehaviour:
     stream_error: Exception | None = None
     num_events_before_error: int = 1
     delay_s: float = 0.0
+    intervention_s: float = 0.0
+    pulls: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +79,7 @@ class _Job:
     interventions: tuple[Intervention, ...]
     base_path: str
     owner: str
+    inline: bool
 
     @property
     def is_chat(self) -> bool:
@@ -162,21 +168,37 @@ class FakeEngineClient:
         self._is_closed = True
 
     async def completions(
-        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request, owner: str
+        self,
+        body: JsonObject,
+        interventions: tuple[Intervention, ...],
+        http: Request,
+        owner: str,
+        *,
+        inline: bool = False,
     ) -> EngineReply:
         """Repeat each prompt's words."""
         prompts = _prompts(body.get("prompt"))
-        return await self._generate("text_completion", prompts, body, interventions, http, owner)
+        return await self._generate(
+            "text_completion", prompts, body, interventions, http, owner, inline=inline
+        )
 
     async def chat(
-        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request, owner: str
+        self,
+        body: JsonObject,
+        interventions: tuple[Intervention, ...],
+        http: Request,
+        owner: str,
+        *,
+        inline: bool = False,
     ) -> EngineReply:
         """Repeat the last message's words."""
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise ApiError(ErrorCode.INVALID_SHAPE, "'messages' must be a list with at least one message.")
         prompts = [str(messages[-1].get("content", "")).split()]
-        return await self._generate("chat.completion", prompts, body, interventions, http, owner)
+        return await self._generate(
+            "chat.completion", prompts, body, interventions, http, owner, inline=inline
+        )
 
     async def _generate(
         self,
@@ -186,6 +208,8 @@ class FakeEngineClient:
         interventions: tuple[Intervention, ...],
         http: Request,
         owner: str,
+        *,
+        inline: bool,
     ) -> EngineReply:
         self.num_calls += 1
         with self._running():
@@ -198,7 +222,9 @@ class FakeEngineClient:
                 ErrorCode.MODEL_NOT_FOUND, f"The model served is {MODEL!r}, got {model!r}.", "model"
             )
         choices = _choices(prompts, int(body.get("n") or 1), _max_tokens(body))
-        job = _Job(kind, model, choices, interventions, str(http.scope.get("root_path", "")), owner)
+        path = str(http.scope.get("root_path", ""))
+        job = _Job(kind, model, choices, interventions, path, owner, inline)
+        self._note(job)
         if body.get("stream"):
             with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
             return EngineReply(stream=self._events(job, with_usage=with_usage))
@@ -208,6 +234,7 @@ class FakeEngineClient:
         choices = []
         for choice in job.choices:
             text = "".join(f" {word}" for word in choice.words)
+            _generated(len(choice.words))
             part = _message(job, "message", text) | {"index": choice.index, "finish_reason": "length"}
             span = (0, len(choice.prompt) + len(choice.words) - 1)
             choices.append(part | await self._field(job, choice, span, is_final=True))
@@ -222,6 +249,7 @@ class FakeEngineClient:
                 if error is not None and num_events >= self.behaviour.num_events_before_error:
                     raise error
                 num_events += 1
+                _generated(1)
                 yield _event(job.envelope([await self._chunk(job, choice, step)], is_chunk=True))
             if with_usage:
                 yield _event(job.envelope([], is_chunk=True) | {"usage": job.usage()})
@@ -246,14 +274,27 @@ class FakeEngineClient:
             return {}
         tokens = choice.prompt + choice.words
         answer = await choice_json(
-            collected(job.interventions, range(*span), is_final=is_final),
+            collected(job.interventions, range(*span), is_final=is_final, pull=self._pull(choice)),
             store=self._store,
             owner=job.owner,
             settings=self._settings,
             decode=lambda token_id: f" {tokens[token_id % len(tokens)]}",
             base_path=job.base_path,
+            operations=job.interventions,
+            inline=job.inline,
         )
         return {"interventions": answer}
+
+    def _note(self, job: _Job) -> None:
+        meter = METER.get()
+        if meter is not None:
+            meter.noted_tokens += job.usage()["prompt_tokens"]
+            meter.intervention_s += self.behaviour.intervention_s if job.interventions else 0.0
+
+    def _pull(self, choice: _Choice) -> Sequence[float]:
+        """Return how far the prompt's words pull what is captured of each layer."""
+        pulls = [self.behaviour.pulls[word] for word in choice.prompt if word in self.behaviour.pulls]
+        return [sum(layer) for layer in zip(*pulls, strict=True)]
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
@@ -262,6 +303,12 @@ class FakeEngineClient:
             yield
         finally:
             self.num_running -= 1
+
+
+def _generated(num_tokens: int) -> None:
+    meter = METER.get()
+    if meter is not None:
+        meter.noted_tokens += num_tokens
 
 
 def _prompts(raw: Any) -> list[list[str]]:

@@ -30,22 +30,31 @@ _VOCAB_SIZE: Final = 1000
 _READS: Final = (Capture, Probe, LogitLens)
 
 
-def collected(interventions: tuple[Intervention, ...], span: range, *, is_final: bool) -> CollectedResults:
-    """Return results at the positions of ``span`` for every read, and say all were applied there."""
+def collected(
+    interventions: tuple[Intervention, ...], span: range, *, is_final: bool, pull: Sequence[float] = ()
+) -> CollectedResults:
+    """Return results at the positions of ``span`` for every read, and say all were applied there.
+
+    Args:
+        interventions: The request's.
+        span: Positions.
+        is_final: Whether nothing follows.
+        pull: Added to the first number of every row captured, by layer.
+    """
     positions = list(span)
     traces = [op for op in interventions if isinstance(op, Trace)]
     if traces:
         saves = {"seen": positions, "hidden": _tensor(positions, is_reduced=False)}
         return CollectedResults([TraceResult(traces[0].name or "trace_0", saves, {}, "")], final=False)
     operations = [op for op in interventions if not isinstance(op, Trace)]
-    return _collected(operations, positions, is_final=is_final)
+    return _collected(operations, positions, pull, is_final=is_final)
 
 
 def _collected(
-    interventions: Sequence[Operation], positions: list[int], *, is_final: bool
+    interventions: Sequence[Operation], positions: list[int], pull: Sequence[float], *, is_final: bool
 ) -> CollectedResults:
     results = [
-        _result(op, _name(op, index), positions)
+        _result(op, _name(op, index), positions, pull)
         for index, op in enumerate(interventions)
         if isinstance(op, _READS)
     ]
@@ -71,11 +80,12 @@ def _layers(op: LogitLens) -> list[int]:
 
 
 def _result(
-    op: Capture | Probe | LogitLens, name: str, positions: list[int]
+    op: Capture | Probe | LogitLens, name: str, positions: list[int], pull: Sequence[float]
 ) -> CaptureResult | ProbeResult | LensResult:
     if isinstance(op, Capture):
-        tensor = _tensor(positions, is_reduced=op.reduce != "none")
-        return CaptureResult(name, positions, op.reduce, dict.fromkeys(_points(op), tensor))
+        is_reduced = op.reduce != "none"
+        points = {point: _tensor(positions, _at(point, pull), is_reduced=is_reduced) for point in _points(op)}
+        return CaptureResult(name, positions, op.reduce, points)
     if isinstance(op, Probe):
         return ProbeResult(name, positions, {point: [p / 10 for p in positions] for point in _points(op)})
     num_targets = len(op.targets or ())
@@ -83,10 +93,16 @@ def _result(
     return LensResult(name, positions, dict.fromkeys(_layers(op), rows))
 
 
-def _tensor(positions: list[int], *, is_reduced: bool) -> TensorResult:
+def _at(point: str, pull: Sequence[float]) -> float:
+    """Return what the words pull at a point's layer."""
+    layer = next((int(part) for part in point.split(".") if part.isdecimal()), len(pull))
+    return pull[layer] if layer < len(pull) else 0.0
+
+
+def _tensor(positions: list[int], pull: float = 0.0, *, is_reduced: bool) -> TensorResult:
     rows = positions[-1:] if is_reduced else positions
     shape = (WIDTH,) if is_reduced else (len(rows), WIDTH)
-    numbers = [float(position) for position in rows for _ in range(WIDTH)]
+    numbers = [position + (pull if column == 0 else 0.0) for position in rows for column in range(WIDTH)]
     return TensorResult("float32", shape, struct.pack(f"<{len(numbers)}f", *numbers))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from api_schemas.jobs import JobStatus
 from app.services.traces import event_frame
+from nnsight_engine.core.metering import METER
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 from nnsight_engine.wire import encode
@@ -25,6 +26,8 @@ class FakeTraceBehaviour:
         late_error: Raised instead of the result.
         hangs: Whether traces wait instead of giving a result, until they are cancelled.
         delay_s: Waited before each frame.
+        num_tokens: What each is said to have used.
+        intervention_s: What each is said to have held the engine for.
     """
 
     saves: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -33,6 +36,8 @@ class FakeTraceBehaviour:
     late_error: Exception | None = None
     hangs: bool = False
     delay_s: float = 0.0
+    num_tokens: int = 0
+    intervention_s: float = 0.0
 
 
 class FakeTraceEngine:
@@ -59,6 +64,10 @@ class FakeTraceEngine:
         behaviour = self.behaviour
         self.heads.append(request.head)
         self.num_running += 1
+        meter = METER.get()
+        if meter is not None:
+            meter.noted_tokens += behaviour.num_tokens
+            meter.intervention_s += behaviour.intervention_s
         try:
             await asyncio.sleep(behaviour.delay_s)
             if behaviour.error is not None:

@@ -20,6 +20,7 @@ from app.engine.fair_queue import FairQueue
 from app.errors import internal_error
 from app.services.traces import event_frame
 from app.settings import Settings
+from nnsight_engine.core.metering import METER
 from nnsight_engine.local_engine.child import Child, ProcessEndedError
 from nnsight_engine.local_engine.link import CANCEL, FAILED, READY, ProcessOptions
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
@@ -60,6 +61,8 @@ class Job:
         is_late: Whether its time is over.
         position: How many are before it, as its client was told last.
         has_begun: Whether it was run; if not, another process may try.
+        meter: What it uses, for whoever counts that.
+        over: Done when it uses nothing any more.
         num_told: How often it has printed.
     """
 
@@ -73,6 +76,10 @@ class Job:
         self.position = 0
         self.num_told = 0
         self.has_begun = False
+        self.meter = METER.get()
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self.meter is not None:
+            self.meter.expect(self.over)
         self._share = unread.share(self._drop, _MAX_UNREAD_BYTES)
 
     def tell(self, status: JobStatus, message: str | None = None) -> None:
@@ -96,6 +103,11 @@ class Job:
                 yield item
         finally:
             self._share.close()
+
+    def end(self) -> None:
+        """Say that it uses nothing any more; harmless when repeated."""
+        if not self.over.done():
+            self.over.set_result(None)
 
     def _drop(self, error: SlowReaderError) -> None:
         """End it, and forget what waits: whoever reads next is told why."""
@@ -121,6 +133,8 @@ class TraceProcesses:
     """What the processes are, for messages."""
     starts_ahead = False
     """Whether processes are started before there is a trace for them."""
+    are_engines = True
+    """Whether a trace that runs in one holds an engine up."""
 
     def __init__(
         self,
@@ -153,6 +167,10 @@ class TraceProcesses:
         """How many traces wait."""
         return len(self._queue)
 
+    def num_waiting_of(self, sender: str) -> int:
+        """Return how many of them are a sender's."""
+        return sum(job.request.sender == sender for job in self._queue)
+
     @property
     def num_running(self) -> int:
         """How many traces run."""
@@ -175,6 +193,7 @@ class TraceProcesses:
         refusal = ApiError(ErrorCode.DRAINING, "The server is shutting down; send the trace to another one.")
         for job in [*self._queue, *(line.running for line in self._lines if line.running is not None)]:
             self._queue.remove(job)
+            job.end()
             job.frames.put_nowait(refusal)
 
     async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:  # noqa: ARG002 - the protocol's
@@ -197,6 +216,7 @@ class TraceProcesses:
         finally:
             job.cancelled.set()
             if self._queue.remove(job):
+                job.end()
                 self.tell_positions()
 
     def _check_takes_more(self) -> None:
@@ -271,6 +291,7 @@ class _Line:
                 job.frames.put_nowait(internal_error())
                 await self.drop()
             self.running = None
+            job.end()
             await self._settle()
 
     async def _settle(self) -> None:
@@ -357,6 +378,7 @@ class _Line:
         """
         self._num_runs += 1
         number = self._num_runs
+        begin = time.monotonic()
         watch = asyncio.create_task(self._watch(child, job, number))
         try:
             if not child.is_quiet:
@@ -371,6 +393,8 @@ class _Line:
         finally:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
+            if job.meter is not None and self._traces.are_engines:
+                job.meter.intervention_s += time.monotonic() - begin
             await self._traces.ended(job)
 
     async def _watch(self, child: Child, job: Job, number: int) -> None:

@@ -187,25 +187,37 @@ class VLLMEngineClient:
         return body
 
     async def completions(
-        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request, owner: str
+        self,
+        body: JsonObject,
+        interventions: tuple[Intervention, ...],
+        http: Request,
+        owner: str,
+        *,
+        inline: bool = False,
     ) -> EngineReply:
         """Answer ``/v1/completions``."""
         SENDER.set(owner)  # for what this task and those that it begins have vLLM do
         serve = self._vllm_app.state.openai_serving_completion.create_completion
         if interventions:
-            return await self._intervene(
-                InterveningCompletionRequest, serve, body, interventions, http, owner
-            )
+            model = InterveningCompletionRequest
+            return await self._intervene(model, serve, body, interventions, http, owner, inline=inline)
         return await self._plain(CompletionRequest, serve, body, http)
 
     async def chat(
-        self, body: JsonObject, interventions: tuple[Intervention, ...], http: Request, owner: str
+        self,
+        body: JsonObject,
+        interventions: tuple[Intervention, ...],
+        http: Request,
+        owner: str,
+        *,
+        inline: bool = False,
     ) -> EngineReply:
         """Answer ``/v1/chat/completions``."""
         SENDER.set(owner)
         serve = self._vllm_app.state.openai_serving_chat.create_chat_completion
         if interventions:
-            return await self._intervene(InterveningChatRequest, serve, body, interventions, http, owner)
+            model = InterveningChatRequest
+            return await self._intervene(model, serve, body, interventions, http, owner, inline=inline)
         return await self._plain(ChatCompletionRequest, serve, body, http)
 
     async def _plain(self, model: type[Any], serve: Serve, body: JsonObject, http: Request) -> EngineReply:
@@ -228,6 +240,8 @@ class VLLMEngineClient:
         interventions: tuple[Intervention, ...],
         http: Request,
         owner: str,
+        *,
+        inline: bool,
     ) -> EngineReply:
         try:
             request = model.model_validate(body)
@@ -254,7 +268,8 @@ class VLLMEngineClient:
             if not hasattr(answer, "model_dump"):
                 streams = True
                 return EngineReply(stream=self._stream(answer, call, num_choices, owner))
-            return EngineReply(body=await self._whole(answer.model_dump(), call, num_choices, owner))
+            body = answer.model_dump()
+            return EngineReply(body=await self._whole(body, call, num_choices, owner, inline=inline))
         finally:
             if not streams:
                 engine.close_call(call)
@@ -285,10 +300,12 @@ class VLLMEngineClient:
             logger.info("vLLM refused a request", exc_info=True)
             return create_error_response(error)
 
-    async def _whole(self, body: JsonObject, call: Call, num_choices: int, owner: str) -> JsonObject:
+    async def _whole(
+        self, body: JsonObject, call: Call, num_choices: int, owner: str, *, inline: bool
+    ) -> JsonObject:
         for choice in body["choices"]:
             collected = call.take_final(choice["index"], num_choices)
-            choice["interventions"] = await self._choice_json(collected, owner)
+            choice["interventions"] = await self._choice_json(collected, call, owner, inline=inline)
         return body
 
     async def _stream(
@@ -310,12 +327,20 @@ class VLLMEngineClient:
             take = call.take_final if is_last else call.take_part
             collected = take(choice["index"], num_choices)
             if collected is not None:
-                choice["interventions"] = await self._choice_json(collected, owner)
+                choice["interventions"] = await self._choice_json(collected, call, owner)
         return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
-    async def _choice_json(self, collected: Any, owner: str) -> JsonObject:
+    async def _choice_json(
+        self, collected: Any, call: Call, owner: str, *, inline: bool = False
+    ) -> JsonObject:
         return await choice_json(
-            collected, store=self._store, owner=owner, settings=self._settings, decode=self._decode
+            collected,
+            store=self._store,
+            owner=owner,
+            settings=self._settings,
+            decode=self._decode,
+            operations=call.ops if isinstance(call, InterventionCall) else (),
+            inline=inline,
         )
 
     def _tokenize(self, text: str) -> list[int]:

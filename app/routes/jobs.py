@@ -11,6 +11,8 @@ from starlette.responses import Response
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import Job, JobList, JobStatus
+from app.admission.quotas import Quota
+from app.admission.rates import admitted_of
 from app.audit.records import note
 from app.body import stream_bytes
 from app.context import Coder, Served
@@ -19,6 +21,7 @@ from app.openapi import BINARY, TRACE_BODY, error_responses
 from app.services.code_policy import check_code_allowed
 from app.services.downloads import download
 from app.services.trace_admission import check_head, check_sender
+from app.storage.kept import Holder
 from nnsight_engine.remote_backend.frames import MEDIA_TYPE as FRAMES_TYPE
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -64,13 +67,23 @@ async def create_job(
 ) -> Job:
     """The body is that of `POST /v1/traces`. A job that is accepted runs, whatever becomes of this server."""
     check_sender(context.settings, request, caller)
-    body = stream_bytes(request, context.settings.max_trace_request_bytes)
-    check = functools.partial(check_head, context.settings, request, context.engine.served())
-    submitted = await context.jobs.submit(body, check=check, key=key, owner=caller.tenant, reruns=rerun)
+    await check_quotas(request)
+    settings = context.settings
+    body = stream_bytes(request, settings.max_trace_request_bytes, settings.upload_idle_timeout_s)
+    check = functools.partial(check_head, context.settings, caller, context.engine.served())
+    holder = Holder(caller.tenant, caller.key_id)
+    submitted = await context.jobs.submit(body, check=check, key=key, holder=holder, reruns=rerun)
     note(subject=submitted.job.id, model=submitted.job.model)
     response.status_code = 202 if submitted.is_new else 200
     response.headers["Location"] = f"/v1/jobs/{submitted.job.id}"
     return submitted.job
+
+
+async def check_quotas(request: Request) -> None:
+    """Take a job only from whom one may run now; what it uses is counted when it runs."""
+    admitted = admitted_of(request)
+    if admitted is not None:
+        await admitted.check(*Quota)
 
 
 @router.get("", summary="List jobs, the newest first", responses=error_responses(404))
@@ -112,7 +125,8 @@ async def cancel_job(job_id: str, context: Served, caller: Coder) -> Job:
 async def rerun_job(job_id: str, request: Request, context: Served, caller: Coder) -> Job:
     """Only one that failed or was cancelled; the result that it had goes."""
     check_code_allowed(context.settings, request, caller)
-    return await context.jobs.rerun(job_id, caller.tenant)
+    await check_quotas(request)
+    return await context.jobs.rerun(job_id, Holder(caller.tenant, caller.key_id))
 
 
 @router.get(

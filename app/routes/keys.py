@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Annotated, Final, TypeVar
 
 from fastapi import APIRouter, Query, Response
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.requests import Request
 
-from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import MAX_NAME, CreatedKey, Key, KeyList, Limits, NewKey, Rotation, Tenant, TenantList
 from app.audit.changes import changed
 from app.audit.records import note
 from app.body import BodyLimits, read_object
 from app.context import ADMIN, Context, Served
-from app.errors import said
+from app.errors import validated
 from app.openapi import error_responses, json_body
 
 T = TypeVar("T", bound=BaseModel)
@@ -96,10 +95,6 @@ async def _read(request: Request, context: Context, model: type[T]) -> T:
     Raises:
         ApiError: ``invalid_shape``, ``body_too_large``, what is no JSON.
     """
-    body = await read_object(request, BodyLimits(_MAX_BODY_BYTES, context.settings.max_json_depth))
-    try:
-        return model.model_validate(body)
-    except ValidationError as error:
-        raise ApiError(
-            ErrorCode.INVALID_SHAPE, f"The body is none of its route: {said(error.errors())}"
-        ) from error
+    settings = context.settings
+    limits = BodyLimits(_MAX_BODY_BYTES, settings.max_json_depth, settings.upload_idle_timeout_s)
+    return validated(model, await read_object(request, limits))

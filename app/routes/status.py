@@ -6,17 +6,19 @@ import platform
 
 from fastapi import APIRouter
 
+from api_schemas.keys import Scope
 from api_schemas.traces import ModelStatus, ServerStatus
-from app.context import ANYBODY, Served
+from app.auth.principal import Principal
+from app.context import Caller, Context, Served
 from app.lifecycle import Phase
 from nnsight_engine import __version__
 
-router = APIRouter(tags=["health"], dependencies=[ANYBODY])
+router = APIRouter(tags=["health"])
 
 
 @router.get("/v1/status", summary="How the server is, and what it has")
-async def get_status(context: Served) -> ServerStatus:
-    """The phase, the models and what runs traces of them; 200 in every phase."""
+async def get_status(context: Served, caller: Caller) -> ServerStatus:
+    """The phase, the models, what runs traces of them, and how much the caller has here; in every phase."""
     phase, served = context.lifecycle.phase, context.engine.served()
     model = ModelStatus(
         name=served.names[0],
@@ -24,11 +26,23 @@ async def get_status(context: Served) -> ServerStatus:
         running=phase is Phase.READY,
         engines=context.traces.names,
     )
+    in_flight, queued = await _counts(context, caller)
     return ServerStatus(
         phase=phase,
         version=__version__,
         python=platform.python_version(),
         models=[model],
-        in_flight=context.lifecycle.num_in_flight,
-        queued=await context.jobs.num_waiting() + sum(one.num_waiting for one in context.processes),
+        in_flight=in_flight,
+        queued=queued,
     )
+
+
+async def _counts(context: Context, caller: Principal) -> tuple[int, int]:
+    """Return how much runs and waits: a tenant's own, since others' is not its business, or everybody's."""
+    if not caller.has_key or Scope.ADMIN in caller.scopes:
+        waiting = sum(one.num_waiting for one in context.processes)
+        return context.lifecycle.num_in_flight, await context.jobs.num_waiting() + waiting
+    tenant = caller.tenant
+    running = context.rates.num_running(tenant) + context.jobs.num_running_of(tenant)
+    waiting = sum(one.num_waiting_of(tenant) for one in context.processes)
+    return running, await context.jobs.num_waiting(tenant) + waiting

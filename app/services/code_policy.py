@@ -9,6 +9,7 @@ came to must be one of the machine's own.
 from __future__ import annotations
 
 import ipaddress
+from urllib.parse import urlsplit
 
 from starlette.requests import HTTPConnection, Request
 
@@ -59,6 +60,12 @@ def check_name(settings: Settings, connection: HTTPConnection) -> None:
             "own: use http://localhost or http://127.0.0.1, or have the operator set allow_code=true "
             "(NNSIGHT_ENGINE_ALLOW_CODE=1)."
         )
+
+
+def is_from_elsewhere(connection: HTTPConnection) -> bool:
+    """Tell whether a browser sends this for a page of another place, as it says itself."""
+    origin = connection.headers.get("origin")
+    return origin is not None and urlsplit(origin).hostname != connection.url.hostname
 
 
 def is_loopback(host: str) -> bool:

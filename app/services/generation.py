@@ -6,7 +6,6 @@ The body is parsed once. A request without ``interventions`` skips everything th
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
@@ -15,15 +14,20 @@ from starlette.responses import JSONResponse, Response
 from api_schemas.interventions import FIELD, Intervention, Limits, parse_interventions
 from api_schemas.keys import Scope
 from api_schemas.request_traces import Trace
-from app.audit.records import note_operations, note_usage
+from app.admission.estimates import of_body
+from app.admission.quotas import INTERVENING
+from app.admission.rates import admitted_of
+from app.audit.records import note_operations, note_refusal
 from app.auth.principal import Principal
 from app.body import BodyLimits, read_object
 from app.context import Context
 from app.engine.client import EngineReply, JsonObject
+from app.services.cache_salts import keep_apart
 from app.services.code_policy import check_code_allowed
 from app.services.disconnect import while_connected
 from app.services.streaming import ClosingStream, close_stream, events, first_event
 from app.settings import Settings
+from app.vectors.names import names_vectors
 
 Generate = Callable[[JsonObject, tuple[Intervention, ...], Request, str], Awaitable[EngineReply]]
 """``EngineClient.completions`` or ``EngineClient.chat``."""
@@ -45,7 +49,8 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
         ClientDisconnect: The client went away; the engine's work has been cancelled.
     """
     settings = context.settings
-    body = await read_object(request, BodyLimits(settings.max_body_bytes, settings.max_json_depth))
+    limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
+    body = await read_object(request, limits)
     raw = body.pop(FIELD, None)
     interventions = () if raw is None else parse_interventions(raw, limits_of(settings))
     note_operations(body.get("model"), interventions)
@@ -53,13 +58,19 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
         caller.check(Scope.INTERVENTIONS)
     if any(isinstance(operation, Trace) for operation in interventions):
         check_code_allowed(settings, request, caller)
-    if caller.has_key:
-        _keep_apart(body, caller)
+    admitted = admitted_of(request)
+    if admitted is not None:
+        if interventions:
+            await admitted.check(*INTERVENING)
+        await admitted.reserve(of_body(body))
+    if names_vectors(interventions):
+        interventions = await context.vectors.resolved(interventions, caller.tenant)
+    keep_apart(body, caller)
     answer = call(body, interventions, request, caller.tenant)
     started = await while_connected(request.receive, _start(answer))
     reply = started.reply
     if reply.stream is None:
-        note_usage(reply.body)
+        note_refusal(reply.body)
         return JSONResponse(reply.body, reply.status, reply.headers)
     stream = reply.stream
 
@@ -77,14 +88,6 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
 def limits_of(settings: Settings) -> Limits:
     """Return the limits on a request's interventions."""
     return Limits(max_operations=settings.max_operations, max_tensor_bytes=settings.max_tensor_bytes)
-
-
-def _keep_apart(body: JsonObject, caller: Principal) -> None:
-    """Let nobody learn from how long a prompt takes whether another tenant has sent it."""
-    salt = body.get("cache_salt")
-    if salt is None or (salt and isinstance(salt, str)):  # vLLM refuses the rest
-        # No tenant's name has a colon; vLLM takes no more than so many characters.
-        body["cache_salt"] = hashlib.sha256(f"{caller.tenant}:{salt or ''}".encode()).hexdigest()
 
 
 async def _start(call: Awaitable[EngineReply]) -> _Started:

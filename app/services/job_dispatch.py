@@ -13,18 +13,23 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from api_schemas.errors import ApiError, ErrorCode
+from app.auth.principal import EVERYBODY, Principal
 from app.lifecycle import Lifecycle, Phase
+from app.services.job_callers import JobCallers
 from app.services.job_runs import Ending, JobRun, JobTools
 from app.services.job_slots import JobSlots, Slot
 from app.storage.job_leases import LEASE_S
 from app.storage.jobs import JobStore
 from app.storage.tables import JobRow
+from nnsight_engine.core.metering import METER, Meter
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S: Final = 1.0
 _RENEW_S: Final = LEASE_S / 3
 _RECOVER_S: Final = LEASE_S / 3
+_MAX_HOLD_S: Final = 5.0
 _STOP_S: Final = 15.0
 """What an engine has not ended after so long is left to the next start, which takes it for interrupted."""
 
@@ -38,6 +43,7 @@ class JobDispatcher:
         lifecycle: Says whether jobs may begin, and counts those that run as in flight.
         model: Returns the name of the model served.
         max_running: Most jobs at once; those that wait for an engine without room do not count.
+        callers: Know whose jobs may run, and count what they use.
     """
 
     def __init__(
@@ -48,6 +54,7 @@ class JobDispatcher:
         lifecycle: Lifecycle,
         model: Callable[[], str],
         max_running: int,
+        callers: JobCallers,
     ) -> None:
         """Run nothing yet."""
         self._tools = tools
@@ -58,6 +65,8 @@ class JobDispatcher:
         self._runs: dict[str, JobRun] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._served_at: dict[str, float] = {}
+        self._callers = callers
+        self._held_until: dict[str, float] = {}
         self._wake = asyncio.Event()
         self._is_stopping = False
         self._loops: list[asyncio.Task[None]] = []
@@ -66,6 +75,10 @@ class JobDispatcher:
     def running(self) -> list[str]:
         """The ids of the jobs that run here."""
         return list(self._running)
+
+    def num_running(self, owner: str) -> int:
+        """Return how many of them are an owner's."""
+        return sum(run.owner == owner for run in self._runs.values())
 
     def start(self) -> None:
         """Begin to claim; called inside the running event loop."""
@@ -115,34 +128,70 @@ class JobDispatcher:
             return False
         slot, job = await self._slots.take(), None
         try:
-            job = await self._tools.leases.claim(self._model(), self._served_at, without=self._slots.waiting)
+            job = await self._tools.leases.claim(
+                self._model(), self._served_at, without=self._slots.waiting, without_keys=self._held()
+            )
         finally:
             if job is None:
                 slot.leave()
         if job is None:
             return False
-        if self._is_stopping:
-            return False  # given back by stop()
-        self._served_at[job.owner] = time.monotonic()
-        run = JobRun(job, self._tools, slot)
-        self._runs[job.id] = run
-        self._running[job.id] = asyncio.create_task(self._run(job, run, slot), name=f"job-{job.id}")
+        is_begun = False
+        try:
+            caller = await self._callers.of(job)
+            if caller is not None and await self._hold(job, caller):
+                return True
+            if self._is_stopping:
+                return False  # given back by stop()
+            self._begin(job, slot, caller)
+            is_begun = True
+        finally:
+            if not is_begun:
+                slot.leave()
         return True
+
+    def _begin(self, job: JobRow, slot: Slot, caller: Principal | None) -> None:
+        self._served_at[job.owner] = time.monotonic()
+        run = JobRun(job, self._tools, slot, refusal=_key_ended(job) if caller is None else None)
+        self._runs[job.id] = run
+        self._running[job.id] = asyncio.create_task(
+            self._run(job, run, slot, caller or EVERYBODY), name=f"job-{job.id}"
+        )
+
+    def _held(self) -> list[str]:
+        """Return the keys whose jobs wait until there is something left to them."""
+        moment = time.monotonic()
+        self._held_until = {key: until for key, until in self._held_until.items() if moment < until}
+        return list(self._held_until)
+
+    async def _hold(self, job: JobRow, caller: Principal) -> bool:
+        """Let a job wait whose key has used up what it may; returns whether it has."""
+        wait_s = await self._callers.wait_s(caller)
+        if wait_s:
+            # Asked again before that is over: limits change.
+            self._held_until[job.key_id] = time.monotonic() + min(wait_s, _MAX_HOLD_S)
+            await self._tools.leases.put_back(job)
+        return bool(wait_s)
 
     def _may_begin(self) -> bool:
         return not self._is_stopping and self._lifecycle.phase is Phase.READY
 
-    async def _run(self, job: JobRow, run: JobRun, slot: Slot) -> None:
+    async def _run(self, job: JobRow, run: JobRun, slot: Slot, caller: Principal) -> None:
+        meter = Meter(job.key_id)
+        METER.set(meter)  # of this task, which is the job's
         try:
             with self._lifecycle.serving():
                 await run.run()
                 gone = await self._store.remove_ended(job.id)
                 await self._tools.files.remove(gone.ids)
-                self._tools.files.space.free(gone.num_bytes)
+                for holder, num_bytes in gone.freed:
+                    self._tools.files.space.free(num_bytes, holder)
         except Exception:
             # It keeps its lease until that is over, and is then taken for lost.
             logger.exception("what became of job %s could not be written down", job.id)
         finally:
+            # Before another job of the same key may begin.
+            await self._callers.count(caller, meter)
             del self._runs[job.id], self._running[job.id]
             slot.leave()
             self.wake()
@@ -182,6 +231,14 @@ class JobDispatcher:
             self._tools.told(job_id)
         if lost:
             self.wake()
+
+
+def _key_ended(job: JobRow) -> ApiError:
+    return ApiError(
+        ErrorCode.KEY_ENDED,
+        f"The key {job.key_id!r}, which sent this job, ended before the job's turn came; run it again with "
+        f"another of the tenant's keys, POST /v1/jobs/{job.id}/rerun.",
+    )
 
 
 __all__ = ["JobDispatcher"]

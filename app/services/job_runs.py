@@ -33,6 +33,7 @@ from app.storage.job_leases import MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLo
 from app.storage.job_results import ResultFile
 from app.storage.job_states import CANCELLED_MESSAGE, now
 from app.storage.tables import JobRow
+from nnsight_engine.core.metering import METER
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 from nnsight_engine.wire import DecodeError
@@ -95,14 +96,18 @@ class JobRun:
         job: As it was claimed.
         tools: What it takes.
         slot: Its place among those that run.
+        refusal: Why it is not to run after all.
     """
 
-    def __init__(self, job: JobRow, tools: JobTools, slot: Slot) -> None:
+    def __init__(self, job: JobRow, tools: JobTools, slot: Slot, refusal: ApiError | None = None) -> None:
         """Prepare; ``run`` does it all."""
         self._job = job
         self._tools = tools
         self._slot = slot
-        self._record = Record("RUN", "/v1/jobs/{job_id}", job.owner, subject=job.id, model=job.model)
+        self._refusal = refusal
+        self._record = Record(
+            "RUN", "/v1/jobs/{job_id}", job.owner, job.key_id, subject=job.id, model=job.model
+        )
         self._dispatched: JobEvent | None = None
         self._events = _Batches(self._tell)
         self._num_logs = 0
@@ -114,6 +119,11 @@ class JobRun:
         self._is_over = False
         self._was_interrupted = False
         self._is_unsure = False
+
+    @property
+    def owner(self) -> str:
+        """Whose it is."""
+        return self._job.owner
 
     def end_early(self, ending: Ending) -> None:
         """End it now; too late once its end is being written down, harmless when repeated."""
@@ -128,7 +138,7 @@ class JobRun:
         self._task = asyncio.current_task()
         if self._ending is not None and self._task is not None:
             self._task.cancel()  # it was ended before its first step
-        result = self._tools.files.new_result(self._job.id, self._job.attempt)
+        result = self._tools.files.new_result(self._job.id, self._job.attempt, self._job.holder)
         has_result = False
         try:
             end = await self._finished(await self._end(result), result)
@@ -155,6 +165,7 @@ class JobRun:
             return
         record.duration_s = time.time() - record.time
         record.request_bytes = self._job.request_bytes
+        record.add_use(METER.get())
         if end is None:
             record.error = _TO_RUN_AGAIN
         else:
@@ -199,6 +210,8 @@ class JobRun:
         return JobEnd(failure.status, failure.message, failure.code, result.num_bytes)
 
     async def _play(self, result: ResultFile) -> None:
+        if self._refusal is not None:
+            raise self._refusal
         try:
             request = await self._tools.files.request(self._job.id)
         except (OSError, DecodeError) as error:

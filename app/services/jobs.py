@@ -22,6 +22,7 @@ from api_schemas.jobs import Job, JobError, JobEvent, JobList, JobStatus, JobSum
 from app.audit.log import AuditLog
 from app.errors import error_bytes, printable
 from app.lifecycle import Lifecycle
+from app.services.job_callers import JobCallers
 from app.services.job_dispatch import JobDispatcher
 from app.services.job_feed import JobFeed
 from app.services.job_runs import JobTools
@@ -33,7 +34,9 @@ from app.settings import Settings
 from app.storage.database import Database
 from app.storage.job_files import ORPHAN_S, JobFiles
 from app.storage.job_leases import JobLeases
+from app.storage.job_space import Space
 from app.storage.jobs import Accepted, Gone, JobStore, NewJob
+from app.storage.kept import Holder, StoredBytes
 from app.storage.results import OpenResult
 from app.storage.tables import JobRow
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
@@ -77,6 +80,8 @@ class JobService:
         traces: Runs them.
         lifecycle: Says whether they may run.
         served: Returns what the model is called.
+        callers: Know whose jobs may run, and count what they use.
+        stored: What tenants and keys may keep.
         log: Takes what was run.
 
     Attributes:
@@ -90,6 +95,8 @@ class JobService:
         traces: TraceService,
         lifecycle: Lifecycle,
         served: Callable[[], ServedModel],
+        callers: JobCallers,
+        stored: StoredBytes,
         log: AuditLog,
     ) -> None:
         """Remember the parts; nothing is opened before ``start``."""
@@ -97,8 +104,15 @@ class JobService:
         self._traces = traces
         self._lifecycle = lifecycle
         self._database = database
-        self._files = JobFiles(_folder_of(settings), max_bytes=settings.job_store_bytes)
-        self._store = JobStore(self._database, max_queued=settings.max_queued_jobs, ttl_s=settings.job_ttl_s)
+        self._callers = callers
+        space = Space(settings.job_store_bytes, share=settings.tenant_share, limits=stored)
+        self._files = JobFiles(_folder_of(settings), space)
+        self._store = JobStore(
+            self._database,
+            max_queued=settings.max_queued_jobs,
+            ttl_s=settings.job_ttl_s,
+            share=settings.tenant_share,
+        )
         self._feed = JobFeed(self._store)
         self._served = served
         self._log = log
@@ -116,14 +130,18 @@ class JobService:
         """How many jobs run here now."""
         return len(self._dispatcher.running) if self._dispatcher is not None else 0
 
+    def num_running_of(self, owner: str) -> int:
+        """Return how many of them are an owner's."""
+        return self._dispatcher.num_running(owner) if self._dispatcher is not None else 0
+
     def _check(self, head: TraceHead) -> None:
         """Raise ApiError for a job that this server would not take any more, or that is of another model."""
         check_still_taken(self._settings, head)
         self._served().check(head)
 
-    async def num_waiting(self) -> int:
-        """Return how many jobs wait for a server of this model."""
-        return await self._store.num_waiting(self._served().names[0])
+    async def num_waiting(self, owner: str | None = None) -> int:
+        """Return how many jobs wait for a server of this model, of all owners or of one."""
+        return await self._store.num_waiting(self._served().names[0], owner)
 
     async def start(self) -> None:
         """Find out what dead servers left, and begin to run jobs."""
@@ -151,6 +169,7 @@ class JobService:
             lifecycle=self._lifecycle,
             model=lambda: self._served().names[0],
             max_running=self._settings.max_running_jobs,
+            callers=self._callers,
         )
         self._dispatcher.start()
         self._sweeper = asyncio.create_task(self._sweep(), name="jobs-sweep")
@@ -172,7 +191,7 @@ class JobService:
         *,
         check: Callable[[TraceHead], None],
         key: str | None,
-        owner: str,
+        holder: Holder,
         reruns: bool,
     ) -> Submitted:
         """Accept a trace, or return the job that its key named before.
@@ -181,18 +200,18 @@ class JobService:
             chunks: The request's bytes, as they come.
             check: Raises ApiError unless the server takes a trace with this head from its sender.
             key: The client's name for the request.
-            owner: Whose it is.
+            holder: Whose it is.
             reruns: Whether it runs again by itself where the server dies while it runs.
 
         Raises:
-            ApiError: ``invalid_trace``, ``queue_full``, ``job_store_full``, ``idempotency_conflict``, or what
-                no engine here runs; what ``chunks`` and ``check`` raise.
+            ApiError: ``invalid_trace``, ``queue_full``, ``job_store_full``, ``stored_bytes_full``,
+                ``idempotency_conflict``, or what no engine here runs; what ``chunks`` and ``check`` raise.
         """
         model = self._served().names[0]
         if key is None:
             # With a key it may be one that waits already, which only its bytes tell.
-            await self._store.check_room(model)
-        async with self._files.received(chunks) as upload:
+            await self._store.check_room(model, holder.tenant)
+        async with self._files.received(chunks, holder) as upload:
             try:
                 head = (await self._files.head_of(upload)).head
             except DecodeError as error:
@@ -201,13 +220,14 @@ class JobService:
             self._traces.engine_for(head)
             new = NewJob(
                 id=secrets.token_urlsafe(_ID_BYTES),
-                owner=owner,
+                owner=holder.tenant,
                 model=model,
                 summary=_summary(head),
                 digest=upload.digest,
                 request_bytes=upload.num_bytes,
                 idempotency_key=key,
                 reruns=reruns,
+                key_id=holder.key_id,
             )
             await self._files.adopt(upload, new.id)
         # Goes on where we are cancelled: the job may be in the database then, or its files must go.
@@ -219,10 +239,10 @@ class JobService:
         try:
             accepted = await self._store.accept(new)
         except Exception:
-            await self._forget(Gone([new.id], new.request_bytes))
+            await self._forget(Gone([new.id], [(new.holder, new.request_bytes)]))
             raise
         if not accepted.is_new:
-            await self._forget(Gone([new.id], new.request_bytes))
+            await self._forget(Gone([new.id], [(new.holder, new.request_bytes)]))
         self._wake()
         return accepted
 
@@ -265,14 +285,14 @@ class JobService:
         self._tell_cancelled(job_id)
         await self._forget(gone)
 
-    async def rerun(self, job_id: str, owner: str) -> Job:
-        """Let a job that failed or was cancelled run again.
+    async def rerun(self, job_id: str, holder: Holder) -> Job:
+        """Let a job that failed or was cancelled run again, for whoever asks for that.
 
         Raises:
             ApiError: ``job_not_found``, ``job_not_rerunnable``, ``queue_full``.
         """
-        job, num_bytes = await self._store.rerun(job_id, owner)
-        self._files.space.free(num_bytes)
+        job, (before, num_bytes) = await self._store.rerun(job_id, holder)
+        self._files.space.free(num_bytes, before)
         await self._files.remove_results([(job_id, job.attempt)])
         self._feed.told(job_id)
         self._wake()
@@ -321,7 +341,8 @@ class JobService:
 
     async def _forget(self, gone: Gone) -> None:
         await self._files.remove(gone.ids)
-        self._files.space.free(gone.num_bytes)
+        for holder, num_bytes in gone.freed:
+            self._files.space.free(num_bytes, holder)
 
     async def _sweep(self) -> None:
         interval_s = min(_MAX_SWEEP_S, max(0.05, self._settings.job_ttl_s / 4))

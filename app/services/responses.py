@@ -10,12 +10,16 @@ from __future__ import annotations
 import base64
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
+from api_schemas.interventions import Intervention, tensor_of
+from api_schemas.tensors import NamedTensor
 from app.settings import Settings
 from app.storage.results import ResultStore
+from nnsight_engine.core.metering import METER
 from nnsight_engine.plans.collected import (
+    Applied,
     CaptureResult,
     CollectedResults,
     LensResult,
@@ -27,6 +31,9 @@ from nnsight_engine.plans.collected import (
 
 _LOWEST_LOGPROB: Final = -9999.0
 """What stands for the logarithm of zero, as in vLLM's own log-probabilities."""
+
+_NUMBER_BYTES: Final = 4
+"""Of a number that comes by itself, as the engine has it."""
 
 Decode = Callable[[int], str]
 _Result = CaptureResult | ProbeResult | LensResult | TraceResult
@@ -40,6 +47,8 @@ async def choice_json(
     settings: Settings,
     decode: Decode,
     base_path: str = "",
+    operations: Sequence[Intervention] = (),
+    inline: bool = False,
 ) -> dict[str, Any]:
     """Return the ``interventions`` object of one choice or of one token's part of it.
 
@@ -49,6 +58,8 @@ async def choice_json(
         owner: The tenant whose they are.
         settings: The limit on inline tensors.
         decode: Text of a token id.
+        operations: The request's, in its order; those that named a vector are told which it was.
+        inline: Whether tensors stay in the answer, however large.
         base_path: What stands before ``/v1`` in the server's URLs (ASGI's ``root_path``).
 
     Returns:
@@ -63,13 +74,20 @@ async def choice_json(
         for result in collected.results
         for place, tensor in _tensors_of(result)
     }
-    if sum(len(tensor.data) for tensor in large.values()) > settings.inline_tensor_bytes:
-        tensors = await _stored(large, store, owner, base_path)
+    num_bytes = sum(len(tensor.data) for tensor in large.values())
+    meter = METER.get()
+    if meter is not None:
+        meter.captured_bytes += num_bytes + sum(map(_number_bytes, collected.results))
+    if num_bytes > settings.inline_tensor_bytes and not inline:
+        key_id = "" if meter is None else meter.key_id
+        stored = await store.put(large, owner, key_id)
+        # Rounded down: the file is there for at least as long as the answer says.
+        tensors = _Stored(f"{base_path}/v1/results/{stored.id}", math.floor(stored.expires_at))
     answer: dict[str, Any] = {
         "results": {result.name: _result_json(result, tensors, decode) for result in collected.results}
     }
     if collected.final:
-        answer["applied"] = [dataclasses.asdict(applied) for applied in collected.applied]
+        answer["applied"] = _applied_json(collected.applied, operations)
         answer["provenance"] = {
             "fingerprint": collected.fingerprint,
             "cached_tokens": collected.cached_tokens,
@@ -77,6 +95,25 @@ async def choice_json(
             "tier": collected.tier,
         }
     return answer
+
+
+def _applied_json(applied: Sequence[Applied], operations: Sequence[Intervention]) -> list[dict[str, Any]]:
+    told = [dataclasses.asdict(one) for one in applied]
+    for one, operation in zip(told, operations, strict=False):
+        tensor = tensor_of(operation)
+        if isinstance(tensor, NamedTensor) and tensor.used is not None:
+            one["vector"] = tensor.used.model_dump()
+    return told
+
+
+def _number_bytes(result: _Result) -> int:
+    """Return how many bytes the numbers have that a lens or a probe brings."""
+    if isinstance(result, ProbeResult):
+        return _NUMBER_BYTES * len(result.points) * len(result.positions)
+    if isinstance(result, LensResult):
+        rows = (row for layer in result.layers.values() for row in layer)
+        return 2 * _NUMBER_BYTES * sum(len(top) + len(targets) for top, targets in rows)
+    return 0
 
 
 class _Inline:
@@ -110,14 +147,6 @@ class _Stored(_Inline):
             "shape": list(tensor.shape),
             "expires_at": self._expires_at,
         }
-
-
-async def _stored(
-    tensors: dict[str, TensorResult], store: ResultStore, owner: str, base_path: str
-) -> _Stored:
-    stored = await store.put(tensors, owner)
-    # Rounded down: the file is there for at least as long as the answer says.
-    return _Stored(f"{base_path}/v1/results/{stored.id}", math.floor(stored.expires_at))
 
 
 def _file_key(name: str, point: str) -> str:

@@ -30,13 +30,13 @@ def check_sender(settings: Settings, http: Request, caller: Principal) -> None:
     check_media_type(http, MEDIA_TYPE)
 
 
-def check_head(settings: Settings, http: Request, served: ServedModel, head: TraceHead) -> None:
+def check_head(settings: Settings, caller: Principal, served: ServedModel, head: TraceHead) -> None:
     """Raise ApiError unless the server takes a trace with this head from this sender.
 
     Raises:
         ApiError: ``codec_not_allowed``, ``model_not_found``.
     """
-    check_codec(head, http.headers.get("authorization"), settings)
+    check_codec(head, caller, settings)
     served.check(head)
 
 

@@ -18,6 +18,9 @@ from starlette.responses import Response
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
+from app.admission.estimates import of_trace
+from app.admission.quotas import INTERVENING
+from app.admission.rates import admitted_of
 from app.audit.records import note, note_trace
 from app.auth.principal import Principal
 from app.body import read_bytes
@@ -71,11 +74,16 @@ async def read_trace(context: Context, http: Request, caller: Principal) -> Trac
 
     Raises:
         ApiError: ``code_not_allowed``, ``bad_request`` (of another content type), ``body_too_large``,
-            ``invalid_trace``, ``codec_not_allowed``, ``model_not_found``.
+            ``invalid_trace``, ``codec_not_allowed``, ``model_not_found``, ``rate_limit_exceeded``,
+            ``request_beyond_limit``.
         ClientDisconnect: The client went away before the end.
     """
     check_sender(context.settings, http, caller)
-    body = await read_bytes(http, context.settings.max_trace_request_bytes)
+    admitted = admitted_of(http)
+    if admitted is not None:
+        await admitted.check(*INTERVENING)
+    settings = context.settings
+    body = await read_bytes(http, settings.max_trace_request_bytes, settings.upload_idle_timeout_s)
     try:
         if TraceRequest.is_slow(body):
             request = await asyncio.to_thread(TraceRequest.from_bytes, body)
@@ -84,7 +92,9 @@ async def read_trace(context: Context, http: Request, caller: Principal) -> Trac
     except DecodeError as error:
         raise ApiError(ErrorCode.INVALID_TRACE, str(error)) from error
     await note_trace(request)
-    check_head(context.settings, http, context.engine.served(), request.head)
+    check_head(context.settings, caller, context.engine.served(), request.head)
+    if admitted is not None:
+        await admitted.reserve(of_trace(request.head))
     # Whose turn it is where traces wait: each tenant's, or, without keys, each machine's.
     request.tenant = caller.tenant
     request.sender = caller.tenant or ("" if http.client is None else http.client.host)

@@ -9,11 +9,15 @@ from typing import Final
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
 from app.engine.traces import TraceEngine
+from nnsight_engine.core.metering import METER
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 
 _ENGINE_OF: Final = {"vllm": "vllm", "transformers": "local"}
 """What runs a trace whose client leaves that to the server, by the modules that its blocks name."""
+
+_SAVES: Final = frozenset({FrameKind.OUTPUT, FrameKind.RESULT})
+"""Frames that bring what blocks saved."""
 
 
 class TraceService:
@@ -51,10 +55,13 @@ class TraceService:
             ApiError: The trace cannot be run; nothing was yielded where that is so from the start.
         """
         engine = self.engine_for(request.head)
+        meter = METER.get()
         yield event_frame(JobStatus.DISPATCHED, engine=engine.name)
         frames = engine.run_trace(request, job_id)
         try:
             async for frame in frames:
+                if meter is not None and frame.kind in _SAVES:
+                    meter.captured_bytes += len(frame.data)
                 yield frame
         finally:
             await frames.aclose()

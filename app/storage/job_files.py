@@ -24,6 +24,7 @@ from typing import BinaryIO, Final
 
 from app.storage.job_results import ResultFile
 from app.storage.job_space import Space, on_disk, sync_folder
+from app.storage.kept import NOBODY, Holder
 from app.storage.process_folders import ProcessFolder, claim_folder
 from app.storage.results import OpenResult
 from nnsight_engine.remote_backend.messages import TraceRequest
@@ -45,12 +46,14 @@ class Upload:
         path: Where it lies, until it is adopted.
         num_bytes: Its size.
         digest: Its SHA-256 in hexadecimal.
+        holder: Whose it is.
         is_adopted: Whether it is a job's, and counted as that.
     """
 
     path: Path
     num_bytes: int
     digest: str
+    holder: Holder
     is_adopted: bool = False
 
 
@@ -59,12 +62,12 @@ class JobFiles:
 
     Args:
         directory: The server's folder.
-        max_bytes: Most bytes of all jobs.
+        space: How much they may have.
     """
 
-    def __init__(self, directory: Path, *, max_bytes: int) -> None:
+    def __init__(self, directory: Path, space: Space) -> None:
         """Remember the limit; the disk is first touched by ``start``."""
-        self.space = Space(max_bytes)
+        self.space = space
         self._directory = directory
         self._own: ProcessFolder | None = None
 
@@ -82,23 +85,23 @@ class JobFiles:
             await asyncio.to_thread(own.release)
 
     @contextlib.asynccontextmanager
-    async def received(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[Upload]:
+    async def received(self, chunks: AsyncIterator[bytes], holder: Holder = NOBODY) -> AsyncIterator[Upload]:
         """Receive a request's bytes; what nobody has adopted by the end of the block is removed.
 
         Raises:
-            ApiError: ``job_store_full``; ``internal_error``: the disk has failed.
+            ApiError: ``job_store_full``, ``stored_bytes_full``; ``internal_error``: the disk has failed.
         """
         if self._own is None:
             raise RuntimeError("the files must be started before they are used; call start()")
         path = self._own.path / secrets.token_hex(16)
-        upload = Upload(path, 0, "")
+        upload = Upload(path, 0, "", holder)
         try:
             digest = hashlib.sha256()
             with on_disk(_A_REQUEST):
                 file = await asyncio.to_thread(path.open, "xb", buffering=0)
             with file:
                 async for piece in _joined(chunks):
-                    self.space.take(len(piece))
+                    self.space.take(len(piece), holder)
                     upload.num_bytes += len(piece)
                     with on_disk(_A_REQUEST):
                         await asyncio.to_thread(_append, file, piece, digest)
@@ -108,7 +111,7 @@ class JobFiles:
             yield upload
         finally:
             if not upload.is_adopted:
-                self.space.give_up(upload.num_bytes)
+                self.space.give_up(upload.num_bytes, holder)
                 await asyncio.to_thread(path.unlink, missing_ok=True)
 
     async def head_of(self, upload: Upload) -> TraceRequest:
@@ -136,7 +139,7 @@ class JobFiles:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             raise
         upload.is_adopted = True
-        self.space.keep(upload.num_bytes)
+        self.space.keep(upload.num_bytes, upload.holder)
 
     async def request(self, job_id: str) -> TraceRequest:
         """Read a job's request; its parts are views of the file, not of memory.
@@ -147,9 +150,9 @@ class JobFiles:
         """
         return await asyncio.to_thread(_mapped, self._folder(job_id) / _REQUEST)
 
-    def new_result(self, job_id: str, attempt: int) -> ResultFile:
+    def new_result(self, job_id: str, attempt: int, holder: Holder = NOBODY) -> ResultFile:
         """Return a result to be written."""
-        return ResultFile(self._result(job_id, attempt), self.space)
+        return ResultFile(self._result(job_id, attempt), self.space, holder)
 
     async def result(self, job_id: str, attempt: int) -> OpenResult:
         """Open a result.

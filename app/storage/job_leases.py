@@ -67,7 +67,12 @@ class JobLeases:
         self._ttl_s = ttl_s
 
     async def claim(
-        self, model: str, served_at: Mapping[str, float], *, without: Collection[JobKind] = ()
+        self,
+        model: str,
+        served_at: Mapping[str, float],
+        *,
+        without: Collection[JobKind] = (),
+        without_keys: Collection[str] = (),
     ) -> JobRow | None:
         """Take the job that is next, or None where none waits.
 
@@ -77,6 +82,7 @@ class JobLeases:
             model: Jobs of other models stay.
             served_at: When each owner's last job was claimed here.
             without: Jobs of these kinds stay.
+            without_keys: So do jobs of these keys.
         """
 
         def write(session: Session) -> JobRow | None:
@@ -86,6 +92,7 @@ class JobLeases:
                 JobRow.lease_by.is_(None),
                 JobRow.cancel_requested.is_(False),
                 *(not_(_is_of(kind)) for kind in without),
+                JobRow.key_id.not_in(without_keys),
             )
             oldest = _by_owner(session, func.min(JobRow.queued_at), *waits)
             if not oldest:
@@ -151,6 +158,12 @@ class JobLeases:
             lambda session: self._free(session, job.number, [now(JobStatus.QUEUED, _STOPPED)], **values)
         ):
             raise LeaseLostError(job.id)
+
+    async def put_back(self, job: JobRow) -> None:
+        """Let a job wait on that was claimed and not begun."""
+        await self._database.write(
+            lambda session: self._free(session, job.number, [], attempt=JobRow.attempt - 1)
+        )
 
     async def give_back_all(self) -> None:
         """Let go of whatever was claimed and never begun."""

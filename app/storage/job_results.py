@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from app.storage.job_space import Space, on_disk, sync_folder
+from app.storage.kept import Holder
 from nnsight_engine.remote_backend.frames import Frame
 
 logger = logging.getLogger(__name__)
@@ -25,10 +26,11 @@ class ResultFile:
     been cancelled, so threads take turns and nothing is written after ``discard``.
     """
 
-    def __init__(self, path: Path, space: Space) -> None:
+    def __init__(self, path: Path, space: Space, holder: Holder) -> None:
         """Make the file with the first frame."""
         self._path = path
         self._space = space
+        self._holder = holder
         self._file: BinaryIO | None = None
         self._turn = threading.Lock()
         self._is_discarded = False
@@ -38,11 +40,11 @@ class ResultFile:
         """Append a frame.
 
         Raises:
-            ApiError: ``job_store_full``; ``internal_error``: the disk has failed.
+            ApiError: ``job_store_full``, ``stored_bytes_full``; ``internal_error``: the disk has failed.
         """
         head = frame.head()
         num_bytes = len(head) + len(frame.data)
-        self._space.take(num_bytes)
+        self._space.take(num_bytes, self._holder)
         self.num_bytes += num_bytes
         with on_disk("The job's result"):
             await asyncio.to_thread(self._write, head, frame.data)
@@ -58,17 +60,17 @@ class ResultFile:
 
     def keep(self) -> None:
         """Count it as stored: the database says that it is whole."""
-        self._space.keep(self.num_bytes)
+        self._space.keep(self.num_bytes, self._holder)
         self.num_bytes = 0
 
     def leave(self) -> None:
         """Leave it to those who know what the database says of it; harmless when it was kept."""
-        self._space.give_up(self.num_bytes)
+        self._space.give_up(self.num_bytes, self._holder)
         self.num_bytes = 0
 
     async def discard(self) -> None:
         """Remove it; harmless when repeated."""
-        self._space.give_up(self.num_bytes)
+        self._space.give_up(self.num_bytes, self._holder)
         self.num_bytes = 0
         await asyncio.to_thread(self._discard)
 

@@ -10,11 +10,12 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.storage.kept import NOBODY, Holder, StoredBytes
 
 logger = logging.getLogger(__name__)
 
@@ -26,45 +27,62 @@ class Space:
 
     What the database knows is counted when it is told of, what is being written as it is written; other
     processes' writes are seen at the next ``set_stored``.
+
+    Args:
+        max_bytes: Most bytes of all jobs.
+        share: The part of that which one tenant may have.
+        limits: What tenants and keys may keep in all places together.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, *, share: float = 1.0, limits: StoredBytes | None = None) -> None:
         """Begin with nothing stored."""
         self._max_bytes = max_bytes
-        self._stored = 0
-        self._written = 0
+        self._max_tenant_bytes = int(max_bytes * share)
+        self._limits = limits or StoredBytes()
+        self._stored, self._written = self._limits.place(), self._limits.place()
 
-    def take(self, num_bytes: int) -> None:
+    def take(self, num_bytes: int, holder: Holder = NOBODY) -> None:
         """Count bytes that are about to be written.
 
         Raises:
-            ApiError: ``job_store_full``.
+            ApiError: ``job_store_full``, ``stored_bytes_full``.
         """
-        if self._stored + self._written + num_bytes > self._max_bytes:
+        self._check("The jobs of this server", self._max_bytes, self._total(None), num_bytes)
+        if holder.tenant:
+            whose = f"The jobs of the tenant {holder.tenant!r}"
+            self._check(whose, self._max_tenant_bytes, self._total(f"tenant:{holder.tenant}"), num_bytes)
+        self._limits.check(holder, num_bytes)
+        self._written.add(holder, num_bytes)
+
+    def _total(self, name: str | None) -> int:
+        places = (self._stored, self._written)
+        return sum(place.total if name is None else place.of(name) for place in places)
+
+    @staticmethod
+    def _check(whose: str, most: int, used: int, num_bytes: int) -> None:
+        if used + num_bytes > most:
             raise ApiError(
                 ErrorCode.JOB_STORE_FULL,
-                f"The jobs of this server may have {self._max_bytes} bytes together, and have "
-                f"{self._stored + self._written}; remove some (DELETE /v1/jobs/{{id}}), or wait until they "
-                "expire.",
+                f"{whose} may have {most} bytes together, and have {used}; remove some "
+                "(DELETE /v1/jobs/{id}), or wait until they expire.",
             )
-        self._written += num_bytes
 
-    def give_up(self, num_bytes: int) -> None:
+    def give_up(self, num_bytes: int, holder: Holder = NOBODY) -> None:
         """Forget bytes that were written and are gone."""
-        self._written -= num_bytes
+        self._written.add(holder, -num_bytes)
 
-    def keep(self, num_bytes: int) -> None:
+    def keep(self, num_bytes: int, holder: Holder = NOBODY) -> None:
         """Count bytes that were written as stored."""
-        self._written -= num_bytes
-        self._stored += num_bytes
+        self._written.add(holder, -num_bytes)
+        self._stored.add(holder, num_bytes)
 
-    def free(self, num_bytes: int) -> None:
+    def free(self, num_bytes: int, holder: Holder = NOBODY) -> None:
         """Forget bytes that were stored and are gone."""
-        self._stored = max(0, self._stored - num_bytes)
+        self._stored.add(holder, -num_bytes)
 
-    def set_stored(self, num_bytes: int) -> None:
+    def set_stored(self, counts: Mapping[Holder, int]) -> None:
         """Learn what the database says."""
-        self._stored = num_bytes
+        self._stored.set(counts)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ An accepted job is in the database before its client is told. What runs jobs is 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Final
 
 from sqlalchemy import ColumnElement, delete, func, select
@@ -16,6 +17,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
 from app.storage.database import Database
 from app.storage.job_states import FINAL, add_events, cancelled, change, now, row_of
+from app.storage.kept import Holder
 from app.storage.tables import EventRow, JobRow
 
 _MAX_EXPIRED: Final = 200
@@ -34,6 +36,12 @@ class NewJob:
     request_bytes: int
     idempotency_key: str | None
     reruns: bool
+    key_id: str = ""
+
+    @property
+    def holder(self) -> Holder:
+        """Whose its files are."""
+        return Holder(self.owner, self.key_id)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,10 +63,10 @@ class EventPage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gone:
-    """Jobs that were removed, and how many bytes their files had."""
+    """Jobs that were removed, and how many bytes the files of each had, and whose."""
 
     ids: list[str]
-    num_bytes: int
+    freed: list[tuple[Holder, int]]
 
 
 class JobStore:
@@ -68,12 +76,14 @@ class JobStore:
         database: Has the tables.
         max_queued: Most jobs of one model that may wait.
         ttl_s: How long a job is kept after its end.
+        share: The part of those that wait which may be one tenant's.
     """
 
-    def __init__(self, database: Database, *, max_queued: int, ttl_s: float) -> None:
+    def __init__(self, database: Database, *, max_queued: int, ttl_s: float, share: float = 1.0) -> None:
         """Keep the limits."""
         self._database = database
         self._max_queued = max_queued
+        self._max_tenant_queued = math.ceil(max_queued * share)
         self._ttl_s = ttl_s
 
     async def accept(self, new: NewJob) -> Accepted:
@@ -88,13 +98,13 @@ class JobStore:
             # Another server has just written the same key, on databases that let two write at once.
             return await self._database.write(lambda session: self._accept(session, new))
 
-    async def check_room(self, model: str) -> None:
+    async def check_room(self, model: str, owner: str) -> None:
         """Find out whether a job would be accepted, before its request is read.
 
         Raises:
             ApiError: ``queue_full``.
         """
-        await self._database.read(lambda session: self._check_room(session, model))
+        await self._database.read(lambda session: self._check_room(session, model, owner))
 
     async def get(self, job_id: str, owner: str) -> JobRow:
         """Return a job.
@@ -229,21 +239,22 @@ class JobStore:
 
         return await self._database.write(write)
 
-    async def rerun(self, job_id: str, owner: str) -> tuple[JobRow, int]:
-        """Let a job that failed or was cancelled wait to run again; its result goes.
+    async def rerun(self, job_id: str, holder: Holder) -> tuple[JobRow, tuple[Holder, int]]:
+        """Let a job that failed or was cancelled wait to run again, for another key perhaps; its result goes.
 
         Returns:
-            The job, and how many bytes its result had.
+            The job, and how many bytes its result had, and whose.
 
         Raises:
             ApiError: ``job_not_found``, ``job_not_rerunnable``, ``queue_full``.
         """
 
-        def write(session: Session) -> tuple[JobRow, int]:
-            job = _existing(session, job_id, owner)
+        def write(session: Session) -> tuple[JobRow, tuple[Holder, int]]:
+            job = _existing(session, job_id, holder.tenant)
+            key_id = job.key_id
             if job.status not in _RERUNNABLE:
                 raise _not_rerunnable(job)
-            self._check_room(session, job.model)
+            self._check_room(session, job.model, holder.tenant)
             queued = now(JobStatus.QUEUED)
             nothing = dict.fromkeys(
                 ["engine", "message", "code", "started_at", "finished_at", "expires_at", "result_bytes"]
@@ -256,27 +267,30 @@ class JobStore:
                 queued_at=queued.time,
                 cancel_requested=False,
                 num_interruptions=0,
+                key_id=holder.key_id,
                 **nothing,
             )
             if not is_ours:  # somebody else let it, where the database lets two write at once
                 raise _not_rerunnable(_fresh(session, job))
-            num_bytes = job.result_bytes or 0
-            return _fresh(session, job), num_bytes
+            freed = (Holder(job.owner, key_id), job.result_bytes or 0)
+            return _fresh(session, job), freed
 
         return await self._database.write(write)
 
-    async def num_waiting(self, model: str) -> int:
-        """Return how many jobs of a model wait."""
-        return await self._database.read(lambda session: _num_waiting(session, model))
+    async def num_waiting(self, model: str, owner: str | None = None) -> int:
+        """Return how many jobs of a model wait, of all owners or of one."""
+        return await self._database.read(lambda session: _num_waiting(session, model, owner))
 
     async def known(self) -> set[str]:
         """Return the ids of all jobs."""
         return set(await self._database.read(lambda session: session.scalars(select(JobRow.id)).all()))
 
-    async def used_bytes(self) -> int:
-        """Return how many bytes the files of all jobs have."""
+    async def used_bytes(self) -> dict[Holder, int]:
+        """Return how many bytes the files of all jobs have, by whose they are."""
         total = func.sum(JobRow.request_bytes + func.coalesce(JobRow.result_bytes, 0))
-        return int(await self._database.read(lambda session: session.scalar(select(total))) or 0)
+        wanted = select(JobRow.owner, JobRow.key_id, total).group_by(JobRow.owner, JobRow.key_id)
+        rows = await self._database.read(lambda session: session.execute(wanted).all())
+        return {Holder(row[0], row[1]): int(row[2] or 0) for row in rows}
 
     def _accept(self, session: Session, new: NewJob) -> Accepted:
         if new.idempotency_key is not None:
@@ -285,7 +299,7 @@ class JobStore:
             )
             if before is not None:
                 return _same(before, new)
-        self._check_room(session, new.model)
+        self._check_room(session, new.model, new.owner)
         events = [now(JobStatus.RECEIVED), now(JobStatus.QUEUED)]
         job = JobRow(
             id=new.id,
@@ -300,13 +314,20 @@ class JobStore:
             request_bytes=new.request_bytes,
             num_events=len(events),
             reruns=new.reruns,
+            key_id=new.key_id,
         )
         session.add(job)
         session.flush()
         add_events(session, job.number, 0, events)
         return Accepted(job, is_new=True)
 
-    def _check_room(self, session: Session, model: str) -> None:
+    def _check_room(self, session: Session, model: str, owner: str) -> None:
+        if owner and _num_waiting(session, model, owner) >= self._max_tenant_queued:
+            raise ApiError(
+                ErrorCode.QUEUE_FULL,
+                f"{self._max_tenant_queued} jobs of the tenant {owner!r} wait already, and no more may; send "
+                "the trace again later.",
+            )
         if _num_waiting(session, model) >= self._max_queued:
             raise ApiError(
                 ErrorCode.QUEUE_FULL,
@@ -338,10 +359,12 @@ def _not_rerunnable(job: JobRow) -> ApiError:
     )
 
 
-def _num_waiting(session: Session, model: str) -> int:
+def _num_waiting(session: Session, model: str, owner: str | None = None) -> int:
     waiting = select(func.count()).where(
         JobRow.status == JobStatus.QUEUED.value, JobRow.model == model, JobRow.lease_by.is_(None)
     )
+    if owner is not None:
+        waiting = waiting.where(JobRow.owner == owner)
     return session.scalar(waiting) or 0
 
 
@@ -372,11 +395,11 @@ def _removed(session: Session, jobs: list[JobRow]) -> Gone:
     gone = session.execute(
         delete(JobRow)
         .where(JobRow.number.in_([job.number for job in jobs]), JobRow.status.in_(FINAL))
-        .returning(JobRow.id, JobRow.request_bytes, JobRow.result_bytes)
+        .returning(JobRow.id, JobRow.request_bytes, JobRow.result_bytes, JobRow.owner, JobRow.key_id)
         .execution_options(synchronize_session=False)
     ).all()
-    num_bytes = sum(job.request_bytes + (job.result_bytes or 0) for job in gone)
-    return Gone([job.id for job in gone], num_bytes)
+    freed = [(Holder(job.owner, job.key_id), job.request_bytes + (job.result_bytes or 0)) for job in gone]
+    return Gone([job.id for job in gone], freed)
 
 
 __all__ = ["Accepted", "EventPage", "Gone", "JobStore", "NewJob", "not_found"]

@@ -44,6 +44,7 @@ class KeyStore:
             row = KeyRow(
                 id=key_id, tenant=new.tenant, name=new.name, hash=kept, scopes=list(new.scopes),
                 tier=new.tier, limits=_kept(new.limits), created_at=moment, expires_at=expires_at,
+                trusted_codecs=new.trusted_codecs,
             )  # fmt: skip
             session.add(row)
             return told(row)
@@ -73,6 +74,7 @@ class KeyStore:
             row = KeyRow(
                 id=new_id, tenant=old.tenant, name=old.name, hash=kept, scopes=old.scopes, tier=old.tier,
                 limits=old.limits, created_at=moment, expires_at=old.expires_at, replaces=old.id,
+                trusted_codecs=old.trusted_codecs,
             )  # fmt: skip
             session.add(row)
             end = moment + grace_s
@@ -118,6 +120,21 @@ class KeyStore:
                 return None
             tenant = session.get_one(TenantRow, row.tenant)
             return row, Limits.model_validate(tenant.limits)
+
+        return await self._database.read(read)
+
+    async def heir(self, key_id: str) -> tuple[KeyRow, Limits] | None:
+        """Return a key that opens something or, where it was replaced and not revoked, the one that does."""
+
+        def read(session: Session) -> tuple[KeyRow, Limits] | None:
+            moment = time.time()
+            row = session.get(KeyRow, key_id)
+            while row is not None and row.revoked_at is None:
+                if is_open(row, moment):
+                    return row, Limits.model_validate(session.get_one(TenantRow, row.tenant).limits)
+                newest = select(KeyRow).where(KeyRow.replaces == row.id).order_by(KeyRow.created_at.desc())
+                row = session.scalar(newest.limit(1))
+            return None
 
         return await self._database.read(read)
 
@@ -175,6 +192,7 @@ def told(row: KeyRow) -> Key:
         revoked_at=row.revoked_at,
         last_used_at=row.last_used_at,
         replaces=row.replaces,
+        trusted_codecs=row.trusted_codecs,
     )
 
 

@@ -1,6 +1,7 @@
 """Large results as files that expire, so that captured tensors need not travel inside JSON.
 
-The store never holds more than its byte limit: the oldest files go first. An id cannot be
+The store never holds more than its byte limit: the oldest files go first, of whichever tenant has
+the most; nor more than its share of one tenant, whose own oldest go for its new ones. An id cannot be
 guessed and never becomes a path unless the store made it. Each process writes into a folder
 of its own, locked for as long as it lives; a folder without a holder is a dead process's and
 is removed at the next start. All disk work runs in threads.
@@ -13,11 +14,13 @@ import dataclasses
 import logging
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.storage.kept import Holder, StoredBytes
 from app.storage.process_folders import ProcessFolder, claim_folder
 from app.storage.safetensors_file import layout, write
 from nnsight_engine.plans.collected import TensorResult
@@ -31,12 +34,12 @@ _MAX_SWEEP_S: Final = 30.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredResult:
-    """A stored file: its id, its size, when it goes (Unix seconds), and whose tenant's it is."""
+    """A stored file: its id, its size, when it goes (Unix seconds), and whose it is."""
 
     id: str
     num_bytes: int
     expires_at: float
-    owner: str
+    holder: Holder
 
 
 class OpenResult:
@@ -71,27 +74,39 @@ class ResultStore:
         directory: Folder shared by all server processes of this user.
         ttl_s: How long a file is kept.
         max_bytes: Most bytes of all files.
+        share: The part of that which one tenant may have.
         clock: Unix seconds.
+
+    Attributes:
+        stored: What tenants and keys keep, here and elsewhere.
     """
 
     def __init__(
-        self, directory: Path, *, ttl_s: float, max_bytes: int, clock: Callable[[], float] = time.time
+        self,
+        directory: Path,
+        *,
+        ttl_s: float,
+        max_bytes: int,
+        share: float = 1.0,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """Remember the limits; the disk is first touched by ``start``."""
         self._directory = directory
         self._ttl_s = ttl_s
         self._max_bytes = max_bytes
+        self._max_tenant_bytes = int(max_bytes * share)
         self._clock = clock
         self._folder: ProcessFolder | None = None
         self._entries: dict[str, StoredResult] = {}
-        self._used_bytes = 0
+        self.stored = StoredBytes()
+        self._kept = self.stored.place()
         self._writes: set[asyncio.Task[StoredResult]] = set()
         self._sweeper: asyncio.Task[None] | None = None
 
     @property
     def used_bytes(self) -> int:
         """Bytes of all files, those being written included."""
-        return self._used_bytes
+        return self._kept.total
 
     async def start(self) -> None:
         """Make this process's folder, remove those of dead processes, and start to expire files."""
@@ -109,19 +124,25 @@ class ResultStore:
         folder = self._folder
         self._folder, self._sweeper = None, None
         self._entries.clear()
-        self._used_bytes = 0
+        self._kept.set({})
         if folder is not None:
             await asyncio.to_thread(folder.release)
 
-    async def put(self, tensors: Mapping[str, TensorResult], owner: str) -> StoredResult:
+    async def put(self, tensors: Mapping[str, TensorResult], owner: str, key_id: str = "") -> StoredResult:
         """Store tensors in one file of a tenant's, making room by dropping the oldest files.
 
+        Args:
+            tensors: By name.
+            owner: The tenant.
+            key_id: Of its keys, the one that asked for them.
+
         Raises:
-            ApiError: ``capture_too_large`` (beyond the limit of the whole store),
+            ApiError: ``capture_too_large`` (beyond what the store, or a tenant in it, may have),
+                ``stored_bytes_full`` (beyond what the tenant or the key may keep),
                 ``engine_capture_full`` (no room now: other files are being written, or the disk
                 refuses).
         """
-        task = asyncio.create_task(self._put(tensors, owner))
+        task = asyncio.create_task(self._put(tensors, Holder(owner, key_id)))
         self._writes.add(task)
         task.add_done_callback(self._writes.discard)
         try:
@@ -138,7 +159,7 @@ class ResultStore:
             ApiError: ``result_not_found``, the same for ids that never were, that expired, and of others.
         """
         entry = self._entries.get(result_id)
-        if entry is not None and entry.owner != owner:
+        if entry is not None and entry.holder.tenant != owner:
             entry = None
         if entry is not None and entry.expires_at <= self._clock():
             await asyncio.to_thread(_unlink, self._forget([entry]))
@@ -151,16 +172,16 @@ class ResultStore:
             raise _not_found() from error
         return OpenResult(file, entry.num_bytes)
 
-    async def _put(self, tensors: Mapping[str, TensorResult], owner: str) -> StoredResult:
+    async def _put(self, tensors: Mapping[str, TensorResult], holder: Holder) -> StoredResult:
         head, order = layout(tensors)
         num_bytes = len(head) + sum(len(tensor.data) for tensor in tensors.values())
-        evicted = self._reserve(num_bytes)
+        evicted = self._reserve(num_bytes, holder)
         result_id = secrets.token_urlsafe(_ID_BYTES)
         try:
             await asyncio.to_thread(_unlink, evicted)
             await asyncio.to_thread(write, self._path(result_id), head, tensors, order)
         except BaseException as error:
-            self._used_bytes -= num_bytes
+            self._kept.add(holder, -num_bytes)
             if not isinstance(error, OSError):
                 raise
             logger.exception("a result of %d bytes could not be written", num_bytes)
@@ -169,39 +190,41 @@ class ResultStore:
                 f"The server could not store a result of {num_bytes} bytes; "
                 "capture fewer points or positions, or send the request again later.",
             ) from error
-        entry = StoredResult(result_id, num_bytes, self._clock() + self._ttl_s, owner)
+        entry = StoredResult(result_id, num_bytes, self._clock() + self._ttl_s, holder)
         self._entries[result_id] = entry
         return entry
 
-    def _reserve(self, num_bytes: int) -> list[Path]:
+    def _reserve(self, num_bytes: int, holder: Holder) -> list[Path]:
         """Count ``num_bytes`` as used and return the files that must go for them."""
-        if num_bytes > self._max_bytes:
+        most = self._max_tenant_bytes if holder.tenant else self._max_bytes
+        if num_bytes > most:
             raise ApiError(
                 ErrorCode.CAPTURE_TOO_LARGE,
-                f"A stored result may have {self._max_bytes} bytes, this one has {num_bytes}; "
+                f"A stored result may have {most} bytes, this one has {num_bytes}; "
                 "capture fewer points or positions, or use 'reduce'.",
             )
-        # Entries are in the order of their expiry, so the first are the oldest.
-        evicted: list[StoredResult] = []
-        room = self._max_bytes - self._used_bytes
-        for entry in self._entries.values():
-            if room >= num_bytes:
-                break
-            evicted.append(entry)
-            room += entry.num_bytes
-        if room < num_bytes:
+        leaving = _Leaving(self._entries.values())
+        for name in holder.names:
+            if not leaving.add(self.stored.excess(name, num_bytes), name):
+                raise self.stored.full(name, num_bytes)
+        has_room = True
+        if holder.tenant:
+            name = f"tenant:{holder.tenant}"
+            has_room = leaving.add(self._kept.of(name) + num_bytes - most, name)
+        if not has_room or not leaving.add(self._kept.total + num_bytes - self._max_bytes):
             raise ApiError(
                 ErrorCode.ENGINE_CAPTURE_FULL,
-                f"The result store (limit {self._max_bytes} bytes) has no room for {num_bytes} bytes while "
+                f"The result store (limit {most} bytes) has no room for {num_bytes} bytes while "
                 "other results are being written; send the request again later.",
             )
-        self._used_bytes += num_bytes
-        return self._forget(evicted)
+        self._kept.add(holder, num_bytes)
+        return self._forget(leaving.entries)
 
     def _forget(self, entries: Iterable[StoredResult]) -> list[Path]:
         """Drop entries from the index and return their files, which are still on disk."""
         gone = [entry for entry in entries if self._entries.pop(entry.id, None) is not None]
-        self._used_bytes -= sum(entry.num_bytes for entry in gone)
+        for entry in gone:
+            self._kept.add(entry.holder, -entry.num_bytes)
         return [self._path(entry.id) for entry in gone]
 
     async def _sweep(self) -> None:
@@ -221,6 +244,48 @@ class ResultStore:
         if self._folder is None:
             raise RuntimeError("the result store must be started before it is used; call start()")
         return self._folder.path / f"{result_id}.safetensors"
+
+
+class _Leaving:
+    """Files that must go so that another has room, found before any goes.
+
+    Args:
+        entries: Those that there are, the oldest first.
+
+    Attributes:
+        entries: Those that must go.
+    """
+
+    def __init__(self, entries: Iterable[StoredResult]) -> None:
+        self.entries: list[StoredResult] = []
+        self._left: dict[str, list[StoredResult]] = defaultdict(list)
+        for entry in reversed(list(entries)):
+            self._left[entry.holder.tenant].append(entry)
+
+    def add(self, num_bytes: int, name: str | None = None) -> bool:
+        """Have so many bytes go, those that go already included; returns whether there are as many.
+
+        Args:
+            num_bytes: How many.
+            name: Whose, as ``Holder.names`` has it; None for anybody's, of whoever has the most first.
+        """
+        gone = sum(entry.num_bytes for entry in self.entries if name is None or name in entry.holder.names)
+        while gone < num_bytes:
+            entry = self._oldest() if name is None else self._oldest_of(name)
+            if entry is None:
+                return False
+            self._left[entry.holder.tenant].remove(entry)
+            self.entries.append(entry)
+            gone += entry.num_bytes
+        return True
+
+    def _oldest(self) -> StoredResult | None:
+        most = max(self._left.values(), key=lambda left: sum(one.num_bytes for one in left), default=None)
+        return most[-1] if most else None
+
+    def _oldest_of(self, name: str) -> StoredResult | None:
+        found = (entry for left in self._left.values() for entry in reversed(left))
+        return next((entry for entry in found if name in entry.holder.names), None)
 
 
 def _not_found() -> ApiError:

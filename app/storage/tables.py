@@ -16,12 +16,15 @@ from sqlalchemy import (
     ForeignKey,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     String,
     Text,
     UniqueConstraint,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from app.storage.kept import Holder
 
 # SQLite counts up by itself only what is declared as its plain INTEGER.
 _COUNTER: Final = BigInteger().with_variant(Integer, "sqlite")
@@ -49,6 +52,7 @@ class JobRow(Base):
         number: Counts up, never used twice: the order in which jobs came.
         id: Cannot be guessed.
         owner: The tenant whose it is; empty as long as there are no keys.
+        key_id: The key that let it run last; empty likewise.
         model: The server's name of the model; only servers of that model run it.
         status: A ``JobStatus``; always that of the last event that is not a ``LOG``.
         engine: What runs it, once that is known.
@@ -110,6 +114,12 @@ class JobRow(Base):
     removed: Mapped[bool] = mapped_column(default=False)
     lease_by: Mapped[str | None] = mapped_column(String(64))
     lease_until: Mapped[float | None]
+    key_id: Mapped[str] = mapped_column(String(32), default="")
+
+    @property
+    def holder(self) -> Holder:
+        """Whose its files are."""
+        return Holder(self.owner, self.key_id)
 
 
 class EventRow(Base):
@@ -161,6 +171,7 @@ class KeyRow(Base):
     revoked_at: Mapped[float | None]
     last_used_at: Mapped[float | None]
     replaces: Mapped[str | None] = mapped_column(String(32))
+    trusted_codecs: Mapped[bool] = mapped_column(default=False)
 
 
 class AuditRow(Base):
@@ -188,12 +199,60 @@ class AuditRow(Base):
     code_bytes: Mapped[int] = mapped_column(BigInteger)
     status: Mapped[int | None]
     error: Mapped[str] = mapped_column(String(255))
-    prompt_tokens: Mapped[int | None] = mapped_column(BigInteger)
-    completion_tokens: Mapped[int | None] = mapped_column(BigInteger)
+    tokens: Mapped[int | None] = mapped_column(BigInteger)
+    captured_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    intervention_s: Mapped[float | None]
     request_bytes: Mapped[int] = mapped_column(BigInteger)
     response_bytes: Mapped[int] = mapped_column(BigInteger)
     duration_s: Mapped[float]
     details: Mapped[dict[str, Any]] = mapped_column(JSON)
 
 
-__all__ = ["AuditRow", "Base", "EventRow", "JobRow", "KeyRow", "TenantRow"]
+class VectorNameRow(Base):
+    """A tenant's name for vectors; ``versions`` counts those ever made: none comes back as another."""
+
+    __tablename__ = "vector_names"
+
+    tenant: Mapped[str] = mapped_column(String(64), primary_key=True)
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    versions: Mapped[int] = mapped_column(default=0)
+
+
+class VectorRow(Base):
+    """A vector; see ``api_schemas.vectors.Vector``.
+
+    Attributes:
+        number: Counts up, never used twice: the order in which vectors came.
+        tenant: Whose it is; empty as long as there are no keys.
+        leaf: The kind of points that it belongs to, ``output`` of a layer.
+        layers: The layers of the rows, ascending.
+        data: The rows, ``[layers, width]``, float32 and little-endian; read only where it is asked for.
+    """
+
+    __tablename__ = "vectors"
+    __table_args__ = (
+        UniqueConstraint("tenant", "name", "version"),
+        Index(None, "name", "shared"),
+        {"sqlite_autoincrement": True},
+    )
+
+    number: Mapped[int] = mapped_column(_COUNTER, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    tenant: Mapped[str] = mapped_column(String(64))
+    name: Mapped[str] = mapped_column(String(64))
+    version: Mapped[int]
+    model: Mapped[str] = mapped_column(String(1024))
+    leaf: Mapped[str] = mapped_column(String(128))
+    layers: Mapped[list[int]] = mapped_column(JSON)
+    width: Mapped[int]
+    shared: Mapped[bool]
+    format: Mapped[str] = mapped_column(String(16))
+    source_sha256: Mapped[str | None] = mapped_column(String(64))
+    sha256: Mapped[str] = mapped_column(String(64))
+    num_bytes: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[float]
+    training: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    data: Mapped[bytes] = mapped_column(LargeBinary, deferred=True)
+
+
+__all__ = ["AuditRow", "Base", "EventRow", "JobRow", "KeyRow", "TenantRow", "VectorNameRow", "VectorRow"]

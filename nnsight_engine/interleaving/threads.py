@@ -288,15 +288,19 @@ class ThreadMediator(Mediator):
     """A block on a thread of its own.
 
     What it draws at random comes from streams of its own: it neither sees nor disturbs the model's.
+
+    Attributes:
+        spent_s: Seconds for which the model has waited for it, all steps together.
     """
 
-    __slots__ = ("_random", "runs_on")
+    __slots__ = ("_random", "runs_on", "spent_s")
 
     def __init__(self, intervention: Callable[[], Any], info: Any, threads: Threads, *, seed: int) -> None:
         """Prepare a block; nothing runs before ``start``."""
         super().__init__(intervention, info)
         self.runs_on = threads  # type: ignore[misc] # one engine's, where a class has one for all
         self._random = RandomStreams(seed)
+        self.spent_s = 0.0
 
     def refill(self) -> None:
         """Let the block compute for as long as one step allows."""
@@ -308,11 +312,13 @@ class ThreadMediator(Mediator):
         return _OwnModes()
 
     def _go_on(self, how: Callable[[Any, Any], Any], payload: Any) -> Any:
+        begin = time.monotonic()
         self._random.exchange()
         try:
             return super()._go_on(how, payload)
         finally:
             self._random.exchange()
+            self.spent_s += time.monotonic() - begin
 
     def ask(self, kind: Events, provider: str, iteration: int | None = None, more: Any = None) -> Any:
         """Hand an event over and return the answer, see ``Mediator``."""

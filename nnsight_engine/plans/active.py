@@ -82,6 +82,7 @@ class ActiveRequest:
     end_position: int = 0
     recomputed_tokens: int = 0
     tier: str = "tap"
+    spent_s: float = 0.0
     failure: Failure | None = None
     reductions: set[int] = dataclasses.field(default_factory=set)
     means: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
@@ -89,7 +90,14 @@ class ActiveRequest:
 
     def info(self) -> StepInfo:
         """Return what was done so far, for the answer's provenance."""
-        return StepInfo(self.first_position, self.end_position, self.recomputed_tokens, self.tier)
+        return StepInfo(
+            self.first_position, self.end_position, self.recomputed_tokens, self.tier, self.spent_s
+        )
+
+    @property
+    def num_sites(self) -> int:
+        """At how many points its operations act, each counted with its points."""
+        return sum(len(op.keys) for op in self.ops)
 
     def fail(self, code: str, message: str) -> None:
         """Mark the request failed; the first reason stays."""

@@ -87,6 +87,11 @@ class RequestCollector:
         self._info = payload.info or self._info
         self.failure = payload.failure or self.failure
 
+    @property
+    def spent_s(self) -> float:
+        """Seconds that the operations took in the worker, as far as that was told."""
+        return 0.0 if self._info is None else self._info.spent_s
+
     def take_part(self, num_delivered_tokens: int) -> CollectedResults | None:
         """Return what belongs to the first ``num_delivered_tokens`` tokens and was not taken yet."""
         # The token at index k was sampled at position prompt_len - 1 + k.

@@ -8,6 +8,7 @@ request holds memory that belongs to its neighbours.
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,6 +51,7 @@ class Harvester:
             sampled: Sampled token ids by row of the batch, empty where a prompt is incomplete.
             order: Row of the batch for each request id.
         """
+        begin = time.monotonic()
         records: dict[str, list[StepRecord]] = defaultdict(list)
         for group in plan.reads:
             try:
@@ -68,6 +70,7 @@ class Harvester:
                 position = plan.spans[request.request_id].stop - 1
                 data = np.asarray(ids[:1], np.int64).tobytes()
                 records[request.request_id].append(StepRecord(active.index, [position], [data]))
+        plan.share_time(time.monotonic() - begin)
         failures = {}
         for request_id, span in plan.spans.items():
             _advance(span.request, span.start, span.stop)

@@ -43,12 +43,14 @@ class StepInfo(msgspec.Struct, array_like=True):
         end_position: One past the last position computed.
         recomputed_tokens: Positions computed again after a preemption.
         tier: ``tap`` while the compiled step sufficed, ``eager`` once a step ran with hooks.
+        spent_s: The request's part of the seconds that all operations of its steps took.
     """
 
     first_position: int
     end_position: int
     recomputed_tokens: int
     tier: str
+    spent_s: float = 0.0
 
 
 class Failure(msgspec.Struct, array_like=True):

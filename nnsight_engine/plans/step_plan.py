@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -149,6 +150,7 @@ class StepPlan:
         reserved: Bytes that each request needs in every step that runs this plan.
         signature: What must be the same for the next step to reuse this plan; None forbids it.
         ran: Sites reached so far.
+        spent_s: Seconds that interventions have taken in this step so far.
     """
 
     spans: dict[str, Span]
@@ -162,6 +164,7 @@ class StepPlan:
     reserved: dict[str, StepBytes] = dataclasses.field(default_factory=dict)
     signature: tuple[object, ...] | None = None
     ran: set[SiteKey] = dataclasses.field(default_factory=set)
+    spent_s: float = 0.0
 
     def run(self, key: SiteKey, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Run what is planned at a site; ``hidden`` and ``residual`` are ``[tokens, width]``."""
@@ -169,8 +172,10 @@ class StepPlan:
         if groups is None:
             return
         self.ran.add(key)
+        begin = time.monotonic()
         for group in groups:
             group.run(hidden, residual)
+        self.spent_s += time.monotonic() - begin
 
     def hook_sites(self) -> list[Site]:
         """Return the sites that only an uncompiled step with hooks reaches."""
@@ -205,6 +210,14 @@ class StepPlan:
                         f"the forward pass never reached {site}, so nothing was applied there; this is a "
                         "defect of the server, please report it with the model's name",
                     )
+
+    def share_time(self, seconds: float) -> None:
+        """Count the step's time, and some seconds beside, as its requests', by how much each had done."""
+        seconds, self.spent_s = seconds + self.spent_s, 0.0
+        works = [max(1, span.num_rows * span.request.num_sites) for span in self.spans.values()]
+        a_part = seconds / max(1, sum(works))
+        for span, work in zip(self.spans.values(), works, strict=True):
+            span.request.spent_s += work * a_part
 
     def reuse(self, spans: dict[str, Span]) -> None:
         """Make the plan that of the next step, whose rows are the same."""

@@ -33,8 +33,8 @@ def read_tensor(value: TensorInput, param: str) -> TensorData:
     if isinstance(value, VectorName):
         raise ApiError(
             ErrorCode.UNKNOWN_VECTOR,
-            f"Named vectors are not available on this server, got {clip(value.name)!r}; "
-            "send numbers or a tensor object.",
+            f"A vector's name means nothing without the server that keeps it, got {clip(value.name)!r}; "
+            "give numbers or a tensor object.",
             param,
         )
     if isinstance(value, TensorObject):

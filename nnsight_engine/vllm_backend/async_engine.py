@@ -25,6 +25,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
 from api_schemas.errors import ApiError, ErrorCode
+from nnsight_engine.core.metering import METER
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.vllm_backend.answers import answer
@@ -38,6 +39,7 @@ from nnsight_engine.vllm_backend.call import (
 from nnsight_engine.vllm_backend.compat import check_supported
 from nnsight_engine.vllm_backend.handover import Handover
 from nnsight_engine.vllm_backend.interning import ContentTable
+from nnsight_engine.vllm_backend.metering import count_tokens, note_spent
 from nnsight_engine.vllm_backend.router import ResultRouter
 from nnsight_engine.vllm_backend.sharing import SENDER_KEY
 from nnsight_engine.vllm_backend.trace_call import MAX_PENDING_BYTES, TraceCall, TracedPrompt
@@ -58,11 +60,13 @@ class FinishedTrace(NamedTuple):
         data: What its blocks saved and raised, see ``outcomes``.
         printed: What they printed and nobody was told of yet.
         failure: How a block failed, in a line; empty if none did.
+        spent_s: Seconds for which the engine has waited for it.
     """
 
     data: bytes | memoryview
     printed: str
     failure: str
+    spent_s: float
 
 
 class InterventionAsyncLLM(AsyncLLM):
@@ -103,6 +107,7 @@ class InterventionAsyncLLM(AsyncLLM):
         self.router.attach(self.output_processor)
         self.traces = TraceRouter()
         self.traces.attach(self.output_processor)
+        count_tokens(self.output_processor)
         self._coming: dict[str, Callable[[], None]] = {}
         self._calls: dict[str, InterventionCall | TraceCall] = {}
         self._left: set[asyncio.Future[None]] = set()
@@ -123,6 +128,7 @@ class InterventionAsyncLLM(AsyncLLM):
                 if not traced.is_over:
                     self._leave(self.forget_trace(traced.key, [traced.request_id]))
             return
+        note_spent(call.spent_s)
         for entry in call.entries:
             self._close_entry(entry)
 
@@ -134,17 +140,20 @@ class InterventionAsyncLLM(AsyncLLM):
             results: What its requests returned, see ``results_of``.
         """
         path = None if self.handover is None else self.handover.path(key)
-        data, printed, failure = answer(await self.collective_rpc("finish_trace", args=(key, results, path)))
+        data, printed, failure, spent_s = answer(
+            await self.collective_rpc("finish_trace", args=(key, results, path))
+        )
         if data is None and self.handover is not None:
             data = self.handover.take(key)
-        return FinishedTrace(data, printed, failure)
+        note_spent(spent_s)
+        return FinishedTrace(data, printed, failure, spent_s)
 
     async def forget_trace(self, key: str, request_ids: Sequence[str]) -> None:
         """End what is left of a trace in the engine; never raises."""
         try:
             # vLLM itself ends a request of a cancelled caller only if that was waiting for its outputs.
             await self.abort(request_ids)
-            await self.collective_rpc("drop_trace", args=(key,))
+            note_spent(answer(await self.collective_rpc("drop_trace", args=(key,))))
             if self.handover is not None:  # an answer that came and was not waited for
                 self.handover.forget(key)
         except EngineDeadError:
@@ -155,6 +164,9 @@ class InterventionAsyncLLM(AsyncLLM):
     def _leave(self, doing: Coroutine[Any, Any, None]) -> None:
         """Let something be done that nobody waits for."""
         task = asyncio.ensure_future(doing)
+        meter = METER.get()
+        if meter is not None:
+            meter.expect(task)
         self._left.add(task)
         task.add_done_callback(self._left.discard)
 

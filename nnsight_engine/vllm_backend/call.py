@@ -90,6 +90,11 @@ class InterventionCall:
         """The request's own word for each operation."""
         return [op.op for op in self.ops]
 
+    @property
+    def spent_s(self) -> float:
+        """Seconds that its operations took in the engine, as far as that was told."""
+        return sum(collector.spent_s for entry in self.entries for collector in entry.collectors)
+
     def compile(self, prompt_token_ids: Sequence[int], params: Any) -> CompiledRequest:
         """Return the plan for one prompt; raises ApiError for what is wrong with it."""
         return compile_request(

@@ -61,8 +61,8 @@ class InterventionWorker(_PlatformWorker):
 
     def finish_trace(
         self, key: str, results: dict[str, Any], path: str | None = None
-    ) -> tuple[bytes | None, str, str] | None:
-        """Return what a trace saved, what it printed last and how it failed; called over vLLM's RPC.
+    ) -> tuple[bytes | None, str, str, float] | None:
+        """Return what a trace saved, printed last, how it failed and how long it took; over vLLM's RPC.
 
         Args:
             key: The trace.
@@ -74,11 +74,13 @@ class InterventionWorker(_PlatformWorker):
             return None
         is_left = path is not None and leave(pieces, path)
         saved = None if is_left else b"".join(pieces)
-        return (saved, *self.model_runner.traces.telling.take_left(key))
+        traces = self.model_runner.traces
+        return (saved, *traces.telling.take_left(key), traces.last_spent_s)
 
-    def drop_trace(self, key: str) -> None:
-        """Forget a trace that nobody will collect; called over vLLM's RPC."""
-        self.model_runner.traces.drop(key)
+    def drop_trace(self, key: str) -> float | None:
+        """Forget a trace that nobody will collect; returns how long it took; called over vLLM's RPC."""
+        spent_s: float | None = self.model_runner.traces.drop(key)
+        return spent_s
 
     def adopt_names(self, data: bytes) -> dict[str, Any] | None:
         """Take over a client's names and classes; returns its error; called over vLLM's RPC."""

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
+import torch
 
 import nnsight_engine
 from app.cli import main
 from nnsight_engine import RemoteBackend, RemoteError, save
 from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.live import MODEL
 from tests.e2e.server import Server
 
 LONG = "The Eiffel Tower is in the city of Paris. " * 20
+SCOPES = ("completions", "interventions", "code")
+STEER = {"op": "steer", "at": "layers.5.output", "vector": [0.01] * 576}
+LENS = {"op": "logit_lens", "layers": "all", "top_k": 3, "name": "lens"}
+SLOW_CODE = "total = 0\nfor number in range(100_000):\n    total += number\nkept = save(total)"
 pytestmark = pytest.mark.e2e
 
 
 class Keyed:
     """A server, and the keys of two tenants."""
 
-    def __init__(self, server: Server, ours: str, theirs: str) -> None:
-        self.url, self.ours, self.theirs = server.base_url, ours, theirs
+    def __init__(self, server: Server, ours: str, theirs: str, admins: str) -> None:
+        self.url, self.ours, self.theirs, self.admins = server.base_url, ours, theirs, admins
+
+    def limited(self, **limits: float) -> httpx.Client:
+        """Return a client with a key of its own that may do so much."""
+        new = {"tenant": "acme", "tier": "trusted", "limits": limits, "scopes": SCOPES}
+        made = self.client(self.admins).post("/v1/admin/keys", json=new).json()
+        return self.client(made["key"])
+
+    def client(self, key: str) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers={"authorization": f"Bearer {key}"}, timeout=60)
 
     def num_cached(self, key: str) -> int:
         """Return how many tokens of a long prompt were computed for somebody before."""
@@ -38,18 +55,20 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
     folder = tmp_path_factory.mktemp("data")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(folder))
-        keys = [made(patch, tenant) for tenant in ("acme", "rival")]
+        keys = [made(patch, "acme", "--trusted-codecs"), made(patch, "rival")]
+        keys.append(made(patch, "operator", "--scopes", "admin"))
     arguments = ["--host", "0.0.0.0", "--max-model-len", "1024", "--enable-prompt-tokens-details"]
-    with Server(arguments=arguments, environment={"NNSIGHT_ENGINE_DATA_DIR": str(folder)}) as server:
+    environment = {"NNSIGHT_ENGINE_DATA_DIR": str(folder), "NNSIGHT_ENGINE_ALLOW_CLOUDPICKLE": "1"}
+    with Server(arguments=arguments, environment=environment) as server:
         yield Keyed(server, *keys)
 
 
-def made(patch: pytest.MonkeyPatch, tenant: str) -> str:
+def made(patch: pytest.MonkeyPatch, tenant: str, *options: str) -> str:
     """Return a key as the command prints it."""
     shown: list[str] = []
     patch.setattr("typer.echo", lambda text, err=False: None if err else shown.append(text))
-    scopes = "completions,interventions,code"
-    assert main(["keys", "create", "--tenant", tenant, "--scopes", scopes, "--tier", "trusted"]) == 0
+    given = ["--tenant", tenant, "--scopes", ",".join(SCOPES), "--tier", "trusted", *options]
+    assert main(["keys", "create", *given]) == 0
     (key,) = shown
     return key
 
@@ -81,3 +100,76 @@ def test_tenants_share_no_prefix_cache(keyed: Keyed) -> None:
     counts = [keyed.num_cached(key) for key in (keyed.ours, keyed.ours, keyed.theirs, keyed.theirs)]
     assert counts[0] == counts[2] == 0
     assert counts[1] == counts[3] > 100
+
+
+LIMIT = 100_000
+
+
+def num_used(client: httpx.Client, **body: object) -> int:
+    """Return how many tokens a key has used; a request tells, and has set two aside for itself."""
+    wanted = {"prompt": [1], "max_tokens": 1, **body}
+    answer = client.post("/v1/completions", json=wanted)
+    assert answer.status_code == 200, answer.text
+    return LIMIT - int(answer.headers["x-ratelimit-remaining-tokens"]) - 2
+
+
+@pytest.mark.parametrize("interventions", [[], [STEER], [{"op": "trace", "code": "pass"}]])
+def test_tokens_are_counted_to_the_last(keyed: Keyed, interventions: list[object]) -> None:
+    client = keyed.limited(tokens_per_minute=LIMIT)
+    more = {"interventions": interventions} if interventions else {}
+    body = {"prompt": "The Eiffel Tower is in", "max_tokens": 20, "n": 2, "ignore_eos": True, **more}
+    usage = client.post("/v1/completions", json=body).json()["usage"]
+    assert usage["total_tokens"] >= 40
+    assert 0 <= usage["total_tokens"] - num_used(client) <= 2  # a minute of the clock may have begun
+    # Whoever leaves has used what was made for them until then, whether or not it was sent.
+    before = num_used(client)
+    long = {"prompt": "One, two,", "max_tokens": 900, "ignore_eos": True, **more}
+    with client.stream("POST", "/v1/completions", json={**long, "stream": True}) as answer:
+        next(answer.iter_lines())
+    streamed = until_counted(client) - before
+    assert 2 <= streamed < 700
+    with pytest.raises(httpx.ReadTimeout):
+        client.post("/v1/completions", json=long, timeout=1.0)
+    assert 2 <= until_counted(client) - before - streamed < 700
+
+
+def until_counted(client: httpx.Client) -> int:
+    """Return how many tokens a key has used once a request is over that its client has left."""
+    for _ in range(100):
+        used = num_used(client)
+        if used < LIMIT // 2 and used == num_used(client) - 2:
+            return used
+        time.sleep(0.1)
+    raise AssertionError("nothing was given back")
+
+
+@pytest.mark.parametrize("operation", [STEER, LENS, {"op": "trace", "code": SLOW_CODE}])
+def test_the_time_of_interventions_is_measured_where_they_run(
+    keyed: Keyed, operation: dict[str, object]
+) -> None:
+    client = keyed.limited(intervention_seconds_per_minute=0.00001)
+    body = {"prompt": LONG, "max_tokens": 4, "interventions": [operation]}
+    assert client.post("/v1/completions", json=body).status_code == 200
+    refused = client.post("/v1/completions", json=body)
+    assert refused.status_code == 429, refused.text
+    assert "seconds of interventions" in refused.json()["error"]["message"]
+    assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_a_pickled_trace_runs_for_a_key_that_may_send_it(keyed: Keyed, bundled: Path) -> None:
+    def run(key: str | None) -> Any:
+        model = VLLM(str(bundled), remote=keyed.url)
+        without_source = eval("lambda value: value * 3")
+        sparse = torch.eye(2).to_sparse()
+        backend = RemoteBackend(keyed.url, key=key, codec="cloudpickle", model_key=MODEL)
+        with model.trace("The Eiffel Tower", backend=backend, temperature=0.0):
+            hidden = model.layers[5].output[-1].float()
+            kept = save([without_source(hidden), hidden, sparse.to_dense()])
+        return kept  # noqa: RET504 - the trace binds it
+
+    tripled, hidden, dense = run(keyed.ours)
+    torch.testing.assert_close(tripled, 3 * hidden)
+    assert dense.tolist() == [[1, 0], [0, 1]]
+    with pytest.raises(RemoteError, match="'wire'") as caught:
+        run(keyed.theirs)
+    assert caught.value.code == "codec_not_allowed"

@@ -13,14 +13,12 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import safetensors.numpy
-import torch
 
-from nnsight_engine import RemoteBackend, RemoteError, save
+from nnsight_engine import save
 from nnsight_engine.remote_backend.received import SAVED
 from nnsight_engine.tracing.tracer import Tracer
-from nnsight_engine.vllm_backend.vllm import VLLM
 from nnsight_engine.wire import SentBlock, encode_trace
-from tests.e2e.live import MODEL, Live, live_server
+from tests.e2e.live import Live, live_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
@@ -32,8 +30,7 @@ HIDDEN = "hs = model.layers[5].output[-1].float().save()"
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def live(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
     """Serve the bundled model; in the end nothing of any trace is held."""
-    trusted = {"allow_cloudpickle": True, "cloudpickle_keys": ("a-trusted-key",)}
-    async with live_server(bundled, tmp_path_factory.mktemp("results"), **trusted) as live:
+    async with live_server(bundled, tmp_path_factory.mktemp("results")) as live:
         yield live
         assert set((await live.held()).values()) == {0}
         assert len(live.engine.engine.traces) == 0
@@ -243,27 +240,6 @@ async def test_a_client_that_leaves_ends_its_trace(live: Live) -> None:
         engine = live.engine.engine
         while engine.output_processor.request_states or len(engine.traces):  # noqa: ASYNC110 - vLLM's own
             await asyncio.sleep(0.05)
-
-
-async def test_a_pickled_trace_runs_for_a_trusted_key_alone(live: Live, bundled: Path) -> None:
-    def run(key: str | None) -> Any:
-        model = VLLM(str(bundled), remote=str(live.http.base_url))
-        without_source = eval("lambda value: value * 3")
-        sparse = torch.eye(2).to_sparse()
-        backend = RemoteBackend(str(live.http.base_url), key=key, codec="cloudpickle", model_key=MODEL)
-        with model.trace(PROMPT, backend=backend, temperature=0.0):
-            tripled = without_source(model.layers[5].output[-1].float())
-            kept = save([tripled, sparse.to_dense()])
-        return kept  # noqa: RET504 - the trace binds it
-
-    tripled, dense = await asyncio.to_thread(run, "a-trusted-key")
-    hidden = decode(saves(await traced(live, HIDDEN, max_tokens=1))["hs"])
-    np.testing.assert_allclose(tripled.numpy(), 3 * hidden, rtol=1e-2, atol=1e-2)
-    assert dense.tolist() == [[1, 0], [0, 1]]
-    for key in ("another-key", None):
-        with pytest.raises(RemoteError, match="'wire'") as caught:
-            await asyncio.to_thread(run, key)
-        assert caught.value.code == "codec_not_allowed"
 
 
 async def test_capabilities_list_it_and_the_operator_can_refuse_it(live: Live) -> None:

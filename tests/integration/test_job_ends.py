@@ -13,6 +13,7 @@ from api_schemas.jobs import Job
 from app.engine.fake import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Serve
 from tests.integration.scripted_traces import HEADERS, frames_of, trace
+from tests.integration.tenants import Tenants
 from tests.integration.waiting import until, until_async
 
 
@@ -276,18 +277,21 @@ async def test_a_job_of_another_model_is_left_to_its_servers(with_jobs: Any, mon
 
 
 async def test_what_the_operator_does_not_take_any_more_does_not_run(with_jobs: Any):
-    keys = {"allow_cloudpickle": True, "cloudpickle_keys": ["k"]}
-    async with with_jobs(max_running_jobs=1, **keys) as jobs:
-        headers = {**HEADERS, "authorization": "Bearer k"}
+    async with with_jobs(max_running_jobs=1, allow_cloudpickle=True) as jobs:
+        tenants = Tenants(jobs.server)
+        jobs.client.headers.update(await tenants.headers("acme"))
+        trusted = {**HEADERS, **await tenants.headers("acme", trusted_codecs=True)}
         pickled = trace(codec="cloudpickle")
         refused = await jobs.client.post("/v1/jobs", content=pickled, headers=HEADERS)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "codec_not_allowed")
         await jobs.until(await jobs.submit("hang"), "RUNNING")
-        waiting = (await jobs.client.post("/v1/jobs", content=pickled, headers=headers)).json()["id"]
+        waiting = (await jobs.client.post("/v1/jobs", content=pickled, headers=trusted)).json()["id"]
     async with with_jobs() as jobs:
+        jobs.client.headers["authorization"] = trusted["authorization"]
         jobs.engine.released.set()
         job = await jobs.end(waiting)
         assert (job.status, job.error.code if job.error else None) == ("ERROR", "codec_not_allowed")
         assert waiting not in jobs.engine.started
     async with with_jobs(allow_code=False) as jobs:
+        jobs.client.headers["authorization"] = trusted["authorization"]
         assert (await jobs.get(waiting)).status == "ERROR"

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 
 import httpx
@@ -24,6 +25,7 @@ from app.engine.fake_results import MODEL
 from app.engine.local_traces import LocalTraceEngine
 from app.main import create_app, new_store
 from app.settings import Settings, environment_for_traces
+from nnsight_engine.core.metering import Meter
 from nnsight_engine.core.saves import save
 from nnsight_engine.local_engine.link import ProcessOptions
 from nnsight_engine.modeling.language import LanguageModel
@@ -285,6 +287,20 @@ def test_who_waits_is_told_and_not_too_many_do(served: Served, monkeypatch: pyte
         thread.join()
     queued = [one["message"] for one in transports[1].heard if one["status"] == "QUEUED"]
     assert queued == ["1 before this one"]
+
+
+def test_the_time_that_a_trace_holds_the_engine_is_counted(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter = Meter("key")
+    monkeypatch.setattr(trace_processes, "METER", ContextVar("of a key's request", default=meter))
+    model = served.model
+    with model.trace(TEXT, backend=served.remote()):
+        time.sleep(0.3)
+        model.lm_head.output.save()
+    until(lambda: meter.intervention_s > 0)
+    assert 0.3 <= meter.intervention_s < 30
+    until(lambda: all(one.done() for one in meter._late))
 
 
 def capture(served: Served) -> bytes:

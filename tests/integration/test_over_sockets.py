@@ -12,15 +12,19 @@ import pytest
 import torch
 import uvicorn
 
+from api_schemas.keys import Limits, NewKey
+from app.auth.keys import Keys
 from app.engine.fake import FakeBehaviour, FakeEngineClient
 from app.main import create_app, new_store
 from app.settings import Settings
+from app.storage.database import Database
+from app.storage.keys import KeyStore
 from tests.integration.trace_messages import HEADERS, message
 
 
 @contextlib.asynccontextmanager
 async def listening(
-    directory: Path, behaviour: FakeBehaviour, **settings: int
+    directory: Path, behaviour: FakeBehaviour, **settings: float | Path
 ) -> AsyncIterator[tuple[httpx.AsyncClient, FakeEngineClient]]:
     chosen = Settings.model_validate({"result_dir": directory, "drain_timeout_s": 1, **settings})
     store = new_store(chosen)
@@ -133,3 +137,30 @@ async def test_a_body_over_the_limit_is_answered_and_the_connection_lives_on(tmp
             assert response.json()["error"]["code"] == "body_too_large"
         assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
         assert engine.num_calls == 1
+
+
+async def test_a_client_that_vanishes_while_it_sends_gives_its_place_back(tmp_path: Path):
+    folder = tmp_path / "data"
+    database = Database(folder)
+    await database.start()
+    new = NewKey(tenant="acme", limits=Limits(concurrency=1))
+    key = (await Keys(KeyStore(database)).create(new)).key
+    await database.close()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Authorization: Bearer {key}\r\nContent-Length: 100\r\n\r\n{{"
+    )
+    served = listening(tmp_path, FakeBehaviour(), data_dir=folder, upload_idle_timeout_s=0.5)
+    async with served as (client, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        writer.write(head.encode())
+        client.headers["authorization"] = f"Bearer {key}"
+        async with asyncio.timeout(10):
+            # The server tells nobody that it has begun to read.
+            while (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            answer = await reader.read()  # up to the end of the connection
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert b"upload_timed_out" in answer
+        assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+        writer.close()

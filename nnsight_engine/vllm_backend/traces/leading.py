@@ -207,7 +207,7 @@ class LeadingTraces(Presence, WorkerTraces):
         with self.board.leading():
             return super().collect(key, results, index)
 
-    def drop(self, key: str) -> None:
+    def drop(self, key: str) -> float | None:
         """Close a trace that nobody will collect."""
         with self.board.leading():
-            super().drop(key)
+            return super().drop(key)

@@ -225,6 +225,11 @@ class TracedRequest(Interleaver):
             self.handle("result", result)
             self.check_dangling_mediators()
 
+    @property
+    def spent_s(self) -> float:
+        """Seconds for which the engine has waited for the request's blocks."""
+        return sum(cast("ThreadMediator", mediator).spent_s for mediator in self.mediators)
+
     def retire(self) -> None:
         """No further step comes: nothing is computed anew any more."""
         self._writes.clear()

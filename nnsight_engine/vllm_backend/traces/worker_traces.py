@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -74,6 +76,10 @@ class WorkerTraces:
         config: vLLM's.
         limits: What blocks may use.
         board: Where the model's calls and the requests meet.
+
+    Attributes:
+        last_spent_s: Seconds for which the engine has waited for the trace that was closed last: its blocks,
+            reading them and writing what they saved.
     """
 
     def __init__(
@@ -96,6 +102,8 @@ class WorkerTraces:
         self._ended: list[str] = []
         self._held: dict[str, bytes] = {}
         self.telling = Telling()
+        self.last_spent_s = 0.0
+        self._spent_s: defaultdict[str, float] = defaultdict(float)
 
     def _new_model(self, names: Names) -> WorkerModel:
         """Return what ``model`` is in the blocks."""
@@ -174,10 +182,20 @@ class WorkerTraces:
         if not entry.data:
             entry = msgspec.structs.replace(entry, data=self._held.get(entry.key, b""))
         # On a thread, because reading a trace runs code of its sender's, and outside of inference mode.
-        context, error = self._threads.take().start(lambda: TraceContext(entry, self.model)).empty()
+        with self._timed(entry.key):
+            context, error = self._threads.take().start(lambda: TraceContext(entry, self.model)).empty()
         if context is not None:
             self._contexts[(entry.key, choice)] = context
         return context, error
+
+    @contextlib.contextmanager
+    def _timed(self, key: str) -> Iterator[None]:
+        """Count the time of the block as one that a trace had the engine to itself."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self._spent_s[key] += time.monotonic() - begin
 
     def hold(self, key: str, data: bytes) -> None:
         """Keep the blocks of a trace for its requests, so that they need not all bring them."""
@@ -289,6 +307,13 @@ class WorkerTraces:
         """
         if index is None:
             self._held.pop(key, None)
+        pieces = self._collected(key, results, index)
+        self.last_spent_s = self._spent_s.pop(key, 0.0)
+        if index is not None:  # the rest will be closed later
+            self._spent_s[key] = self.last_spent_s
+        return pieces
+
+    def _collected(self, key: str, results: Mapping[str, Any], index: int | None) -> list[Piece]:
         every = self._by_key.pop(key, None)
         if every is None:
             return [encode({"blocks": [], "before": None})]
@@ -311,9 +336,12 @@ class WorkerTraces:
         if index is None:
             for name in [name for name in self._contexts if name[0] == key]:
                 del self._contexts[name]
-        num_bytes = sum(one.request.holdings.result_bytes for one in members if one.request is not None)
+        requests = [one.request for one in members if one.request is not None]
+        self._spent_s[key] += sum(request.spent_s for request in requests)
+        num_bytes = sum(request.holdings.result_bytes for request in requests)
         compress = any(member.entry.compresses for member in members)
-        return self._encoded({"blocks": blocks, "before": before}, num_bytes, compress=compress)
+        with self._timed(key):
+            return self._encoded({"blocks": blocks, "before": before}, num_bytes, compress=compress)
 
     def _closed(self, member: _Member, results: Mapping[str, Any]) -> dict[str, Any]:
         """End a block, and return what came of it."""
@@ -359,12 +387,14 @@ class WorkerTraces:
             return encode_error(RuntimeError(f"the block raised {name}, which cannot be told: {why}"))
         return told
 
-    def drop(self, key: str) -> None:
-        """Close what is left of a trace, which nobody will collect."""
+    def drop(self, key: str) -> float | None:
+        """Close what is left of a trace, which nobody will collect; returns ``last_spent_s``."""
         self._held.pop(key, None)
+        self.last_spent_s = 0.0
         if key in self._by_key:
             self.collect(key, {})
         self.telling.take_left(key)
+        return self.last_spent_s
 
     def _drop_uncollected(self) -> None:
         if len(self._by_key) <= _MAX_UNCOLLECTED:

@@ -216,3 +216,22 @@ async def test_a_tensor_the_format_cannot_hold_is_refused(tmp_path: Path, bad: T
         with pytest.raises(ValueError, match="tensor"):
             await store.put({"a": bad}, "acme")
         assert store.used_bytes == 0
+
+
+async def test_a_tenants_share_is_its_own_and_the_largest_gives_way(tmp_path: Path):
+    async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=10_000, share=0.5)) as store:
+
+        async def put(owner: str, num_files: int) -> list[str]:
+            return [(await store.put({"a": tensor(400)}, owner)).id for _ in range(num_files)]
+
+        small = await put("small", 1)
+        acme = await put("acme", 4)  # of which two have room
+        rival = await put("rival", 2)
+        assert [one in store._entries for one in (*small, *acme, *rival)] == [
+            True, False, False, True, True, True, True,
+        ]  # fmt: skip
+        another = await put("another", 2)  # the sixth and the seventh file of five or six
+        assert store.used_bytes <= 10_000
+        assert all(one in store._entries for one in (*small, *another))
+        with pytest.raises(ApiError, match="5000 bytes"):
+            await store.put({"a": tensor(1400)}, "acme")

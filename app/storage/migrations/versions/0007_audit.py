@@ -6,7 +6,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "0007"
-down_revision = "0003"
+down_revision = "0006"
 branch_labels = None
 depends_on = None
 
@@ -29,8 +29,9 @@ def upgrade() -> None:
         sa.Column("code_bytes", sa.BigInteger(), nullable=False),
         sa.Column("status", sa.Integer()),
         sa.Column("error", sa.String(255), nullable=False),
-        sa.Column("prompt_tokens", sa.BigInteger()),
-        sa.Column("completion_tokens", sa.BigInteger()),
+        sa.Column("tokens", sa.BigInteger()),
+        sa.Column("captured_bytes", sa.BigInteger()),
+        sa.Column("intervention_s", sa.Double()),
         sa.Column("request_bytes", sa.BigInteger(), nullable=False),
         sa.Column("response_bytes", sa.BigInteger(), nullable=False),
         sa.Column("duration_s", sa.Double(), nullable=False),

@@ -2,59 +2,51 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
-from pydantic import SecretStr
+from pydantic import ValidationError
 
 from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.keys import Limits, NewKey, Scope, Tier
 from app.auth.codecs import check_codec, codecs_of
+from app.auth.principal import EVERYBODY, Principal
 from app.settings import Settings
 from nnsight_engine.remote_backend.messages import TraceHead
 
-KEYS = (SecretStr("first-key"), SecretStr("schlüssel"))
-OPEN = Settings(allow_cloudpickle=True, cloudpickle_keys=KEYS)
+OPEN = Settings(allow_cloudpickle=True)
+TRUSTED = Principal(
+    "acme", "k", frozenset(Scope), Tier.TRUSTED, Limits(), Limits(), trusted_codecs=True
+)  # fmt: skip
 
 
 def head(codec: Any = "cloudpickle") -> TraceHead:
     return TraceHead(model="m", dialect="vllm", codec=codec)
 
 
-@pytest.mark.parametrize("authorization", ["Bearer first-key", "bearer  first-key ", "Bearer schlüssel"])
-def test_holders_of_a_key_may(authorization: str) -> None:
-    check_codec(head(), authorization, OPEN)
+def test_whoever_holds_such_a_key_may() -> None:
+    check_codec(head(), TRUSTED, OPEN)
     assert codecs_of(OPEN) == ["wire", "cloudpickle"]
+    assert codecs_of(Settings()) == ["wire"]
 
 
 @pytest.mark.parametrize(
-    ("settings", "authorization"),
+    ("settings", "caller"),
     [
-        (Settings(), "Bearer first-key"),
-        (Settings(cloudpickle_keys=KEYS), "Bearer first-key"),
-        (Settings(allow_cloudpickle=True), "Bearer first-key"),
-        (Settings(allow_cloudpickle=True), None),
-        (Settings(allow_cloudpickle=True, cloudpickle_keys=(SecretStr(""),)), "Bearer "),
-        (OPEN, None),
-        (OPEN, ""),
-        (OPEN, "Bearer"),
-        (OPEN, "Bearer first-ke"),
-        (OPEN, "Bearer first-key2"),
-        (OPEN, "Basic first-key"),
-        (OPEN, "first-key"),
+        (Settings(), TRUSTED),
+        (OPEN, dataclasses.replace(TRUSTED, trusted_codecs=False)),
+        (OPEN, EVERYBODY),
     ],
 )
-def test_nobody_else_may(settings: Settings, authorization: str | None) -> None:
+def test_nobody_else_may(settings: Settings, caller: Principal) -> None:
     with pytest.raises(ApiError, match="'wire'") as caught:
-        check_codec(head(), authorization, settings)
+        check_codec(head(), caller, settings)
     assert (caught.value.code, caught.value.status) == (ErrorCode.CODEC_NOT_ALLOWED, 403)
-    assert "first-key" not in caught.value.message
-    check_codec(head("wire"), authorization, settings)
+    check_codec(head("wire"), caller, settings)
 
 
-def test_keys_come_from_the_environment_and_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NNSIGHT_ENGINE_CLOUDPICKLE_KEYS", '["first-key"]')
-    monkeypatch.setenv("NNSIGHT_ENGINE_ALLOW_CLOUDPICKLE", "true")
-    settings = Settings()
-    check_codec(head(), "Bearer first-key", settings)
-    assert "first-key" not in repr(settings)
-    assert codecs_of(Settings(cloudpickle_keys=())) == ["wire"]
+def test_a_key_whose_code_is_not_trusted_is_none_of_these() -> None:
+    assert not NewKey(tenant="acme", tier=Tier.TRUSTED).trusted_codecs
+    with pytest.raises(ValidationError, match="trusted"):
+        NewKey(tenant="acme", trusted_codecs=True)

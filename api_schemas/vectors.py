@@ -1,0 +1,251 @@
+"""Steering vectors that a server keeps: what is sent to make one, and what is told of it.
+
+A vector has one row of numbers for each layer that it belongs to, all at points of one kind
+(``layers.*.output``). Under a name there are versions, which count up and never change; operations name the
+newest, ``joy``, or a certain one, ``joy@2``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import BaseModel, Field, model_validator
+
+from api_schemas.chat import ChatMessage
+from api_schemas.fields import At, Integer, Items, Layers, Number, Strict
+from api_schemas.tensors import TensorInput
+
+NAME_PATTERN: Final = r"[a-z0-9][a-z0-9._-]{0,63}"
+"""What a vector may be called."""
+
+VectorNameText = Annotated[
+    str,
+    Field(
+        strict=True,
+        pattern=rf"^{NAME_PATTERN}$",
+        description="Lower-case letters, digits and . _ - behind the first of them, at most 64.",
+    ),
+]
+
+
+class NewVector(Strict):
+    """A vector as numbers: by layer or point, or for the points of ``at``.
+
+    Attributes:
+        name: What operations will call it; one that is there already gets another version.
+        vectors: One row for each layer (``"10"``) or point (``"layers.10.output"``).
+        at: The points that ``values`` are of, all of one kind, instead of ``vectors``.
+        values: ``[width]`` for all points, or ``[points, width]``.
+        shared: Whether every tenant may use it; for keys with the scope ``admin``.
+    """
+
+    name: VectorNameText
+    vectors: dict[str, TensorInput] | None = Field(default=None, min_length=1)
+    at: At | None = None
+    values: TensorInput | None = None
+    shared: bool = Field(default=False, strict=True)
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        given = (self.vectors is not None, self.at is not None, self.values is not None)
+        if given not in {(True, False, False), (False, True, True)}:
+            raise ValueError("a vector is given as `vectors`, or as `at` and `values`")
+        return self
+
+
+class VectorUpload(BaseModel):
+    """A vector as a file, in the fields of a form: for documentation.
+
+    Attributes:
+        name: What operations will call it.
+        file: Its content: safetensors, ``.npz``, a GGUF control vector, or JSON.
+        at: The points that a file with a single tensor is of.
+        shared: Whether every tenant may use it.
+    """
+
+    name: VectorNameText
+    file: str = Field(json_schema_extra={"format": "binary"})
+    at: str | None = None
+    shared: Literal["true", "false"] = "false"
+
+
+Prompt = Annotated[str, Field(strict=True, min_length=1)] | Annotated[list[ChatMessage], Field(min_length=1)]
+"""A text, or the messages of a chat."""
+
+
+class TrainingRequest(Strict):
+    """What a vector is trained from.
+
+    Attributes:
+        name: What operations will call it.
+        method: ``mean_difference``: from the mean of the negative prompts to that of the positive ones;
+            ``pca``: the first principal direction of the differences of pairs, prompt by prompt;
+            ``logistic``: the weights of a logistic probe that tells the two apart.
+        positive: Prompts of what the vector is to lead towards.
+        negative: Prompts of what it is to lead away from; of ``pca`` as many, in the same order.
+        layers: Layers after which to read the residual stream; each gets a row.
+        position: Which position of each prompt is read; ``mean``: the mean of all but the first.
+        holdout: The part of the prompts of each side that is kept back, to score the layers with.
+        seed: Decides which prompts are kept back.
+        shared: Whether every tenant may use it; for keys with the scope ``admin``.
+        stream: Whether progress is told, as server-sent events.
+    """
+
+    name: VectorNameText
+    method: Literal["mean_difference", "pca", "logistic"] = "mean_difference"
+    positive: Items[Prompt] = Field(min_length=2)
+    negative: Items[Prompt] = Field(min_length=2)
+    layers: Layers = "all"
+    position: Integer | Literal["mean"] = -1
+    holdout: Number = Field(default=0.25, gt=0, le=0.5)
+    seed: Integer = Field(default=0, ge=0, lt=2**32)
+    shared: bool = Field(default=False, strict=True)
+    stream: bool = Field(default=False, strict=True)
+
+    @model_validator(mode="after")
+    def _pairs(self) -> Self:
+        if self.method == "pca" and len(self.positive) != len(self.negative):
+            raise ValueError(
+                "`pca` takes the differences of pairs, so both sides need as many prompts; "
+                f"got {len(self.positive)} and {len(self.negative)}"
+            )
+        return self
+
+
+class LayerScore(BaseModel):
+    """How well one layer's row tells the prompts that were kept back.
+
+    Attributes:
+        layer: The layer.
+        auroc: The chance that a positive prompt lies further along the row than a negative one; 0.5 is
+            guessing.
+        accuracy: The part of the prompts on the right side of ``bias``.
+        separation: The distance of the two sides' means along the row, in standard deviations within a side.
+        bias: What makes ``probe`` positive for the positive side: minus the middle between the sides that
+            were trained on, or the logistic probe's own.
+        norm: Of the row.
+    """
+
+    layer: int
+    auroc: float
+    accuracy: float
+    separation: float
+    bias: float
+    norm: float
+
+
+class Training(BaseModel):
+    """How a vector was trained, and how well.
+
+    Attributes:
+        method: As asked; so are the others up to ``seed``.
+        position: Which position of each prompt was read.
+        holdout: The part that was asked to be kept back.
+        seed: Decided which.
+        num_positive: Prompts trained on.
+        num_negative: Likewise.
+        num_held_out: Prompts kept back, of both sides together.
+        best_layer: The layer with the best score: by ``auroc``, then ``accuracy``, then ``separation``.
+        layers: Every layer's score.
+    """
+
+    method: Literal["mean_difference", "pca", "logistic"]
+    position: int | Literal["mean"]
+    holdout: float
+    seed: int
+    num_positive: int
+    num_negative: int
+    num_held_out: int
+    best_layer: int
+    layers: list[LayerScore]
+
+
+class Vector(BaseModel):
+    """A vector that the server keeps.
+
+    Attributes:
+        id: Its id.
+        object: Always ``vector``.
+        name: What operations call it.
+        version: Counts up under a name; ``name@version`` is this one for ever.
+        model: The model that it is of, as the server calls it.
+        at: The kind of points that it belongs to.
+        layers: The layers that it has rows for, ascending.
+        width: Numbers in a row.
+        shared: Whether every tenant may use it.
+        own: Whether it is of the tenant who asks.
+        format: What it came as; ``trained`` here.
+        source_sha256: Of the file that it came in, hexadecimal.
+        sha256: Of its numbers, rows by layer, float32 and little-endian.
+        bytes: Size of its numbers.
+        created_at: When it was made, in seconds since 1970.
+        training: How it was trained.
+    """
+
+    id: str
+    object: Literal["vector"] = "vector"
+    name: str
+    version: int
+    model: str
+    at: str
+    layers: list[int]
+    width: int
+    shared: bool
+    own: bool
+    format: Literal["safetensors", "npz", "gguf", "json", "trained"]
+    source_sha256: str | None = None
+    sha256: str
+    bytes: int
+    created_at: float
+    training: Training | None = None
+
+
+class VectorList(BaseModel):
+    """A page of vectors, the newest first, in the shape of OpenAI's lists.
+
+    Attributes:
+        object: Always ``list``.
+        data: The vectors.
+        first_id: The first one's id.
+        last_id: The last one's id: the next page comes ``after`` it.
+        has_more: Whether there is a next page.
+    """
+
+    object: Literal["list"] = "list"
+    data: list[Vector]
+    first_id: str | None = None
+    last_id: str | None = None
+    has_more: bool
+
+
+class TrainingEvent(BaseModel):
+    """Something that happens in a training: how far it is, or the vector that it ended with.
+
+    Attributes:
+        type: ``progress`` or ``vector``.
+        stage: What goes on: prompts are read (``capture``) or layers fitted (``fit``).
+        done: How many of them are done.
+        total: Of how many.
+        vector: The vector.
+    """
+
+    type: Literal["progress", "vector"]
+    stage: Literal["capture", "fit"] | None = None
+    done: int | None = None
+    total: int | None = None
+    vector: Vector | None = None
+
+
+__all__ = [
+    "NAME_PATTERN",
+    "LayerScore",
+    "NewVector",
+    "Prompt",
+    "Training",
+    "TrainingEvent",
+    "TrainingRequest",
+    "Vector",
+    "VectorList",
+    "VectorNameText",
+    "VectorUpload",
+]

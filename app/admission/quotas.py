@@ -1,0 +1,228 @@
+"""What keys and tenants may use up in a minute: tokens, bytes that leave the engine, seconds of its time.
+
+What a request will use is known afterwards. So a minute that is used up lets nobody in, and what a request
+did use is counted when it is over, however it ended. Tokens are what many requests at once would run past by
+far: each sets aside beforehand what it asks for, and gives back what it did not use. A request that used more
+than there was is counted whole, so that the next ones wait for longer. ``Rates`` is the caller.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Final
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.keys import Limits
+from app.admission.counts import Counts, Used, this_minute
+from app.admission.estimates import Estimate
+from app.admission.throttled import ThrottledError
+from nnsight_engine.core.metering import Meter
+
+_REMAINING: Final = "x-ratelimit-remaining-tokens"
+_MICROSECONDS: Final = 10**6
+
+
+class Quota(enum.Enum):
+    """Something that is used up; its value is the field of ``Limits`` that says how much may be."""
+
+    TOKENS = "tokens_per_minute"
+    CAPTURED_BYTES = "captured_bytes_per_minute"
+    INTERVENTION_TIME = "intervention_seconds_per_minute"
+
+    def limit(self, limits: Limits) -> int | None:
+        """Return how much may be used in a minute, None for as much as anybody likes."""
+        most: float | None = getattr(limits, self.value)
+        return None if most is None else max(1, int(most * self._scale))
+
+    def used(self, meter: Meter) -> int:
+        """Return how much a request has used."""
+        if self is Quota.TOKENS:
+            return meter.num_tokens
+        if self is Quota.CAPTURED_BYTES:
+            return meter.captured_bytes
+        return round(meter.intervention_s * _MICROSECONDS)
+
+    def said(self, amount: int) -> str:
+        """Return an amount for people."""
+        return f"{amount / self._scale:g} {_UNITS[self]}"
+
+    @property
+    def _scale(self) -> int:
+        return _MICROSECONDS if self is Quota.INTERVENTION_TIME else 1
+
+
+_UNITS: Final = {
+    Quota.TOKENS: "tokens",
+    Quota.CAPTURED_BYTES: "captured bytes",
+    Quota.INTERVENTION_TIME: "seconds of interventions",
+}
+INTERVENING: Final = (Quota.CAPTURED_BYTES, Quota.INTERVENTION_TIME)
+"""What only requests use that intervene."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Group:
+    """Whose requests are counted together: those of a key, or of all keys of a tenant."""
+
+    name: str
+    said: str
+    limits: Limits
+
+
+@dataclasses.dataclass(slots=True)
+class Reserved:
+    """What a request has set aside: tokens, and in which minute."""
+
+    group: Group
+    amount: int
+    minute: int
+
+
+class Quotas:
+    """What is used up, by group.
+
+    Args:
+        counts: Keep it.
+    """
+
+    def __init__(self, counts: Counts) -> None:
+        """Begin with whatever is counted there."""
+        self._counts = counts
+
+    async def check(self, groups: Sequence[Group], *quotas: Quota) -> dict[str, str]:
+        """Let a request in whose callers have something left of these.
+
+        Returns:
+            OpenAI's headers of tokens, where these are asked for and limited.
+
+        Raises:
+            ThrottledError: One of them is used up.
+        """
+        told: list[dict[str, str]] = []
+        for quota in quotas:
+            for group in groups:
+                most = quota.limit(group.limits)
+                if most is None:
+                    continue
+                used = await self._counts.used(_name(group, quota))
+                if used.amount >= most:
+                    raise _used_up(group, quota, most, used)
+                if quota is Quota.TOKENS:
+                    told.append(_headers(most, used))
+        return _least(told)
+
+    async def wait_s(self, groups: Sequence[Group]) -> int:
+        """Return in how many seconds all have something left of everything: 0 if they have."""
+        wait = 0
+        for quota in Quota:
+            for group in groups:
+                most = quota.limit(group.limits)
+                if most is None:
+                    continue
+                used = await self._counts.used(_name(group, quota))
+                if used.amount >= most:
+                    wait = max(wait, used.wait_s(most - 1))
+        return wait
+
+    async def reserve(
+        self, groups: Sequence[Group], estimate: Estimate
+    ) -> tuple[list[Reserved], dict[str, str]]:
+        """Set tokens aside for a request.
+
+        Returns:
+            What was, to be given to ``settle``; and OpenAI's headers.
+
+        Raises:
+            ApiError: ``request_beyond_limit``: no minute has so many.
+            ThrottledError: This one has not.
+        """
+        reserved: list[Reserved] = []
+        told: list[dict[str, str]] = []
+        try:
+            for group in groups:
+                most = Quota.TOKENS.limit(group.limits)
+                if most is not None:
+                    told.append(await self._reserve(group, most, estimate, reserved))
+        except BaseException:
+            await self._give_back(reserved)
+            raise
+        return reserved, _least(told)
+
+    async def _reserve(
+        self, group: Group, most: int, estimate: Estimate, reserved: list[Reserved]
+    ) -> dict[str, str]:
+        if estimate.stated > most:
+            raise ApiError(
+                ErrorCode.BEYOND_LIMIT,
+                f"{_capital(group.said)} may use {most} tokens a minute, and this request asks for "
+                f"{estimate.stated} by itself: its prompts' and the most that it may generate. Send it with "
+                "fewer, or in parts.",
+                "max_tokens",
+            )
+        # What is guessed may be wrong, and keeps nobody from an empty minute.
+        amount = min(estimate.stated + estimate.guessed, most)
+        minute = this_minute()
+        used = await self._counts.add(_name(group, Quota.TOKENS), amount, minute)
+        reserved.append(Reserved(group, amount, minute))
+        if used.amount > most:
+            before = dataclasses.replace(used, now=used.now - amount)
+            raise _used_up(group, Quota.TOKENS, most, before, asks=amount)
+        return _headers(most, used)
+
+    async def _give_back(self, reserved: list[Reserved]) -> None:
+        for one in reserved:
+            await self._counts.add(_name(one.group, Quota.TOKENS), -one.amount, one.minute)
+
+    async def settle(self, groups: Sequence[Group], meter: Meter, reserved: Sequence[Reserved] = ()) -> None:
+        """Count what a request has used that is over, less what it had set aside."""
+        await meter.settled()
+        aside = {one.group.name: one for one in reserved}
+        for quota in Quota:
+            used = quota.used(meter)
+            for group in groups:
+                if quota.limit(group.limits) is None:
+                    continue
+                amount, minute = used, None
+                if quota is Quota.TOKENS and group.name in aside:
+                    amount -= aside[group.name].amount
+                    minute = aside[group.name].minute if amount < 0 else None
+                if amount:
+                    await self._counts.add(_name(group, quota), amount, minute)
+
+
+def _used_up(group: Group, quota: Quota, most: int, used: Used, *, asks: int = 1) -> ThrottledError:
+    wait = used.wait_s(most - asks)
+    more = "" if asks == 1 else f", and this one asks for {quota.said(asks)}"
+    headers = {"Retry-After": str(wait)}
+    if quota is Quota.TOKENS:
+        headers |= _headers(most, used)
+    return ThrottledError(
+        f"{_capital(group.said)} may use {quota.said(most)} a minute and has used {quota.said(used.amount)}"
+        f"{more}: send this one again in {wait} s.",
+        headers,
+    )
+
+
+def _headers(most: int, used: Used) -> dict[str, str]:
+    return {
+        "x-ratelimit-limit-tokens": str(most),
+        _REMAINING: str(max(0, most - used.amount)),
+        "x-ratelimit-reset-tokens": f"{used.wait_s(0)}s",
+    }
+
+
+def _least(told: list[dict[str, str]]) -> dict[str, str]:
+    return min(told, key=lambda headers: int(headers[_REMAINING]), default={})
+
+
+def _name(group: Group, quota: Quota) -> str:
+    return f"{group.name}/{quota.value}"
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+__all__ = ["INTERVENING", "Group", "Quota", "Quotas", "Reserved"]

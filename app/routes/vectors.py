@@ -1,0 +1,128 @@
+"""``/v1/vectors``: steering vectors that the server keeps, for operations to name."""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, Final
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api_schemas.vectors import (
+    NAME_PATTERN,
+    NewVector,
+    TrainingEvent,
+    TrainingRequest,
+    Vector,
+    VectorList,
+    VectorUpload,
+)
+from app.admission.quotas import INTERVENING
+from app.admission.rates import admitted_of
+from app.body import BodyLimits, read_object
+from app.context import Intervener, Served, Trains
+from app.errors import validated
+from app.openapi import BINARY, EVENTS_TYPE, error_responses, json_body, json_events, schema_of
+from app.services.disconnect import while_connected
+from app.services.streaming import ClosingStream, events, first_event
+from app.vectors.training import training_events
+from app.vectors.uploads import FORM_TYPE
+
+router = APIRouter(prefix="/v1/vectors", tags=["vectors"])
+
+SAFETENSORS_TYPE: Final = "application/safetensors"
+
+TRAINING_EVENTS: Final = json_events(TrainingEvent)
+
+_MAX_PAGE: Final = 100
+_BODY: Final = json_body(NewVector)
+_BODY["requestBody"]["content"][FORM_TYPE] = {"schema": schema_of(VectorUpload)}
+
+
+@router.post(
+    "",
+    status_code=201,
+    summary="Keep a vector",
+    openapi_extra=_BODY,
+    responses=error_responses(400, 409, 413, 415, 422, 503),
+)
+async def create_vector(request: Request, context: Served, caller: Intervener) -> Vector:
+    """Numbers as JSON, or a file in a form: safetensors, `.npz`, a GGUF control vector, JSON."""
+    return await context.vectors.create(request, caller)
+
+
+@router.post(
+    "/train",
+    status_code=201,
+    summary="Train a vector from contrasting prompts",
+    openapi_extra=json_body(TrainingRequest),
+    responses={
+        200: {
+            "description": "With `stream`: how far it is, then the vector; ends with `[DONE]`.",
+            "content": {EVENTS_TYPE: {"schema": TRAINING_EVENTS}},
+        },
+        201: {"model": Vector, "description": "The vector."},
+        **error_responses(400, 404, 409, 413, 422, 429, 500, 503),
+    },
+    response_model=None,
+)
+async def train_vector(request: Request, context: Served, caller: Trains) -> Response:
+    """Reads the residual stream of each prompt, fits a row for each layer, scores it on prompts kept back."""
+    settings = context.settings
+    admitted = admitted_of(request)
+    if admitted is not None:
+        await admitted.check(*INTERVENING)
+    limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
+    wanted = validated(TrainingRequest, await read_object(request, limits))
+    train = functools.partial(context.trainer.train, wanted, request, caller)
+    if not wanted.stream:
+        vector = await while_connected(request.receive, train(lambda _: None))
+        return Response(vector.model_dump_json(), 201, media_type="application/json")
+    source = training_events(train)
+    # An error before the first event has its own status.
+    first = await while_connected(request.receive, first_event(source))
+    return ClosingStream(events(first, source), media_type=EVENTS_TYPE, on_close=source.aclose)
+
+
+@router.get("", summary="List vectors, the newest first", responses=error_responses(404, 503))
+async def list_vectors(
+    context: Served,
+    caller: Intervener,
+    limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 20,
+    after: Annotated[str | None, Query(max_length=64, description="The last id of the page before.")] = None,
+    name: Annotated[
+        str | None, Query(pattern=rf"^{NAME_PATTERN}$", description="Only versions of this one.")
+    ] = None,
+) -> VectorList:
+    """One's own and those that are shared; `last_id` of a page is the next one's `after`."""
+    return await context.vectors.page(caller.tenant, name=name, after=after, limit=limit)
+
+
+@router.get("/{vector_id}", summary="Describe a vector", responses=error_responses(404, 503))
+async def get_vector(vector_id: str, context: Served, caller: Intervener) -> Vector:
+    """What it belongs to, where it came from, how it was trained."""
+    return await context.vectors.get(vector_id, caller.tenant)
+
+
+@router.get(
+    "/{vector_id}/content",
+    summary="Fetch a vector's numbers as a safetensors file",
+    response_class=Response,
+    responses={
+        200: {"description": "A safetensors file.", "content": {SAFETENSORS_TYPE: {"schema": BINARY}}},
+        **error_responses(404, 503),
+    },
+)
+async def get_vector_content(vector_id: str, context: Served, caller: Intervener) -> Response:
+    """One tensor for each layer, called by its point: `layers.10.output`."""
+    content = await context.vectors.content(vector_id, caller.tenant)
+    return Response(content, media_type=SAFETENSORS_TYPE, headers={"Cache-Control": "private, no-store"})
+
+
+@router.delete(
+    "/{vector_id}", status_code=204, summary="Remove a vector", responses=error_responses(404, 503)
+)
+async def delete_vector(vector_id: str, context: Served, caller: Intervener) -> None:
+    """Requests that run go on; its version is not given again. Shared ones need the scope `admin`."""
+    await context.vectors.remove(vector_id, caller)

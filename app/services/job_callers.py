@@ -1,0 +1,54 @@
+"""For whom jobs run: what their keys still are when their turn comes, and what running them uses up.
+
+A job waits, perhaps for hours, perhaps over a restart. Whether its key has ended meanwhile, and what is left
+to it, is found out when it is about to run, whichever process ended the key.
+"""
+
+from __future__ import annotations
+
+from app.admission.rates import Rates
+from app.auth.keys import Keys
+from app.auth.principal import Principal
+from app.storage.kept import StoredBytes
+from app.storage.tables import JobRow
+from nnsight_engine.core.metering import Meter
+
+
+class JobCallers:
+    """The keys of jobs.
+
+    Args:
+        keys: Know them.
+        rates: Count what jobs use.
+        stored: Is told what may be kept.
+    """
+
+    def __init__(self, keys: Keys, rates: Rates, stored: StoredBytes) -> None:
+        """Keep the parts."""
+        self._keys = keys
+        self._rates = rates
+        self._stored = stored
+
+    async def of(self, job: JobRow) -> Principal | None:
+        """Return for whom a job runs; None if its key has ended, and none was made to replace it."""
+        caller = await self._keys.holder(job.key_id)
+        if caller is not None:
+            learn(self._stored, caller)
+        return caller
+
+    async def wait_s(self, caller: Principal) -> int:
+        """Return in how many seconds a job of theirs may begin; 0 for now."""
+        return await self._rates.wait_s(caller)
+
+    async def count(self, caller: Principal, meter: Meter) -> None:
+        """Count what a job has used."""
+        await self._rates.count(caller, meter)
+
+
+def learn(stored: StoredBytes, caller: Principal) -> None:
+    """Have the places where something is kept know what a caller may keep."""
+    stored.learn(f"key:{caller.key_id}", caller.limits.stored_bytes)
+    stored.learn(f"tenant:{caller.tenant}", caller.tenant_limits.stored_bytes)
+
+
+__all__ = ["JobCallers", "learn"]

@@ -1,0 +1,296 @@
+"""Vectors in the database: made, found by id or by name, removed.
+
+The numbers lie in the database too, a few megabytes at most: every server that shares it sees each vector the
+moment that it is there. A tenant sees its own vectors and those that are shared. A version, once made, never
+changes, and its number is never given again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, func, or_, select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
+from api_schemas.vectors import Training, Vector
+from app.storage.database import Database
+from app.storage.kept import Holder
+from app.storage.tables import VectorNameRow, VectorRow
+from app.vectors.rows import VectorRows, kind_of
+
+_ID_BYTES: Final = 12
+_ID_PREFIX: Final = "vec_"
+_ID: Final = re.compile(rf"{_ID_PREFIX}[0-9a-f]{{{2 * _ID_BYTES}}}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NewRow:
+    """A vector to be kept.
+
+    Attributes:
+        tenant: Whose it is.
+        name: What operations call it.
+        model: The server's name of the model.
+        rows: Its numbers.
+        shared: Whether every tenant may use it.
+        format: What it came as.
+        source_sha256: Of the file that it came in.
+        training: How it was trained.
+    """
+
+    tenant: str
+    name: str
+    model: str
+    rows: VectorRows
+    shared: bool
+    format: str
+    source_sha256: str | None = None
+    training: Training | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FoundVector:
+    """What operations need of a vector beside its numbers.
+
+    Attributes:
+        number: Names its numbers, for ``VectorStore.data``.
+        id: Its id.
+        name: Its name.
+        version: Its version.
+        model: The model that it is of.
+        leaf: The kind of points that it belongs to.
+        layers: Whose its rows are, ascending.
+        width: Numbers in a row.
+    """
+
+    number: int
+    id: str
+    name: str
+    version: int
+    model: str
+    leaf: str
+    layers: tuple[int, ...]
+    width: int
+
+
+class VectorStore:
+    """Vectors of all tenants.
+
+    Args:
+        database: Has the tables, and is started before this is used.
+        max_bytes: What all vectors may have together.
+        share: The part of that which one tenant's may have.
+    """
+
+    def __init__(self, database: Database, max_bytes: int, share: float = 1.0) -> None:
+        """Keep the database."""
+        self._database = database
+        self._max_bytes = max_bytes
+        self._max_tenant_bytes = int(max_bytes * share)
+
+    async def add(self, new: NewRow) -> Vector:
+        """Keep a vector, as the next version of its name.
+
+        Raises:
+            ApiError: ``vector_store_full``; ``vector_name_taken``: another tenant shares one of this name.
+        """
+
+        def write(session: Session) -> Vector:
+            self._check_room(session, len(data))
+            if new.tenant:
+                self._check_share(session, len(data), new.tenant)
+            if new.shared:
+                _check_name(session, new)
+            row = VectorRow(
+                id=vector_id, tenant=new.tenant, name=new.name, version=_next_version(session, new),
+                model=new.model, leaf=new.rows.leaf, layers=list(new.rows.layers), width=new.rows.width,
+                shared=new.shared, format=new.format, source_sha256=new.source_sha256, sha256=sha256,
+                num_bytes=len(data), created_at=time.time(), training=training, data=data,
+            )  # fmt: skip
+            session.add(row)
+            return told(row, new.tenant)
+
+        data, sha256 = new.rows.data, new.rows.sha256
+        training = None if new.training is None else new.training.model_dump(mode="json")
+        vector_id = f"{_ID_PREFIX}{secrets.token_hex(_ID_BYTES)}"
+        try:
+            return await self._database.write(write)
+        except IntegrityError:
+            # Somebody has made the same name at the same time, on databases that let two write at once.
+            return await self._database.write(write)
+
+    async def page(
+        self, tenant: str, *, name: str | None, after: str | None, limit: int
+    ) -> tuple[list[Vector], bool]:
+        """Return a tenant's vectors and shared ones, the newest first, and whether there are more.
+
+        Raises:
+            ApiError: ``vector_not_found``: none that the tenant sees has the id ``after``.
+        """
+
+        def read(session: Session) -> list[Vector]:
+            wanted: list[ColumnElement[bool]] = [_seen_by(tenant)]
+            if name is not None:
+                wanted.append(VectorRow.name == name)
+            if after is not None:
+                wanted.append(VectorRow.number < _row(session, after, tenant, "after").number)
+            newest_first = select(VectorRow).where(*wanted).order_by(VectorRow.number.desc())
+            return [told(row, tenant) for row in session.scalars(newest_first.limit(limit + 1))]
+
+        found = await self._database.read(read)
+        return found[:limit], len(found) > limit
+
+    async def get(self, vector_id: str, tenant: str) -> Vector:
+        """Return a vector that a tenant sees; raises ApiError ``vector_not_found``."""
+        return await self._database.read(lambda session: told(_row(session, vector_id, tenant), tenant))
+
+    async def content(self, vector_id: str, tenant: str) -> tuple[Vector, bytes]:
+        """Return a vector that a tenant sees, and its numbers; raises ApiError ``vector_not_found``."""
+
+        def read(session: Session) -> tuple[Vector, bytes]:
+            row = _row(session, vector_id, tenant)
+            return told(row, tenant), bytes(row.data)
+
+        return await self._database.read(read)
+
+    async def remove(self, vector_id: str, tenant: str) -> None:
+        """Remove a vector that a tenant sees; whether they may, is asked before.
+
+        Raises:
+            ApiError: ``vector_not_found``.
+        """
+        await self._database.write(lambda session: session.delete(_row(session, vector_id, tenant)))
+
+    async def find(
+        self, name: str, version: int | None, tenant: str, models: Sequence[str]
+    ) -> FoundVector | None:
+        """Return the vector that a name means to a tenant: its own, or else a shared one.
+
+        Args:
+            name: The name.
+            version: Its version, or None for the newest.
+            tenant: Whose operations name it.
+            models: Names of the model served; a vector of another model is found only where there is none
+                of this one.
+        """
+
+        def read(session: Session) -> FoundVector | None:
+            wanted = [VectorRow.name == name, _seen_by(tenant)]
+            if version is not None:
+                wanted.append(VectorRow.version == version)
+            best_first = (
+                VectorRow.model.in_(models).desc(),
+                (VectorRow.tenant == tenant).desc(),
+                VectorRow.version.desc(),
+            )
+            row = session.scalars(select(VectorRow).where(*wanted).order_by(*best_first).limit(1)).first()
+            return None if row is None else _found(row)
+
+        return await self._database.read(read)
+
+    async def data(self, number: int) -> bytes | None:
+        """Return a vector's numbers, or None where it is gone."""
+        found = await self._database.read(
+            lambda session: session.scalar(select(VectorRow.data).where(VectorRow.number == number))
+        )
+        return None if found is None else bytes(found)
+
+    async def used_bytes(self) -> dict[Holder, int]:
+        """Return the bytes of all vectors, by whose they are."""
+        wanted = select(VectorRow.tenant, func.sum(VectorRow.num_bytes)).group_by(VectorRow.tenant)
+        rows = await self._database.read(lambda session: session.execute(wanted).all())
+        return {Holder(tenant): int(num_bytes or 0) for tenant, num_bytes in rows}
+
+    def _check_share(self, session: Session, num_bytes: int, tenant: str) -> None:
+        wanted = select(func.coalesce(func.sum(VectorRow.num_bytes), 0)).where(VectorRow.tenant == tenant)
+        stored = int(session.scalar(wanted) or 0)
+        if stored + num_bytes > self._max_tenant_bytes:
+            raise ApiError(
+                ErrorCode.VECTOR_STORE_FULL,
+                f"The vectors of the tenant {tenant!r} may have {self._max_tenant_bytes} bytes together, and "
+                f"have {stored}; remove some (DELETE /v1/vectors/{{id}}).",
+            )
+
+    def _check_room(self, session: Session, num_bytes: int) -> None:
+        stored = int(session.scalar(select(func.coalesce(func.sum(VectorRow.num_bytes), 0))) or 0)
+        if stored + num_bytes > self._max_bytes:
+            raise ApiError(
+                ErrorCode.VECTOR_STORE_FULL,
+                f"The vectors of this server may have {self._max_bytes} bytes together, and have {stored}; "
+                "remove some (DELETE /v1/vectors/{id}).",
+            )
+
+
+def told(row: VectorRow, tenant: str) -> Vector:
+    """Return what a tenant is told of a vector."""
+    values: dict[str, Any] = {
+        "id": row.id,
+        "name": row.name,
+        "version": row.version,
+        "model": row.model,
+        "at": kind_of(row.leaf),
+        "layers": row.layers,
+        "width": row.width,
+        "shared": row.shared,
+        "own": row.tenant == tenant,
+        "format": row.format,
+        "source_sha256": row.source_sha256,
+        "sha256": row.sha256,
+        "bytes": row.num_bytes,
+        "created_at": row.created_at,
+        "training": row.training,
+    }
+    return Vector.model_validate(values)
+
+
+def _found(row: VectorRow) -> FoundVector:
+    return FoundVector(
+        row.number, row.id, row.name, row.version, row.model, row.leaf, tuple(row.layers), row.width
+    )
+
+
+def _seen_by(tenant: str) -> ColumnElement[bool]:
+    return or_(VectorRow.tenant == tenant, VectorRow.shared.is_(True))
+
+
+def _row(session: Session, vector_id: str, tenant: str, param: str | None = None) -> VectorRow:
+    wanted = select(VectorRow).where(VectorRow.id == vector_id, _seen_by(tenant))
+    # What no id looks like, a database may refuse to look for.
+    row = session.scalars(wanted).first() if _ID.fullmatch(vector_id) else None
+    if row is None:
+        message = f"There is no vector {clip(vector_id)!r}; GET /v1/vectors lists them."
+        raise ApiError(ErrorCode.VECTOR_NOT_FOUND, message, param)
+    return row
+
+
+def _check_name(session: Session, new: NewRow) -> None:
+    """Refuse a name that would mean vectors of two tenants to everybody else."""
+    others = select(VectorRow.id).where(
+        VectorRow.name == new.name, VectorRow.shared.is_(True), VectorRow.tenant != new.tenant
+    )
+    if session.scalars(others.limit(1)).first() is not None:
+        raise ApiError(
+            ErrorCode.VECTOR_NAME_TAKEN,
+            f"Another tenant shares a vector {new.name!r}; share this one by another name.",
+            "name",
+        )
+
+
+def _next_version(session: Session, new: NewRow) -> int:
+    name = session.get(VectorNameRow, (new.tenant, new.name), with_for_update=True)
+    if name is None:
+        name = VectorNameRow(tenant=new.tenant, name=new.name, versions=0)
+        session.add(name)
+    name.versions += 1
+    return name.versions
+
+
+__all__ = ["FoundVector", "NewRow", "VectorStore"]

@@ -1,0 +1,186 @@
+"""GGUF control vectors, as llama.cpp and repeng write them: ``direction.N`` is what is added behind layer N.
+
+The package ``gguf`` reads files that one has chosen oneself: it maps them from disk and makes as many objects
+as a header claims. This reader takes bytes, steps over what it does not need, and checks every step against
+what is there. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
+from app.vectors.rows import Tensors
+from nnsight_engine.core.dtypes import floats_from_bytes
+
+MAGIC: Final = b"GGUF"
+
+_PARAM: Final = "file"
+_ARCHITECTURE: Final = "general.architecture"
+_ALIGNMENT: Final = "general.alignment"
+_CONTROL_VECTOR: Final = "controlvector"
+_VERSIONS: Final = frozenset({2, 3})
+_MAX_ENTRIES: Final = 4096
+_MAX_NAME_BYTES: Final = 256
+_MAX_DIMENSIONS: Final = 4
+_DEFAULT_ALIGNMENT: Final = 32
+_UINT32, _STRING, _ARRAY = 4, 8, 9
+_SCALAR_BYTES: Final = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_DTYPES: Final = {0: ("float32", 4), 1: ("float16", 2), 28: ("float64", 8), 30: ("bfloat16", 2)}
+_NAME: Final = re.compile(r"direction\.[1-9][0-9]{0,5}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Info:
+    """What the file says of a tensor: its length, its type, and where it begins in the data."""
+
+    name: str
+    num_items: int
+    kind: int
+    offset: int
+
+
+class _Bytes:
+    """The file, read from its start; whatever lies beyond its end is an error."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.position = 0
+
+    def take(self, num_bytes: int) -> bytes:
+        end = self.position + num_bytes
+        if end > len(self._data):
+            raise _invalid(f"The GGUF file is cut off: it needs byte {end} and has {len(self._data)}.")
+        part = self._data[self.position : end]
+        self.position = end
+        return part
+
+    def number(self, num_bytes: int) -> int:
+        return int.from_bytes(self.take(num_bytes), "little")
+
+    def text(self, max_bytes: int | None = None) -> str:
+        num_bytes = self.number(8)
+        if max_bytes is not None and num_bytes > max_bytes:
+            raise _invalid(f"A name in a GGUF file has at most {max_bytes} bytes, got {num_bytes}.")
+        return self.take(num_bytes).decode("utf-8", "replace")
+
+    def skip(self, kind: int) -> None:
+        if kind == _STRING:
+            self.take(self.number(8))
+        elif kind == _ARRAY:
+            self._skip_array()
+        else:
+            self.take(_scalar_bytes(kind))
+
+    def _skip_array(self) -> None:
+        kind, num_items = self.number(4), self.number(8)
+        if kind == _ARRAY:
+            raise _invalid("A GGUF control vector has no arrays of arrays.")
+        if kind != _STRING:
+            self.take(num_items * _scalar_bytes(kind))
+            return
+        for _ in range(num_items):  # each takes eight bytes at least, so the file's end is not far
+            self.skip(_STRING)
+
+
+def read(data: bytes) -> Tensors:
+    """Return the directions of a control vector by name.
+
+    Raises:
+        ApiError: ``unsupported_vector_format`` (a GGUF file of something else), ``invalid_vector_file``,
+            ``wrong_dtype`` (quantized).
+    """
+    file = _Bytes(data)
+    file.take(len(MAGIC))
+    version = file.number(4)
+    if version not in _VERSIONS:
+        raise _invalid(f"GGUF files of version 2 or 3, little-endian, are read; got version {version}.")
+    num_tensors, num_fields = file.number(8), file.number(8)
+    if max(num_tensors, num_fields) > _MAX_ENTRIES:
+        raise _invalid(f"A GGUF control vector has at most {_MAX_ENTRIES} fields and tensors.")
+    alignment = _fields(file, num_fields)
+    infos = [_info(file) for _ in range(num_tensors)]
+    start = -(-file.position // alignment) * alignment
+    if sum(info.num_items for info in infos) > len(data) - file.position:
+        # Tensors that share their bytes would be as many copies of them.
+        raise _invalid("The GGUF file's tensors claim more numbers than it has bytes.")
+    tensors: dict[str, npt.NDArray[Any]] = {}
+    for info in infos:
+        if info.name in tensors:
+            raise _invalid(f"Tensors must have different names; two are {clip(info.name)!r}.")
+        tensors[info.name] = _tensor(data, start, info)
+    return tensors
+
+
+def _fields(file: _Bytes, num_fields: int) -> int:
+    """Step over the fields; returns the alignment of the data."""
+    architecture, alignment = "", _DEFAULT_ALIGNMENT
+    for _ in range(num_fields):
+        key, kind = file.text(_MAX_NAME_BYTES), file.number(4)
+        if key == _ARCHITECTURE and kind == _STRING:
+            architecture = file.text(_MAX_NAME_BYTES)
+        elif key == _ALIGNMENT and kind == _UINT32:
+            alignment = file.number(4)
+        else:
+            file.skip(kind)
+    if architecture != _CONTROL_VECTOR:
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_FORMAT,
+            f"Of GGUF files, control vectors are taken ({_ARCHITECTURE} {_CONTROL_VECTOR!r}); this one is "
+            f"{clip(architecture)!r}.",
+            _PARAM,
+        )
+    if alignment <= 0 or alignment > 2**16:
+        raise _invalid(f"A GGUF file's alignment must lie between 1 and {2**16}, got {alignment}.")
+    return alignment
+
+
+def _info(file: _Bytes) -> _Info:
+    name = file.text(_MAX_NAME_BYTES)
+    if _NAME.fullmatch(name) is None:
+        raise _invalid(
+            f"Tensors of a control vector are direction.1, direction.2 and so on; got {clip(name)!r}."
+        )
+    num_dimensions = file.number(4)
+    if num_dimensions > _MAX_DIMENSIONS:
+        raise _invalid(f"A direction has one dimension; {clip(name)!r} claims {num_dimensions}.")
+    num_items = math.prod(file.number(8) for _ in range(num_dimensions))
+    return _Info(name, num_items, file.number(4), file.number(8))
+
+
+def _tensor(data: bytes, start: int, info: _Info) -> npt.NDArray[Any]:
+    known = _DTYPES.get(info.kind)
+    if known is None:
+        raise ApiError(
+            ErrorCode.WRONG_DTYPE,
+            f"Directions must be F32, F16, BF16 or F64; {clip(info.name)!r} has GGML's type {info.kind}.",
+            _PARAM,
+        )
+    dtype, item_bytes = known
+    begin = start + info.offset
+    end = begin + info.num_items * item_bytes
+    if end > len(data):
+        raise _invalid(f"{clip(info.name)!r} lies beyond the file's end: it needs byte {end} of {len(data)}.")
+    content = data[begin:end]
+    return np.frombuffer(content, "<f8") if dtype == "float64" else floats_from_bytes(dtype, content)
+
+
+def _scalar_bytes(kind: int) -> int:
+    found = _SCALAR_BYTES.get(kind)
+    if found is None:
+        raise _invalid(f"The GGUF file has a field of a type that there is not, {kind}.")
+    return found
+
+
+def _invalid(message: str) -> ApiError:
+    return ApiError(ErrorCode.INVALID_VECTOR_FILE, message, _PARAM)
+
+
+__all__ = ["MAGIC", "read"]

@@ -1,0 +1,184 @@
+"""Names of vectors in a request's operations, and the numbers that take their place before it is compiled.
+
+From then on the request is one that brought the numbers itself: the same plan, the same fingerprint, the same
+cache salt. What a name meant stands on the tensor, and in the answer beside each operation that was applied.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
+from api_schemas.interventions import Intervention, tensor_of
+from api_schemas.operations import Ablate, Patch, Probe, Steer
+from api_schemas.points import Point, resolve_layer
+from api_schemas.tensors import NamedTensor, VectorName, VectorUsed
+from app.storage.vectors import FoundVector, VectorStore
+from app.vectors.rows import ModelShape, kind_of, points_of
+
+_NAME: Final = re.compile(r"(?P<name>[a-z0-9][a-z0-9._-]{0,63})(?:@(?P<version>[1-9][0-9]{0,8}))?")
+_FIELDS: Final = {Steer: "vector", Ablate: "vector", Probe: "weights"}
+
+
+def names_vectors(interventions: Sequence[Intervention]) -> bool:
+    """Tell whether an operation names a vector."""
+    return any(isinstance(tensor_of(op), VectorName) for op in interventions)
+
+
+class VectorCache:
+    """Numbers of vectors used last, by the number of the vector, whose numbers never change.
+
+    Args:
+        store: Where they are read from.
+        max_bytes: What may be held.
+    """
+
+    def __init__(self, store: VectorStore, max_bytes: int) -> None:
+        """Start empty."""
+        self._store = store
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._held: collections.OrderedDict[int, bytes] = collections.OrderedDict()
+
+    @property
+    def num_bytes(self) -> int:
+        """What is held."""
+        return self._num_bytes
+
+    async def data(self, number: int) -> bytes | None:
+        """Return a vector's numbers, or None where it is gone."""
+        held = self._held.get(number)
+        if held is not None:
+            self._held.move_to_end(number)
+            return held
+        data = await self._store.data(number)
+        if data is not None and number not in self._held:
+            self._keep(number, data)
+        return data
+
+    def _keep(self, number: int, data: bytes) -> None:
+        if len(data) > self._max_bytes:
+            return
+        self._held[number] = data
+        self._num_bytes += len(data)
+        while self._num_bytes > self._max_bytes:
+            _, dropped = self._held.popitem(last=False)
+            self._num_bytes -= len(dropped)
+
+
+class NameResolver:
+    """Puts numbers in the place of names, for one request.
+
+    Args:
+        store: Finds the vectors.
+        cache: Has their numbers.
+        shape: The model's.
+        models: What the model is called.
+        tenant: Whose operations they are.
+    """
+
+    def __init__(
+        self, store: VectorStore, cache: VectorCache, shape: ModelShape, models: Sequence[str], tenant: str
+    ) -> None:
+        """Start with nothing found."""
+        self._store = store
+        self._cache = cache
+        self._shape = shape
+        self._models = models
+        self._tenant = tenant
+        self._found: dict[str, tuple[FoundVector, bytes]] = {}
+        self._tensors: dict[tuple[int, tuple[int, ...]], NamedTensor] = {}
+
+    async def resolved(self, op: Intervention, param: str) -> Intervention:
+        """Return an operation with numbers instead of a name.
+
+        Raises:
+            ApiError: ``unknown_vector``, ``vector_mismatch``, or what is wrong with ``at``.
+        """
+        given = tensor_of(op)
+        if not isinstance(given, VectorName):
+            return op
+        if isinstance(op, Patch):
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_COMBINATION,
+                "`patch` takes a row for each position, and a vector has one for each layer; steer with it, "
+                "in "
+                "the mode `replace`.",
+                f"{param}.values",
+            )
+        if not isinstance(op, Steer | Ablate | Probe):
+            return op
+        field = _FIELDS[type(op)]
+        vector, data = await self._find(given.name, f"{param}.{field}")
+        points = points_of(op.at, self._shape.num_layers, f"{param}.at") if given.layer is None else []
+        layers = self._layers(given, vector, points, f"{param}.{field}")
+        return op.model_copy(update={field: self._tensor(vector, data, layers)})
+
+    async def _find(self, text: str, param: str) -> tuple[FoundVector, bytes]:
+        if text not in self._found:
+            match = _NAME.fullmatch(text)
+            version = None if match is None or match["version"] is None else int(match["version"])
+            name = "" if match is None else match["name"]
+            vector = await self._store.find(name, version, self._tenant, self._models) if name else None
+            data = None if vector is None else await self._cache.data(vector.number)
+            if vector is None or data is None:
+                raise ApiError(
+                    ErrorCode.UNKNOWN_VECTOR,
+                    f"There is no vector {clip(text)!r}; GET /v1/vectors lists them, POST /v1/vectors "
+                    "makes one.",
+                    param,
+                )
+            self._check_model(vector, param)
+            self._found[text] = vector, data
+        return self._found[text]
+
+    def _check_model(self, vector: FoundVector, param: str) -> None:
+        if vector.model not in self._models or self._shape.widths.get(vector.leaf) != vector.width:
+            raise _mismatch(
+                vector,
+                f"is of the model {clip(vector.model)!r}, and this server has {self._shape.name!r}",
+                param,
+            )
+
+    def _layers(
+        self, given: VectorName, vector: FoundVector, points: Sequence[Point], param: str
+    ) -> tuple[int, ...]:
+        """Return the layers whose rows are wanted, in order."""
+        if given.layer is not None:
+            layers: tuple[int, ...] = (resolve_layer(given.layer, self._shape.num_layers, f"{param}.layer"),)
+        else:
+            strange = next((point for point in points if point.leaf != vector.leaf), None)
+            if strange is not None:
+                belongs = f"belongs to {kind_of(vector.leaf)} and not to {strange}"
+                raise _mismatch(vector, f"{belongs}; `layer` beside `name` takes one row everywhere", param)
+            layers = tuple(point.layer for point in points)
+        missing = next((layer for layer in layers if layer not in vector.layers), None)
+        if missing is not None:
+            had = ", ".join(map(str, vector.layers[:8])) + (", …" if len(vector.layers) > 8 else "")
+            raise _mismatch(vector, f"has no row for layer {missing}, but for {had}", param)
+        return layers
+
+    def _tensor(self, vector: FoundVector, data: bytes, layers: tuple[int, ...]) -> NamedTensor:
+        key = (vector.number, layers)
+        if key not in self._tensors:
+            rows = np.frombuffer(data, "<f4").reshape(len(vector.layers), vector.width)
+            index = {layer: row for row, layer in enumerate(vector.layers)}
+            wanted = rows[[index[layer] for layer in layers]]
+            # One row is one vector for all points, as somebody would send it.
+            shape = [vector.width] if len(layers) == 1 else list(wanted.shape)
+            used = VectorUsed(name=vector.name, version=vector.version, id=vector.id)
+            self._tensors[key] = NamedTensor.of(used, shape, wanted.tobytes())
+        return self._tensors[key]
+
+
+def _mismatch(vector: FoundVector, why: str, param: str) -> ApiError:
+    return ApiError(ErrorCode.VECTOR_MISMATCH, f"The vector {vector.name}@{vector.version} {why}.", param)
+
+
+__all__ = ["NameResolver", "VectorCache", "names_vectors"]

@@ -1,0 +1,160 @@
+"""The vectors of one server: kept, told of, and put in the place of their names.
+
+``create_app`` makes the one service; the routes below ``/v1/vectors`` and every request whose operations
+name a vector are its callers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import safetensors.numpy
+from starlette.requests import Request
+
+from api_schemas.interventions import FIELD, Intervention
+from api_schemas.keys import Scope
+from api_schemas.vectors import Training, Vector, VectorList
+from app.auth.principal import Principal
+from app.body import BodyLimits
+from app.engine.client import EngineClient
+from app.settings import Settings
+from app.storage.database import Database
+from app.storage.kept import Holder, StoredBytes
+from app.storage.vectors import NewRow, VectorStore
+from app.vectors.names import NameResolver, VectorCache
+from app.vectors.rows import ModelShape, VectorRows
+from app.vectors.uploads import read_upload
+
+
+class VectorService:
+    """The vectors of one server.
+
+    Args:
+        settings: The server's.
+        database: Keeps them; started before this is used.
+        engine: Has the model that they must fit.
+        stored: What tenants keep, here and elsewhere.
+    """
+
+    def __init__(
+        self, settings: Settings, database: Database, engine: EngineClient, stored: StoredBytes
+    ) -> None:
+        """Keep the parts; nothing is read yet."""
+        self._settings = settings
+        self._store = VectorStore(database, settings.vector_store_bytes, settings.tenant_share)
+        self._stored, self._kept = stored, stored.place()
+        self._cache = VectorCache(self._store, settings.vector_cache_bytes)
+        self._engine = engine
+
+    @property
+    def shape(self) -> ModelShape:
+        """What vectors of the model served must be like; only when the engine is ready."""
+        return ModelShape.of(self._engine.served().names[0], self._engine.capabilities())
+
+    async def count(self) -> None:
+        """Learn how much is kept, by whom; other servers' doings are seen then."""
+        self._kept.set(await self._store.used_bytes())
+
+    async def create(self, request: Request, caller: Principal) -> Vector:
+        """Keep the vector that a request brings.
+
+        Raises:
+            ApiError: Whatever is wrong with it; nothing is kept then.
+        """
+        settings = self._settings
+        limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
+        upload = await read_upload(request, self.shape, limits)
+        return await self.keep(
+            upload.rows,
+            caller,
+            name=upload.name,
+            shared=upload.shared,
+            format_=upload.format,
+            sha256=upload.sha256,
+        )
+
+    async def keep(
+        self,
+        rows: VectorRows,
+        caller: Principal,
+        *,
+        name: str,
+        shared: bool,
+        format_: str,
+        sha256: str | None = None,
+        training: Training | None = None,
+    ) -> Vector:
+        """Keep a vector as the next version of its name.
+
+        Raises:
+            ApiError: ``stored_bytes_full``, and as ``VectorStore.add``.
+        """
+        check_sharing(caller, shared=shared)
+        new = NewRow(caller.tenant, name, self.shape.name, rows, shared, format_, sha256, training)
+        await self.count()
+        self._stored.check(Holder(caller.tenant), len(rows.data))
+        kept = await self._store.add(new)
+        await self.count()
+        return kept
+
+    async def page(self, tenant: str, *, name: str | None, after: str | None, limit: int) -> VectorList:
+        """Return a page of a tenant's vectors and shared ones; raises ApiError ``vector_not_found``."""
+        data, has_more = await self._store.page(tenant, name=name, after=after, limit=limit)
+        return VectorList(
+            data=data,
+            first_id=data[0].id if data else None,
+            last_id=data[-1].id if data else None,
+            has_more=has_more,
+        )
+
+    async def get(self, vector_id: str, tenant: str) -> Vector:
+        """Return a vector that a tenant sees; raises ApiError ``vector_not_found``."""
+        return await self._store.get(vector_id, tenant)
+
+    async def content(self, vector_id: str, tenant: str) -> bytes:
+        """Return a vector as a safetensors file; raises ApiError ``vector_not_found``."""
+        vector, data = await self._store.content(vector_id, tenant)
+        rows = np.frombuffer(data, "<f4").reshape(len(vector.layers), vector.width)
+        tensors = {
+            vector.at.replace("*", str(layer)): row for layer, row in zip(vector.layers, rows, strict=True)
+        }
+        about = {"name": vector.name, "version": str(vector.version), "model": vector.model}
+        return safetensors.numpy.save(tensors, about)
+
+    async def remove(self, vector_id: str, caller: Principal) -> None:
+        """Remove a vector; a shared one is an administrator's to remove.
+
+        Raises:
+            ApiError: ``vector_not_found``, ``missing_scope``.
+        """
+        vector = await self._store.get(vector_id, caller.tenant)
+        if vector.shared:
+            caller.check(Scope.ADMIN)
+        await self._store.remove(vector_id, caller.tenant)
+        await self.count()
+
+    async def bytes_of(self, tenant: str) -> int:
+        """Return the bytes of a tenant's vectors together."""
+        return (await self._store.used_bytes()).get(Holder(tenant), 0)
+
+    async def resolved(self, interventions: Sequence[Intervention], tenant: str) -> tuple[Intervention, ...]:
+        """Return a request's operations with numbers instead of names.
+
+        Raises:
+            ApiError: ``unknown_vector``, ``vector_mismatch``, or what is wrong with ``at``.
+        """
+        models = self._engine.served().names
+        resolver = NameResolver(self._store, self._cache, self.shape, models, tenant)
+        return tuple(
+            [await resolver.resolved(op, f"{FIELD}.{index}") for index, op in enumerate(interventions)]
+        )
+
+
+def check_sharing(caller: Principal, *, shared: bool) -> None:
+    """Raise ApiError where somebody else than an administrator would share."""
+    if shared:
+        caller.check(Scope.ADMIN)
+
+
+__all__ = ["VectorService", "check_sharing"]

@@ -1,0 +1,163 @@
+"""What ``POST /v1/vectors`` is sent: numbers in JSON, or a file in a form, as OpenAI's clients send files.
+
+A body is read no further than the model's largest vector takes, and taken apart in a thread. Nothing is kept
+here: a body that is not right in every part makes no vector.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+from typing import Any, Final, Literal
+
+import numpy.typing as npt
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import Field, File, create_form_parser
+from starlette.requests import Request
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
+from api_schemas.fields import Strict
+from api_schemas.limits import Limits
+from api_schemas.tensors import TensorInput, VectorName
+from api_schemas.vectors import NewVector, VectorNameText
+from app.body import BodyLimits, check_media_type, read_bytes, read_object
+from app.errors import validated
+from app.services.code_policy import is_from_elsewhere
+from app.vectors.files import PARAM, SLACK_BYTES, Format, read_file
+from app.vectors.rows import ModelShape, VectorRows, rows_of
+from nnsight_engine.core.dtypes import floats_from_bytes
+from nnsight_engine.plans.tensor_input import read_tensor
+
+FORM_TYPE: Final = "multipart/form-data"
+
+_WIDEST_ITEM_BYTES: Final = 8
+_JSON_ITEM_BYTES: Final = 32
+_MAX_FIELD_BYTES: Final = 64 * 1024
+
+
+class _Form(Strict):
+    """What stands in a form beside its file."""
+
+    name: VectorNameText
+    at: str | None = None
+    shared: Literal["true", "false"] = "false"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Upload:
+    """A vector as it was sent, checked against the model.
+
+    Attributes:
+        name: What operations will call it.
+        shared: Whether every tenant may use it.
+        format: What it came as.
+        sha256: Of the file that it came in, hexadecimal.
+        rows: Its numbers.
+    """
+
+    name: str
+    shared: bool
+    format: Format
+    sha256: str | None
+    rows: VectorRows
+
+
+async def read_upload(request: Request, shape: ModelShape, limits: BodyLimits) -> Upload:
+    """Read the body of ``POST /v1/vectors``.
+
+    Args:
+        request: The request.
+        shape: What the vector must fit; a body has no more than its largest takes.
+        limits: What any body may be.
+
+    Raises:
+        ApiError: Whatever is wrong with it.
+        ClientDisconnect: The client went away before the end.
+    """
+    media_type = request.headers.get("content-type", "").split(";", maxsplit=1)[0].strip().lower()
+    if media_type == FORM_TYPE:
+        if is_from_elsewhere(request):
+            # The one body of ours that browsers send to anywhere without asking the server first.
+            raise _wrong("A form of a page of another place is not taken.")
+        limit = min(shape.max_numbers * _WIDEST_ITEM_BYTES + SLACK_BYTES, limits.max_bytes)
+        body = await read_bytes(request, limit, limits.idle_s)
+        content_type = request.headers["content-type"]
+        return await asyncio.to_thread(_read_form, bytes(body), content_type, shape)
+    check_media_type(request, "application/json")
+    limit = min(shape.max_numbers * _JSON_ITEM_BYTES + SLACK_BYTES, limits.max_bytes)
+    value = await read_object(request, BodyLimits(limit, limits.max_depth, limits.idle_s))
+    return await asyncio.to_thread(_read_numbers, value, shape)
+
+
+def _read_numbers(value: dict[str, Any], shape: ModelShape) -> Upload:
+    limits = Limits(max_tensor_bytes=shape.max_numbers * _WIDEST_ITEM_BYTES)
+    new = validated(NewVector, value, limits)
+    if new.vectors is not None:
+        tensors = {name: _array(tensor, f"vectors.{clip(name)}") for name, tensor in new.vectors.items()}
+        rows = rows_of(tensors, None, shape, "vectors")
+    else:
+        rows = rows_of({"values": _array(new.values, "values")}, new.at, shape, "values")
+    return Upload(new.name, new.shared, "json", None, rows)
+
+
+def _array(value: TensorInput | None, param: str) -> npt.NDArray[Any]:
+    if value is None or isinstance(value, VectorName):
+        raise ApiError(ErrorCode.INVALID_SHAPE, "A vector is made of numbers, or a tensor object.", param)
+    tensor = read_tensor(value, param)
+    return floats_from_bytes(tensor.dtype, tensor.data).reshape(tensor.shape)
+
+
+def _read_form(body: bytes, content_type: str, shape: ModelShape) -> Upload:
+    fields, file = _parts(body, content_type)
+    name, content = file
+    form = validated(_Form, fields)
+    at = None if not form.at else [part.strip() for part in form.at.split(",")]
+    format_, tensors = read_file(content, name)
+    rows = rows_of(tensors, at, shape, PARAM)
+    return Upload(form.name, form.shared == "true", format_, hashlib.sha256(content).hexdigest(), rows)
+
+
+def _parts(body: bytes, content_type: str) -> tuple[dict[str, str], tuple[str, bytes]]:
+    """Return a form's fields, and its file's name and content."""
+    fields: dict[str, str] = {}
+    files: list[tuple[str, bytes]] = []
+
+    def on_field(field: Field) -> None:
+        name = (field.field_name or b"").decode("utf-8", "replace")
+        if name not in _Form.model_fields or name in fields:
+            raise _wrong(
+                f"A vector's form has the fields file, name, at and shared, each once; got {clip(name)!r}."
+            )
+        fields[name] = (field.value or b"").decode("utf-8", "replace")
+
+    def on_file(file: File) -> None:
+        if file.field_name != PARAM.encode() or files:
+            raise _wrong("A vector's form has one file, in the field `file`.")
+        file.file_object.seek(0)
+        files.append(((file.file_name or b"").decode("utf-8", "replace"), file.file_object.read()))
+
+    config = {
+        "MAX_MEMORY_FILE_SIZE": len(body) + 1,
+        "MAX_Form.model_fields": len(_Form.model_fields),
+        "MAX_FIELD_SIZE": _MAX_FIELD_BYTES,
+    }
+    try:
+        parser = create_form_parser(
+            {"Content-Type": content_type.encode("latin-1")}, on_field, on_file, config
+        )
+        parser.write(body)
+        parser.finalize()
+    except (FormParserError, ValueError, TypeError) as error:
+        raise _wrong(f"The form is broken: {clip(str(error))}.") from error
+    if not files:
+        raise _wrong("A vector's form needs a file, in the field `file`, and its `name`.")
+    return fields, files[0]
+
+
+def _wrong(message: str) -> ApiError:
+    return ApiError(ErrorCode.BAD_REQUEST, message)
+
+
+__all__ = ["FORM_TYPE", "Upload", "read_upload"]

@@ -1,0 +1,179 @@
+"""Names of vectors in operations: what they mean, to whom, and what the answer says of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from api_schemas.interventions import parse_interventions, tensor_of
+from api_schemas.keys import Scope
+from app.storage.vectors import VectorStore
+from nnsight_engine.plans.tensor_input import read_tensor
+from tests.integration.conftest import ErrorCheck, Serve, Server
+from tests.integration.tenants import Tenants
+from tests.integration.test_vectors import make
+from tests.integration.vector_files import ROWS
+
+ROW = {layer: row.tolist() for layer, row in ROWS.items()}
+JOY = {"name": "joy"}
+
+
+def steer(vector: Any = JOY, at: Any = "layers.1.output", **rest: Any) -> dict[str, Any]:
+    return {"op": "steer", "at": at, "vector": vector, **rest}
+
+
+@pytest.fixture
+async def server(serve: Serve) -> AsyncIterator[Server]:
+    async with serve() as server:
+        yield server
+
+
+async def keys_of(server: Server, operation: dict[str, Any], tenant: str = "") -> str:
+    """Return the hash by which the plan of an operation knows its tensor."""
+    operations = parse_interventions([operation])
+    (resolved,) = await server.context.vectors.resolved(operations, tenant)
+    tensor = tensor_of(resolved)
+    assert tensor is not None
+    return read_tensor(tensor, "x").key()
+
+
+async def test_a_name_is_the_numbers_that_it_stands_for(server: Server) -> None:
+    await make(server)
+    ways: list[tuple[dict[str, Any], Any]] = [
+        (steer(), ROW[1]),
+        (steer(at="layers.2.output"), ROW[2]),
+        (steer(at="layers.-2.output"), ROW[2]),
+        (steer(at="layers.1:3.output"), [ROW[1], ROW[2]]),
+        (steer(at=["layers.2.output", "layers.1.output"]), [ROW[2], ROW[1]]),
+        (steer({"name": "joy@1"}), ROW[1]),
+        (steer({"name": "joy", "layer": 2}, at="layers.*.output"), ROW[2]),
+        (steer({"name": "joy", "layer": -3}, at="layers.0.input"), ROW[1]),
+    ]
+    for operation, numbers in ways:
+        assert await keys_of(server, operation) == await keys_of(server, {**operation, "vector": numbers})
+    ablate = {"op": "ablate", "at": "layers.2.output", "method": "vector", "vector": JOY}
+    assert await keys_of(server, ablate) == await keys_of(server, {**ablate, "vector": ROW[2]})
+    probe = {"op": "probe", "at": "layers.2.output", "weights": JOY}
+    assert await keys_of(server, probe) == await keys_of(server, {**probe, "weights": ROW[2]})
+
+
+async def test_the_answer_says_which_version_it_was(server: Server) -> None:
+    first = await make(server)
+    second = await make(server, vectors={"1": [0.5] * 8})
+    operations = [
+        steer(),
+        {"op": "capture", "at": "layers.1.output"},
+        steer({"name": "joy@1"}),
+        steer([1.0] * 8),
+    ]
+    whole = (await server.complete(interventions=operations)).json()["choices"][0]
+    newest, capture, older, numbers = whole["interventions"]["applied"]
+    assert newest["vector"] == {"name": "joy", "version": 2, "id": second["id"]}
+    assert older["vector"] == {"name": "joy", "version": 1, "id": first["id"]}
+    assert "vector" not in capture
+    assert "vector" not in numbers
+    streamed = await server.complete(interventions=operations, stream=True)
+    events = [json.loads(line[6:]) for line in streamed.text.split("\n\n") if line.startswith("data: {")]
+    assert events[-1]["choices"][0]["interventions"]["applied"][0]["vector"] == newest["vector"]
+    chat = {"messages": [{"role": "user", "content": "hello"}], "interventions": operations}
+    answer = (await server.client.post("/v1/chat/completions", json=chat)).json()["choices"][0]
+    assert answer["interventions"]["applied"][2]["vector"] == older["vector"]
+
+
+async def test_what_a_name_cannot_mean_is_refused(server: Server, error_of: ErrorCheck) -> None:
+    await make(server)
+    await make(server, name="inputs", vectors={"layers.1.output": ROW[1]})
+    bad: list[tuple[dict[str, Any], str, str]] = [
+        (steer({"name": "sorrow"}), "unknown_vector", "interventions.0.vector"),
+        (steer({"name": "joy@2"}), "unknown_vector", "interventions.0.vector"),
+        (steer({"name": "joy@0"}), "unknown_vector", "interventions.0.vector"),
+        (steer({"name": "joy@" + "9" * 40}), "unknown_vector", "interventions.0.vector"),
+        (steer({"name": "Joy'; DROP"}), "unknown_vector", "interventions.0.vector"),
+        (steer(at="layers.0.output"), "vector_mismatch", "interventions.0.vector"),
+        (steer(at="layers.*.output"), "vector_mismatch", "interventions.0.vector"),
+        (steer(at="layers.1.input"), "vector_mismatch", "interventions.0.vector"),
+        (steer({"name": "joy", "layer": 0}), "vector_mismatch", "interventions.0.vector"),
+        (steer({"name": "joy", "layer": 9}), "unknown_layer", "interventions.0.vector.layer"),
+        (steer(at="logits"), "unknown_point", "interventions.0.at"),
+        (steer(at=["layers.1.output"] * 2), "invalid_value", "interventions.0.at"),
+        (
+            {"op": "patch", "at": "layers.1.output", "values": JOY, "where": {"positions": [0]}},
+            "unsupported_combination",
+            "interventions.0.values",
+        ),
+    ]
+    for operation, code, param in bad:
+        for stream in (False, True):
+            answer = await server.complete(interventions=[operation], stream=stream)
+            error_of(answer, 400, code)
+            assert answer.json()["error"]["param"] == param
+    error_of(
+        await server.complete(interventions=[steer({"name": "joy", "version": 1})]), 422, "invalid_shape"
+    )
+
+
+async def test_a_vector_of_another_model_is_never_used(
+    server: Server, error_of: ErrorCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await make(server)
+    monkeypatch.setattr("app.engine.fake.MODEL", "another-model")
+    assert "'fake-model'" in error_of(await server.complete(interventions=[steer()]), 400, "vector_mismatch")
+    theirs = await make(server)
+    monkeypatch.undo()
+    mine = (await server.complete(interventions=[steer()])).json()["choices"][0]["interventions"]["applied"]
+    assert (mine[0]["vector"]["version"], theirs["version"]) == (1, 2)
+
+
+async def test_a_tenant_uses_its_own_first_and_shared_ones_else(
+    tenants: Tenants, error_of: ErrorCheck
+) -> None:
+    server = tenants.server
+    scopes = Scope.COMPLETIONS, Scope.INTERVENTIONS
+    operator = await tenants.headers("operator")
+    acme, other = [await tenants.headers(name, *scopes) for name in ("acme", "other")]
+
+    async def used(headers: dict[str, str], name: str = "joy") -> Any:
+        body = {"prompt": "one two", "interventions": [steer({"name": name})]}
+        return await tenants.send("POST", "/v1/completions", headers, json=body)
+
+    own = await make(server, acme)
+    error_of(await used(other), 400, "unknown_vector")
+    shared = await make(server, operator, shared=True)
+    await make(server, operator)
+    for headers, made in ((acme, own), (other, shared)):
+        applied = (await used(headers)).json()["choices"][0]["interventions"]["applied"]
+        assert applied[0]["vector"]["id"] == made["id"]
+    error_of(await used(other, "joy@2"), 400, "unknown_vector")
+    assert (await server.client.delete(f"/v1/vectors/{own['id']}", headers=acme)).status_code == 204
+    applied = (await used(acme)).json()["choices"][0]["interventions"]["applied"]
+    assert applied[0]["vector"]["id"] == shared["id"]
+
+
+async def test_a_hot_vectors_numbers_are_read_once(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    original = VectorStore.data
+
+    async def counted(self: VectorStore, number: int) -> bytes | None:
+        read.append(number)
+        return await original(self, number)
+
+    monkeypatch.setattr(VectorStore, "data", counted)
+    async with serve(vector_cache_bytes=100) as server:
+        await make(server)
+        calm = await make(server, name="calm")
+        for _ in range(3):
+            assert (await server.complete(interventions=[steer(), steer()])).status_code == 200
+        assert read == [1]
+        # Two of 64 bytes are more than 100: the one used last stays.
+        assert (await server.complete(interventions=[steer({"name": "calm"})])).status_code == 200
+        assert (await server.complete(interventions=[steer()])).status_code == 200
+        assert read == [1, 2, 1]
+        await server.client.delete(f"/v1/vectors/{calm['id']}")
+        assert (await server.complete(interventions=[steer({"name": "calm"})])).status_code == 400
+    async with serve(vector_cache_bytes=0) as server:
+        for _ in range(2):
+            assert (await server.complete(interventions=[steer()])).status_code == 200
+        assert read == [1, 2, 1, 1, 1]

@@ -1,0 +1,137 @@
+"""Counts over a minute, and storages that do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from limits import RateLimitItemPerMinute
+from limits.aio.storage import MemoryStorage
+
+from app.admission import counts as counts_module
+from app.admission.counts import Counts, Used
+from nnsight_engine.core.errors import UnsupportedOptionError
+
+THREE = RateLimitItemPerMinute(3)
+
+
+class RemoteStorage(MemoryStorage):
+    """Asks a server over a socket before each answer, like a client of Redis, and waits for it as long."""
+
+    STORAGE_SCHEME = ["async+remote"]  # noqa: RUF012 - limits' own
+
+    def __init__(self, uri: str, **_: str) -> None:
+        super().__init__(uri)
+        self.port = int(uri.rpartition(":")[2])
+
+    async def ask(self) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            writer.write(b"?")
+            assert await reader.readexactly(1) == b"!"
+        finally:
+            writer.close()
+
+    async def get(self, key: str) -> int:
+        await self.ask()
+        return await super().get(key)
+
+    async def get_sliding_window(self, key: str, expiry: int) -> tuple[int, float, int, float]:
+        await self.ask()
+        return await super().get_sliding_window(key, expiry)
+
+    async def acquire_sliding_window_entry(
+        self, key: str, limit: int, expiry: int, amount: int = 1
+    ) -> bool:  # fmt: skip
+        await self.ask()
+        return await super().acquire_sliding_window_entry(key, limit, expiry, amount)
+
+
+class Answering:
+    """A server that answers, or says nothing."""
+
+    def __init__(self) -> None:
+        self.answers = True
+        self.num_asked = 0
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_asked += 1
+        with contextlib.suppress(ConnectionError):
+            if self.answers:
+                writer.write(b"!")
+            await reader.read()
+            writer.close()
+
+
+@pytest.fixture
+async def storage(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Answering]:
+    monkeypatch.setattr(counts_module, "_PATIENCE_S", 0.1)
+    answering = Answering()
+    async with await asyncio.start_server(answering.serve, "127.0.0.1", 0) as server:
+        answering.url = f"remote://name:secret@127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield answering
+
+
+async def test_a_storage_that_is_away_costs_one_wait_and_limits_hold_meanwhile(
+    storage: Answering, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    counts = Counts(storage.url)
+    assert await counts.hit(THREE, "a")
+    storage.answers, num_asked = False, storage.num_asked
+    with caplog.at_level(logging.WARNING):
+        assert [await counts.hit(THREE, "a") for _ in range(5)] == [True, True, True, False, False]
+        assert (await counts.add("a", 70)).amount == (await counts.used("a")).amount == 70
+    assert (counts.num_failures, storage.num_asked) == (1, num_asked + 1)
+    assert "TimeoutError" in caplog.text
+    assert "secret" not in caplog.text
+    # It is asked again after a pause, by one.
+    counts._again_at = time.monotonic()
+    await asyncio.gather(*[counts.used("a") for _ in range(20)])
+    assert (counts.num_failures, storage.num_asked) == (2, num_asked + 2)
+    storage.answers = True
+    counts._again_at = time.monotonic()
+    assert (await counts.used("a")).amount == 0  # there nobody was told
+    assert not counts._again_at
+
+
+async def test_a_storage_that_is_gone_is_no_error(storage: Answering) -> None:
+    counts = Counts("remote://127.0.0.1:1")
+    assert await counts.test(THREE, "a")
+    assert (await counts.stats(THREE, "a")).remaining == 3
+    assert counts.num_failures == 1
+
+
+def test_what_is_no_storage_is_refused_without_its_password() -> None:
+    with pytest.raises(UnsupportedOptionError, match="'nosuch'") as caught:
+        Counts("nosuch://name:secret@host")
+    assert "secret" not in str(caught.value)
+
+
+async def test_what_is_given_back_goes_where_it_was_taken() -> None:
+    counts = Counts("memory://")
+    minute = counts_module.this_minute()
+    await counts.add("a", 100, minute)
+    assert 45 <= (await counts.add("a", -50, minute)).amount <= 50
+    before = await counts.used("a")
+    assert (await counts.add("a", -50, minute - 5)).amount in {before.amount, before.amount - 1}
+
+
+@pytest.mark.parametrize(
+    ("used", "room", "wait_s"),
+    [
+        (Used(0, 100, 0.5), 99, 31),
+        (Used(0, 100, 0.5), 50, 60),
+        (Used(0, 100, 0.5), 0, 90),
+        (Used(100, 0, 0.5), 25, 15),
+        (Used(100, 20, 0.5), 20, 30),
+        (Used(100, 20, 0.5), 45, 15),
+        (Used(0, 0, 1.0), 0, 1),
+    ],
+)
+def test_the_wait_is_as_long_as_it_takes(used: Used, room: int, wait_s: int) -> None:
+    assert used.wait_s(room) == wait_s
