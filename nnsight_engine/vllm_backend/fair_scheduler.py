@@ -49,6 +49,7 @@ class FairScheduler(Scheduler):
         self._looked_at = 0.0
         self._came_to_nothing = False
         self._began: tuple[float, dict[str, int]] | None = None
+        self._busy_since: float | None = None
 
     def add_request(self, request: Request) -> None:
         """Queue a request."""
@@ -79,10 +80,16 @@ class FairScheduler(Scheduler):
         if self._began is not None:
             began, scheduled = self._began
             self._began = None
-            self._charge(scheduled, time.perf_counter() - began)
+            moment = time.perf_counter()
+            self._sharing.times.add(sum(scheduled.values()), moment - began)
+            # What passes between steps is taken from others too, unless there was nothing to do.
+            self._charge(scheduled, moment - (began if self._busy_since is None else self._busy_since))
+            self._busy_since = moment
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
+        if not self.requests:
+            self._busy_since = None
         return outputs
 
     def comes_whole(self, request: Request) -> bool:
@@ -95,7 +102,6 @@ class FairScheduler(Scheduler):
         return ()
 
     def _charge(self, scheduled: dict[str, int], seconds: float) -> None:
-        self._sharing.times.add(sum(scheduled.values()), seconds)
         if len(self._sharing) == 1:
             self._sharing.charge_one(seconds)
         else:

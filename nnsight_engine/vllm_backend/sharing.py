@@ -2,7 +2,7 @@
 
 A sender, which is a tenant, counts from a request of theirs until none is left and a while after. The seconds
 of a step are charged to those whose tokens it computed; of what is charged, each one's share of the time is
-forgiven as it passes. Whoever has more than ``_HEAVY_S`` left to answer for has kept the engine busy beyond
+forgiven as it passes. Whoever has ``_HEAVY_S`` left to answer for has kept the engine busy beyond
 their share just now and is *heavy*; the others are *light*, which all are whose engine is half idle.
 ``FairScheduler`` asks this at each step, and does nothing of it while there is one sender.
 """
@@ -20,6 +20,9 @@ SENDER_KEY: Final = "nnsight_engine_sender"
 """Key of a request's extra arguments under which the server says whose it is."""
 
 _HEAVY_S: Final = 0.5
+_LIGHT_S: Final = 0.1
+"""Who is heavy stays so until no more is left than this, lest long steps come by turns with short ones."""
+
 _MOST_S: Final = 1.0
 """Nobody has to answer for more: who stops to flood an engine is light again soon."""
 
@@ -85,13 +88,15 @@ class _Sender:
     Attributes:
         level_s: Seconds of the engine that they had beyond their share, at ``counted_at``.
         counted_at: When that was.
+        is_heavy: Whether they were heavy when that was asked last.
         seen_at: When they had something to do last.
     """
 
-    __slots__ = ("counted_at", "level_s", "seen_at")
+    __slots__ = ("counted_at", "is_heavy", "level_s", "seen_at")
 
     def __init__(self, moment: float) -> None:
         self.level_s, self.counted_at, self.seen_at = 0.0, moment, moment
+        self.is_heavy = False
 
 
 class Sharing:
@@ -142,9 +147,10 @@ class Sharing:
     def light(self) -> frozenset[str]:
         """Return who has not had more than their share."""
         moment = self._clock()
-        return frozenset(
-            name for name, sender in self._senders.items() if self._level_s(sender, moment) < _HEAVY_S
-        )
+        for sender in self._senders.values():
+            enough = _LIGHT_S if sender.is_heavy else _HEAVY_S
+            sender.is_heavy = self._level_s(sender, moment) >= enough
+        return frozenset(name for name, sender in self._senders.items() if not sender.is_heavy)
 
     def charge(self, tokens: Mapping[str, int], seconds: float) -> None:
         """Charge a step that has just ended to those whose tokens it computed, by their number."""

@@ -35,7 +35,9 @@ def test_who_keeps_an_engine_busy_is_heavy_and_light_again_after_a_pause(clock: 
     assert sharing.light() == {"many", "few"}
     run(sharing, clock, 2.0, {"many": 7, "few": 1})
     assert sharing.light() == {"few"}
-    clock.now += 1.1
+    clock.now += 1.2
+    assert sharing.light() == {"few"}, "a moment is not enough"
+    clock.now += 0.8
     assert sharing.light() == {"many", "few"}
 
 
