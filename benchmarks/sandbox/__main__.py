@@ -150,8 +150,8 @@ def _arguments() -> argparse.Namespace:
 _METHOD: Final = """\
 SmolLM2-135M-Instruct in bf16, eager. Of each repetition the medians of 30 traces of either kind count, by
 turns, from the message to the bytes of the result, in the server's process. Beside the traces of one kind,
-one every quarter of a second, 4 plain requests of 32 tokens each; 1.031 is 0.97 of the speed. Figures are medians over {repeats} repetitions.
-Made by `python -m benchmarks.sandbox --repeats {repeats}`."""
+one every quarter of a second, 4 plain requests of 32 tokens each; 1.031 is 0.97 of the speed.
+Figures are medians over {repeats} repetitions. Made by `python -m benchmarks.sandbox --repeats {repeats}`."""
 
 
 if __name__ == "__main__":
