@@ -14,6 +14,8 @@ from starlette.requests import HTTPConnection
 
 from api_schemas.keys import Scope
 from app.admission.rates import ADMITTED, Rates
+from app.audit.log import AuditLog
+from app.audit.records import note_caller
 from app.auth.keys import Keys
 from app.auth.principal import Principal
 from app.engine.client import EngineClient
@@ -48,6 +50,7 @@ class Context:
     database: Database
     keys: Keys
     rates: Rates
+    log: AuditLog
     vectors: VectorService
     trainer: Trainer
     processes: Sequence[TraceProcesses] = ()
@@ -79,6 +82,7 @@ async def _caller_of(
         _check_origin(connection)
     address = "" if connection.client is None else connection.client.host
     principal = await context.keys.principal(authorization, address)
+    note_caller(principal, connection)
     principal.check(*map(Scope, scopes.scopes))
     if not principal.has_key and Scope.CODE in scopes.scopes:
         check_name(context.settings, connection)

@@ -22,6 +22,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.limits import Limits
 from app.admission.throttled import ThrottledError
+from app.audit.records import note
 
 RETRY_AFTER_S: Final = 5
 """What a client is told to wait before it asks a server that is starting, full or draining."""
@@ -54,6 +55,7 @@ def error_bytes(error: ApiError) -> bytes:
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
     """Return the error as a response with its status, and Retry-After where waiting helps."""
+    note(error=error.code)
     sent = dict(headers or {})
     if error.code in _CHALLENGES:
         sent.setdefault("WWW-Authenticate", _CHALLENGES[error.code])
@@ -66,6 +68,7 @@ def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Re
 
 def error_frame(error: ApiError) -> str:
     """Return the error as one event of a stream whose status is already sent."""
+    note(error=error.code)
     return f"data: {error_bytes(error).decode('ascii')}\n\n"
 
 

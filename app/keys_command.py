@@ -7,9 +7,10 @@ that a script can take it; whatever is said of it goes to standard error.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Annotated, Final, TypeVar
 
 import typer
@@ -18,13 +19,16 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from api_schemas.errors import ApiError
-from api_schemas.keys import CreatedKey, Key, Limits, NewKey, Rotation, Scope, Tier
+from api_schemas.keys import CreatedKey, Key, Limits, NewKey, Rotation, Scope, Tenant, Tier
+from app.audit.changes import of_command
 from app.auth.keys import Keys
 from app.settings import Settings
+from app.storage.audit import AuditStore
 from app.storage.database import Database, DatabaseError
 from app.storage.keys import KeyStore
 
 T = TypeVar("T")
+Changed = TypeVar("Changed", bound=Key | Tenant)
 
 _ERROR: Final = 1
 _LIMITS_HELP: Final = "Like `requests_per_minute=60,concurrency=4`."
@@ -63,12 +67,31 @@ async def has_keys(settings: Settings) -> bool:
 
 
 async def _on_keys(settings: Settings, work: Work[T]) -> T:
+    async with _opened(settings) as database:
+        return await work(Keys(KeyStore(database)))
+
+
+@contextlib.asynccontextmanager
+async def _opened(settings: Settings) -> AsyncIterator[Database]:
     database = Database(settings.data_dir, settings.database_url)
     await database.start()
     try:
-        return await work(Keys(KeyStore(database)))
+        yield database
     finally:
         await database.close()
+
+
+def _change(settings: Settings, command: str, subject: str, work: Work[Changed]) -> Changed:
+    """Change something, and have the audit log tell of it."""
+
+    async def changing() -> Changed:
+        async with _opened(settings) as database:
+            changed = await work(Keys(KeyStore(database)))
+            if settings.audit_days:
+                await AuditStore(database).write([of_command(command, subject, changed).row()])
+            return changed
+
+    return asyncio.run(changing())
 
 
 @_COMMANDS.command()
@@ -94,7 +117,7 @@ def create(
         trusted_codecs=trusted_codecs,
         expires_in_s=None if expires is None else expires * 86400,
     )
-    _show(asyncio.run(_on_keys(context.obj, lambda keys: keys.create(new))))
+    _show(_change(context.obj, "keys create", "", lambda keys: keys.create(new)))
 
 
 @_COMMANDS.command("list")
@@ -127,7 +150,7 @@ def limit(
 ) -> None:
     """Limit all keys of a tenant together; without limits, not any more."""
     wanted = _limits(limits)
-    changed = asyncio.run(_on_keys(context.obj, lambda keys: keys.limit(tenant, wanted)))
+    changed = _change(context.obj, "keys limit", tenant, lambda keys: keys.limit(tenant, wanted))
     typer.echo(f"All keys of {changed.name} together: {_said(changed.limits) or 'no limits'}.", err=True)
 
 
@@ -139,13 +162,13 @@ def rotate(
 ) -> None:
     """Replace a key by another of the same rights, and print that."""
     rotation = Rotation(grace_s=grace * 3600)
-    _show(asyncio.run(_on_keys(context.obj, lambda keys: keys.rotate(key_id, rotation.grace_s))))
+    _show(_change(context.obj, "keys rotate", key_id, lambda keys: keys.rotate(key_id, rotation.grace_s)))
 
 
 @_COMMANDS.command()
 def revoke(context: typer.Context, key_id: Annotated[str, typer.Argument(help="The key's id.")]) -> None:
     """End a key. A running server notices within seconds."""
-    key = asyncio.run(_on_keys(context.obj, lambda keys: keys.revoke(key_id)))
+    key = _change(context.obj, "keys revoke", key_id, lambda keys: keys.revoke(key_id))
     typer.echo(f"The key {key.id} of {key.tenant} opens nothing any more.", err=True)
 
 

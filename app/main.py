@@ -9,6 +9,8 @@ from typing import Any
 from fastapi import FastAPI
 
 from app.admission.rates import Rates
+from app.audit.log import AuditLog
+from app.audit.middleware import AuditMiddleware
 from app.auth.keys import Keys
 from app.context import Context
 from app.engine.client import EngineClient
@@ -20,6 +22,7 @@ from app.lifecycle import Lifecycle
 from app.middleware import GateMiddleware
 from app.openapi import DocumentedApp
 from app.routes import (
+    audit,
     capabilities,
     chat,
     completions,
@@ -38,6 +41,7 @@ from app.services.jobs import JobService
 from app.services.model_outline import model_outline
 from app.services.traces import TraceService
 from app.settings import Settings, environment_for_traces
+from app.storage.audit import AuditStore
 from app.storage.database import Database
 from app.storage.keys import KeyStore
 from app.storage.results import ResultStore
@@ -58,6 +62,7 @@ _ROUTERS = (
     status.router,
     keys.router,
     keys.tenants_router,
+    audit.router,
     vectors.router,
 )
 
@@ -90,10 +95,11 @@ def create_app(
     engines = {**engine.trace_engines(), **{one.name: one for one in beside}}
     trace_service = TraceService(engines)
     database = Database(settings.data_dir, settings.database_url)
+    log = AuditLog(AuditStore(database), settings.audit_days * 86400)
     callers, rates = Keys(KeyStore(database)), Rates(settings.limits_url)
     job_callers = JobCallers(callers, rates, store.stored, settings)
     job_service = JobService(
-        settings, database, trace_service, lifecycle, engine.served, job_callers, store.stored
+        settings, database, trace_service, lifecycle, engine.served, job_callers, store.stored, log
     )
     vector_service = VectorService(settings, database, engine, store.stored)
     context = Context(
@@ -106,12 +112,14 @@ def create_app(
         database,
         callers,
         rates,
+        log,
         vector_service,
         Trainer(settings, engine, vector_service),
         beside,
     )
     app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)
     app.state.context = context
+    app.add_middleware(AuditMiddleware, log=log, keys=callers)
     app.add_middleware(GateMiddleware, lifecycle=context.lifecycle)
     install_error_handlers(app)
     for router in _ROUTERS:
@@ -153,6 +161,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(context.database.close)
         await context.database.start()
+        stack.push_async_callback(context.log.stop)
+        context.log.start()
         await context.vectors.count()
         stack.push_async_callback(context.rates.close)
         stack.push_async_callback(context.keys.close)

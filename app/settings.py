@@ -157,6 +157,22 @@ class Settings(BaseSettings):
         repr=False,  # likewise
         description="Where requests of keys are counted, `redis://…` for several servers together.",
     )
+    fair_window_s: float = Field(
+        default=5.0,
+        ge=0,
+        description="How long a tenant without requests still has a share of the engine; 0 for no shares.",
+    )
+    fair_step: float = Field(
+        default=1.25,
+        ge=1,
+        description="How much longer than the shortest a step of the engine may take while a tenant has more "
+        "than their share and others are there.",
+    )
+    audit_days: float = Field(
+        default=90.0,
+        ge=0,
+        description="How many days is kept who ran what, where there are keys; 0 if it is not written down.",
+    )
     max_running_jobs: int = Field(default=16, ge=1, description="Most jobs that run at once.")
     max_queued_jobs: int = Field(default=1000, ge=0, description="Most jobs that wait to run.")
     job_ttl_s: float = Field(

@@ -8,6 +8,7 @@ The bundled model is converted before the clock starts, as it is on every start 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import socket
 import statistics
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Final
 
 import httpx
@@ -57,19 +58,34 @@ def seconds_to_ready(options: Sequence[str]) -> float:
     Raises:
         StartupError: It ended before, or was not ready in time.
     """
+    start = time.perf_counter()
+    with served(options, {}):
+        return time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def served(options: Sequence[str], variables: Mapping[str, str]) -> Iterator[str]:
+    """Start a server, and give its URL once it is ready; it is stopped in the end.
+
+    Args:
+        options: Of ``nnsight-engine serve``.
+        variables: Environment variables beside our own.
+
+    Raises:
+        StartupError: It ended before, or was not ready in time.
+    """
     port = _free_port()
-    command = [sys.executable, "-m", "app.cli", "serve", "--port", str(port), *options]
+    command = [sys.executable, "-m", "app.cli", "serve", *options, "--port", str(port)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
     with tempfile.TemporaryFile() as printed:
         start = time.perf_counter()
-        server = subprocess.Popen(
-            command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, stdout=printed, stderr=subprocess.STDOUT
-        )
+        server = subprocess.Popen(command, env=environment, stdout=printed, stderr=subprocess.STDOUT)
         try:
             while not _is_ready(port):
                 if server.poll() is not None or time.perf_counter() - start > _LIMIT_S:
                     raise StartupError(_message(server, printed))
                 time.sleep(_POLL_S)
-            return time.perf_counter() - start
+            yield f"http://127.0.0.1:{port}"
         finally:
             server.terminate()
             server.wait()

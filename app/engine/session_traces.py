@@ -108,6 +108,7 @@ class SessionTraces(TraceProcesses):
             try:
                 request = await asyncio.to_thread(TraceRequest.from_bytes, data)  # whoever wrote it
                 _check(request)
+                request.tenant = job.request.tenant
                 frames = self._engine.run_trace(request, f"session-{secrets.token_hex(16)}")
                 async with contextlib.aclosing(frames):
                     async for frame in frames:

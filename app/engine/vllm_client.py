@@ -48,7 +48,7 @@ from app.storage.process_folders import ProcessFolder, claim_memory_folder
 from app.storage.results import ResultStore
 from nnsight_engine.remote_backend.identity import fingerprint_of
 from nnsight_engine.vllm_backend.answers import answer
-from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
+from nnsight_engine.vllm_backend.async_engine import SENDER, InterventionAsyncLLM
 from nnsight_engine.vllm_backend.call import InterventionCall
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
 from nnsight_engine.vllm_backend.handover import Handover
@@ -115,6 +115,8 @@ class VLLMEngineClient:
             sandbox_cpu_s=self._settings.sandbox_cpu_s,
             sandbox_fuel=self._settings.sandbox_fuel,
             max_sandboxes=self._settings.max_sandboxes,
+            fair_window_s=self._settings.fair_window_s,
+            fair_step=self._settings.fair_step,
         )
         for name, value in engine_options(limits).items():
             if name != "additional_config":
@@ -201,6 +203,7 @@ class VLLMEngineClient:
         inline: bool = False,
     ) -> EngineReply:
         """Answer ``/v1/completions``."""
+        SENDER.set(owner)  # for what this task and those that it begins have vLLM do
         serve = self._vllm_app.state.openai_serving_completion.create_completion
         if interventions:
             model = InterveningCompletionRequest
@@ -217,6 +220,7 @@ class VLLMEngineClient:
         inline: bool = False,
     ) -> EngineReply:
         """Answer ``/v1/chat/completions``."""
+        SENDER.set(owner)
         serve = self._vllm_app.state.openai_serving_chat.create_chat_completion
         if interventions:
             model = InterveningChatRequest

@@ -18,12 +18,13 @@ from api_schemas.errors import ApiError, ErrorCode
 from app.engine.vllm_errors import translated
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.vllm_backend.call import TICKET_KEY
+from nnsight_engine.vllm_backend.sharing import SENDER_KEY
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 
 _DERIVED: Final = frozenset({"skip_clone", "output_text_buffer_length", "skip_reading_prefix_cache"})
 """What vLLM or we set; they come with parameters that were made on the other side."""
 
-_RESERVED: Final = frozenset({PLAN_KEY, TRACE_KEY, TICKET_KEY})
+_RESERVED: Final = frozenset({PLAN_KEY, SENDER_KEY, TRACE_KEY, TICKET_KEY})
 _PLACE: Final = re.compile(r"`\$([^`]*)`")
 """Where msgspec found something wrong."""
 

@@ -155,7 +155,7 @@ class _Trace:
                 compresses=settings.compress_results and "zstd" in head.accepts,
                 sandbox_of=request.sandbox_of,
             )  # fmt: skip
-            carry(params, entry)
+            carry(params, entry, request.tenant)
             self.prompts.append(apart(_prompt(invoke), entry))
 
     @property

@@ -13,6 +13,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import Job, JobList, JobStatus
 from app.admission.quotas import Quota
 from app.admission.rates import admitted_of
+from app.audit.records import note
 from app.body import stream_bytes
 from app.context import Coder, Served
 from app.errors import RETRY_AFTER_S, error_response
@@ -72,6 +73,7 @@ async def create_job(
     check = functools.partial(check_head, context.settings, caller, context.engine.served())
     holder = Holder(caller.tenant, caller.key_id)
     submitted = await context.jobs.submit(body, check=check, key=key, holder=holder, reruns=rerun)
+    note(subject=submitted.job.id, model=submitted.job.model)
     response.status_code = 202 if submitted.is_new else 200
     response.headers["Location"] = f"/v1/jobs/{submitted.job.id}"
     return submitted.job

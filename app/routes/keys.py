@@ -9,6 +9,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from api_schemas.keys import MAX_NAME, CreatedKey, Key, KeyList, Limits, NewKey, Rotation, Tenant, TenantList
+from app.audit.changes import changed
+from app.audit.records import note
 from app.body import BodyLimits, read_object
 from app.context import ADMIN, Context, Served
 from app.errors import validated
@@ -32,7 +34,9 @@ tenants_router = APIRouter(prefix="/v1/admin/tenants", tags=["keys"], dependenci
 async def create_key(request: Request, response: Response, context: Served) -> CreatedKey:
     """`key` is in this answer and nowhere else."""
     response.headers["Cache-Control"] = "no-store"
-    return await context.keys.create(await _read(request, context, NewKey))
+    created = await context.keys.create(await _read(request, context, NewKey))
+    note(subject=created.id, details=changed(created))
+    return created
 
 
 @router.get("", summary="List keys, the newest first")
@@ -55,7 +59,9 @@ async def rotate_key(key_id: str, request: Request, response: Response, context:
     """The old one ends now, or after `grace_s`."""
     response.headers["Cache-Control"] = "no-store"
     rotation = await _read(request, context, Rotation)
-    return await context.keys.rotate(key_id, rotation.grace_s)
+    created = await context.keys.rotate(key_id, rotation.grace_s)
+    note(details=changed(created))
+    return created
 
 
 @router.delete("/{key_id}", summary="Revoke a key", responses=error_responses(404))
@@ -78,7 +84,9 @@ async def list_tenants(context: Served) -> TenantList:
 )
 async def limit_tenant(tenant: str, request: Request, context: Served) -> Tenant:
     """What is left out is not limited any more."""
-    return await context.keys.limit(tenant, await _read(request, context, Limits))
+    limited = await context.keys.limit(tenant, await _read(request, context, Limits))
+    note(details=changed(limited))
+    return limited
 
 
 async def _read(request: Request, context: Context, model: type[T]) -> T:

@@ -17,6 +17,7 @@ from api_schemas.request_traces import Trace
 from app.admission.estimates import of_body
 from app.admission.quotas import INTERVENING
 from app.admission.rates import admitted_of
+from app.audit.records import note_operations, note_refusal
 from app.auth.principal import Principal
 from app.body import BodyLimits, read_object
 from app.context import Context
@@ -52,6 +53,7 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
     body = await read_object(request, limits)
     raw = body.pop(FIELD, None)
     interventions = () if raw is None else parse_interventions(raw, limits_of(settings))
+    note_operations(body.get("model"), interventions)
     if interventions:
         caller.check(Scope.INTERVENTIONS)
     if any(isinstance(operation, Trace) for operation in interventions):
@@ -68,6 +70,7 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
     started = await while_connected(request.receive, _start(answer))
     reply = started.reply
     if reply.stream is None:
+        note_refusal(reply.body)
         return JSONResponse(reply.body, reply.status, reply.headers)
     stream = reply.stream
 

@@ -22,6 +22,8 @@ import msgspec
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus
+from app.audit.log import AuditLog
+from app.audit.records import Record, note_trace
 from app.errors import internal_error
 from app.services.job_slots import Slot
 from app.services.local_calls import LocalCalls
@@ -31,6 +33,7 @@ from app.storage.job_leases import MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLo
 from app.storage.job_results import ResultFile
 from app.storage.job_states import CANCELLED_MESSAGE, now
 from app.storage.tables import JobRow
+from nnsight_engine.core.metering import METER
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 from nnsight_engine.wire import DecodeError
@@ -49,6 +52,7 @@ _BUSY_DELAYS_S: Final = (1.0, 2.0, 5.0)
 
 _NO_REQUEST: Final = "The job's request on the server's disk is gone or broken; send the trace as a new job."
 _BUSY: Final = "The engine's own queue is full; the job waits until it has room."
+_TO_RUN_AGAIN: Final = "to_run_again"
 _RETRY_DELAYS_S: Final = (0.5, 1.5, 4.0)
 
 
@@ -73,6 +77,7 @@ class JobTools:
         check: Raises ApiError for a trace that may not run any more.
         told: Called with its id after something was written down.
         calls: Asks its client to run parts of its blocks.
+        log: Takes what was run, and for whom.
     """
 
     traces: TraceService
@@ -81,6 +86,7 @@ class JobTools:
     check: Callable[[TraceHead], None]
     told: Callable[[str], None]
     calls: LocalCalls
+    log: AuditLog
 
 
 class JobRun:
@@ -108,6 +114,9 @@ class JobRun:
         self._tools = tools
         self._slot = slot
         self._refusal = refusal
+        self._record = Record(
+            "RUN", "/v1/jobs/{job_id}", job.owner, job.key_id, subject=job.id, model=job.model
+        )
         self._dispatched: JobEvent | None = None
         self._events = _Batches(self._tell)
         self._num_logs = 0
@@ -147,6 +156,7 @@ class JobRun:
                 await result.discard()  # on a full disk its room is what the database needs
             await self._write_down(end)
             result.keep()
+            self._note_run(end)
         except LeaseLostError:
             logger.warning("job %s is run by another server now, which took this one for dead", self._job.id)
             has_result &= self._is_unsure
@@ -156,6 +166,22 @@ class JobRun:
             else:
                 await result.discard()
             self._tools.told(self._job.id)
+
+    def _note_run(self, end: JobEnd | None) -> None:
+        """Have it written down that a tenant's job was run."""
+        record = self._record
+        if not record.tenant:
+            return
+        record.duration_s = time.time() - record.time
+        record.request_bytes = self._job.request_bytes
+        record.add_use(METER.get())
+        if end is None:
+            record.error = _TO_RUN_AGAIN
+        else:
+            record.error = end.code or ""
+            record.response_bytes = end.result_bytes or 0
+            record.details = {"status": end.status.value}
+        self._tools.log.add(record)
 
     async def _finished(self, end: JobEnd | None, result: ResultFile) -> JobEnd | None:
         """Return how the job ended now that its result, if it has one, is on disk or cannot be there."""
@@ -200,10 +226,12 @@ class JobRun:
         except (OSError, DecodeError) as error:
             logger.exception("the request of job %s cannot be read", self._job.id)
             raise ApiError(ErrorCode.INTERNAL, _NO_REQUEST) from error
+        await note_trace(request, self._record)
         self._tools.check(request.head)
         # Nobody reads outputs as they come, so none need be made.
         request.head = msgspec.structs.replace(request.head, streams=False)
         request.sandbox_of = self._sandbox_of
+        request.tenant = self._job.owner
         request.sender = f"jobs of {self._job.owner!r}"
         request.ask = functools.partial(self._tools.calls.ask, self._job.id)
         for count in itertools.count():

@@ -19,6 +19,7 @@ from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import Job, JobError, JobEvent, JobList, JobStatus, JobSummary
+from app.audit.log import AuditLog
 from app.errors import error_bytes, printable
 from app.lifecycle import Lifecycle
 from app.services.job_callers import JobCallers
@@ -82,6 +83,7 @@ class JobService:
         served: Returns what the model is called.
         callers: Know whose jobs may run, and count what they use.
         stored: What tenants and keys may keep.
+        log: Takes what was run.
 
     Attributes:
         local_calls: Parts of its jobs' blocks that wait for their clients.
@@ -96,6 +98,7 @@ class JobService:
         served: Callable[[], ServedModel],
         callers: JobCallers,
         stored: StoredBytes,
+        log: AuditLog,
     ) -> None:
         """Remember the parts; nothing is opened before ``start``."""
         self._settings = settings
@@ -113,6 +116,7 @@ class JobService:
         )
         self._feed = JobFeed(self._store)
         self._served = served
+        self._log = log
         self.local_calls = LocalCalls(settings.local_block_timeout_s)
         self._dispatcher: JobDispatcher | None = None
         self._sweeper: asyncio.Task[None] | None = None
@@ -158,6 +162,7 @@ class JobService:
             check=self._check,
             told=self._feed.told,
             calls=self.local_calls,
+            log=self._log,
         )
         self._dispatcher = JobDispatcher(
             tools,

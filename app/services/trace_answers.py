@@ -21,6 +21,7 @@ from api_schemas.jobs import JobStatus
 from app.admission.estimates import of_trace
 from app.admission.quotas import INTERVENING
 from app.admission.rates import admitted_of
+from app.audit.records import note, note_trace
 from app.auth.principal import Principal
 from app.body import read_bytes
 from app.context import Context
@@ -51,6 +52,7 @@ async def answer_trace(context: Context, http: Request, caller: Principal) -> Re
     """
     request = await read_trace(context, http, caller)
     job_id = f"trace-{secrets.token_hex(16)}"
+    note(subject=job_id)
     engine = context.traces.engine_for(request.head)
     frames = context.traces.run(request, job_id)
     del request  # large, perhaps
@@ -90,11 +92,13 @@ async def read_trace(context: Context, http: Request, caller: Principal) -> Trac
             request = TraceRequest.from_bytes(body)
     except DecodeError as error:
         raise ApiError(ErrorCode.INVALID_TRACE, str(error)) from error
+    await note_trace(request)
     check_head(context.settings, caller, context.engine.served(), request.head)
     if admitted is not None:
         await admitted.reserve(of_trace(request.head))
     request.sandbox_of = sandbox_of(settings, caller)
     # Whose turn it is where traces wait: each tenant's, or, without keys, each machine's.
+    request.tenant = caller.tenant
     request.sender = caller.tenant or ("" if http.client is None else http.client.host)
     return request
 
@@ -119,9 +123,11 @@ async def _answer(opened: list[Frame], frames: Frames) -> AsyncGenerator[bytes |
                     yield piece
     except ApiError as error:
         logger.info("a trace ended with %s: %s", error.code, error.message)
+        note(error=error.code)
         yield b"".join(pieces(Frame(FrameKind.ERROR, error_bytes(error))))
     except Exception:
         logger.exception("unhandled error in a trace")
+        note(error=ErrorCode.INTERNAL)
         yield b"".join(pieces(Frame(FrameKind.ERROR, error_bytes(internal_error()))))
     finally:
         await frames.aclose()
@@ -138,7 +144,9 @@ async def _completed(opened: list[Frame], frames: Frames) -> Frames:
         yield frame
     async for frame in frames:
         if frame.kind is FrameKind.RESULT:
-            if not has_failed:
+            if has_failed:
+                note(error=ErrorCode.BLOCK_FAILED)
+            else:
                 yield event_frame(JobStatus.COMPLETED)
             yield frame
             return

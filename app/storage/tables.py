@@ -174,6 +174,40 @@ class KeyRow(Base):
     trusted_codecs: Mapped[bool] = mapped_column(default=False)
 
 
+class AuditRow(Base):
+    """Something that was done; see ``api_schemas.audit.AuditEntry``."""
+
+    __tablename__ = "audit"
+    __table_args__ = (
+        Index(None, "tenant", "number"),
+        Index(None, "key_id", "number"),
+        Index(None, "time"),
+        {"sqlite_autoincrement": True},
+    )
+
+    number: Mapped[int] = mapped_column(_COUNTER, primary_key=True, autoincrement=True)
+    time: Mapped[float]
+    tenant: Mapped[str] = mapped_column(String(64))
+    key_id: Mapped[str] = mapped_column(String(32))
+    request_id: Mapped[str] = mapped_column(String(64))
+    method: Mapped[str] = mapped_column(String(16))
+    route: Mapped[str] = mapped_column(String(255))
+    subject: Mapped[str] = mapped_column(String(255))
+    model: Mapped[str] = mapped_column(String(255))
+    operations: Mapped[list[str]] = mapped_column(JSON)
+    code_sha256: Mapped[str] = mapped_column(String(64))
+    code_bytes: Mapped[int] = mapped_column(BigInteger)
+    status: Mapped[int | None]
+    error: Mapped[str] = mapped_column(String(255))
+    tokens: Mapped[int | None] = mapped_column(BigInteger)
+    captured_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    intervention_s: Mapped[float | None]
+    request_bytes: Mapped[int] = mapped_column(BigInteger)
+    response_bytes: Mapped[int] = mapped_column(BigInteger)
+    duration_s: Mapped[float]
+    details: Mapped[dict[str, Any]] = mapped_column(JSON)
+
+
 class VectorNameRow(Base):
     """A tenant's name for vectors; ``versions`` counts those ever made: none comes back as another."""
 
@@ -221,4 +255,4 @@ class VectorRow(Base):
     data: Mapped[bytes] = mapped_column(LargeBinary, deferred=True)
 
 
-__all__ = ["Base", "EventRow", "JobRow", "KeyRow", "TenantRow", "VectorNameRow", "VectorRow"]
+__all__ = ["AuditRow", "Base", "EventRow", "JobRow", "KeyRow", "TenantRow", "VectorNameRow", "VectorRow"]

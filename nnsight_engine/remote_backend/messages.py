@@ -151,13 +151,14 @@ class TraceRequest:
         parts: The blocks, then edits.
         sender: Who sent it, as the server knows them, so that nobody's traces keep others waiting; set by
             the server and not sent.
+        tenant: Whose share of the engine it takes; empty where nobody shares it. Not sent either.
         ask: How the server asks its client to run a part of a block: it sends bytes, bytes come in answer,
             or TimeoutError where nobody answers. None where nobody can be asked; not sent either.
         sandbox_of: In whose sandbox its code runs, as the server knows them; nothing where the sender is
             trusted. Set by the server and not sent.
     """
 
-    __slots__ = ("ask", "head", "parts", "sandbox_of", "sender")
+    __slots__ = ("ask", "head", "parts", "sandbox_of", "sender", "tenant")
 
     def __init__(self, head: TraceHead, parts: Sequence[bytes | memoryview]) -> None:
         """Put them together; the head learns the parts' sizes."""
@@ -165,6 +166,7 @@ class TraceRequest:
         self.parts = list(parts)
         self.sender = ""
         self.sandbox_of = ""
+        self.tenant = ""
         self.ask: Ask | None = None
 
     @property

@@ -8,6 +8,7 @@ a bad request is refused with a status and not inside a stream.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import secrets
 import time
@@ -41,6 +42,7 @@ from nnsight_engine.vllm_backend.handover import Handover
 from nnsight_engine.vllm_backend.interning import ContentTable
 from nnsight_engine.vllm_backend.metering import count_tokens, note_spent
 from nnsight_engine.vllm_backend.router import ResultRouter
+from nnsight_engine.vllm_backend.sharing import SENDER_KEY
 from nnsight_engine.vllm_backend.trace_call import MAX_PENDING_BYTES, TraceCall, TracedPrompt
 from nnsight_engine.vllm_backend.trace_router import TraceRouter
 from nnsight_engine.vllm_backend.traced_requests import GatheredOutput, apart, carry, results_of
@@ -50,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 _SANDBOX_S: Final = 120.0
 _SANDBOX_LOOK_S: Final = 0.1
+SENDER: Final = contextvars.ContextVar("nnsight_engine_sender", default="")
+"""Whose the requests are that vLLM's serving classes make, which pass on no such thing; nobody's if empty."""
 
 
 class FinishedTrace(NamedTuple):
@@ -202,14 +206,17 @@ class InterventionAsyncLLM(AsyncLLM):
         extra = sampling_params.extra_args or {}
         ticket = extra.get(TICKET_KEY)
         call = self._calls.get(ticket) if isinstance(ticket, str) else None
-        forged = PLAN_KEY in extra or TRACE_KEY in extra
+        sender = SENDER.get()
+        forged = PLAN_KEY in extra or TRACE_KEY in extra or extra.get(SENDER_KEY, sender) != sender
         if forged or (ticket is not None and call is None):
             raise ApiError(
                 ErrorCode.BAD_REQUEST,
-                f"vllm_xargs may not name {PLAN_KEY!r}, {TRACE_KEY!r} or {TICKET_KEY!r}; "
+                f"vllm_xargs may not name {PLAN_KEY!r}, {TRACE_KEY!r}, {SENDER_KEY!r} or {TICKET_KEY!r}; "
                 "send `interventions` instead",
                 "vllm_xargs",
             )
+        if sender:
+            sampling_params.extra_args = {**extra, SENDER_KEY: sender}
         if isinstance(call, TraceCall):
             _token_ids(prompt)  # embeddings have no positions that code could count
             traced = call.begin(request_id, sampling_params.n)

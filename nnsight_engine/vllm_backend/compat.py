@@ -58,6 +58,8 @@ class EngineLimits:
         sandbox_cpu_s: Seconds of computing that one may take in its life.
         sandbox_blocks: Blocks and edits of one sandboxed trace that may wait at once.
         max_sandboxes: How many may be at work at once.
+        fair_window_s: Seconds that a tenant without requests still counts among those who share; 0: none do.
+        fair_step: How much longer than the shortest a step may take that a tenant within its share may meet.
     """
 
     max_capture_bytes_per_request: int = 256 * 1024 * 1024
@@ -74,6 +76,8 @@ class EngineLimits:
     sandbox_cpu_s: int = 300
     sandbox_blocks: int = 32
     max_sandboxes: int = 16
+    fair_window_s: float = 5.0
+    fair_step: float = 1.25
 
     @classmethod
     def read(cls, config: VllmConfig) -> EngineLimits:

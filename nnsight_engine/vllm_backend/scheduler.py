@@ -10,12 +10,11 @@ however it ends.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Final
 
 import msgspec
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -23,6 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 from nnsight_engine.plans.records import Failure, PendingResults, StepResults
 from nnsight_engine.plans.request_plan import PLAN_KEY, RequestPlan
 from nnsight_engine.vllm_backend.compat import brings, detach_results
+from nnsight_engine.vllm_backend.fair_scheduler import FairScheduler
 from nnsight_engine.vllm_backend.interning import ContentTable
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY, TraceEntry
 from nnsight_engine.vllm_backend.traces.telling import Parcel
@@ -54,7 +54,7 @@ class Gang:
                 del self.missing[entry.index]
 
 
-class InterventionScheduler(Scheduler):
+class InterventionScheduler(FairScheduler):
     """vLLM's scheduler, carrying results and failures of interventions."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -95,28 +95,25 @@ class InterventionScheduler(Scheduler):
         new = Gang(dict.fromkeys(range(len(entry.groups))), [])
         self._gangs.setdefault(entry.key, new).join(request.request_id, entry)
 
-    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+    def schedule_all(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step; a traced prompt that fits into one step is never split over several."""
         before = list(self.waiting) if self._traced or self._gangs else []
         apart = self._hold_gangs() if self._gangs else []
         held = self._hold_back() if self._traced else []
-        output: SchedulerOutput = super().schedule(*args, **kwargs)
+        output: SchedulerOutput = super().schedule_all(*args, **kwargs)
         if held or apart:
-            self._put_back(before, {*held, *apart})
+            self.put_back(before, {*held, *apart})
         return output
 
-    def _put_back(self, before: list[Request], held: set[Request]) -> None:
-        """Let those who were held have the places in the queue that they had before the step.
+    def comes_whole(self, request: Request) -> bool:
+        """Tell whether a prompt may not be split over steps, as a traced one that fits into one."""
+        is_traced = request.request_id in self._traced and request.num_tokens <= self.whole_step_tokens
+        return is_traced or super().comes_whole(request)
 
-        Args:
-            before: The queue then. Whoever is in it now and was not was preempted, and is the first.
-            held: Those taken out of it.
-        """
-        left = list(self.waiting)
-        known, still = set(before), {*left, *held}
-        self.waiting.remove_requests(left)
-        for request in [one for one in left if one not in known] + [one for one in before if one in still]:
-            self.waiting.add_request(request)
+    def companions(self, request: Request) -> Collection[str]:
+        """Return the others of a trace's requests, whose blocks may wait for each other."""
+        gangs = (gang for gang in self._gangs.values() if request.request_id in gang.members)
+        return next((gang.members for gang in gangs), ())
 
     def _hold_gangs(self) -> list[Request]:
         """Take out of the queue those whose trace's other requests have yet to come."""
@@ -135,8 +132,10 @@ class InterventionScheduler(Scheduler):
         Everyone behind it waits as well, or it would never have its turn.
         """
         self._traced &= self.requests.keys()
-        limit = self.max_num_scheduled_tokens
-        left = limit - sum(request.num_tokens - request.num_computed_tokens for request in self.running)
+        limit = self.whole_step_tokens
+        left = self.max_num_scheduled_tokens - sum(
+            request.num_tokens - request.num_computed_tokens for request in self.running
+        )
         waiting = list(self.waiting)
         for place, request in enumerate(waiting):
             needed = request.num_tokens - request.num_computed_tokens

@@ -9,15 +9,18 @@ import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from nnsight_engine.vllm_backend.sharing import SENDER_KEY
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY, TraceEntry
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
 
-def carry(params: SamplingParams, entry: TraceEntry) -> None:
-    """Have a request's sampling parameters bring its part in a trace."""
+def carry(params: SamplingParams, entry: TraceEntry, sender: str = "") -> None:
+    """Have a request's sampling parameters bring its part in a trace, and whose it is if several share."""
     params.extra_args = {**(params.extra_args or {}), TRACE_KEY: entry.to_plain()}
+    if sender:
+        params.extra_args[SENDER_KEY] = sender
     # A block may read any position, and write any: it shares no keys and values with anybody.
     params.skip_reading_prefix_cache = True
 

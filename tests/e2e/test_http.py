@@ -195,10 +195,9 @@ async def test_bad_operations_are_refused_with_a_status_even_when_streaming(
 async def test_beam_search_and_forged_plans_are_refused(live: Live) -> None:
     beam = await live.post(prompt=PROMPT, use_beam_search=True, n=2, interventions=[STEER])
     assert (beam.status_code, beam.json()["error"]["code"]) == (400, "unsupported_combination")
-    forged = await live.post(prompt=PROMPT, vllm_xargs={"nnsight_engine": "x"})
-    assert (forged.status_code, forged.json()["error"]["code"]) == (400, "bad_request")
-    traced = await live.post(prompt=PROMPT, vllm_xargs={"nnsight_engine_trace": "x"})
-    assert (traced.status_code, traced.json()["error"]["code"]) == (400, "bad_request")
+    for key in ("nnsight_engine", "nnsight_engine_trace", "nnsight_engine_sender"):
+        forged = await live.post(prompt=PROMPT, vllm_xargs={key: "x"})
+        assert (forged.status_code, forged.json()["error"]["code"]) == (400, "bad_request")
     for ticket in ("x", [1]):
         posing = await live.post(prompt=PROMPT, vllm_xargs={"nnsight_engine_ticket": ticket})
         assert (posing.status_code, posing.json()["error"]["code"]) == (400, "bad_request")

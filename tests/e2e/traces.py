@@ -100,8 +100,18 @@ def run_together(
     outcomes = {}
     for number, trace in enumerate(traces):
         own = [outputs[f"trace-{number}"]] if f"trace-{number}" in outputs else []
-        data = answer(model.host.call("collect_trace", trace.key, trace.results(own)))
-        found = trace.read(data, own)
+        found = _collected(model, trace, own)
         if found:
             outcomes[number] = found[0]
     return Ran(outcomes, outputs, num_steps)
+
+
+def collected(model: VLLM, trace: SentTrace, outputs: list[RequestOutput]) -> Outcome:
+    """Return the outcome of a trace of one request, which has ended."""
+    (outcome,) = _collected(model, trace, outputs)
+    return outcome
+
+
+def _collected(model: VLLM, trace: SentTrace, outputs: list[RequestOutput]) -> list[Outcome]:
+    data = answer(model.host.call("collect_trace", trace.key, trace.results(outputs)))
+    return trace.read(data, outputs)

@@ -13,12 +13,14 @@ import pytest
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobSummary
+from app.audit.log import AuditLog
 from app.services import job_runs
 from app.services.job_runs import Ending, JobRun, JobTools
 from app.services.job_slots import JobSlots
 from app.services.local_calls import LocalCalls
 from app.services.traces import TraceService
 from app.storage import job_files
+from app.storage.audit import AuditStore
 from app.storage.database import Database
 from app.storage.job_files import JobFiles
 from app.storage.job_leases import JobEnd, JobLeases
@@ -102,6 +104,7 @@ class Bench:
             check=lambda head: None,
             told=lambda job_id: None,
             calls=LocalCalls(1),
+            log=AuditLog(AuditStore(self.database), 0),
         )
 
     async def claimed(self, script: str = "ok") -> JobRow:

@@ -70,6 +70,7 @@ ACCESS: Final = {
     "DELETE /v1/admin/keys/{key_id}": Access.OPERATORS,
     "GET /v1/admin/tenants": Access.OPERATORS,
     "PUT /v1/admin/tenants/{tenant}/limits": Access.OPERATORS,
+    "GET /v1/admin/audit": Access.OPERATORS,
 }
 
 CLOSED: Final = [route for route in ROUTES if ACCESS.get(str(route)) is not Access.OPEN]
@@ -77,6 +78,8 @@ NAMED: Final = [route for route in ROUTES if ACCESS.get(str(route)) is Access.NA
 UNPRIVILEGED: Final = tuple(scope for scope in Scope if scope is not Scope.ADMIN)
 QUERIES: Final = {"GET /v1/jobs": {"after": "job_id"}, "GET /v1/vectors": {"after": "vector_id"}}
 """Where else than in its path a route takes an id."""
+OWN: Final = {"content-length", "x-request-id"}
+"""Headers that every answer has its own of."""
 
 
 class Theirs:
@@ -242,4 +245,4 @@ def without(answer: httpx.Response, ids: dict[str, str]) -> Any:
     text = answer.text
     for name, one in ids.items():
         text = text.replace(one, name)
-    return text, {name: value for name, value in answer.headers.items() if name != "content-length"}
+    return text, {name: value for name, value in answer.headers.items() if name not in OWN}

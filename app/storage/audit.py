@@ -1,0 +1,79 @@
+"""The audit log in the database: written in batches, read in pages, and forgotten after its time."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sqlalchemy import ColumnElement, delete, insert, select
+from sqlalchemy.orm import Session
+
+from api_schemas.audit import AuditEntry
+from app.storage.database import Database
+from app.storage.tables import AuditRow
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which entries are asked for; None for any.
+
+    Attributes:
+        tenant: Whose.
+        key_id: Of which key.
+        since: From this time on, in seconds since 1970.
+        until: Before this time.
+        after: Those before the entry of this number.
+    """
+
+    tenant: str | None = None
+    key_id: str | None = None
+    since: float | None = None
+    until: float | None = None
+    after: int | None = None
+
+    def conditions(self) -> list[ColumnElement[bool]]:
+        """Return them as the database understands them."""
+        compared: list[tuple[Any, Any, Callable[[Any, Any], Any]]] = [
+            (AuditRow.tenant, self.tenant, operator.eq),
+            (AuditRow.key_id, self.key_id, operator.eq),
+            (AuditRow.time, self.since, operator.ge),
+            (AuditRow.time, self.until, operator.lt),
+            (AuditRow.number, self.after, operator.lt),
+        ]
+        return [compare(column, value) for column, value, compare in compared if value is not None]
+
+
+class AuditStore:
+    """The table of what was done.
+
+    Args:
+        database: Has it, and is started before this is used.
+    """
+
+    def __init__(self, database: Database) -> None:
+        """Keep the database."""
+        self._database = database
+
+    async def write(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Write records down, all or none."""
+        await self._database.write(lambda session: session.execute(insert(AuditRow), list(rows)))
+
+    async def page(self, wanted: Wanted, *, limit: int) -> tuple[list[AuditEntry], bool]:
+        """Return entries, the newest first, and whether there are more."""
+
+        def read(session: Session) -> list[AuditEntry]:
+            newest_first = select(AuditRow).where(*wanted.conditions()).order_by(AuditRow.number.desc())
+            return [AuditEntry.model_validate(row) for row in session.scalars(newest_first.limit(limit + 1))]
+
+        entries = await self._database.read(read)
+        return entries[:limit], len(entries) > limit
+
+    async def expire(self, before: float) -> None:
+        """Forget what was done before a time."""
+        old = delete(AuditRow).where(AuditRow.time < before)
+        await self._database.write(lambda session: session.execute(old))
+
+
+__all__ = ["AuditStore", "Wanted"]

@@ -1,0 +1,1 @@
+"""How long one tenant waits while another floods the server: see ``__main__``."""

@@ -1,0 +1,202 @@
+"""How long one tenant waits for a first token while another floods the server.
+
+    python -m benchmarks.fairness [--repeats 5] [--quick]
+
+The server as it is started, with a key for each of two tenants; the clients are processes of their own. One
+tenant sends small requests, now and then; the other one keeps 64 running. Compared are the first one's times
+to the first token with the flood and without, and what the flood gets done with the other one there and
+without, and all of it with shares (``fair_window_s``) and without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+from benchmarks.fairness.load import FLOODS
+from benchmarks.machine import announced_machine
+from benchmarks.startup import served
+from benchmarks.tracing.report import Report
+from benchmarks.tracing.timing import Case, Measure, Row, Sample, Sampler, measure
+from nnsight_engine import bundled_model_path
+
+_RESULTS: Final = Path(__file__).parents[1] / "results"
+_TARGET: Final = 1.5
+_SETTLE_S: Final = 2.0
+_WARM: Final = 10
+
+
+class _Client:
+    """A process of ``load``."""
+
+    def __init__(self, kind: str, url: str, key: str, model: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.fairness.load", kind, url, key, model],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, **command: Any) -> Any:
+        """Send a command and return its answer."""
+        assert self._process.stdin is not None  # noqa: S101 - they are pipes
+        assert self._process.stdout is not None  # noqa: S101
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None  # noqa: S101 - it is a pipe
+        self._process.stdin.close()
+        self._process.wait()
+
+
+class Tenants:
+    """Two tenants of one server."""
+
+    def __init__(self, url: str, keys: tuple[str, str], model: str, num_probes: int) -> None:
+        """Start both clients."""
+        self._probe, self._flood = (
+            _Client("probe", url, keys[0], model),
+            _Client("flood", url, keys[1], model),
+        )
+        self._num_probes = num_probes
+        self._probe.ask(count=_WARM)
+
+    def sample(self, flood: int) -> Sample:
+        """Run one repetition against one of the floods."""
+        quiet = self._probe.ask(count=self._num_probes)
+        self._flood.ask(start=flood)
+        time.sleep(_SETTLE_S)
+        self._probe.ask(count=_WARM)
+        beside_s, (flooded, beside) = _timed(lambda: self._done(self._num_probes))
+        time.sleep(_SETTLE_S + 5.0)  # nobody else counts any more
+        alone_s, (_, alone) = _timed(lambda: self._done(0, for_s=beside_s))
+        self._flood.ask(stop=True)
+        time.sleep(1.0)  # for the engine to end the rest
+        sample = {
+            "flooded": statistics.median(flooded),
+            "quiet": statistics.median(quiet),
+            "flooded, 9 of 10": statistics.quantiles(flooded, n=10)[-1],
+            "a flood's token beside": beside_s / max(beside, 1),
+            "a flood's token alone": alone_s / max(alone, 1),
+        }
+        Console().print({name: f"{1e3 * seconds:.2f} ms" for name, seconds in sample.items()})
+        return sample
+
+    def _done(self, num_probes: int, for_s: float = 0.0) -> tuple[list[float], int]:
+        """Return the probes' times, and how many tokens of the flood were done beside."""
+        before = self._flood.ask()
+        seconds = self._probe.ask(count=num_probes) if num_probes else []
+        time.sleep(for_s)
+        return seconds, self._flood.ask() - before
+
+    def close(self) -> None:
+        """End both."""
+        self._probe.close()
+        self._flood.close()
+
+
+def _timed(work: Any) -> tuple[float, Any]:
+    start = time.perf_counter()
+    result = work()
+    return time.perf_counter() - start, result
+
+
+@contextmanager
+def _tenants(model: str, window_s: str, num_probes: int) -> Iterator[Tenants]:
+    with tempfile.TemporaryDirectory() as folder:
+        variables = {
+            "NNSIGHT_ENGINE_DATA_DIR": f"{folder}/data",
+            "NNSIGHT_ENGINE_RESULT_DIR": f"{folder}/results",
+            "NNSIGHT_ENGINE_FAIR_WINDOW_S": window_s,
+        }
+        with served([model, "--max-model-len", "1024"], variables) as url:
+            tenants = Tenants(url, (_key("few", variables), _key("many", variables)), model, num_probes)
+            yield tenants
+            tenants.close()
+
+
+def _key(tenant: str, variables: dict[str, str]) -> str:
+    command = [sys.executable, "-m", "app.cli", "keys", "create", "--tenant", tenant]
+    return subprocess.check_output(command, text=True, env={**os.environ, **variables}).strip()
+
+
+def _rows(model: str, window_s: str, args: argparse.Namespace) -> list[Row]:
+    shares = window_s != "0"
+    measures = (
+        Measure("flooded / quiet", lambda one: one["flooded"] / one["quiet"], _TARGET if shares else None),
+        Measure("9 of 10 / quiet", lambda one: one["flooded, 9 of 10"] / one["quiet"]),
+        Measure(
+            "flood's tokens, beside / alone",
+            lambda one: one["a flood's token alone"] / one["a flood's token beside"],
+        ),
+    )
+    rows = []
+    with _tenants(model, window_s, 10 if args.quick else 40) as tenants:
+        for index, flood in enumerate(FLOODS):
+            size = "with shares" if shares else "without"
+            make = functools.partial(_sampler, tenants, index)
+            case = Case(flood.name, size, make, measures)
+            rows += measure(case, args.repeats if shares else 1)
+    return rows
+
+
+def _sampler(tenants: Tenants, flood: int) -> Sampler:
+    return lambda: tenants.sample(flood)
+
+
+def main() -> int:
+    """Run the command line and return its exit status."""
+    args = _arguments()
+    console = Console()
+    machine = announced_machine(console)
+    model = str(bundled_model_path())
+    rows = _rows(model, args.window, args) + ([] if args.quick else _rows(model, "0", args))
+    report = Report(
+        machine, "fairness", "Shares of tenants", _METHOD.format(repeats=args.repeats), [args.repeats], rows
+    )
+    console.print(report.table())
+    if not args.quick:
+        console.print(f"Written to {report.write(args.output)}", soft_wrap=True)
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fairness", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5, help="repetitions")
+    parser.add_argument("--window", default="5", help="NNSIGHT_ENGINE_FAIR_WINDOW_S; 0 for no shares")
+    parser.add_argument("--quick", action="store_true", help="few repetitions, printed and not written")
+    parser.add_argument("--output", type=Path, default=_RESULTS, help="folder of the tables")
+    args = parser.parse_args()
+    if args.quick:
+        args.repeats = 1
+    return args
+
+
+_METHOD: Final = """\
+SmolLM2-135M-Instruct in bf16, eager, served by `nnsight-engine serve` with defaults; both clients on the
+same cores, in processes of their own. The tenant with few requests sends prompts of 16 tokens one after
+another, with pauses of 50 to 250 ms, and takes the time to the first event of the stream; the other one
+floods. Medians of 40 requests for each side of a repetition, ratios within a repetition. A flood's tokens are
+those of prompts that are done and of answers; "alone" begins 7 s after the other tenant's last request.
+Medians over {repeats} repetitions with shares, one without. Made by `python -m benchmarks.fairness --repeats
+{repeats}`."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

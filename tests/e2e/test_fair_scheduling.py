@@ -1,0 +1,153 @@
+"""Two tenants in one engine, one of whom floods it: the other's first token, and everybody's numbers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight_engine import save
+from nnsight_engine.vllm_backend.request_tracer import SentTrace
+from nnsight_engine.vllm_backend.sharing import SENDER_KEY
+from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.harness import Ask, Engine, random_vector
+from tests.e2e.traces import HeldTracer, collected, traced_engine
+
+pytestmark = pytest.mark.e2e
+
+MANY: dict[str, Any] = {"extra_args": {SENDER_KEY: "many"}}
+FEW: dict[str, Any] = {"extra_args": {SENDER_KEY: "few"}}
+PROMPT = "It was a dark and stormy night. "
+LARGE = PROMPT * 40
+"""More blocks than are free beside four others."""
+
+NUM_PLACES = 4
+TO_BE_HEAVY_S = 1.5
+"""How long a tenant has to keep the engine busy until others come first; twice of what it takes."""
+
+
+@pytest.fixture(scope="module")
+def model(bundled: Path) -> Iterator[VLLM]:
+    """Start an engine with four places, and memory for 15 blocks of 32 tokens."""
+    options = {"max_num_seqs": NUM_PLACES, "block_size": 32, "num_gpu_blocks_override": 16}
+    with traced_engine(bundled, max_model_len=384, **options) as model:
+        yield model
+
+
+@pytest.fixture
+def engine(model: VLLM) -> Iterator[Engine]:
+    engine = Engine.around(model.engine)
+    yield engine
+    held = engine.held()
+    assert not any(held.values()), held
+
+
+def flooding(index: int, sampling: dict[str, Any]) -> Ask:
+    """Return the index-th request of a flood, which reads, and every second one writes; of 2 or 3 blocks."""
+    interventions: list[dict[str, Any]] = [{"op": "capture", "at": ["layers.20.output"], "name": "c"}]
+    if index % 2 == 0:
+        steer = {"op": "steer", "at": "layers.5.output", "vector": random_vector(index), "scale": 0.5}
+        interventions = [steer, *interventions]
+    return Ask(f"Story number {index}. {PROMPT * 6}", interventions, max_tokens=30, sampling=sampling)
+
+
+def steps_to_the_end(engine: Engine, request_id: str, done: dict[str, Any]) -> int:
+    """Run steps until a request has ended, and return how many."""
+    for count in range(1, 2000):
+        done |= {output.request_id: output for output in engine.core.step() if output.finished}
+        if request_id in done:
+            return count
+    raise AssertionError("it does not end")
+
+
+def test_a_first_token_comes_at_once_though_places_and_memory_are_taken(engine: Engine) -> None:
+    flood = [flooding(index, MANY) for index in range(40)]
+    pending = [engine.submit(ask) for ask in flood]
+    done: dict[str, Any] = {}
+    start = time.monotonic()
+    while time.monotonic() - start < TO_BE_HEAVY_S:
+        done |= {output.request_id: output for output in engine.core.step() if output.finished}
+    small = engine.submit(Ask("The", max_tokens=1, sampling=FEW))
+    assert steps_to_the_end(engine, small.request_id, done) == 1
+    long = engine.submit(Ask("The", max_tokens=30, sampling=FEW))
+    assert steps_to_the_end(engine, long.request_id, done) == 30
+    large = engine.submit(Ask(LARGE, max_tokens=1, sampling=FEW))
+    assert steps_to_the_end(engine, large.request_id, done) == 1
+    while engine.core.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.core.step() if output.finished}
+    (answered,) = engine.replies(large, done[large.request_id])
+    assert answered.token_ids == engine.ask(LARGE, max_tokens=1).token_ids
+    recomputed = 0
+    for index, entry in enumerate(pending):
+        (mine,) = engine.replies(entry, done[entry.request_id])
+        assert mine.collected is not None
+        recomputed += mine.collected.recomputed_tokens
+        if index > 2 and not mine.collected.recomputed_tokens:
+            continue
+        ((alone,),) = engine.run([flooding(index, {})])
+        assert mine.token_ids == alone.token_ids
+        assert mine.result("c").positions == alone.result("c").positions
+        ours, theirs = mine.tensor("c", "layers.20.output"), alone.tensor("c", "layers.20.output")
+        scale = theirs.abs().amax(dim=-1, keepdim=True)
+        torch.testing.assert_close(ours / scale, theirs / scale, rtol=1e-3, atol=1e-3)
+    assert recomputed > 0, "there was memory left, so nothing was shown"
+
+
+def traced(model: VLLM, number: int) -> SentTrace:
+    """Return a trace that needs its prompt whole, and reads at each of 50 tokens."""
+    prompt = f"Story number {number}. {PROMPT * 2}"
+    with model.trace(
+        prompt, max_tokens=50, ignore_eos=True, temperature=0.0, tracer_cls=HeldTracer
+    ) as tracer:
+        first = save(model.model.layers[3].mlp.output)  # noqa: F841 - fetched by name
+        second = save(model.model.layers[5].mlp.output)  # noqa: F841 - the same
+        tokens = save([])
+        for _ in tracer.iter[:]:
+            tokens.append(model.samples.output.item())
+    sent: SentTrace = tracer.sent
+    return sent
+
+
+def test_a_flood_of_traces_gets_its_turns_and_keeps_its_prompts_whole(model: VLLM, engine: Engine) -> None:
+    traces = [traced(model, number) for number in range(8)]
+    for number, one in enumerate(traces):
+        (params,) = one.params
+        params.extra_args = {**(params.extra_args or {}), **MANY["extra_args"]}
+        engine.core.add_request(f"trace-{number}", one.prompts[0], params)
+    done: dict[str, Any] = {}
+    start = time.monotonic()
+    for count in range(2000):
+        if (
+            time.monotonic() - start > TO_BE_HEAVY_S and count % 5 == 0
+        ):  # the other one has always something to do
+            engine.submit(Ask("The", max_tokens=4, sampling=FEW))
+        done |= {output.request_id: output for output in engine.core.step() if output.finished}
+        if all(f"trace-{number}" in done for number in range(8)):
+            break
+    while engine.core.has_unfinished_requests():
+        engine.core.step()
+    for number, one in enumerate(traces):
+        outcome = collected(model, one, [done[f"trace-{number}"]])
+        assert outcome.error is None
+        length = len(model.tokenizer.encode(f"Story number {number}. {PROMPT * 2}"))
+        assert len(outcome.saves["first"]) == len(outcome.saves["second"]) == length
+        assert outcome.saves["tokens"] == list(done[f"trace-{number}"].outputs[0].token_ids)
+
+
+def test_one_tenant_alone_takes_as_many_steps_as_nobody(engine: Engine) -> None:
+    counts = []
+    for sampling in (MANY, {}):
+        pending = [engine.submit(flooding(index, sampling)) for index in range(6)]
+        done: dict[str, Any] = {}
+        count = 0
+        while engine.core.has_unfinished_requests():
+            done |= {output.request_id: output for output in engine.core.step() if output.finished}
+            count += 1
+        counts.append(count)
+        for entry in pending:
+            engine.replies(entry, done[entry.request_id])
+    assert counts[0] == counts[1]

@@ -1,0 +1,265 @@
+"""The audit log: who ran what, and nothing of what they wrote."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from api_schemas.keys import Limits, Scope
+from app.audit import log as audit_log
+from app.cli import main
+from app.storage.audit import AuditStore, Wanted
+from tests.integration.conftest import ErrorCheck, Serve, Server
+from tests.integration.tenants import Tenants
+from tests.integration.trace_messages import HEADERS, message
+from tests.integration.waiting import until_async
+
+SECRET = "xyzzy-plugh"
+CAPTURE = {"op": "capture", "at": "layers.1.output", "name": "kept"}
+STEER = {"op": "steer", "at": "layers.1.output", "vector": [0.0] * 8}
+
+
+async def entries(server: Server, **wanted: Any) -> list[dict[str, Any]]:
+    """Return what is written down, the newest first."""
+    await server.context.log.flush()
+    found, _ = await AuditStore(server.context.database).page(Wanted(**wanted), limit=1000)
+    return [entry.model_dump() for entry in found]
+
+
+async def newest(tenants: Tenants) -> dict[str, Any]:
+    return (await entries(tenants.server))[0]
+
+
+async def _any(found: Awaitable[list[Any]]) -> bool:
+    return bool(await found)
+
+
+async def complete(tenants: Tenants, headers: dict[str, str], **body: object) -> httpx.Response:
+    return await tenants.send("POST", "/v1/completions", headers, json={"prompt": SECRET, **body})
+
+
+async def test_a_completion_is_written_down_without_its_words(tenants: Tenants) -> None:
+    headers = await tenants.headers("acme")
+    before = time.time()
+    answer = await complete(tenants, headers, model="tiny", interventions=[CAPTURE, STEER], max_tokens=3)
+    assert answer.status_code in {200, 404}
+    answer = await complete(tenants, headers, interventions=[CAPTURE, STEER], max_tokens=3)
+    entry = await newest(tenants)
+    assert entry["tenant"] == "acme"
+    assert headers["authorization"].split("_")[1] == entry["key_id"]
+    assert answer.headers["x-request-id"] == entry["request_id"]
+    assert (entry["method"], entry["route"], entry["status"]) == ("POST", "/v1/completions", 200)
+    assert entry["operations"] == ["capture", "steer"]
+    assert entry["tokens"] == 4
+    assert entry["captured_bytes"] > 0
+    assert entry["response_bytes"] == len(answer.content)
+    assert entry["request_bytes"] > 100
+    assert before <= entry["time"] <= time.time()
+    assert 0 < entry["duration_s"] < 60
+    assert entry["error"] == ""
+    assert SECRET not in json.dumps(await entries(tenants.server))
+
+
+async def test_code_is_written_down_as_its_hash(tenants: Tenants) -> None:
+    headers = await tenants.headers("acme")
+    code = f"hidden = model.layers[1].output.save()  # {SECRET}"
+    await complete(tenants, headers, interventions=[{"op": "trace", "code": code}])
+    entry = await newest(tenants)
+    assert entry["code_sha256"] == hashlib.sha256(code.encode()).hexdigest()
+    assert entry["code_bytes"] == len(code)
+    traced = await tenants.send(
+        "POST", "/v1/traces", {**headers, **HEADERS}, content=message(blocks=SECRET.encode())
+    )
+    entry = await newest(tenants)
+    assert (entry["route"], entry["operations"]) == ("/v1/traces", ["trace"])
+    assert entry["subject"] == traced.headers["nnsight-job-id"]
+    assert entry["code_sha256"] == hashlib.sha256(SECRET.encode()).hexdigest()
+    assert SECRET not in json.dumps(await entries(tenants.server))
+
+
+async def test_a_job_is_written_down_when_it_comes_and_when_it_was_run(tenants: Tenants) -> None:
+    headers = await tenants.headers("acme")
+    submitted = await tenants.send("POST", "/v1/jobs", {**headers, **HEADERS}, content=message())
+    job_id = submitted.json()["id"]
+
+    async def runs() -> list[dict[str, Any]]:
+        return [one for one in await entries(tenants.server) if one["method"] == "RUN"]
+
+    await until_async(lambda: _any(runs()))
+    (run,) = await runs()
+    assert (run["tenant"], run["subject"]) == ("acme", job_id)
+    assert run["details"] == {"status": "COMPLETED"}
+    assert headers["authorization"].split("_")[1] == run["key_id"]
+    assert run["code_sha256"] == hashlib.sha256(b"blocks").hexdigest()
+    (came,) = [one for one in await entries(tenants.server) if one["route"] == "/v1/jobs"]
+    assert (came["subject"], came["status"]) == (job_id, 202)
+
+
+async def test_keys_are_accounted_for_over_http_and_by_command(
+    tenants: Tenants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admin = await tenants.headers("operator", Scope.ADMIN)
+    new = {"tenant": "acme", "scopes": ["completions"]}
+    made = (await tenants.send("POST", "/v1/admin/keys", admin, json=new)).json()
+    entry = await newest(tenants)
+    assert (entry["tenant"], entry["subject"]) == ("operator", made["id"])
+    assert (entry["details"]["tenant"], entry["details"]["scopes"]) == ("acme", ["completions"])
+    await tenants.send("PUT", "/v1/admin/tenants/acme/limits", admin, json={"concurrency": 2})
+    assert (await newest(tenants))["details"]["limits"] == {"concurrency": 2}
+    await tenants.send("DELETE", f"/v1/admin/keys/{made['id']}", admin)
+    entry = await newest(tenants)
+    assert (entry["method"], entry["subject"]) == ("DELETE", made["id"])
+    monkeypatch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(tmp_path / "data"))
+    assert await asyncio.to_thread(main, ["keys", "create", "--tenant", "other"]) == 0
+    entry = await newest(tenants)
+    assert (entry["method"], entry["route"], entry["tenant"]) == ("CLI", "keys create", "")
+    assert entry["details"]["tenant"] == "other"
+    assert entry["details"]["id"] == entry["subject"]
+    whole = json.dumps(await entries(tenants.server))
+    assert made["key"] not in whole
+    assert "argon2" not in whole
+
+
+async def test_refusals_are_written_down_but_not_those_of_a_rate(tenants: Tenants) -> None:
+    few = await tenants.headers("acme", Scope.COMPLETIONS, limits=Limits(requests_per_minute=2))
+    assert (await complete(tenants, few, interventions=[CAPTURE])).status_code == 403
+    entry = await newest(tenants)
+    assert (entry["status"], entry["error"]) == (403, "missing_scope")
+    assert (await complete(tenants, few, model="none")).status_code == 404
+    entry = await newest(tenants)
+    assert entry["status"] == 404
+    assert entry["error"]
+    num = len(await entries(tenants.server))
+    assert (await complete(tenants, few)).status_code == 429
+    for headers in ({}, {"authorization": "Bearer nns_0123456789abcdef_x"}):
+        assert (await complete(tenants, headers)).status_code == 401
+    assert (await tenants.send("GET", "/v1/models", await tenants.headers("acme"))).status_code == 200
+    assert len(await entries(tenants.server)) == num
+
+
+async def test_an_error_within_a_stream_is_told(tenants: Tenants) -> None:
+    headers = await tenants.headers("acme")
+    tenants.server.engine.behaviour.stream_error = RuntimeError("broken")
+    assert (await complete(tenants, headers, stream=True)).status_code == 200
+    entry = await newest(tenants)
+    assert (entry["status"], entry["error"]) == (200, "internal_error")
+
+
+async def test_a_client_that_left_is_told_of(tenants: Tenants) -> None:
+    headers = await tenants.headers("acme")
+    tenants.server.engine.behaviour.delay_s = 0.05
+    body = json.dumps({"prompt": "a", "stream": True, "max_tokens": 1000}).encode()
+    messages: Iterator[dict[str, Any]] = iter(
+        [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
+    )
+    has_begun = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        message = next(messages)
+        if message["type"] == "http.disconnect":
+            await has_begun.wait()
+        return message
+
+    async def send(message: Any) -> None:
+        if message.get("body"):
+            has_begun.set()
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "root_path": "",
+        "headers": [
+            (b"content-type", b"application/json"),
+            (b"authorization", headers["authorization"].encode()),
+        ],
+    }  # fmt: skip
+    await tenants.server.app(scope, receive, send)
+    entry = await newest(tenants)
+    assert (entry["status"], entry["error"]) == (200, "client_left")
+    assert 1 < entry["tokens"] < 1000
+    assert 0 < entry["response_bytes"] < 10_000
+
+
+async def test_hostile_text_is_kept_short_and_storable(tenants: Tenants) -> None:
+    headers = await tenants.headers("acme")
+    body = json.dumps({"prompt": "a", "model": "\0\ud800" + "x" * 5000})
+    await tenants.send("POST", "/v1/completions", headers, content=body)
+    await tenants.send("DELETE", "/v1/jobs/%00" + "y" * 3000, headers)
+    for entry in (await entries(tenants.server))[:2]:
+        assert "\0" not in entry["model"] + entry["subject"]
+        assert len(entry["model"]) <= 200
+        assert len(entry["subject"]) <= 200
+
+
+async def test_administrators_read_it_in_pages(tenants: Tenants, error_of: ErrorCheck) -> None:
+    admin = await tenants.headers("operator", Scope.ADMIN)
+    acme, rival = await tenants.headers("acme"), await tenants.headers("rival")
+    for headers in (acme, rival, acme, acme):
+        await complete(tenants, headers)
+    await tenants.server.context.log.flush()
+
+    async def page(**params: Any) -> dict[str, Any]:
+        answer = await tenants.send("GET", "/v1/admin/audit", admin, params=params)
+        assert answer.status_code == 200, answer.text
+        body: dict[str, Any] = answer.json()
+        return body
+
+    first = await page(tenant="acme", limit=2)
+    assert [one["tenant"] for one in first["data"]] == ["acme", "acme"]
+    assert first["has_more"]
+    second = await page(tenant="acme", limit=2, after=first["last_number"])
+    assert len(second["data"]) == 1
+    assert not second["has_more"]
+    numbers = [one["number"] for one in (await page())["data"]]
+    assert numbers == sorted(numbers, reverse=True)
+    assert len(numbers) == 4
+    key_id = rival["authorization"].split("_")[1]
+    (only,) = (await page(key_id=key_id))["data"]
+    assert only["tenant"] == "rival"
+    assert (await page(since=time.time() + 10))["data"] == []
+    assert len((await page(until=time.time() + 10))["data"]) == 4
+    error_of(
+        await tenants.send("GET", "/v1/admin/audit", acme | {}, params={"limit": 0}), 422, "invalid_shape"
+    )
+    only_completes = await tenants.headers("acme", Scope.COMPLETIONS)
+    error_of(await tenants.send("GET", "/v1/admin/audit", only_completes), 403, "missing_scope")
+
+
+async def test_it_is_there_after_a_restart_until_its_time_is_over(serve: Serve) -> None:
+    async with serve() as server:
+        tenants = Tenants(server)
+        await complete(tenants, await tenants.headers("acme"))
+    async with serve() as server:
+        assert [entry["tenant"] for entry in await entries(server)] == ["acme"]
+    async with serve(audit_days=1e-8) as server:
+
+        async def is_empty() -> bool:
+            return not await entries(server)
+
+        await until_async(is_empty)
+
+
+async def test_nothing_is_written_without_keys_nor_where_it_is_switched_off(serve: Serve) -> None:
+    async with serve() as server:
+        answer = await server.complete()
+        assert "x-request-id" not in answer.headers
+        assert await entries(server) == []
+    async with serve(audit_days=0) as server:
+        tenants = Tenants(server)
+        assert (await complete(tenants, await tenants.headers("acme"))).status_code == 200
+        assert await entries(server) == []
+
+
+async def test_what_does_not_fit_is_counted(tenants: Tenants, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_log, "_MAX_PENDING", 0)
+    headers = await tenants.headers("acme")
+    for _ in range(3):
+        assert (await complete(tenants, headers)).status_code == 200
+    (entry,) = await entries(tenants.server)
+    assert (entry["route"], entry["details"]) == ("lost", {"records": 3})
