@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -177,6 +178,7 @@ def test_processes_have_neither_the_servers_rights_nor_its_surroundings(server: 
         told = _said(sandbox, "import os, sys\ngot = (os.getuid(), dict(os.environ), os.getgid())", {}, 20)
     finally:
         sandbox.end()
+    assert not list(Path(tempfile.gettempdir()).glob(f"nnsight-engine-sandbox-{os.getpid()}-*"))
     user, environment, group = eval(told.removeprefix("got "))
     assert environment == {}
     if os.geteuid() == 0:
