@@ -60,7 +60,7 @@ COPY app app
 COPY nnsight_engine nnsight_engine
 # vLLM, torch and the web stack are in the base and stay as they are; only what it may lack is added.
 RUN python3 -m pip install --no-cache-dir "alembic>=1.14" "argon2-cffi>=23.1" "cloudpickle>=3.1" "filelock>=3.16" "gguf>=0.17" \
-        "greenlet>=3.1" "msgspec>=0.19" "platformdirs>=4.3" "pydantic-settings>=2.7" "rich>=13.9" "sqlalchemy>=2.0" \
+        "greenlet>=3.1" "msgspec>=0.19" "pg8000>=1.31" "platformdirs>=4.3" "pydantic-settings>=2.7" "rich>=13.9" "sqlalchemy>=2.0" \
         "sse-starlette>=3.0" "typer>=0.15" "websockets>=15.0" "zstandard>=0.23" \
     && python3 -m pip install --no-cache-dir --no-deps . \
     && useradd --uid 10001 --create-home engine && install --directory --owner=engine --mode=700 /data

@@ -1,7 +1,7 @@
 # Everything a person runs. Needs Python 3.11, make and pip; each target installs what it lacks and skips what is done.
 #
 #   make serve [MODEL=Qwen/Qwen3-0.6B] [PORT=8000] [ARGS="--tensor-parallel-size 2"]
-#   make test | test-fast | check | bench | format | clean
+#   make test | test-fast | check | audit | bench | format | clean
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -13,6 +13,8 @@ MODEL ?=
 PORT ?= 8000
 ARGS ?=
 TESTS ?=
+# "required" makes a missing PostgreSQL a failure, where tests that need it are skipped else.
+POSTGRES ?= $(if $(CI),required,)
 
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml scripts/install.sh $(sort $(wildcard requirements/*.txt))
@@ -21,9 +23,9 @@ INSTALLED := $(VENV)/.installed-$(shell cat $(INPUTS) | sha256sum | cut -c1-16)
 # Those of our folders that hold Python; mypy refuses an empty one.
 SOURCES = $(shell for d in api_schemas nnsight_engine app benchmarks examples loadtests tests; do \
 	[ -z "$$(find $$d -name '*.py' -print -quit 2>/dev/null)" ] || echo $$d; done)
-PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(if $(filter required,$(POSTGRES)),--require-postgres)
 
-.PHONY: help install serve test test-fast lint check bench format clean
+.PHONY: help install postgres serve test test-fast lint audit check bench format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -37,22 +39,29 @@ $(INSTALLED):
 	scripts/install.sh $(VENV)
 	@rm -f $(VENV)/.installed-* && touch $@
 
+postgres: ## PostgreSQL for the tests, where it is missing and can be installed
+	@scripts/postgres.sh $(POSTGRES)
+
 serve: install ## OpenAI-compatible server on 127.0.0.1:$(PORT); MODEL empty means the bundled model
 	@exec $(BIN)/nnsight-engine serve $(MODEL) --port $(PORT) $(ARGS)
 
-test: install ## Every test, those on the real engine included
+test: install postgres ## Every test, those on the real engine included
 	$(PYTEST) $(TESTS)
 
-test-fast: install ## Tests without vLLM, in some minutes
+test-fast: install postgres ## Tests without vLLM, in some minutes
 	$(PYTEST) -m "not e2e" $(TESTS)
 
-lint: install ## Format, ruff, mypy, layers
+lint: install ## Format, ruff, mypy, layers, bandit
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(SOURCES)
 	$(BIN)/lint-imports
+	$(BIN)/bandit --quiet --recursive --configfile pyproject.toml api_schemas app nnsight_engine
 
-check: lint ## What CI runs: lint, then every test
+audit: install ## Whether versions of the lock are known to be vulnerable, where somebody can be asked
+	@$(BIN)/python scripts/audit.py requirements/cpu.txt requirements/dev.txt
+
+check: lint audit postgres ## What CI runs: lint, audit, then every test
 	$(PYTEST) $(TESTS)
 
 bench: install ## Speed against plain vLLM, as ratios; writes benchmarks/results/

@@ -84,6 +84,7 @@ class ErrorCode(enum.StrEnum):
     STARTING = "starting"
     DRAINING = "draining"
     ENGINE_DEAD = "engine_dead"
+    DATABASE_UNAVAILABLE = "database_unavailable"
     INTERNAL = "internal_error"
 
 
@@ -126,6 +127,7 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.STARTING: 503,
     ErrorCode.DRAINING: 503,
     ErrorCode.ENGINE_DEAD: 503,
+    ErrorCode.DATABASE_UNAVAILABLE: 503,
     ErrorCode.ENGINE_CAPTURE_FULL: 503,
     ErrorCode.PROMPT_WAS_CHUNKED: 503,
     ErrorCode.INTERVENTION_FAILED: 500,

@@ -15,6 +15,13 @@ MAX_NAME: Final = 64
 _NAME: Final = r"^[a-z0-9]([a-z0-9._-]*[a-z0-9])?$"
 
 
+def _number(value: object) -> object:
+    """Refuse what pydantic would take for a number: true, and numbers in quotes."""
+    if isinstance(value, (bool, str)):
+        raise ValueError("must be a number")  # noqa: TRY004 - what pydantic reports
+    return value
+
+
 class Scope(enum.StrEnum):
     """What a key opens; every key may ask what the server is and has."""
 
@@ -58,6 +65,8 @@ class Limits(BaseModel):
     intervention_seconds_per_minute: float | None = Field(default=None, gt=0, le=1e6, allow_inf_nan=False)
     stored_bytes: int | None = Field(default=None, ge=1, le=2**50)
 
+    _are_numbers = field_validator("*", mode="before")(_number)
+
 
 class NewKey(BaseModel):
     """A key to be made.
@@ -92,6 +101,8 @@ class NewKey(BaseModel):
     limits: Limits = Limits()
     expires_in_s: float | None = Field(default=None, gt=0, le=1e10, allow_inf_nan=False)
     trusted_codecs: bool = False
+
+    _is_number = field_validator("expires_in_s", mode="before")(_number)
 
     @field_validator("scopes")
     @classmethod
@@ -181,6 +192,8 @@ class Rotation(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     grace_s: float = Field(default=0.0, ge=0, le=1e10, allow_inf_nan=False)
+
+    _is_number = field_validator("grace_s", mode="before")(_number)
 
 
 __all__ = [

@@ -62,6 +62,7 @@ _DEMO_AXIS: Final = 464
 _OWN_OPTIONS: Final = {
     "--local-engine-device": "cpu, cuda or cuda:1, for example",
     "--local-engine-dtype": "float32 or bfloat16, for example",
+    "--sandbox": "process, restricted or off",
 }
 """Options with a value that are this server's own and not vLLM's, and what the value is."""
 

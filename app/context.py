@@ -80,7 +80,8 @@ async def _caller_of(
     context: Context = connection.app.state.context
     if connection.scope["type"] == "websocket":
         _check_origin(connection)
-    principal = await context.keys.principal(authorization)
+    address = "" if connection.client is None else connection.client.host
+    principal = await context.keys.principal(authorization, address)
     note_caller(principal, connection)
     principal.check(*map(Scope, scopes.scopes))
     if not principal.has_key and Scope.CODE in scopes.scopes:

@@ -194,7 +194,15 @@ def _scopes(text: str) -> tuple[Scope, ...]:
 
 def _limits(text: str) -> Limits:
     pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
-    return Limits.model_validate({name.strip(): value.strip() for name, _, value in pairs})
+    return Limits.model_validate({name.strip(): _number(value.strip()) for name, _, value in pairs})
+
+
+def _number(text: str) -> float | str:
+    """Return a number as one, and what is none as it is: the limits say what is wrong with it."""
+    try:
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        return text
 
 
 def _said(limits: Limits) -> str:

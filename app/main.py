@@ -97,7 +97,7 @@ def create_app(
     database = Database(settings.data_dir, settings.database_url)
     log = AuditLog(AuditStore(database), settings.audit_days * 86400)
     callers, rates = Keys(KeyStore(database)), Rates(settings.limits_url)
-    job_callers = JobCallers(callers, rates, store.stored)
+    job_callers = JobCallers(callers, rates, store.stored, settings)
     job_service = JobService(
         settings, database, trace_service, lifecycle, engine.served, job_callers, store.stored, log
     )

@@ -17,6 +17,7 @@ from api_schemas.errors import ErrorResponse
 from api_schemas.jobs import JobEvent
 from api_schemas.keys import Limits, NewKey, Rotation
 from api_schemas.vectors import NewVector, TrainingEvent, TrainingRequest, VectorUpload
+from app.links import add_links
 from nnsight_engine.remote_backend.frames import MEDIA_TYPE as FRAMES_TYPE
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE as TRACE_TYPE
 
@@ -82,11 +83,10 @@ def event_schema(data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def json_events(model: type[BaseModel]) -> dict[str, Any]:
-    """Return what one event of a stream is like whose data are a model's JSON."""
-    return event_schema(
-        {"type": "string", "contentMediaType": "application/json", "contentSchema": schema_of(model)}
-    )
+def json_events(model: type[BaseModel], *, last: str | None = None) -> dict[str, Any]:
+    """Return what one event of a stream is like whose data are a model's JSON, or the word that ends it."""
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema_of(model)}
+    return event_schema(data if last is None else {"anyOf": [{"const": last}, data]})
 
 
 JOB_EVENTS: Final = json_events(JobEvent)
@@ -130,6 +130,7 @@ class DocumentedApp(FastAPI):
             for operations in schema["paths"].values():
                 for operation in operations.values():
                     _correct(operation)
+            add_links(schema["paths"])
             for replaced in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(replaced, None)
         return super().openapi()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -94,6 +94,25 @@ class Settings(BaseSettings):
     trace_step_s: float = Field(
         default=10.0, gt=0, description="How long a block may compute within one step of the engine."
     )
+    sandbox: Literal["process", "restricted", "off"] = Field(
+        default="process",
+        description="How code of keys of the tier `sandboxed` runs: `process`, `restricted` or `off`.",
+    )
+    sandbox_bytes: int = Field(
+        default=GIB, ge=64 * MIB, description="Most memory that one sandboxed process may take."
+    )
+    sandbox_step_s: float = Field(
+        default=1.0, gt=0, description="How long a sandboxed trace may compute within one step of the engine."
+    )
+    sandbox_cpu_s: int = Field(
+        default=300, ge=1, description="How long a sandboxed process may compute in its life."
+    )
+    sandbox_fuel: int = Field(
+        default=10_000_000,
+        ge=1,
+        description="Steps of Python that a sandboxed trace may take: turns of loops, calls.",
+    )
+    max_sandboxes: int = Field(default=16, ge=1, description="Most sandboxed traces that run at once.")
     compress_results: bool = Field(
         default=True,
         description="Whether what traces save is compressed for clients that ask for it: those far away do.",

@@ -6,6 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.databases import KINDS, Postgres, programs
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--require-postgres", action="store_true", help="fail where PostgreSQL is not installed")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marked = metafunc.definition.get_closest_marker("both_databases")
+    if marked is not None and "database_url" in metafunc.fixturenames:
+        metafunc.parametrize("database_url", KINDS, indirect=True)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def data_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -13,3 +25,30 @@ def data_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data_home")))
         yield
+
+
+@pytest.fixture(scope="session")
+def postgres(request: pytest.FixtureRequest) -> Iterator[Postgres]:
+    """A PostgreSQL of the tests' own."""
+    found = programs()
+    if found is None:
+        missing = "PostgreSQL is not installed; scripts/postgres.sh does that on Debian, as root"
+        (pytest.fail if request.config.getoption("--require-postgres") else pytest.skip)(missing)
+    server = Postgres(found)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def database_url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The setting ``database_url``: of SQLite in the data directory, or of a new database of PostgreSQL's."""
+    if getattr(request, "param", KINDS[0]) == KINDS[0]:
+        yield ""
+        return
+    server: Postgres = request.getfixturevalue("postgres")
+    url = server.fresh()
+    yield url
+    server.drop(url)

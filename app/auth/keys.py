@@ -2,8 +2,9 @@
 
 A key is hashed slowly, and requests come fast: what was found out of one holds for some seconds, within
 which another process's revocation is not seen yet; this process's own is seen at once. Afterwards its row is
-read again, and hashed only if it changed. Guesses at ids that there are not cost no hash, others a thread,
-one at a time for each id.
+read again, and hashed only if it changed. A wrong key, one that has ended and one that never was cost the
+same: one statement and one hash, on a thread, one at a time for each id and few together. Each address may
+bring so many that nobody knows, see ``admission.guesses``.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import hashlib
 import logging
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import CreatedKey, Key, Limits, NewKey, Scope, Tenant, Tier
+from app.admission.guesses import Guesses
+from app.admission.rates import ThrottledError
 from app.auth.principal import EVERYBODY, Principal
 from app.auth.secrets import Secret, bearer, hashed, matches, new_secret, parsed
 from app.storage.keys import KeyStore, is_open
@@ -28,6 +32,7 @@ logger = logging.getLogger(__name__)
 _HOLDS_S: Final = 10.0
 _MAX_KNOWN: Final = 10_000
 _MAX_AT_ONCE: Final = 2
+_MAX_WAITING: Final = 200
 _USE_RESOLUTION_S: Final = 60.0
 
 
@@ -57,7 +62,12 @@ class Keys:
         self._generation = 0
         self._has_keys = False
         self._looked_until = 0.0
-        self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
+        self._guesses = Guesses()
+        # Its own, since one whose request is cancelled goes on.
+        self._hashing = ThreadPoolExecutor(_MAX_AT_ONCE, thread_name_prefix="keys")
+        self._num_waiting = 0
+        # What keys that are not there are compared with.
+        self._nobodys = hashed(new_secret())
         # Each lasts as long as somebody waits for it.
         self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._notes: set[asyncio.Task[None]] = set()
@@ -70,15 +80,16 @@ class Keys:
             self._looked_until = moment + _HOLDS_S
         return self._has_keys
 
-    async def principal(self, authorization: str | None) -> Principal:
+    async def principal(self, authorization: str | None, address: str = "") -> Principal:
         """Return who sends a request.
 
         Args:
             authorization: The request's header of this name.
+            address: Where it comes from.
 
         Raises:
             ApiError: ``missing_api_key``: the server has keys and the request none; ``invalid_api_key``: it
-                is not known, or has ended.
+                is not known, or has ended; ``rate_limit_exceeded``: too many of those came from there.
         """
         if not await self.are_required():
             return EVERYBODY
@@ -89,26 +100,28 @@ class Keys:
                 "This server asks for a key: send it as `Authorization: Bearer nns_…`. Whoever runs it makes "
                 "one with `nnsight-engine keys create`.",
             )
-        known = await self._looked_up(text)
+        known = await self._looked_up(text, address)
         if known.principal is None:
             raise ApiError(ErrorCode.INVALID_KEY, "The key of this request is not known here, or has ended.")
         return known.principal
 
-    async def _looked_up(self, text: str) -> _Known:
+    async def _looked_up(self, text: str, address: str) -> _Known:
         secret = parsed(text)
         if secret is None:
             return _NOBODY
         digest = hashlib.sha256(text.encode()).digest()
         known = self._known.get(digest)
         if known is None or time.monotonic() >= known.until:
-            # One at a time for each id: whoever guesses at one holds up nobody else's.
-            turn = self._turns.get(secret.id) or asyncio.Lock()
-            self._turns[secret.id] = turn
+            # One at a time for each id: whoever guesses at one holds up nobody else's. Who has shown the key
+            # before does not even wait for those that guess at it.
+            name = secret.id if _holder(known) is None else digest.hex()
+            turn = self._turns.get(name) or asyncio.Lock()
+            self._turns[name] = turn
             async with turn:
                 known = self._known.get(digest)
                 if known is None or time.monotonic() >= known.until:
                     generation = self._generation
-                    known = await self._checked(secret, known)
+                    known = await self._checked(secret, _holder(known), address)
                     if generation == self._generation:  # else the key may have been ended meanwhile
                         self._remember(digest, known)
         return known
@@ -121,25 +134,24 @@ class Keys:
                 self._known.clear()
         self._known[digest] = known
 
-    async def _checked(self, secret: Secret, before: _Known | None) -> _Known:
+    async def _checked(self, secret: Secret, before: _Known | None, address: str) -> _Known:
         until = time.monotonic() + _HOLDS_S
+        place = None if before is not None else self._guesses.take(address)
         found = await self._store.find(secret.id)
-        if found is None:
+        kept = self._nobodys if found is None else found[0].hash
+        is_right = (before is not None and before.kept == kept) or await self._matches(secret, kept)
+        moment = time.time()
+        if found is None or not is_right or not is_open(found[0], moment):
             return _Known(None, until)
         row, tenant_limits = found
-        if before is None or before.principal is None or before.kept != row.hash:
-            async with self._slots:
-                if not await asyncio.to_thread(matches, secret, row.hash):
-                    return _Known(None, until)
-        moment = time.time()
-        if not is_open(row, moment):
-            return _Known(None, until)
         if row.expires_at is not None:
             until = min(until, time.monotonic() + row.expires_at - moment)
         if row.last_used_at is None or row.last_used_at < moment - _USE_RESOLUTION_S:
             task = asyncio.create_task(self._note_use(row.id))
             self._notes.add(task)
             task.add_done_callback(self._notes.discard)
+        if place is not None:
+            self._guesses.give_back(place)
         return _Known(_principal(row, tenant_limits), until, row.hash)
 
     async def holder(self, key_id: str) -> Principal | None:
@@ -153,6 +165,19 @@ class Keys:
         found = await self._store.heir(key_id)
         return None if found is None else _principal(*found)
 
+    async def _matches(self, secret: Secret, kept: str) -> bool:
+        if self._num_waiting >= _MAX_WAITING:
+            raise ThrottledError(
+                "Too many keys that are not known wait to be looked at: send this one again.",
+                {"Retry-After": "1"},
+            )
+        self._num_waiting += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._hashing, matches, secret, kept)
+        finally:
+            self._num_waiting -= 1
+
     async def _note_use(self, key_id: str) -> None:
         try:
             await self._store.note_use(key_id)
@@ -162,6 +187,7 @@ class Keys:
     async def close(self) -> None:
         """Finish what is being written; the database must still be open."""
         await asyncio.gather(*self._notes, return_exceptions=True)
+        self._hashing.shutdown(wait=False)
 
     # Keys themselves.
 
@@ -212,7 +238,8 @@ class Keys:
         """
         changed = await self._store.limit(tenant, limits)
         self._generation += 1
-        self._known.clear()
+        # They are read again, and not hashed.
+        self._known = {digest: dataclasses.replace(one, until=0.0) for digest, one in self._known.items()}
         return changed
 
     def _forget(self, key_id: str) -> None:
@@ -222,6 +249,11 @@ class Keys:
             for digest, known in self._known.items()
             if known.principal is None or known.principal.key_id != key_id
         }
+
+
+def _holder(known: _Known | None) -> _Known | None:
+    """Return what is known of a key if it was right when it was last looked at."""
+    return known if known is not None and known.principal is not None else None
 
 
 def _principal(row: KeyRow, tenant_limits: Limits) -> Principal:

@@ -50,6 +50,7 @@ class FakeTraceEngine:
     Attributes:
         num_running: Traces that run now.
         heads: Of all traces that came.
+        sandboxes: In whose sandbox each of them was to run.
     """
 
     def __init__(self, name: str = "vllm", behaviour: FakeTraceBehaviour | None = None) -> None:
@@ -58,11 +59,13 @@ class FakeTraceEngine:
         self.behaviour = behaviour or FakeTraceBehaviour()
         self.num_running = 0
         self.heads: list[TraceHead] = []
+        self.sandboxes: list[str] = []
 
     async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:  # noqa: ARG002 - the protocol's
         """Yield what the behaviour says."""
         behaviour = self.behaviour
         self.heads.append(request.head)
+        self.sandboxes.append(request.sandbox_of)
         self.num_running += 1
         meter = METER.get()
         if meter is not None:

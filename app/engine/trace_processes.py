@@ -201,8 +201,14 @@ class TraceProcesses:
 
         Raises:
             ApiError: Too many wait, the trace cannot be read, took too long or ended its process, or no
-                process can be started.
+                process can be started; ``sandbox_missing``.
         """
+        if request.sandbox_of:
+            raise ApiError(
+                ErrorCode.SANDBOX_MISSING,
+                f"{self.purpose[0].upper()}{self.purpose[1:]} has no sandbox: it runs code of keys of the "
+                "tier 'trusted' alone. Single traces on vLLM run in a sandbox.",
+            )
         self._check_takes_more()
         job = Job(request, self.name, self._unread)
         self._queue.add(request.sender, job)

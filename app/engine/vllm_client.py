@@ -40,6 +40,7 @@ from app.engine.vllm_errors import engine_dead
 from app.engine.vllm_traces import VLLMTraceEngine
 from app.errors import DONE_FRAME, error_frame
 from app.services.capabilities import describe
+from app.services.code_policy import SANDBOX_OF
 from app.services.responses import choice_json
 from app.services.served_model import ServedModel
 from app.settings import Settings
@@ -108,6 +109,12 @@ class VLLMEngineClient:
             self._settings.max_capture_bytes_engine,
             trace_step_s=self._settings.trace_step_s,
             max_trace_bytes=self._settings.max_trace_bytes,
+            sandbox=self._settings.sandbox,
+            sandbox_bytes=self._settings.sandbox_bytes,
+            sandbox_step_s=self._settings.sandbox_step_s,
+            sandbox_cpu_s=self._settings.sandbox_cpu_s,
+            sandbox_fuel=self._settings.sandbox_fuel,
+            max_sandboxes=self._settings.max_sandboxes,
             fair_window_s=self._settings.fair_window_s,
             fair_step=self._settings.fair_step,
         )
@@ -254,7 +261,7 @@ class VLLMEngineClient:
                 "use_beam_search",
             )
         engine = self.engine
-        call = await self._call(interventions, streams=bool(request.stream))
+        call = await self._call(interventions, http, streams=bool(request.stream))
         request.set_ticket(call.ticket)
         engine.open_call(call)
         streams = False
@@ -274,15 +281,18 @@ class VLLMEngineClient:
             if not streams:
                 engine.close_call(call)
 
-    async def _call(self, interventions: tuple[Intervention, ...], *, streams: bool) -> Call:
+    async def _call(self, interventions: tuple[Intervention, ...], http: Request, *, streams: bool) -> Call:
         """Return what carries a request's operations through vLLM; raises ApiError for code that is none."""
         first, *_ = interventions
         if isinstance(first, Trace):  # which stands alone
             param = f"{FIELD}.0"
+            sandbox_of: str = http.scope[SANDBOX_OF]
+            if sandbox_of:
+                await self.engine.prepare_sandbox()
             data = await asyncio.to_thread(encoded_code, first, param)
             return TraceCall(
                 data, name=first.name or f"{first.op}_0", param=param, filename=filename_of(first),
-                streams=streams, max_requests=self._settings.max_trace_requests,
+                streams=streams, max_requests=self._settings.max_trace_requests, sandbox_of=sandbox_of,
             )  # fmt: skip
         return InterventionCall(interventions, self.engine.spec, self._tokenize, stream=streams)
 

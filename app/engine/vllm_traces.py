@@ -65,6 +65,8 @@ class VLLMTraceEngine:
             ApiError: The message is no trace for vLLM, vLLM refuses one of its requests, or the engine died.
         """
         check_head(request.head)
+        if request.sandbox_of:
+            await self._engine().prepare_sandbox()
         run = _Run(self._engine(), _Trace(request, job_id, self._settings))
         try:
             async with contextlib.aclosing(run.frames()) as frames:
@@ -151,6 +153,7 @@ class _Trace:
                 self.key, index, params.n, data if self.held is None else b"", head.groups, head.streams,
                 edits[index], wanted=head.wanted, prints=True, codec=head.codec,
                 compresses=settings.compress_results and "zstd" in head.accepts,
+                sandbox_of=request.sandbox_of,
             )  # fmt: skip
             carry(params, entry, request.tenant)
             self.prompts.append(apart(_prompt(invoke), entry))

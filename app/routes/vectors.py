@@ -33,7 +33,7 @@ router = APIRouter(prefix="/v1/vectors", tags=["vectors"])
 
 SAFETENSORS_TYPE: Final = "application/safetensors"
 
-TRAINING_EVENTS: Final = json_events(TrainingEvent)
+TRAINING_EVENTS: Final = json_events(TrainingEvent, last="[DONE]")
 
 _MAX_PAGE: Final = 100
 _BODY: Final = json_body(NewVector)

@@ -9,6 +9,7 @@ came to must be one of the machine's own.
 from __future__ import annotations
 
 import ipaddress
+from typing import Final
 from urllib.parse import urlsplit
 
 from starlette.requests import HTTPConnection, Request
@@ -18,6 +19,9 @@ from api_schemas.keys import Scope, Tier
 from app.auth.principal import Principal
 from app.settings import Settings
 
+SANDBOX_OF: Final = "nnsight_engine.sandbox_of"
+"""Where a request's ASGI scope keeps in whose sandbox its code runs."""
+
 
 def takes_code(settings: Settings) -> bool:
     """Tell whether some client may send code: with keys, which every other address asks for, some may."""
@@ -25,12 +29,12 @@ def takes_code(settings: Settings) -> bool:
 
 
 def check_code_allowed(settings: Settings, http: Request, caller: Principal) -> None:
-    """Raise ApiError unless the client may send code."""
+    """Raise ApiError unless the client may send code; notes with the request where it runs."""
+    http.scope[SANDBOX_OF] = sandbox_of(settings, caller)
     if settings.allow_code is False:
         raise _refusal("This server takes no traces: allow_code is false (NNSIGHT_ENGINE_ALLOW_CODE).")
     if caller.has_key:
         caller.check(Scope.CODE)
-        _check_tier(caller)
         return
     if settings.allow_code:
         return
@@ -42,13 +46,10 @@ def check_code_allowed(settings: Settings, http: Request, caller: Principal) -> 
     check_name(settings, http)
 
 
-def _check_tier(caller: Principal) -> None:
-    if caller.tier is not Tier.TRUSTED:
-        raise ApiError(
-            ErrorCode.SANDBOX_MISSING,
-            f"The code of key {caller.key_id!r} is to run in a sandbox, which this server does not have: its "
-            "operator may make a key whose code runs in the engine with all rights, `--tier trusted`.",
-        )
+def sandbox_of(settings: Settings, caller: Principal) -> str:
+    """Return in whose sandbox a caller's code runs, a tenant's; nothing where it runs as the engine's own."""
+    is_stranger = caller.has_key and caller.tier is not Tier.TRUSTED
+    return caller.tenant if is_stranger and settings.sandbox != "off" else ""
 
 
 def check_name(settings: Settings, connection: HTTPConnection) -> None:

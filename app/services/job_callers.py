@@ -9,6 +9,8 @@ from __future__ import annotations
 from app.admission.rates import Rates
 from app.auth.keys import Keys
 from app.auth.principal import Principal
+from app.services.code_policy import sandbox_of
+from app.settings import Settings
 from app.storage.kept import StoredBytes
 from app.storage.tables import JobRow
 from nnsight_engine.core.metering import Meter
@@ -21,10 +23,12 @@ class JobCallers:
         keys: Know them.
         rates: Count what jobs use.
         stored: Is told what may be kept.
+        settings: Say how far code is trusted.
     """
 
-    def __init__(self, keys: Keys, rates: Rates, stored: StoredBytes) -> None:
+    def __init__(self, keys: Keys, rates: Rates, stored: StoredBytes, settings: Settings) -> None:
         """Keep the parts."""
+        self._settings = settings
         self._keys = keys
         self._rates = rates
         self._stored = stored
@@ -35,6 +39,10 @@ class JobCallers:
         if caller is not None:
             learn(self._stored, caller)
         return caller
+
+    def sandbox_of(self, caller: Principal) -> str:
+        """Return in whose sandbox their code runs, see ``code_policy``."""
+        return sandbox_of(self._settings, caller)
 
     async def wait_s(self, caller: Principal) -> int:
         """Return in how many seconds a job of theirs may begin; 0 for now."""

@@ -152,7 +152,9 @@ class JobDispatcher:
 
     def _begin(self, job: JobRow, slot: Slot, caller: Principal | None) -> None:
         self._served_at[job.owner] = time.monotonic()
-        run = JobRun(job, self._tools, slot, refusal=_key_ended(job) if caller is None else None)
+        sandbox_of = "" if caller is None else self._callers.sandbox_of(caller)
+        refusal = _key_ended(job) if caller is None else None
+        run = JobRun(job, self._tools, slot, refusal=refusal, sandbox_of=sandbox_of)
         self._runs[job.id] = run
         self._running[job.id] = asyncio.create_task(
             self._run(job, run, slot, caller or EVERYBODY), name=f"job-{job.id}"

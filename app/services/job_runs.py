@@ -99,9 +99,18 @@ class JobRun:
         refusal: Why it is not to run after all.
     """
 
-    def __init__(self, job: JobRow, tools: JobTools, slot: Slot, refusal: ApiError | None = None) -> None:
+    def __init__(
+        self,
+        job: JobRow,
+        tools: JobTools,
+        slot: Slot,
+        *,
+        refusal: ApiError | None = None,
+        sandbox_of: str = "",
+    ) -> None:
         """Prepare; ``run`` does it all."""
         self._job = job
+        self._sandbox_of = sandbox_of
         self._tools = tools
         self._slot = slot
         self._refusal = refusal
@@ -221,6 +230,7 @@ class JobRun:
         self._tools.check(request.head)
         # Nobody reads outputs as they come, so none need be made.
         request.head = msgspec.structs.replace(request.head, streams=False)
+        request.sandbox_of = self._sandbox_of
         request.tenant = self._job.owner
         request.sender = f"jobs of {self._job.owner!r}"
         request.ask = functools.partial(self._tools.calls.ask, self._job.id)
@@ -359,19 +369,25 @@ class _Batches:
         self._writing: asyncio.Task[None] | None = None
 
     async def add(self, event: JobEvent) -> None:
-        """Have an event written; waits only where very many are to be. Raises what writing raised."""
-        if self._writing is not None and self._writing.done():
-            self._writing.result()
+        """Have an event written; waits only where very many are to be.
+
+        Raises:
+            LeaseLostError: The job is no longer ours. What else writing raises is no reason to end a job:
+                all is written with what comes next, or when it settles.
+        """
         writing = self.put(event)
         if len(self._pending) >= _MAX_PENDING:
-            await asyncio.shield(writing)
+            await asyncio.wait([writing])
+        if writing.done() and isinstance(writing.exception(), LeaseLostError):
+            writing.result()
 
     def put(self, event: JobEvent) -> asyncio.Task[None]:
-        """Have an event written, without waiting; the next to wait learns what writing raised."""
+        """Have an event written, without waiting."""
         self._pending.append(event)
-        if self._writing is None or (self._writing.done() and self._writing.exception() is None):
-            self._writing = asyncio.create_task(self._drain())
-        return self._writing
+        before = self._writing
+        if before is None or (before.done() and not isinstance(before.exception(), LeaseLostError)):
+            self._writing = before = asyncio.create_task(self._drain())
+        return before
 
     async def settle(self) -> None:
         """Wait until all is written; raises what writing raised."""

@@ -32,6 +32,7 @@ from app.services.trace_admission import check_still_taken
 from app.services.traces import TraceService
 from app.settings import Settings
 from app.storage.database import Database
+from app.storage.engines import place_of
 from app.storage.job_files import ORPHAN_S, JobFiles
 from app.storage.job_leases import JobLeases
 from app.storage.job_space import Space
@@ -106,7 +107,7 @@ class JobService:
         self._database = database
         self._callers = callers
         space = Space(settings.job_store_bytes, share=settings.tenant_share, limits=stored)
-        self._files = JobFiles(_folder_of(settings), space)
+        self._files = JobFiles(folder_of(settings), space)
         self._store = JobStore(
             self._database,
             max_queued=settings.max_queued_jobs,
@@ -410,12 +411,12 @@ def _error_frame(row: JobRow) -> bytes:
     return frame.head() + bytes(frame.data)
 
 
-__all__ = ["JobResult", "JobService", "Submitted"]
-
-
-def _folder_of(settings: Settings) -> Path:
+def folder_of(settings: Settings) -> Path:
     """Return where files of jobs lie: each database has its own, since others' look left behind to it."""
     if not settings.database_url:
         return settings.data_dir
-    digest = hashlib.sha256(settings.database_url.encode()).hexdigest()
+    digest = hashlib.sha256(place_of(settings.database_url).encode()).hexdigest()
     return settings.data_dir / f"database-{digest[:16]}"
+
+
+__all__ = ["JobResult", "JobService", "Submitted", "folder_of"]

@@ -22,8 +22,7 @@ def check_sender(settings: Settings, http: Request, caller: Principal) -> None:
     """Raise ApiError unless whoever sends a request may send traces, and it is one.
 
     Raises:
-        ApiError: ``code_not_allowed``, ``missing_scope``, ``sandbox_missing``, ``bad_request`` (of another
-            content type).
+        ApiError: ``code_not_allowed``, ``missing_scope``, ``bad_request`` (of another content type).
     """
     check_code_allowed(settings, http, caller)
     # No form of a page can send this type: a browser asks first whether the page's site may.

@@ -1,8 +1,8 @@
 """The database: where it is, how it is opened and brought up to date, and the threads that talk to it.
 
 SQL runs in a few threads of its own and never on the event loop: ``read`` and ``write`` take a function of
-a session and run it as one transaction. Nothing here or above is SQLite's own but the four settings that
-it needs. ``create_app`` owns the one instance.
+a session and run it as one transaction. What each kind of database needs for that is ``engines``'s. One that
+is restarted meanwhile is waited for, some seconds. ``create_app`` owns the one instance.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.resources
-from collections.abc import Callable
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -19,15 +22,21 @@ from alembic import command
 from alembic.config import Config
 from alembic.util import CommandError
 from filelock import FileLock
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy import URL, Connection, Engine, func, make_url, select
+from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
+
+from api_schemas.errors import ApiError, ErrorCode
+from app.storage.engines import WRITES, gave_way, is_unreachable, open_engine
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 _MAX_THREADS: Final = 4
-_BUSY_TIMEOUT_MS: Final = 30_000
-_WRITES: Final = "nnsight_engine_writes"
+_DELAYS_S: Final = (0.05, 0.5, 1.0, 2.0)
+_MIGRATING: Final = 0x6E6E7369676874
+"""What those that migrate lock, in databases that other machines share."""
 FILE_NAME: Final = "server.db"
 
 
@@ -75,18 +84,26 @@ class Database:
             await asyncio.to_thread(engine.dispose)
 
     async def read(self, work: Callable[[Session], T]) -> T:
-        """Run ``work`` in a transaction that sees one state; it must not write."""
+        """Run ``work`` in a transaction that sees one state; it must not write.
+
+        Raises:
+            ApiError: ``database_unavailable``.
+        """
         return await self._in_thread(self._transaction, self._opened(), work)
 
     async def write(self, work: Callable[[Session], T]) -> T:
         """Run ``work`` in a transaction that is there whole or not at all.
 
-        It may run more than once and must do nothing but talk to the database. A caller that is cancelled
-        does not know what became of it.
+        It may run more than once and must do nothing but talk to the database. Where the database lets two
+        write at once, each statement sees what others have written before it: what a write relies on is in
+        its statements' conditions, or read ``with_for_update``. A caller that is cancelled does not know what
+        became of it.
+
+        Raises:
+            ApiError: ``database_unavailable``; it may have been written all the same.
         """
-        return await self._in_thread(
-            self._transaction, self._opened().execution_options(**{_WRITES: True}), work
-        )
+        writing = self._opened().execution_options(**{WRITES: True})
+        return await self._in_thread(self._transaction, writing, work)
 
     def _opened(self) -> Engine:
         if self._engine is None:
@@ -96,10 +113,34 @@ class Database:
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
+    @classmethod
+    def _transaction(cls, engine: Engine, work: Callable[[Session], T]) -> T:
+        for delay_s in itertools.chain(_DELAYS_S, [None]):
+            try:
+                return cls._attempt(engine, work)
+            except _UndoneError as undone:
+                error = undone.error
+                if delay_s is None:
+                    raise error if gave_way(error) else _unavailable() from error
+                logger.warning("a transaction was undone and runs again: %s", error.orig)
+                time.sleep(delay_s)
+            except DBAPIError as error:
+                # Lost while it was committed: nobody knows whether it was.
+                raise (_unavailable() if is_unreachable(error) else error) from error
+        raise AssertionError("the last attempt returns or raises")
+
     @staticmethod
-    def _transaction(engine: Engine, work: Callable[[Session], T]) -> T:
-        with Session(engine, expire_on_commit=False) as session, session.begin():
-            return work(session)
+    def _attempt(engine: Engine, work: Callable[[Session], T]) -> T:
+        with Session(engine, expire_on_commit=False) as session:
+            try:
+                result = work(session)
+                session.flush()
+            except DBAPIError as error:
+                if is_unreachable(error) or gave_way(error):
+                    raise _UndoneError(error) from error
+                raise
+            session.commit()
+            return result
 
     def _open(self) -> Engine:
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -117,13 +158,14 @@ class Database:
 
     def _migrated(self) -> Engine:
         file = URL.create("sqlite", database=str(self._directory / FILE_NAME))
-        engine = create_engine(self._given_url or file, pool_size=_MAX_THREADS)
-        if engine.dialect.name == "sqlite":
-            event.listen(engine, "connect", _set_up_sqlite)
-            event.listen(engine, "begin", _begin_in_sqlite)
+        url = make_url(self._given_url) if self._given_url else file
+        engine = open_engine(url, num_connections=_MAX_THREADS)
         try:
-            with engine.execution_options(**{_WRITES: True}).begin() as connection:
-                _migrate(connection)
+            with engine.execution_options(**{WRITES: True}).begin() as connection:
+                if engine.dialect.name == "postgresql":
+                    connection.execute(select(func.pg_advisory_xact_lock(_MIGRATING)))
+                with migrations(connection) as config:
+                    command.upgrade(config, "head")
         except BaseException:
             engine.dispose()
             raise
@@ -137,34 +179,30 @@ class Database:
             return "of NNSIGHT_ENGINE_DATABASE_URL"
 
 
-def _migrate(connection: Connection) -> None:
-    with contextlib.ExitStack() as stack:
-        folder = importlib.resources.files("app.storage") / "migrations"
-        path = stack.enter_context(importlib.resources.as_file(folder))
+class _UndoneError(Exception):
+    """A transaction was undone by its database, and may run again."""
+
+    def __init__(self, error: DBAPIError) -> None:
+        self.error = error
+
+
+def _unavailable() -> ApiError:
+    return ApiError(
+        ErrorCode.DATABASE_UNAVAILABLE,
+        "The server's database cannot be reached now; send the request again later.",
+    )
+
+
+@contextlib.contextmanager
+def migrations(connection: Connection) -> Iterator[Config]:
+    """Give Alembic's configuration for this project's migrations, on a connection."""
+    folder = importlib.resources.files("app.storage") / "migrations"
+    with importlib.resources.as_file(folder) as path:
         config = Config()
         # The configuration is one of those that replace %(name)s.
         config.set_main_option("script_location", str(path).replace("%", "%%"))
         config.attributes["connection"] = connection
-        command.upgrade(config, "head")
+        yield config
 
 
-def _set_up_sqlite(connection: Any, _record: object) -> None:
-    # The driver would begin transactions when it pleases; _begin_in_sqlite does.
-    connection.isolation_level = None
-    for pragma in (
-        f"busy_timeout = {_BUSY_TIMEOUT_MS}",
-        "journal_mode = WAL",
-        # A commit that was answered for is still there after the machine has lost its power.
-        "synchronous = FULL",
-        "foreign_keys = ON",
-    ):
-        connection.execute(f"PRAGMA {pragma}")
-
-
-def _begin_in_sqlite(connection: Connection) -> None:
-    # A transaction that reads before it writes would fail, not wait, where another wrote in between.
-    writes = connection.get_execution_options().get(_WRITES, False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
-
-
-__all__ = ["Database", "DatabaseError"]
+__all__ = ["FILE_NAME", "Database", "DatabaseError", "migrations"]

@@ -101,16 +101,18 @@ class JobLeases:
             owner = min(
                 oldest, key=lambda name: (running.get(name, 0), served_at.get(name, 0.0), oldest[name])
             )
+            # Another server may claim at the same time, where the database lets two write at once: each
+            # looks past what the other is about to take.
             job = session.scalar(
                 select(JobRow)
                 .where(*waits, JobRow.owner == owner)
                 .order_by(JobRow.queued_at, JobRow.number)
                 .limit(1)
+                .with_for_update(skip_locked=True)
             )
             if job is None:
                 return None
             lease = {"lease_by": self._holder, "lease_until": time.time() + LEASE_S}
-            # Another server may have been faster, where the database lets two write at once.
             if not change(session, job.number, *waits, events=[], attempt=JobRow.attempt + 1, **lease):
                 return None
             session.refresh(job)
@@ -153,7 +155,7 @@ class JobLeases:
         Raises:
             LeaseLostError: It was no longer ours.
         """
-        values = {"started_at": None, "num_interruptions": JobRow.num_interruptions + was_interrupted}
+        values = {"started_at": None, "num_interruptions": JobRow.num_interruptions + int(was_interrupted)}
         if not await self._database.write(
             lambda session: self._free(session, job.number, [now(JobStatus.QUEUED, _STOPPED)], **values)
         ):

@@ -64,7 +64,8 @@ class KeyStore:
 
         def write(session: Session) -> Key:
             moment = time.time()
-            old = session.get(KeyRow, key_id)
+            # Two that replace it at once, with and without a grace, must not lengthen it between them.
+            old = session.get(KeyRow, key_id, with_for_update=True)
             if old is None:
                 raise not_found(key_id)
             if not is_open(old, moment):
@@ -91,7 +92,7 @@ class KeyStore:
         """
 
         def write(session: Session) -> Key:
-            row = session.get(KeyRow, key_id)
+            row = session.get(KeyRow, key_id, with_for_update=True)
             if row is None:
                 raise not_found(key_id)
             if row.revoked_at is None:
@@ -115,11 +116,10 @@ class KeyStore:
         """Return a key as it is kept, and the limits of its tenant."""
 
         def read(session: Session) -> tuple[KeyRow, Limits] | None:
-            row = session.get(KeyRow, key_id)
-            if row is None:
-                return None
-            tenant = session.get_one(TenantRow, row.tenant)
-            return row, Limits.model_validate(tenant.limits)
+            # One statement, whether or not there is such a key: how long it takes tells nothing of it.
+            joined = select(KeyRow, TenantRow.limits).join(TenantRow, TenantRow.name == KeyRow.tenant)
+            found = session.execute(joined.where(KeyRow.id == key_id)).one_or_none()
+            return None if found is None else (found[0], Limits.model_validate(found[1]))
 
         return await self._database.read(read)
 

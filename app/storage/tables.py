@@ -1,8 +1,8 @@
 """The database's tables, as this version of the server sees them.
 
 A change here needs a migration beside it; a test compares the two. Times are seconds since 1970, statuses
-are those of ``api_schemas.jobs``, and text holds neither NUL nor lone surrogates, which not every database
-can store: ``app.errors.printable`` sees to that.
+are those of ``api_schemas.jobs``. Text holds neither NUL nor lone surrogates, which not every database can
+store: ``engines`` sees to that, and whoever writes something as JSON.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class SessionModel(VLLM):
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         folder, trusts = self.__dict__["_files"]
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusts)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusts)  # nosec B615 # a folder here
 
 
 class SessionRunner(BlockRunner):

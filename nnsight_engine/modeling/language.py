@@ -83,7 +83,8 @@ class LanguageModel(TransformersModel):
 
     def _load_tokenizer(self, options: dict[str, Any]) -> PreTrainedTokenizerBase:
         """Load the tokenizer from where the model comes from, and set it up for generation."""
-        return self._set_up(AutoTokenizer.from_pretrained(self.repo_id, **options), options)
+        tokenizer = AutoTokenizer.from_pretrained(self.repo_id, **options)  # nosec B615 # the user's choice
+        return self._set_up(tokenizer, options)
 
     def _set_up(self, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> PreTrainedTokenizerBase:
         # Not for an encoder: its positions are mostly absolute, and would count what is filled in.

@@ -53,7 +53,7 @@ class TransformersModel(HuggingFaceModel):
         config = kwargs.pop("config", None)
         if not isinstance(config, PreTrainedConfig):
             place = source if config is None else config
-            config, _ = AutoConfig.from_pretrained(
+            config, _ = AutoConfig.from_pretrained(  # nosec B615 # the user's choice
                 place, return_unused_kwargs=True, **kwargs, **self._revision()
             )
         return self._from_config(config, kwargs)

@@ -70,7 +70,8 @@ class VisionLanguageModel(LanguageModel):
         return self._set_up(tokenizer, {**options, **self._processor_options})
 
     def _load_processor(self, options: dict[str, Any]) -> ProcessorMixin:
-        return AutoProcessor.from_pretrained(self.repo_id, **{**options, **self._processor_options})
+        options = {**options, **self._processor_options}
+        return AutoProcessor.from_pretrained(self.repo_id, **options)  # nosec B615 # the user's choice
 
     def _read(self, value: Any = None, /, **kwargs: Any) -> dict[str, Any]:
         given = {**(value if isinstance(value, Mapping) else {"text": value}), **kwargs}

@@ -10,8 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Literal, get_args
 
 from nnsight_engine.wire import (
+    TRUSTED,
     DecodeError,
     Limits,
+    Policy,
     ReceivedTrace,
     SentBlock,
     decode_trace,
@@ -52,14 +54,24 @@ def decode_blocks(
     resolve: Resolve | None = None,
     limits: Limits = DEFAULT_LIMITS,
     trusted: bool = False,
+    policy: Policy = TRUSTED,
 ) -> ReceivedTrace:
     """Return the blocks of a message, compiled. Runs code of its sender's, and if trusted any.
 
+    Args:
+        codec: What the message is written in.
+        data: The message.
+        resolve: Gives the object that ``reference`` named.
+        limits: What it may cost.
+        trusted: Whether the sender is one whose pickles are read.
+        policy: What code in the wire format may do, ``restricted_policy(budget)`` for one.
+
     Raises:
         DecodeError: It is no such message, or one that only trusted senders may send.
+        SandboxError: It holds code that the policy refuses.
     """
     if codec == "wire":
-        return decode_trace(data, resolve=resolve, limits=limits)
+        return decode_trace(data, resolve=resolve, policy=policy, limits=limits)
     if codec != "cloudpickle":
         raise DecodeError(f"blocks are written in one of {', '.join(CODECS)}, not in {codec!r}")
     if not trusted:

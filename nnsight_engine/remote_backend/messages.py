@@ -154,15 +154,18 @@ class TraceRequest:
         tenant: Whose share of the engine it takes; empty where nobody shares it. Not sent either.
         ask: How the server asks its client to run a part of a block: it sends bytes, bytes come in answer,
             or TimeoutError where nobody answers. None where nobody can be asked; not sent either.
+        sandbox_of: In whose sandbox its code runs, as the server knows them; nothing where the sender is
+            trusted. Set by the server and not sent.
     """
 
-    __slots__ = ("ask", "head", "parts", "sender", "tenant")
+    __slots__ = ("ask", "head", "parts", "sandbox_of", "sender", "tenant")
 
     def __init__(self, head: TraceHead, parts: Sequence[bytes | memoryview]) -> None:
         """Put them together; the head learns the parts' sizes."""
         self.head = msgspec.structs.replace(head, parts=[len(part) for part in parts])
         self.parts = list(parts)
         self.sender = ""
+        self.sandbox_of = ""
         self.tenant = ""
         self.ask: Ask | None = None
 

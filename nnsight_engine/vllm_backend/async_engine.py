@@ -11,6 +11,7 @@ import asyncio
 import contextvars
 import logging
 import secrets
+import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, Final, NamedTuple
@@ -49,6 +50,8 @@ from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 
 logger = logging.getLogger(__name__)
 
+_SANDBOX_S: Final = 120.0
+_SANDBOX_LOOK_S: Final = 0.1
 SENDER: Final = contextvars.ContextVar("nnsight_engine_sender", default="")
 """Whose the requests are that vLLM's serving classes make, which pass on no such thing; nobody's if empty."""
 
@@ -108,12 +111,30 @@ class InterventionAsyncLLM(AsyncLLM):
         self.traces = TraceRouter()
         self.traces.attach(self.output_processor)
         count_tokens(self.output_processor)
+        self._has_sandbox = False
         self._coming: dict[str, Callable[[], None]] = {}
         self._calls: dict[str, InterventionCall | TraceCall] = {}
         self._left: set[asyncio.Future[None]] = set()
         self._contents = ContentTable()
         self._salt_secret = secrets.token_hex()
         return self.spec
+
+    async def prepare_sandbox(self) -> None:
+        """Wait until there are sandboxes for code of strangers; the first time takes some seconds.
+
+        Raises:
+            ApiError: ``sandbox_missing``: there are none on this machine, or for this model.
+        """
+        give_up = time.monotonic() + _SANDBOX_S
+        while not self._has_sandbox:
+            is_ready, failure = answer(await self.collective_rpc("prepare_sandbox"))
+            if failure is not None:
+                raise ApiError(ErrorCode.SANDBOX_MISSING, failure["message"])
+            if not is_ready and time.monotonic() > give_up:
+                raise ApiError(ErrorCode.SANDBOX_MISSING, "The sandbox is still being started; try again.")
+            self._has_sandbox = is_ready
+            if not is_ready:
+                await asyncio.sleep(_SANDBOX_LOOK_S)
 
     def open_call(self, call: InterventionCall | TraceCall) -> None:
         """Make a call known by its ticket; ``close_call`` it in the end."""

@@ -28,6 +28,11 @@ CONFIG_KEY: Final = "nnsight_engine"
 """Key of our entry in vLLM's ``additional_config``, which is part of the compile cache's key."""
 
 WORKER_CLASS: Final = "nnsight_engine.vllm_backend.worker.InterventionWorker"
+PROCESS: Final = "process"
+RESTRICTED: Final = "restricted"
+OFF: Final = "off"
+SANDBOXES: Final = (PROCESS, RESTRICTED, OFF)
+"""How strangers' blocks may run, see ``EngineLimits``."""
 _RAY_EXECUTOR: Final = "nnsight_engine.vllm_backend.ray_executor.ClusterExecutor"
 SCHEDULER_CLASS: Final = "nnsight_engine.vllm_backend.scheduler.InterventionScheduler"
 _RESULTS_ATTRIBUTE: Final = "nnsight_engine_results"
@@ -44,6 +49,15 @@ class EngineLimits:
         max_edit_bytes: Most that they may have together, as they are sent.
         trace_step_s: Seconds that one block may compute within one step.
         max_trace_bytes: Most that one traced request may hold: what its block saved, and what is kept for it.
+        sandbox: How strangers' blocks run: each trace in a ``process`` of its own, ``restricted`` to harmless
+            Python in the worker, or ``off``, like everybody's.
+        sandbox_bytes: Memory that a sandboxed process may take, and the most that crosses at once.
+        sandbox_compiles: Whether their Python is restricted in the process too, which gives better errors.
+        sandbox_fuel: Steps of Python that restricted blocks of one trace may take: turns of loops, calls.
+        sandbox_step_s: Seconds that one may compute within one step of the engine, all its blocks together.
+        sandbox_cpu_s: Seconds of computing that one may take in its life.
+        sandbox_blocks: Blocks and edits of one sandboxed trace that may wait at once.
+        max_sandboxes: How many may be at work at once.
         fair_window_s: Seconds that a tenant without requests still counts among those who share; 0: none do.
         fair_step: How much longer than the shortest a step may take that a tenant within its share may meet.
     """
@@ -54,6 +68,14 @@ class EngineLimits:
     max_edit_bytes: int = 256 * 1024 * 1024
     trace_step_s: float = 10.0
     max_trace_bytes: int = 4 * 1024 * 1024 * 1024
+    sandbox: str = PROCESS
+    sandbox_bytes: int = 1024 * 1024 * 1024
+    sandbox_compiles: bool = True
+    sandbox_fuel: int = 10_000_000
+    sandbox_step_s: float = 1.0
+    sandbox_cpu_s: int = 300
+    sandbox_blocks: int = 32
+    max_sandboxes: int = 16
     fair_window_s: float = 5.0
     fair_step: float = 1.25
 

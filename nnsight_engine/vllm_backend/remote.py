@@ -124,7 +124,10 @@ class VLLMDialect(Dialect):
 @functools.cache
 def _fingerprint(name: str) -> str:
     """Return that of a folder, which has another name on another machine; a repository's name says enough."""
-    return fingerprint_of(AutoConfig.from_pretrained(name)) if Path(name).is_dir() else ""
+    if not Path(name).is_dir():
+        return ""
+    config = AutoConfig.from_pretrained(name)  # nosec B615 # a folder here
+    return fingerprint_of(config)
 
 
 def local_tokenizer(model: VLLM) -> Any:

@@ -130,8 +130,9 @@ class TracedPrompt:
         """Return what its request carries; with several choices the blocks go ahead of them."""
         data = self._call.data if len(self.choices) == 1 else b""
         return TraceEntry(
-            self.key, 0, len(self.choices), data, [{}], self._call.streams, prints=True, plain=True
-        )
+            self.key, 0, len(self.choices), data, [{}], self._call.streams,
+            prints=True, plain=True, sandbox_of=self._call.sandbox_of,
+        )  # fmt: skip
 
     def hear(self, told: Told) -> None:
         """Take note of what a block told after a step."""
@@ -188,16 +189,26 @@ class TraceCall:
         filename: What tracebacks call the code.
         streams: Whether the answer streams.
         max_requests: How many requests it may make.
+        sandbox_of: In whose sandbox it runs; nothing where it runs as the engine's own.
     """
 
     def __init__(
-        self, data: bytes, *, name: str, param: str, filename: str, streams: bool, max_requests: int
+        self,
+        data: bytes,
+        *,
+        name: str,
+        param: str,
+        filename: str,
+        streams: bool,
+        max_requests: int,
+        sandbox_of: str = "",
     ) -> None:
         """Start with no prompt."""
         self.ticket = uuid.uuid4().hex
         self.data = data
         self.param = param
         self.streams = streams
+        self.sandbox_of = sandbox_of
         self.failure: ApiError | None = None
         self.prompts: list[TracedPrompt] = []
         self._name = name

@@ -13,6 +13,7 @@ from nnsight_engine.vllm_backend.handover import leave
 from nnsight_engine.vllm_backend.outline import OutlineEntry
 from nnsight_engine.vllm_backend.runner import InterventionRunnerMixin
 from nnsight_engine.vllm_backend.seeded_chunks import SeededChunksMixin
+from nnsight_engine.wire import encode_error
 
 _PlatformWorker: Any = platform_worker_class()
 
@@ -75,12 +76,19 @@ class InterventionWorker(_PlatformWorker):
         is_left = path is not None and leave(pieces, path)
         saved = None if is_left else b"".join(pieces)
         traces = self.model_runner.traces
-        return (saved, *traces.telling.take_left(key), traces.last_spent_s)
+        return (saved, *traces.take_left(key), traces.last_spent_s)
 
     def drop_trace(self, key: str) -> float | None:
         """Forget a trace that nobody will collect; returns how long it took; called over vLLM's RPC."""
         spent_s: float | None = self.model_runner.traces.drop(key)
         return spent_s
+
+    def prepare_sandbox(self) -> tuple[bool, dict[str, Any] | None]:
+        """Begin to start sandboxes; returns whether there is one, and why none can be; over vLLM's RPC."""
+        try:
+            return self.model_runner.traces.prepare_sandbox(), None
+        except Exception as error:  # noqa: BLE001 - told to whoever asks
+            return False, encode_error(error)
 
     def adopt_names(self, data: bytes) -> dict[str, Any] | None:
         """Take over a client's names and classes; returns its error; called over vLLM's RPC."""

@@ -5,10 +5,11 @@ from its input unasked. ``docs/wire-format.md`` says what a message looks like. 
 for blocks of senders that an operator trusts with everything.
 """
 
-from nnsight_engine.wire.errors import DecodeError, EncodeError
+from nnsight_engine.wire.errors import BudgetError, DecodeError, EncodeError, FuelError, SandboxError
 from nnsight_engine.wire.failures import encode_error, restore_error
 from nnsight_engine.wire.homes import register_by_value, unregister_by_value
 from nnsight_engine.wire.limits import DATA_ONLY, TRUSTED, Limits, Policy
+from nnsight_engine.wire.rules import Rules
 from nnsight_engine.wire.traces import ReceivedTrace, SentBlock, decode_trace, encode_trace
 from nnsight_engine.wire.trusted import decode_trace_pickled, encode_trace_pickled
 from nnsight_engine.wire.values import decode, encode
@@ -16,11 +17,15 @@ from nnsight_engine.wire.values import decode, encode
 __all__ = [
     "DATA_ONLY",
     "TRUSTED",
+    "BudgetError",
     "DecodeError",
     "EncodeError",
+    "FuelError",
     "Limits",
     "Policy",
     "ReceivedTrace",
+    "Rules",
+    "SandboxError",
     "SentBlock",
     "decode",
     "decode_trace",

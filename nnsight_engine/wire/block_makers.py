@@ -21,6 +21,7 @@ from nnsight_engine.wire.decoder import MISSING, Decoder, Maker
 from nnsight_engine.wire.errors import DecodeError
 from nnsight_engine.wire.kinds import Kind
 from nnsight_engine.wire.pieces import FUTURE_FLAGS, LONGEST_KEPT, Piece, statement_at
+from nnsight_engine.wire.rules import Rewrite
 from nnsight_engine.wire.shelf import SHELF
 
 
@@ -31,14 +32,20 @@ def _make_block(decoder: Decoder, _index: int, parts: list[Any]) -> Info:
         raise DecodeError("the message is broken: a block is not that of a `with` statement")
     if not isinstance(module, ModuleType):
         raise DecodeError("the message is broken: a block has no namespace")
-    variables = cells_by_name(names, cells)
+    variables = cells_by_name(decoder, names, cells)
     piece = piece_of(decoder, fields)
     with compiling(decoder, piece):
-        block = block_of(piece, item, first_argument, frozenset(variables))
+        block = block_of(piece, item, first_argument, frozenset(variables), decoder.policy.rules.rewrite)
     return Info(block, variables, None, vars(module))
 
 
-def block_of(piece: Piece, item: int, first_argument: str | None, variables: frozenset[str]) -> Block:
+def block_of(
+    piece: Piece,
+    item: int,
+    first_argument: str | None,
+    variables: frozenset[str],
+    rewrite: Rewrite | None = None,
+) -> Block:
     """Return a statement's block, compiled; its lines are shown to Python's tools.
 
     Raises:
@@ -46,13 +53,19 @@ def block_of(piece: Piece, item: int, first_argument: str | None, variables: fro
         SyntaxError: It is no Python.
     """
     compiled = _compiled if len(piece.text) <= LONGEST_KEPT else _compiled.__wrapped__
-    block = compiled(piece, item, first_argument, variables)
+    block = compiled(piece, item, first_argument, variables, rewrite)
     SHELF.put(piece.filename, piece.line, piece.text)
     return block
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(piece: Piece, item: int, first_argument: str | None, variables: frozenset[str]) -> Block:
+def _compiled(
+    piece: Piece,
+    item: int,
+    first_argument: str | None,
+    variables: frozenset[str],
+    rewrite: Rewrite | None,
+) -> Block:
     """Return a statement's block; the same one often comes again, with the next request."""
     statement = statement_at(piece.text, piece.line, piece.filename)
     if not isinstance(statement, ast.With) or not 0 <= item < len(statement.items):
@@ -61,14 +74,16 @@ def _compiled(piece: Piece, item: int, first_argument: str | None, variables: fr
     source = SourceText(
         piece.filename, ("\n",) * (piece.line - 1) + lines, ast.Module(body=[statement], type_ignores=[])
     )
+    if rewrite is not None:
+        rewrite(Nested(statement, item), piece.filename)
     context = BlockContext(piece.name, piece.class_name, first_argument, piece.flags & FUTURE_FLAGS)
     return compile_block(Nested(statement, item), source, variables, context)
 
 
-def _fill_block(_decoder: Decoder, value: Info, parts: list[Any]) -> None:
+def _fill_block(decoder: Decoder, value: Info, parts: list[Any]) -> None:
     names, *values = parts
     if names is not MISSING:
-        bind_globals(value.globals_, names, values)
+        bind_globals(decoder, value.globals_, names, values)
 
 
 BLOCK_MAKERS: dict[Kind, Maker] = {Kind.BLOCK: Maker(_make_block, num_first=5, fill=_fill_block, partly=True)}

@@ -6,9 +6,7 @@ is compiled here is compiled as on the sending side (``pieces``), and shown to P
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import importlib
 from collections.abc import Iterator
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -80,19 +78,21 @@ def compiling(decoder: Decoder, piece: Piece) -> Iterator[None]:
         ) from error
 
 
-def bind_globals(globals_: dict[str, Any], names: Any, values: list[Any]) -> None:
+def bind_globals(decoder: Decoder, globals_: dict[str, Any], names: Any, values: list[Any]) -> None:
     """Bind those globals of a namespace that are made by now."""
     if not isinstance(names, tuple) or len(names) != len(values):
         raise DecodeError("the message is broken: globals have other names than values")
+    decoder.policy.rules.check_names(names)
     globals_.update((name, value) for name, value in zip(names, values, strict=True) if value is not MISSING)
 
 
-def cells_by_name(names: Any, cells: Any) -> dict[str, CellType]:
+def cells_by_name(decoder: Decoder, names: Any, cells: Any) -> dict[str, CellType]:
     """Return variables' cells by name.
 
     Raises:
         DecodeError: These are no cells.
     """
+    decoder.policy.rules.check_names(names, of_cells=True)
     found = dict(zip(names, cells, strict=True))
     if not all(isinstance(cell, CellType) for cell in found.values()):
         raise DecodeError("the message is broken: a variable has no cell")
@@ -102,27 +102,24 @@ def cells_by_name(names: Any, cells: Any) -> dict[str, CellType]:
 def _namespace(decoder: Decoder, _index: int, parts: list[Any]) -> ModuleType:
     refuse_source(decoder)
     name, file, is_real = parts
-    if is_real:
+    if is_real and decoder.policy.rules.keeps_real_names:
         decoder.import_name(name, "")
-        return importlib.import_module(name)
-    module = ModuleType(name)
-    vars(module).update({"__builtins__": builtins, "__file__": file} if file else {"__builtins__": builtins})
-    return module
+    return decoder.policy.rules.namespace(name, file, is_real=bool(is_real))
 
 
 def _make_function(decoder: Decoder, _index: int, parts: list[Any]) -> FunctionType:
     refuse_source(decoder)
     module, fields, names, cells = parts
     piece = piece_of(decoder, fields)
-    by_name = cells_by_name(names, cells)
+    by_name = cells_by_name(decoder, names, cells)
     with compiling(decoder, piece):
-        code = compile_again(compile_function, piece, names)
+        code = compile_again(compile_function, piece, names, decoder.policy.rules.rewrite)
     SHELF.put(piece.filename, piece.line, piece.text)
     closure = tuple(by_name[name] for name in code.co_freevars)
     return FunctionType(code, vars(module), code.co_name, None, closure)
 
 
-def _fill_function(_decoder: Decoder, value: FunctionType, parts: list[Any]) -> None:
+def _fill_function(decoder: Decoder, value: FunctionType, parts: list[Any]) -> None:
     called, defaults, keyword_defaults, attributes, names, *values = parts
     if called is not MISSING:
         value.__name__, value.__qualname__, value.__module__ = called
@@ -131,19 +128,20 @@ def _fill_function(_decoder: Decoder, value: FunctionType, parts: list[Any]) -> 
     if keyword_defaults is not MISSING:
         value.__kwdefaults__ = keyword_defaults
     if attributes is not MISSING and attributes:
+        decoder.policy.rules.check_names(attributes)
         vars(value).update(attributes)
     if names is not MISSING:
-        bind_globals(value.__globals__, names, values)
+        bind_globals(decoder, value.__globals__, names, values)
 
 
 def _make_class(decoder: Decoder, _index: int, parts: list[Any]) -> type:
     refuse_source(decoder)
     module, fields, names, cells, needed, values = parts
     piece = piece_of(decoder, fields)
-    by_name = cells_by_name(names, cells)
-    bind_globals(vars(module), needed, list(values))
+    by_name = cells_by_name(decoder, names, cells)
+    bind_globals(decoder, vars(module), needed, list(values))
     with compiling(decoder, piece):
-        code = compile_again(compile_class, piece, names)
+        code = compile_again(compile_class, piece, names, decoder.policy.rules.rewrite)
     SHELF.put(piece.filename, piece.line, piece.text)
     closure = tuple(by_name[name] for name in code.co_freevars)
     made = FunctionType(code, vars(module), code.co_name, None, closure)()
@@ -157,10 +155,11 @@ def _make_class(decoder: Decoder, _index: int, parts: list[Any]) -> type:
 def _fill_class(decoder: Decoder, value: type, parts: list[Any]) -> None:
     attributes, names, *values = parts
     if attributes is not MISSING:
+        decoder.policy.rules.check_names(attributes or ())
         for name, item in (attributes or {}).items():
             setattr(value, name, item)
     if names is not MISSING:
-        bind_globals(decoder.state["globals", id(value)], names, values)
+        bind_globals(decoder, decoder.state["globals", id(value)], names, values)
 
 
 def _make_sent_module(decoder: Decoder, _index: int, parts: list[Any]) -> ModuleType:
@@ -171,22 +170,23 @@ def _make_sent_module(decoder: Decoder, _index: int, parts: list[Any]) -> Module
     return module
 
 
-def _fill_sent_module(_decoder: Decoder, value: ModuleType, parts: list[Any]) -> None:
+def _fill_sent_module(decoder: Decoder, value: ModuleType, parts: list[Any]) -> None:
     names, *values = parts
     if names is not MISSING:
-        bind_globals(vars(value), names, values)
+        bind_globals(decoder, vars(value), names, values)
 
 
 def _make_method(decoder: Decoder, _index: int, parts: list[Any]) -> MethodType:
     refuse_source(decoder)
     function, owner = parts
+    decoder.policy.rules.check_method(function)
     return MethodType(function, owner)
 
 
 def _make_member(decoder: Decoder, _index: int, parts: list[Any]) -> Any:
     refuse_source(decoder)
     owner, name = parts
-    return getattr(owner, name)
+    return decoder.policy.rules.member(owner, name)
 
 
 def _make_cell(_decoder: Decoder, _index: int, _parts: list[Any]) -> CellType:

@@ -211,11 +211,12 @@ def _check_call(decoder: Decoder, value: Any, args: tuple[Any, ...]) -> None:
 def _make_new(decoder: Decoder, index: int, parts: list[Any]) -> Any:
     _note_depth(decoder, index)
     kind, args, kwargs = parts
+    kind = decoder.policy.rules.real(kind)
     if not isinstance(kind, type):
         raise DecodeError("the message is broken: an object's class is none")
     if not decoder.policy.allow_source and _has_kind(kind):
         raise DecodeError(f"the message asks to call {kind.__name__}, which this side does not do for one")
-    return kind.__new__(kind, *_typed(args, tuple), **(kwargs or {}))
+    return decoder.policy.rules.new(kind, _typed(args, tuple), kwargs or {})
 
 
 def _make_call(decoder: Decoder, index: int, parts: list[Any]) -> Any:
@@ -225,8 +226,12 @@ def _make_call(decoder: Decoder, index: int, parts: list[Any]) -> Any:
     return function(*args, **(kwargs or {}))
 
 
-def _fill_object(_decoder: Decoder, value: Any, parts: list[Any]) -> None:
+def _fill_object(decoder: Decoder, value: Any, parts: list[Any]) -> None:
     state, slots, items, pairs = parts
+    if state is not None or slots is not None:
+        rules = decoder.policy.rules
+        rules.check_state(value, state)
+        rules.check_names([*(state if isinstance(state, dict) else ()), *(slots or ())])
     if items is not None:
         value.extend(_typed(items, list))
     if pairs is not None:
@@ -245,8 +250,9 @@ def _set_state(value: Any, state: Any, slots: dict[str, Any] | None) -> None:
         object.__setattr__(value, name, item)
 
 
-def _enum_member(_decoder: Decoder, _index: int, parts: list[Any]) -> Any:
+def _enum_member(decoder: Decoder, _index: int, parts: list[Any]) -> Any:
     kind, value = parts
+    kind = decoder.policy.rules.real(kind)
     if not isinstance(kind, enum.EnumMeta):
         raise DecodeError("the message is broken: a member's class is no enum")
     return kind(value)

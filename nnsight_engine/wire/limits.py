@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from nnsight_engine.wire.rules import FREE, Rules
+
 _DATA_NAMES = frozenset(
     {
         *(
@@ -66,10 +68,12 @@ class Policy:
         may_import: Asked with a module and a qualified name before either is looked up.
         allow_source: Whether functions, classes and blocks may come as source, and imported functions may
             be called. Reading such a message may run its sender's code, class bodies for one.
+        rules: What code that comes as source may do, and what becomes of it.
     """
 
     may_import: Callable[[str, str], bool]
     allow_source: bool = False
+    rules: Rules = FREE
 
     def allowing(self, classes: Iterable[type[Any]]) -> Policy:
         """Return the policy with these classes allowed too: a client's own, whose instances come back."""

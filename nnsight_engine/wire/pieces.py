@@ -18,6 +18,7 @@ from types import CodeType
 from typing import Any
 
 from nnsight_engine.tracing.parsing import parse
+from nnsight_engine.wire.rules import Rewrite
 
 FUTURE_FLAGS = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
 _OWNER = "__nnsight_owner__"
@@ -31,6 +32,7 @@ but a reader of an older Python evaluates them."""
 _TYPE_PARAMETERS = "<generic parameters of "
 """Begins the name of the code around a generic class or function, from 3.12 on; it runs at once too."""
 WHOLE_LINES = -1
+Compiler = Callable[["Piece", tuple[str, ...], Rewrite | None], CodeType]
 LONGEST_KEPT = 16 * 1024
 """Characters of a piece whose code is kept; what strangers can make us keep has a limit."""
 
@@ -87,8 +89,13 @@ def statement_at(text: str, line: int, filename: str) -> ast.stmt:
     raise AssertionError("a statement that was moved is still one")
 
 
-def compile_function(piece: Piece, variables: Sequence[str]) -> CodeType:
+def compile_function(piece: Piece, variables: Sequence[str], rewrite: Rewrite | None = None) -> CodeType:
     """Return the code of a function or lambda whose free variables are among ``variables``.
+
+    Args:
+        piece: Its source.
+        variables: The variables around it.
+        rewrite: Changes its tree before it is compiled.
 
     Raises:
         SyntaxError: The text does not define one.
@@ -102,6 +109,8 @@ def compile_function(piece: Piece, variables: Sequence[str]) -> CodeType:
         raise SyntaxError(f"a function is wanted, not {type(node).__name__}")  # noqa: TRY004 - the text is wrong, not an argument
     first = first_line(node)
     _leave_values_out(node)
+    if rewrite is not None:
+        rewrite(node, piece.filename)
     body: list[ast.stmt] = [ast.Expr(value=node)] if isinstance(node, ast.Lambda) else [node]
     if not isinstance(node, ast.Lambda) and node.name not in variables:
         body.insert(0, ast.Global(names=[node.name]))  # its own name in it is not the owner's variable
@@ -110,8 +119,13 @@ def compile_function(piece: Piece, variables: Sequence[str]) -> CodeType:
     return _renamed(code, code.co_qualname, piece.qualname).replace(co_firstlineno=first)
 
 
-def compile_class(piece: Piece, variables: Sequence[str]) -> CodeType:
+def compile_class(piece: Piece, variables: Sequence[str], rewrite: Rewrite | None = None) -> CodeType:
     """Return the code of a function that defines a class and returns it.
+
+    Args:
+        piece: Its source.
+        variables: The variables around it.
+        rewrite: Changes its tree before it is compiled.
 
     Raises:
         SyntaxError: The text does not define one.
@@ -119,6 +133,8 @@ def compile_class(piece: Piece, variables: Sequence[str]) -> CodeType:
     node = statement_at(piece.text, piece.line, piece.filename)
     if not isinstance(node, ast.ClassDef):
         raise SyntaxError(f"a class is wanted, not {type(node).__name__}")  # noqa: TRY004 - the text is wrong, not an argument
+    if rewrite is not None:
+        rewrite(node, piece.filename)
     body: list[ast.stmt] = [node, ast.Return(value=ast.Name(id=node.name, ctx=ast.Load()))]
     if node.name in variables:
         body.insert(0, ast.Nonlocal(names=[node.name]))
@@ -130,18 +146,18 @@ def compile_class(piece: Piece, variables: Sequence[str]) -> CodeType:
 
 
 def compile_again(
-    compiler: Callable[[Piece, tuple[str, ...]], CodeType], piece: Piece, variables: tuple[str, ...]
+    compiler: Compiler, piece: Piece, variables: tuple[str, ...], rewrite: Rewrite | None
 ) -> CodeType:
     """Compile a piece with one of the above; the same piece often comes again, with the next request."""
     compiled = _compiled_before if len(piece.text) <= LONGEST_KEPT else _compiled_before.__wrapped__
-    return compiled(compiler, piece, variables)
+    return compiled(compiler, piece, variables, rewrite)
 
 
 @functools.lru_cache(maxsize=512)
 def _compiled_before(
-    compiler: Callable[[Piece, tuple[str, ...]], CodeType], piece: Piece, variables: tuple[str, ...]
+    compiler: Compiler, piece: Piece, variables: tuple[str, ...], rewrite: Rewrite | None
 ) -> CodeType:
-    return compiler(piece, variables)
+    return compiler(piece, variables, rewrite)
 
 
 def named_bases(piece: Piece) -> dict[str, int]:

@@ -18,6 +18,7 @@ from app.context import Context
 from app.engine.fake import FakeBehaviour, FakeEngineClient
 from app.engine.traces import TraceEngine
 from app.main import create_app, new_store
+from app.services.jobs import folder_of
 from app.settings import Settings
 from tests.integration.scripted_traces import ScriptedEngine
 from tests.integration.served_jobs import Jobs
@@ -44,7 +45,7 @@ Serve = Callable[..., AbstractAsyncContextManager[Server]]
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Serve:
+def serve(tmp_path: Path, database_url: str) -> Serve:
     @contextlib.asynccontextmanager
     async def serving(
         behaviour: FakeBehaviour | None = None,
@@ -55,6 +56,7 @@ def serve(tmp_path: Path) -> Serve:
         values = {
             "result_dir": tmp_path / "results",
             "data_dir": tmp_path / "data",
+            "database_url": database_url,
             "drain_timeout_s": 1.0,
             **settings,
         }
@@ -72,6 +74,12 @@ def serve(tmp_path: Path) -> Serve:
             yield Server(app, engine, client)
 
     return serving
+
+
+@pytest.fixture
+def jobs_folder(tmp_path: Path, database_url: str) -> Path:
+    """Where the files of jobs lie, of servers made by ``serve``."""
+    return folder_of(Settings(data_dir=tmp_path / "data", database_url=database_url)) / "jobs"
 
 
 ErrorCheck = Callable[[httpx.Response, int, str], str]

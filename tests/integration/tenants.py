@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -28,3 +29,34 @@ class Tenants:
         self, method: str, path: str, headers: dict[str, str] | None = None, **rest: Any
     ) -> httpx.Response:
         return await self.server.client.request(method, path, headers=headers, **rest)
+
+    async def open_socket(self, path: str, headers: Mapping[str, str]) -> httpx.Response:
+        """Begin a WebSocket and hang up; returns what it was refused with, or 101."""
+        raw = [
+            (name.encode(), value.encode("latin-1"))
+            for name, value in {"host": "localhost", **headers}.items()
+        ]
+        scope = {
+            "type": "websocket", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "ws",
+            "server": ("localhost", 80), "client": ("127.0.0.1", 1), "path": path, "raw_path": path.encode(),
+            "query_string": b"", "root_path": "", "headers": raw, "subprotocols": [], "state": {},
+            "extensions": {"websocket.http.response": {}},
+        }  # fmt: skip
+        told: list[MutableMapping[str, Any]] = []
+        to_say: list[MutableMapping[str, Any]] = [
+            {"type": "websocket.connect"},
+            {"type": "websocket.disconnect", "code": 1000},
+        ]
+
+        async def receive() -> MutableMapping[str, Any]:
+            return to_say.pop(0)
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            told.append(message)
+
+        await self.server.app(scope, receive, send)
+        if told[0]["type"] == "websocket.accept":
+            return httpx.Response(101)
+        start = told[0]
+        assert start["type"] == "websocket.http.response.start", told
+        return httpx.Response(start["status"], headers=start["headers"], content=told[1]["body"])

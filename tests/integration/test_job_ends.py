@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from tests.integration.tenants import Tenants
 from tests.integration.waiting import until, until_async
 
 
+@pytest.mark.both_databases
 @pytest.mark.parametrize("script", ["hang", "hang-early"])
-async def test_a_running_job_is_cancelled_and_its_engine_told(with_jobs: Any, script: str, tmp_path: Path):
+async def test_a_running_job_is_cancelled_and_its_engine_told(with_jobs: Any, script: str, jobs_folder: Path):
     async with with_jobs() as jobs:
         job_id = await jobs.submit(script)
         await jobs.until(job_id, "RUNNING" if script == "hang" else "DISPATCHED")
@@ -29,13 +31,14 @@ async def test_a_running_job_is_cancelled_and_its_engine_told(with_jobs: Any, sc
         assert (jobs.engine.num_running, jobs.engine.num_ended) == (0, 1)
         [frame] = frames_of((await jobs.result(job_id)).content)
         assert frame.json()["error"]["code"] == "job_cancelled"
-        assert [path.name for path in (tmp_path / "data/jobs" / job_id).iterdir()] == ["request"]
+        assert [path.name for path in (jobs_folder / job_id).iterdir()] == ["request"]
         # Whoever cancels it again finds it cancelled.
         again = await jobs.client.post(f"/v1/jobs/{job_id}/cancel")
         assert (again.status_code, again.json()["status"]) == (200, "CANCELLED")
         assert [event["status"] for event in await jobs.events(job_id)].count("CANCELLED") == 1
 
 
+@pytest.mark.both_databases
 async def test_a_waiting_job_is_cancelled_and_never_runs(with_jobs: Any):
     async with with_jobs(max_running_jobs=1) as jobs:
         first = await jobs.submit("hang")
@@ -56,6 +59,7 @@ async def test_a_finished_job_stays_finished(with_jobs: Any):
         assert (await jobs.result(job.id)).status_code == 200
 
 
+@pytest.mark.both_databases
 async def test_cancelling_at_any_moment_leaves_each_job_ended_once(with_jobs: Any):
     async with with_jobs(max_running_jobs=4) as jobs:
         ids = [await jobs.submit("logs:20") for _ in range(40)]
@@ -76,9 +80,10 @@ async def test_cancelling_at_any_moment_leaves_each_job_ended_once(with_jobs: An
         assert jobs.engine.num_running == 0
 
 
+@pytest.mark.both_databases
 @pytest.mark.parametrize("script", ["ok", "hang"])
 async def test_a_removed_job_is_gone_with_its_files(
-    with_jobs: Any, error_of: ErrorCheck, tmp_path: Path, script: str
+    with_jobs: Any, error_of: ErrorCheck, jobs_folder: Path, script: str
 ):
     async with with_jobs() as jobs:
         job_id = await jobs.submit(script)
@@ -90,10 +95,11 @@ async def test_a_removed_job_is_gone_with_its_files(
         assert (await jobs.client.get("/v1/jobs")).json()["data"] == []
         await jobs.server.until_idle()
         assert jobs.engine.num_running == 0
-        assert list((tmp_path / "data/jobs").iterdir()) == []
+        assert os.listdir(jobs_folder) == []
 
 
-async def test_a_job_expires_some_time_after_its_end(with_jobs: Any, error_of: ErrorCheck, tmp_path: Path):
+@pytest.mark.both_databases
+async def test_a_job_expires_some_time_after_its_end(with_jobs: Any, error_of: ErrorCheck, jobs_folder: Path):
     async with with_jobs(job_ttl_s=0.2) as jobs:
         running = await jobs.submit("hang")
         job = await jobs.end(await jobs.submit())
@@ -106,9 +112,10 @@ async def test_a_job_expires_some_time_after_its_end(with_jobs: Any, error_of: E
         error_of(await jobs.result(job.id), 404, "job_not_found")
         assert (await jobs.get(running)).status == "RUNNING"
         # Its files go right after it.
-        await until(lambda: [path.name for path in (tmp_path / "data/jobs").iterdir()] == [running])
+        await until(lambda: [path.name for path in jobs_folder.iterdir()] == [running])
 
 
+@pytest.mark.both_databases
 async def test_a_job_that_failed_runs_again_and_its_history_goes_on(with_jobs: Any, error_of: ErrorCheck):
     async with with_jobs() as jobs:
         job_id = await jobs.submit("hang")
@@ -134,6 +141,7 @@ async def test_a_job_that_failed_runs_again_and_its_history_goes_on(with_jobs: A
 # Reading.
 
 
+@pytest.mark.both_databases
 async def test_lists_are_paged_from_the_newest(with_jobs: Any, error_of: ErrorCheck):
     async with with_jobs() as jobs:
         ids = [await jobs.submit("refused" if count % 2 else "ok") for count in range(7)]
@@ -157,6 +165,7 @@ async def test_lists_are_paged_from_the_newest(with_jobs: Any, error_of: ErrorCh
             error_of(await jobs.client.get("/v1/jobs", params=bad), 422, "invalid_shape")
 
 
+@pytest.mark.both_databases
 async def test_a_job_that_is_not_there(with_jobs: Any, error_of: ErrorCheck):
     async with with_jobs() as jobs:
         for job_id in ("nobody", "..%2f..", "%00", "é", "x" * 5000):
@@ -177,11 +186,11 @@ async def test_the_result_of_a_job_that_runs_is_not_there_yet(with_jobs: Any, er
 
 
 async def test_a_result_that_somebody_took_off_the_disk_is_said_so(
-    with_jobs: Any, error_of: ErrorCheck, tmp_path: Path
+    with_jobs: Any, error_of: ErrorCheck, jobs_folder: Path
 ):
     async with with_jobs() as jobs:
         job = await jobs.end(await jobs.submit())
-        (tmp_path / "data/jobs" / job.id / "result.1").unlink()
+        (jobs_folder / job.id / "result.1").unlink()
         error_of(await jobs.result(job.id), 404, "result_not_found")
 
 
@@ -251,6 +260,7 @@ async def test_while_it_drains_running_jobs_end_and_others_do_not_begin(with_job
         assert jobs.engine.started == [waiting]
 
 
+@pytest.mark.both_databases
 async def test_what_a_drain_cannot_wait_for_runs_at_the_next_start(with_jobs: Any):
     async with with_jobs(drain_timeout_s=0.05) as jobs:
         ids = [await jobs.submit(script) for script in ("hang", "hang-early")]

@@ -88,8 +88,9 @@ async def listed(events: AsyncIterator[dict[str, Any]]) -> list[dict[str, Any]]:
     return [event async for event in events]
 
 
-async def test_events_are_replayed_from_every_point_and_then_live(tmp_path: Path):
-    async with live(tmp_path) as server:
+@pytest.mark.both_databases
+async def test_events_are_replayed_from_every_point_and_then_live(tmp_path: Path, database_url: str):
+    async with live(tmp_path, database_url=database_url) as server:
         job_id = await server.submit("hang")
         early = [
             asyncio.create_task(listed(follow(job_id, after)))
@@ -233,8 +234,10 @@ async def test_a_removed_job_sends_its_followers_home(tmp_path: Path):
             assert (await task)[0]["status"] == "RECEIVED"
 
 
-async def test_two_servers_share_jobs_and_run_each_once(tmp_path: Path):
-    async with live(tmp_path, max_running_jobs=2) as first, live(tmp_path, max_running_jobs=2) as second:
+@pytest.mark.both_databases
+async def test_two_servers_share_jobs_and_run_each_once(tmp_path: Path, database_url: str):
+    both: dict[str, Any] = {"max_running_jobs": 2, "database_url": database_url}
+    async with live(tmp_path, **both) as first, live(tmp_path, **both) as second:
         hanging = await first.submit("hang")
         await until(lambda: bool(first.engine.started + second.engine.started))
         ids = [await (first, second)[count % 2].submit("ok") for count in range(40)]

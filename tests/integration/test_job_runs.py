@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.jobs import JobSummary
+from api_schemas.jobs import JobEvent, JobSummary
 from app.audit.log import AuditLog
 from app.services import job_runs
 from app.services.job_runs import Ending, JobRun, JobTools
@@ -73,6 +73,18 @@ class FailingLeases(JobLeases):
         if not self.has_failed:
             self.has_failed = True
             raise ConnectionError
+
+
+class DeafLeases(JobLeases):
+    """Its database is away whenever events are told, as long as ``num_deaf`` lasts."""
+
+    num_deaf = 5
+
+    async def tell(self, job: JobRow, events: Sequence[JobEvent]) -> None:
+        self.num_deaf -= 1
+        if self.num_deaf >= 0:
+            raise ApiError(ErrorCode.DATABASE_UNAVAILABLE, "It cannot be reached.")
+        await super().tell(job, events)
 
 
 class Bench:
@@ -209,6 +221,17 @@ async def test_a_job_whose_request_was_taken_away_says_so(bench: Bench, tmp_path
     row = await bench.job()
     assert (row.status, row.code) == ("ERROR", "internal_error")
     assert "send the trace as a new job" in str(row.message)
+
+
+async def test_a_job_goes_on_while_its_events_cannot_be_written_and_loses_none(bench: Bench):
+    job = await bench.claimed("logs:2000")
+    leases = DeafLeases(bench.database, holder="here", ttl_s=60)
+    await (await bench.run(job, leases=leases)).run()
+    assert leases.num_deaf < 0
+    assert (await bench.job()).status == "COMPLETED"
+    events = (await bench.store.events("job", "", after=0, limit=5000)).events
+    logs = [event.message for event in events if event.status == "LOG"]
+    assert logs == [f"line {count}" for count in range(2000)]
 
 
 @pytest.mark.parametrize("taken_s", [0.01, 10.0])

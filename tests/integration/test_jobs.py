@@ -16,6 +16,7 @@ from tests.integration.served_jobs import Jobs
 from tests.integration.waiting import until_async
 
 
+@pytest.mark.both_databases
 async def test_a_job_runs_and_its_result_is_what_a_trace_would_have_ended_with(with_jobs: Any):
     async with with_jobs() as jobs:
         response = await jobs.post(payload=b"p" * 1000)
@@ -37,6 +38,7 @@ async def test_a_job_runs_and_its_result_is_what_a_trace_would_have_ended_with(w
         assert statuses == ["RECEIVED", "QUEUED", "DISPATCHED", "RUNNING", "COMPLETED"]
 
 
+@pytest.mark.both_databases
 @pytest.mark.parametrize(
     ("script", "code", "message"),
     [
@@ -133,6 +135,7 @@ async def test_traces_are_taken_under_their_own_content_type_and_where_code_is(
         error_of(await jobs.post(), 403, "code_not_allowed")
 
 
+@pytest.mark.both_databases
 async def test_the_queue_has_an_end(with_jobs: Any, error_of: ErrorCheck):
     async with with_jobs(max_running_jobs=1, max_queued_jobs=2) as jobs:
         first = await jobs.submit("hang", key="first")
@@ -168,6 +171,7 @@ async def test_the_disk_is_not_filled(with_jobs: Any, error_of: ErrorCheck, tmp_
 # Keys.
 
 
+@pytest.mark.both_databases
 async def test_a_key_names_one_request(with_jobs: Any, error_of: ErrorCheck):
     async with with_jobs() as jobs:
         first = await jobs.submit(key="mine")
@@ -183,6 +187,7 @@ async def test_a_key_names_one_request(with_jobs: Any, error_of: ErrorCheck):
         assert jobs.engine.started == [first, second]
 
 
+@pytest.mark.both_databases
 async def test_of_many_that_send_one_key_at_once_one_runs(with_jobs: Any):
     async with with_jobs() as jobs:
         responses = await asyncio.gather(*(jobs.post(key=f"key {count % 3}") for count in range(60)))
@@ -213,6 +218,7 @@ async def test_a_thousand_jobs_each_run_once_and_so_many_at_a_time(with_jobs: An
         assert 1 < jobs.engine.most_running <= 8
 
 
+@pytest.mark.both_databases
 async def test_jobs_of_one_owner_run_in_the_order_in_which_they_came(with_jobs: Any):
     async with with_jobs(max_running_jobs=1) as jobs:
         ids = [await jobs.submit() for _ in range(20)]
@@ -220,6 +226,7 @@ async def test_jobs_of_one_owner_run_in_the_order_in_which_they_came(with_jobs: 
         assert jobs.engine.started == ids
 
 
+@pytest.mark.both_databases
 async def test_jobs_whose_engine_has_no_room_wait_in_their_order_and_hold_up_no_others(serve: Serve):
     busy, free = ScriptedEngine(), ScriptedEngine()
     busy.is_busy = True

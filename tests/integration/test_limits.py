@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import httpx
+import pytest
 
 from api_schemas.keys import Limits, Scope
 from tests.integration.conftest import ErrorCheck
@@ -33,6 +34,7 @@ async def test_requests_beyond_a_keys_rate_are_told_when_to_come_back(
     assert "x-ratelimit-limit-requests" not in unlimited.headers
 
 
+@pytest.mark.both_databases
 async def test_a_tenants_limits_are_of_all_its_keys_together(tenants: Tenants, error_of: ErrorCheck) -> None:
     admin = await tenants.headers("operator", Scope.ADMIN)
     keys = [await tenants.headers("acme") for _ in range(2)]
@@ -103,6 +105,7 @@ async def test_no_more_come_in_together_than_may(tenants: Tenants) -> None:
     assert sum(one.status_code == 200 for one in answers) == 5
 
 
+@pytest.mark.both_databases
 async def test_a_key_keeps_its_limits_when_it_is_replaced(tenants: Tenants) -> None:
     admin = await tenants.headers("operator", Scope.ADMIN)
     new = {"tenant": "acme", "limits": {"requests_per_minute": 7, "concurrency": 2}}

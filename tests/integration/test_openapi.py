@@ -7,6 +7,10 @@ headers and body as documented; what the document allows is accepted, and what i
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
+import re
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -17,14 +21,17 @@ import httpx
 import pytest
 import schemathesis
 import uvicorn
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from hypothesis.errors import Flaky
+from hypothesis.stateful import run_state_machine_as_test
 from schemathesis import CheckFunction, GenerationMode
 from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
 from api_schemas.keys import NewKey, Scope, Tier
 from app.auth.keys import Keys
 from app.engine.fake import FakeEngineClient
+from app.links import LINKS
 from app.main import create_app, new_store
 from app.settings import Settings
 from app.storage.database import Database
@@ -33,10 +40,20 @@ from nnsight_engine.remote_backend.messages import MEDIA_TYPE
 from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
 
 NUM_EXAMPLES: Final = 20
+NUM_SUITES: Final = 2
+STORIES: Final = settings(
+    database=None,
+    deadline=None,
+    max_examples=6,
+    stateful_step_count=8,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+FAMILIES: Final = ["/v1/jobs", "/v1/admin", "/v1/vectors(?!/train)"]
 SCRIPTS: Final = ["ok", "logs:2", "refused", "block-fails"]
 
 # The document says that a trace is bytes; which bytes, docs/remote.md does. Other tests send broken ones.
-schemathesis.openapi.media_type(MEDIA_TYPE, st.sampled_from([trace(script) for script in SCRIPTS[:2]]))
+schemathesis.openapi.media_type(MEDIA_TYPE, st.sampled_from([trace(script) for script in SCRIPTS[:3]]))
 
 SWITCHED_OFF: Final[dict[str, list[CheckFunction]]] = {
     # The document does not know the model, whose layers and width a vector must fit.
@@ -48,9 +65,13 @@ SWITCHED_OFF: Final[dict[str, list[CheckFunction]]] = {
 }
 
 
-def application(folder: Path) -> Any:
+def application(folder: Path, database_url: str = "") -> Any:
     chosen = Settings(
-        result_dir=folder / "results", data_dir=folder / "data", allow_code=True, drain_timeout_s=0
+        result_dir=folder / "results",
+        data_dir=folder / "data",
+        database_url=database_url,
+        allow_code=True,
+        drain_timeout_s=0,
     )
     store = new_store(chosen)
     engine = FakeEngineClient(chosen, store)
@@ -72,30 +93,22 @@ def can_be_broken(method: str, path: str) -> bool:
     return bool(places & {"query", "header"}) or "application/json" in body
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("openapi")
-
-
-@pytest.fixture(scope="module")
-def key(folder: Path) -> dict[str, str]:
-    """Return the header of a key that opens everything; with it the server asks everybody for one."""
+@contextlib.contextmanager
+def served(folder: Path, database_url: str = "") -> Iterator[tuple[str, dict[str, str]]]:
+    """Serve in a thread; yields the address, and the header of a key that opens everything."""
 
     async def made() -> str:
-        database = Database(folder / "data")
+        database = Database(folder / "data", database_url)
         await database.start()
         new = NewKey(tenant="acme", scopes=tuple(Scope), tier=Tier.TRUSTED)
         created = await Keys(KeyStore(database)).create(new)
         await database.close()
         return created.key
 
-    return {"Authorization": f"Bearer {asyncio.run(made())}"}
-
-
-@pytest.fixture(scope="module")
-def url(folder: Path, key: dict[str, str]) -> Iterator[str]:
+    # With a key the server asks everybody for one.
+    key = {"Authorization": f"Bearer {asyncio.run(made())}"}
     config = uvicorn.Config(
-        application(folder),
+        application(folder, database_url),
         port=0,
         log_level="critical",
         timeout_graceful_shutdown=1,
@@ -106,21 +119,43 @@ def url(folder: Path, key: dict[str, str]) -> Iterator[str]:
     thread.start()
     while not server.started:
         time.sleep(0.01)
-    yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    yield f"http://127.0.0.1:{sock.getsockname()[1]}", key
     server.should_exit = True
     thread.join(30)
 
 
-@pytest.fixture(scope="module")
-def document(url: str) -> Any:
+def document_of(url: str) -> Any:
     said = httpx.get(f"{url}/openapi.json").json()
     for methods in said["paths"].values():
         for operation in methods.values():
-            # Every request has a key; what becomes of those without is in test_keys.
+            # Every request has a key; what becomes of those without is in test_tenant_matrix.
             operation.pop("security", None)
     loaded = schemathesis.openapi.from_dict(said)
     loaded.config.update(base_url=url)
+    # Links are those that the document says: a guessed one would revoke the key of all this.
+    loaded.config.phases.stateful.inference.algorithms = []
     return loaded
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
+    with served(tmp_path_factory.mktemp("openapi")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def url(server: tuple[str, dict[str, str]]) -> str:
+    return server[0]
+
+
+@pytest.fixture(scope="module")
+def key(server: tuple[str, dict[str, str]]) -> dict[str, str]:
+    return server[1]
+
+
+@pytest.fixture(scope="module")
+def document(url: str) -> Any:
+    return document_of(url)
 
 
 def check_all(
@@ -144,6 +179,56 @@ def check_all(
         case.call_and_validate(headers=key, excluded_checks=SWITCHED_OFF.get(path, []))
 
     check()
+
+
+@pytest.mark.both_databases
+def test_what_answers_lead_to_is_as_the_document_says(tmp_path: Path, database_url: str):
+    with served(tmp_path, database_url) as (url, key):
+        for family in FAMILIES:
+            failures, statuses = stories(url, key, family)
+            assert failures == []
+            linked = {to for links in LINKS.values() for to in links if re.match(family, to.split()[1])}
+            # Which links are followed is chance; that most of them lead somewhere is not.
+            found = {route for route in linked if statuses[route] - {404, 422}}
+            assert len(found) > len(linked) / 2, linked - found
+
+
+def stories(url: str, key: dict[str, str], family: str) -> tuple[list[BaseException], dict[str, set[int]]]:
+    """Follow links from request to request; returns what was wrong, and each operation's statuses."""
+    failures: list[BaseException] = []
+    statuses: collections.defaultdict[str, set[int]] = collections.defaultdict(set)
+
+    class Story(document_of(url).include(path_regex=family).as_state_machine()):  # type: ignore[misc]
+        """Requests that follow each other, of a tenant that nobody was before."""
+
+        def setup(self) -> None:
+            new = {"tenant": f"story-{secrets.token_hex(8)}", "scopes": list(Scope), "tier": "trusted"}
+            self.key = httpx.post(f"{url}/v1/admin/keys", json=new, headers=key).json()["key"]
+
+        def before_call(self, case: schemathesis.Case[Any]) -> None:
+            is_made_wrong = case.meta is not None and case.meta.generation.mode.is_negative
+            if case.operation.label == "POST /v1/vectors" and not is_made_wrong:
+                # The document does not know the model, whose layers and width a vector must fit.
+                case.media_type = "application/json"
+                case.body = {"name": "joy", "vectors": {"1": [0.5] * 8}}
+
+        def get_call_kwargs(self, case: schemathesis.Case[Any]) -> dict[str, Any]:
+            return {"headers": {"Authorization": f"Bearer {self.key}"}, "timeout": 10}
+
+        def validate_response(
+            self, response: schemathesis.Response, case: schemathesis.Case[Any], **rest: Any
+        ) -> None:
+            statuses[case.operation.label].add(response.status_code)
+            try:
+                super().validate_response(response, case, **rest)
+            except BaseExceptionGroup as group:
+                failures.append(group)
+
+    for number in range(NUM_SUITES):
+        # Another path through the same choices, where a job ended sooner than the last time, is no failure.
+        with contextlib.suppress(Flaky):
+            run_state_machine_as_test(seed(number)(Story), settings=STORIES)
+    return failures, statuses
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)

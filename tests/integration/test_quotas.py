@@ -209,6 +209,7 @@ async def test_jobs_use_what_their_key_has(tenants: Tenants, error_of: ErrorChec
     error_of(await ours.complete(), 429, "rate_limit_exceeded")
 
 
+@pytest.mark.both_databases
 async def test_vectors_are_kept_as_long_as_there_is_room(tenants: Tenants, error_of: ErrorCheck) -> None:
     admin = await tenants.headers("operator", Scope.ADMIN)
     ours = await client(tenants)

@@ -40,6 +40,7 @@ async def keys_of(server: Server, operation: dict[str, Any], tenant: str = "") -
     return read_tensor(tensor, "x").key()
 
 
+@pytest.mark.both_databases
 async def test_a_name_is_the_numbers_that_it_stands_for(server: Server) -> None:
     await make(server)
     ways: list[tuple[dict[str, Any], Any]] = [
@@ -115,6 +116,7 @@ async def test_what_a_name_cannot_mean_is_refused(server: Server, error_of: Erro
     )
 
 
+@pytest.mark.both_databases
 async def test_a_vector_of_another_model_is_never_used(
     server: Server, error_of: ErrorCheck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +129,7 @@ async def test_a_vector_of_another_model_is_never_used(
     assert (mine[0]["vector"]["version"], theirs["version"]) == (1, 2)
 
 
+@pytest.mark.both_databases
 async def test_a_tenant_uses_its_own_first_and_shared_ones_else(
     tenants: Tenants, error_of: ErrorCheck
 ) -> None:

@@ -70,6 +70,7 @@ async def test_every_format_brings_the_same_numbers(server: Server, tmp_path: Pa
     assert (await upload(server, sent_back)).json()["sha256"] in hashes
 
 
+@pytest.mark.both_databases
 async def test_numbers_come_as_json_too(server: Server) -> None:
     made = await make(server)
     assert (made["format"], made["version"], made["own"], made["shared"]) == ("json", 1, True, False)
@@ -88,6 +89,7 @@ async def test_numbers_come_as_json_too(server: Server) -> None:
     ]
 
 
+@pytest.mark.both_databases
 async def test_names_have_versions_that_never_come_back(server: Server) -> None:
     first, second = await make(server), await make(server)
     assert (first["version"], second["version"]) == (1, 2)
@@ -97,6 +99,7 @@ async def test_names_have_versions_that_never_come_back(server: Server) -> None:
     assert sorted(made["version"] for made in together) == list(range(1, 9))
 
 
+@pytest.mark.both_databases
 async def test_lists_come_in_pages(server: Server, error_of: ErrorCheck) -> None:
     made = [await make(server, name=name) for name in ("joy", "calm", "joy")]
     first = (await server.client.get("/v1/vectors", params={"limit": 2})).json()
@@ -115,6 +118,7 @@ async def test_lists_come_in_pages(server: Server, error_of: ErrorCheck) -> None
         error_of(answer, 404, "vector_not_found")
 
 
+@pytest.mark.both_databases
 async def test_they_outlive_the_server(serve: Serve) -> None:
     async with serve() as server:
         made = await make(server)
@@ -220,6 +224,7 @@ async def test_bad_forms_are_refused(server: Server, error_of: ErrorCheck) -> No
     error_of(await server.client.post("/v1/vectors", content=good, headers=raw), 400, "bad_request")
 
 
+@pytest.mark.both_databases
 async def test_a_full_store_takes_no_more(serve: Serve, error_of: ErrorCheck) -> None:
     async with serve(vector_store_bytes=100) as server:
         made = await make(server)
@@ -230,6 +235,7 @@ async def test_a_full_store_takes_no_more(serve: Serve, error_of: ErrorCheck) ->
         await make(server)
 
 
+@pytest.mark.both_databases
 async def test_a_tenant_sees_its_own_and_shared_ones(tenants: Tenants, error_of: ErrorCheck) -> None:
     server, client = tenants.server, tenants.server.client
     operator, acme, other = [

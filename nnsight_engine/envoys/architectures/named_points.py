@@ -124,6 +124,10 @@ class NamedPoints(ABC):
         )
 
 
+class PartList:
+    """Parts of a model in their order, by standard names: its layers."""
+
+
 class PointGroup:
     """Points that begin alike, as attributes: ``layers[3].mlp.act``, ``embed.output``."""
 

@@ -15,6 +15,7 @@ from nnsight_engine.vllm_backend.traces.entry import Marks, TraceEntry
 from nnsight_engine.vllm_backend.traces.points import place_named
 from nnsight_engine.vllm_backend.traces.points_edits import EditMediator
 from nnsight_engine.vllm_backend.traces.tracer import BlockTracer
+from nnsight_engine.wire import TRUSTED, Policy
 
 if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.model import WorkerModel
@@ -26,9 +27,10 @@ class TraceContext:
     Args:
         entry: The trace as it came.
         model: What ``model`` is in the blocks.
+        policy: What strangers' blocks may do; None for those of trusted senders.
     """
 
-    def __init__(self, entry: TraceEntry, model: WorkerModel) -> None:
+    def __init__(self, entry: TraceEntry, model: WorkerModel, policy: Policy | None = None) -> None:
         """Read the blocks.
 
         Raises:
@@ -38,7 +40,9 @@ class TraceContext:
         self._model = model
         self._tracer = BlockTracer(model)
         # Entries are made by the server, which has checked whose codec it is, and by nobody else.
-        received = decode_blocks(entry.codec, entry.data, resolve=self._resolved, trusted=True)
+        received = decode_blocks(
+            entry.codec, entry.data, resolve=self._resolved, trusted=policy is None, policy=policy or TRUSTED
+        )
         self._invokes = invokes_of(received.blocks, entry.groups)
         self._publishers = publishers(self._invokes)
         self._saved: list[Any] = received.shared.get(SAVED, [])

@@ -13,13 +13,15 @@ import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from nnsight_engine.core.saves import SAVES
 from nnsight_engine.interleaving.iteration import IteratorTracer
 from nnsight_engine.tracing.tracer import Info, compiled
 from nnsight_engine.vllm_backend.traces.errors import EditLimitError, UnknownEditError
 from nnsight_engine.vllm_backend.traces.points import place_named
 from nnsight_engine.vllm_backend.traces.points_edits import EditMediator
-from nnsight_engine.wire import TRUSTED, DecodeError, decode_trace
+from nnsight_engine.wire import TRUSTED, DecodeError, Policy, decode_trace
 
 if TYPE_CHECKING:
     from nnsight_engine.interleaving.threads import ThreadMediator, Threads
@@ -76,6 +78,7 @@ class KeptEdits:
         model: WorkerModel,
         threads: Threads,
         enter: Callable[[], None],
+        policy: Policy = TRUSTED,
     ) -> list[ThreadMediator]:
         """Return what runs the edits that a request chose, in order.
 
@@ -85,6 +88,7 @@ class KeptEdits:
             model: What ``model`` is in the edits.
             threads: What they run on.
             enter: Called on each one's thread before it runs.
+            policy: What they may do.
 
         Raises:
             UnknownEditError: One of them is not here.
@@ -92,12 +96,23 @@ class KeptEdits:
         made: list[ThreadMediator] = []
         for number, chosen in enumerate(entry.edits):
             data = self._chosen(chosen)
-            info: Info = threads.run(lambda data=data: _read(data, model))  # type: ignore[misc] # a default
+            info: Info = threads.run(lambda data=data: _read(data, model, policy))  # type: ignore[misc] # a default
             run = _every_step(compiled(info, info.variables), model, enter)
             seed = zlib.crc32(f"{entry.key}/{entry.index}/{choice}/{number}".encode())
             label = f"the edit {chosen.name!r}"
             made.append(EditMediator(run, info, threads, seed=seed, label=label))
         return made
+
+    def filled_in(self, entry: TraceEntry) -> TraceEntry:
+        """Return a request that brings all edits it chose, those that are kept here too.
+
+        Raises:
+            UnknownEditError: One of them is not here.
+        """
+        if not entry.edits:
+            return entry
+        brought = [msgspec.structs.replace(chosen, data=self._chosen(chosen)) for chosen in entry.edits]
+        return msgspec.structs.replace(entry, edits=brought)
 
     def _chosen(self, chosen: EditEntry) -> bytes:
         data = chosen.data if chosen.data is not None else self._data.get(chosen.name)
@@ -109,8 +124,8 @@ class KeptEdits:
         return data
 
 
-def _read(data: bytes, model: WorkerModel) -> Info:
-    received = decode_trace(data, resolve=lambda place: place_named(model, *place), policy=TRUSTED)
+def _read(data: bytes, model: WorkerModel, policy: Policy = TRUSTED) -> Info:
+    received = decode_trace(data, resolve=lambda place: place_named(model, *place), policy=policy)
     if len(received.blocks) != 1:
         raise DecodeError("an edit is one block")
     return received.blocks[0]

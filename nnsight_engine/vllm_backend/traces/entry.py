@@ -49,6 +49,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
         prints: Whether what the block prints is told, rather than printed by the worker.
         plain: Whether what is saved must be of JSON's types and tensors, see ``plain``.
         compresses: Whether what is left of the trace is to be compressed.
+        sandbox_of: Whose code it is, if they are strangers: it runs as the engine's limits say.
     """
 
     key: str
@@ -65,6 +66,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
     prints: bool = False
     compresses: bool = False
     plain: bool = False
+    sandbox_of: str = ""
 
     def to_plain(self) -> dict[str, Any]:
         """Return what vLLM carries."""

@@ -162,3 +162,65 @@ class SpreadModuleError(RuntimeError):
             f"`{what}` is spread over tensor-parallel ranks, which take part in what a block does while it "
             "runs; ask for it in the block itself"
         )
+
+
+class SandboxedError(RuntimeError):
+    """A sandboxed block asked for something that there is only outside of its process."""
+
+    @classmethod
+    def attribute(cls, path: str, name: str) -> SandboxedError:
+        """Something of a module that stays in the worker: a weight, for one."""
+        return cls(
+            f"`{path}.{name}` stays in the engine: sandboxed blocks have the values that modules take and "
+            "return, and may call modules, but have none of their weights. Ask the operator for a key of the "
+            "tier 'trusted', if the block needs them."
+        )
+
+    @classmethod
+    def source(cls, path: str) -> SandboxedError:
+        """Operations inside a module's forward."""
+        return cls(
+            f"The source of `{path}` cannot be had in a sandbox. Ask the modules inside it, or the operator "
+            "for a key of the tier 'trusted'."
+        )
+
+    @classmethod
+    def value(cls, kind: str) -> SandboxedError:
+        """An object that does not cross."""
+        return cls(
+            f"this value, of type {kind}, stays in the engine: tensors with rows of the request's own, "
+            "numbers and strings cross into a sandbox, and containers of them"
+        )
+
+    @classmethod
+    def unshared(cls, reason: str) -> SandboxedError:
+        """A value that cannot be given to one request alone."""
+        return cls(reason)
+
+    @classmethod
+    def call(cls, path: str) -> SandboxedError:
+        """A module is called by code that is not the running block's own."""
+        return cls(f"`{path}` is called by the block itself, while it runs")
+
+    @classmethod
+    def argument(cls, path: str, what: str) -> SandboxedError:
+        """A module is called with something that does not cross."""
+        return cls(f"`{path}` is called with tensors, numbers and strings from a sandbox, got {what}")
+
+    @classmethod
+    def uncalled(cls, path: str, why: str) -> SandboxedError:
+        """A module that the worker does not call for a stranger, or not with that."""
+        return cls(f"`{path}` cannot be called from a sandbox: {why}")
+
+    @classmethod
+    def crowded(cls) -> SandboxedError:
+        """More blocks in one trace than the sandbox has room for."""
+        return cls("the trace has more blocks and edits than a sandbox takes: send it in several traces")
+
+    @classmethod
+    def spread(cls) -> SandboxedError:
+        """The model is not in one piece."""
+        return cls(
+            "sandboxed blocks run where the model is in one process: this server spreads it over several "
+            "ranks or stages. Ask the operator for a key of the tier 'trusted'."
+        )

@@ -19,7 +19,7 @@ import torch
 from nnsight_engine.core.trees import map_tensors, tensors
 from nnsight_engine.interleaving.threads import ThreadMediator
 from nnsight_engine.vllm_backend.traces.board import Board
-from nnsight_engine.vllm_backend.traces.errors import SpreadModuleError
+from nnsight_engine.vllm_backend.traces.errors import SandboxedError, SpreadModuleError
 from nnsight_engine.vllm_backend.traces.ranks import Call, Fetch, Gather, GoOn, Ranks, Slot
 from nnsight_engine.vllm_backend.traces.rows import plain
 from nnsight_engine.vllm_backend.traces.spread import Presence, Spread
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.families import ModelPoints
     from nnsight_engine.vllm_backend.traces.request import TraceSpan
+    from nnsight_engine.vllm_backend.traces.sandboxed.cells import Cells
 
 
 @dataclasses.dataclass(slots=True)
@@ -180,6 +181,9 @@ class LeadingTraces(Presence, WorkerTraces):
         """Start without requests."""
         super().__init__(points, config, limits, board=LeadingBoard())
         self.board.spread = Spread(ranks, self.model, points)
+
+    def _new_cells(self) -> Cells:
+        raise SandboxedError.spread()
 
     def adopt(self, data: bytes) -> dict[str, Any] | None:
         """Take over a client's names and classes, before any trace; returns what went wrong, if anything."""

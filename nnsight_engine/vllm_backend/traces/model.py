@@ -19,12 +19,14 @@ from nnsight_engine.envoys.probes import Probes
 from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.vllm_backend.families import ModelPoints
 from nnsight_engine.vllm_backend.traces.board import Board
+from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES, StandardNames
 from nnsight_engine.vllm_backend.traces.points_kernels import KernelProbes
 from nnsight_engine.vllm_backend.traces.points_unembedding import VocabularyEnvoy
 from nnsight_engine.vllm_backend.traces.points_worker import WorkerPoints
 from nnsight_engine.vllm_backend.traces.stages.elsewhere import (
+    EnvoyElsewhere,
     ModuleElsewhere,
     SpanningEnvoy,
     envoy_classes,
@@ -45,23 +47,27 @@ class WorkerModel(StandardNames):
     def __init__(
         self,
         points: ModelPoints,
-        config: VllmConfig,
+        config: VllmConfig | None,
         board: Board,
         elsewhere: Mapping[str, torch.nn.Module] = _NONE,
         names: Names | None = None,
+        calls: type[EnvoyElsewhere] | None = None,
     ) -> None:
         """Stand for the loaded model.
 
         Args:
             points: The model's points.
-            config: vLLM's.
+            config: vLLM's; None in a sandbox.
             board: Where the model's calls meet the requests.
             elsewhere: What stands for modules of other pipeline stages, by their paths below the model.
             names: A client's own names and classes.
+            calls: Makes the calls of a model all of whose modules are elsewhere.
         """
         names = names or Names()
         envoys = _envoys(points)
-        own = envoys | envoy_classes(envoys, elsewhere) | _spanning(points, elsewhere)
+        own = envoys | envoy_classes(envoys, elsewhere.values()) | _spanning(points, elsewhere)
+        if calls is not None:
+            own |= envoy_classes(envoys, [points.model], calls)
         super().__init__(
             points.model,
             interleaver=board,  # type: ignore[arg-type] # stands for all of them
@@ -83,7 +89,9 @@ class WorkerModel(StandardNames):
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer, loaded when it is first asked for."""
-        config: VllmConfig = self.__dict__["_config"]
+        config: VllmConfig | None = self.__dict__["_config"]
+        if config is None:
+            raise SandboxedError.attribute("model", "tokenizer")
         return cached_tokenizer_from_config(config.model_config)
 
     def standard(self, name: str) -> Any:

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, overload
 import torch
 
 from nnsight_engine.envoys.architectures import table
-from nnsight_engine.envoys.architectures.named_points import EMBED, LOGITS, NORM, NamedPoints, PointGroup
+from nnsight_engine.envoys.architectures.named_points import (
+    EMBED,
+    LOGITS,
+    NORM,
+    NamedPoints,
+    PartList,
+    PointGroup,
+)
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.vllm_backend.families import family_named
 
@@ -246,7 +253,7 @@ class Part(PointGroup):
         return repr(self.__dict__["_raw"])
 
 
-class Layers:
+class Layers(PartList):
     """The layers of a model, in order: ``model.layers[3]``, ``for layer in model.layers``."""
 
     def __init__(self, points: EnginePoints) -> None:

@@ -21,6 +21,8 @@ import torch
 
 from nnsight_engine.interleaving.threads import Threads
 from nnsight_engine.remote_backend.received import failure_of, outcome_of, outcome_pieces
+from nnsight_engine.sandbox.errors import SandboxUnavailableError
+from nnsight_engine.vllm_backend.compat import PROCESS, RESTRICTED
 from nnsight_engine.vllm_backend.outline import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.plain import NotPlainError, plain_saves
 from nnsight_engine.vllm_backend.traces.board import Board
@@ -33,9 +35,12 @@ from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES, place_of
 from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
+from nnsight_engine.vllm_backend.traces.sandboxed.cells import Cells, choice_of
+from nnsight_engine.vllm_backend.traces.sandboxed.outside import cells_of
 from nnsight_engine.vllm_backend.traces.scans import first_values, scanned
+from nnsight_engine.vllm_backend.traces.strangers import strangers_policy
 from nnsight_engine.vllm_backend.traces.telling import Parcel, Telling
-from nnsight_engine.wire import encode, encode_error
+from nnsight_engine.wire import TRUSTED, Policy, encode, encode_error
 from nnsight_engine.wire.message import Piece
 
 if TYPE_CHECKING:
@@ -102,6 +107,9 @@ class WorkerTraces:
         self._ended: list[str] = []
         self._held: dict[str, bytes] = {}
         self.telling = Telling()
+        self._limits = limits
+        self._cell_news: dict[str, Parcel] = {}
+        self._cells: Cells | None = None
         self.last_spent_s = 0.0
         self._spent_s: defaultdict[str, float] = defaultdict(float)
 
@@ -112,7 +120,7 @@ class WorkerTraces:
     @property
     def idle(self) -> bool:
         """Whether no traced request is running, or has failed before it could."""
-        return not (self._live or self._ended)
+        return not (self._live or self._ended) and (self._cells is None or self._cells.idle)
 
     def outline(self) -> list[OutlineEntry]:
         """List the model's modules."""
@@ -124,6 +132,7 @@ class WorkerTraces:
             "traced": len(self._live),
             "traces": len(self._by_key.keys() | self._held.keys()),
             "prints": len(self.telling),
+            "sandboxes": 0 if self._cells is None else len(self._cells),
         }
         return {**held, "edits": self.edits.num_kept}
 
@@ -133,6 +142,8 @@ class WorkerTraces:
         """Open the blocks of requests that arrived, and let go of those that finished."""
         for request_id in finished & self._live.keys():
             self._live.pop(request_id).retire()
+        if self._cells is not None:
+            self._cells.finish(finished)
         for request_id, plain in arrived:
             if request_id not in self._members:
                 self._arrive(request_id, plain)
@@ -149,17 +160,20 @@ class WorkerTraces:
         self._members[request_id] = member
         self._by_key.setdefault(entry.key, []).append(request_id)
         try:
-            if entry.num_choices > 1:  # vLLM names their requests <choice>_<parent>
-                member.choice = int(request_id.partition("_")[0])
+            member.choice = choice_of(request_id, entry)
+            self._num_arrived += 1
+            if entry.sandbox_of and self._limits.sandbox == PROCESS:
+                self._arrive_in_cell(request_id, entry)
+                return
             member.context, member.error = self._context(entry, member.choice)
             if member.context is None:
                 self._ended.append(request_id)
                 return
             enter = self.telling.open(request_id, entry)
             mediator = member.context.mediator(entry.index, member.choice, self._threads, enter)
-            self._num_arrived += 1
             holdings = Holdings(self._max_bytes, partial(member.context.marked, entry.index))
-            edits = self.edits.mediators(entry, member.choice, self.model, self._threads, enter)
+            policy = self._policy(entry) or TRUSTED
+            edits = self.edits.mediators(entry, member.choice, self.model, self._threads, enter, policy)
             member.request = TracedRequest(self.board, mediator, self._num_arrived, holdings, edits)
             for before, edit in enumerate(edits):
                 edit.idx = before - len(edits)
@@ -174,6 +188,41 @@ class WorkerTraces:
             member.error = error
             self._ended.append(request_id)
 
+    def _arrive_in_cell(self, request_id: str, entry: TraceEntry) -> None:
+        """Let a request's blocks begin in a process of their own.
+
+        Raises:
+            SandboxUnavailableError: There is none.
+        """
+        if self._cells is None:
+            raise SandboxUnavailableError("no sandbox has been started: send the request again")
+        if not entry.data:
+            entry = msgspec.structs.replace(entry, data=self._held.get(entry.key, b""))
+        if not self._cells.arrive(request_id, self.edits.filled_in(entry), self._num_arrived):
+            self._ended.append(request_id)
+
+    def _policy(self, entry: TraceEntry) -> Policy | None:
+        """Return what a request's blocks may do; None for those of trusted senders."""
+        is_restricted = entry.sandbox_of and self._limits.sandbox == RESTRICTED
+        return strangers_policy(self._limits) if is_restricted else None
+
+    def prepare_sandbox(self) -> bool:
+        """Begin to start sandboxes, if blocks of strangers run in them; returns whether there is one now.
+
+        Raises:
+            SandboxUnavailableError: There can be none.
+            SandboxedError: The model is not in one process.
+        """
+        if self._limits.sandbox != PROCESS:
+            return True
+        if self._cells is None:
+            self._cells = self._new_cells()
+            self._cells.server.start()
+        return self._cells.server.is_ready
+
+    def _new_cells(self) -> Cells:
+        return cells_of(self.board, self.model, self._points, self._config, self._limits)
+
     def _context(self, entry: TraceEntry, choice: int) -> tuple[TraceContext | None, BaseException | None]:
         """Return the blocks of a request's trace, or why they cannot be read."""
         context = self._contexts.get((entry.key, choice))
@@ -181,9 +230,12 @@ class WorkerTraces:
             return context, None
         if not entry.data:
             entry = msgspec.structs.replace(entry, data=self._held.get(entry.key, b""))
+        policy = self._policy(entry)
         # On a thread, because reading a trace runs code of its sender's, and outside of inference mode.
         with self._timed(entry.key):
-            context, error = self._threads.take().start(lambda: TraceContext(entry, self.model)).empty()
+            context, error = (
+                self._threads.take().start(lambda: TraceContext(entry, self.model, policy)).empty()
+            )
         if context is not None:
             self._contexts[(entry.key, choice)] = context
         return context, error
@@ -231,16 +283,19 @@ class WorkerTraces:
 
     def takes_part(self, request_id: str) -> bool:
         """Tell whether a request is traced, and its block still of use."""
-        return request_id in self._live
+        return request_id in self._live or (self._cells is not None and self._cells.has(request_id))
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
         """Begin a step for these requests; False if no block takes part in it."""
         if not spans:
             return False
         self.board.begin()
-        self._active = [self._live[span.request_id] for span in spans]
-        for request, span in zip(self._active, spans, strict=True):
+        own = [span for span in spans if span.request_id in self._live]
+        self._active = [self._live[span.request_id] for span in own]
+        for request, span in zip(self._active, own, strict=True):
             request.begin(span, num_rows)
+        if self._cells is not None and len(own) < len(spans):
+            self._cells.step([span for span in spans if span.request_id not in self._live], num_rows)
         return True
 
     @contextlib.contextmanager
@@ -252,12 +307,14 @@ class WorkerTraces:
     @property
     def in_step(self) -> bool:
         """Whether some block takes part in the running step."""
-        return bool(self._active)
+        return bool(self._active) or (self._cells is not None and self._cells.in_step)
 
     def on_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Offer the logits, ``[requests, vocabulary]``; returns them as the blocks leave them."""
         for request in self._active:
             request.after_model(logits.shape[0])
+        if self._cells is not None:
+            self._cells.after_model(logits.shape[0])
         value: torch.Tensor = self.board.provide(f"{self.model.path}.{LOGITS}.output", logits)
         return value
 
@@ -270,7 +327,10 @@ class WorkerTraces:
         """End the step; returns the requests that are to end, because their blocks failed or stopped them."""
         for request in self._active:
             request.end()
-        if self._active:
+        if self._cells is not None:
+            ended, self._cell_news = self._cells.end()
+            self._ended += ended
+        if self.board.interleaving:
             self.board.end()
         self._active = []
         over = [request_id for request_id, request in self._live.items() if request.is_over]
@@ -281,7 +341,7 @@ class WorkerTraces:
 
     def news(self) -> dict[str, Parcel]:
         """Return what watched blocks tell since the last step."""
-        told = {}
+        told, self._cell_news = self._cell_news, {}
         for request_id in self._live:
             if self.telling.has_news(request_id):
                 member = self._members[request_id]
@@ -321,6 +381,10 @@ class WorkerTraces:
         if index is not None:
             self._by_key[key] = [one for one in every if one not in request_ids]
         members = [self._members.pop(request_id) for request_id in request_ids]
+        if self._cells is not None and self._cells.knows(key):
+            pieces, spent_s = self._cells.collect(key, results, index)
+            self._spent_s[key] += spent_s
+            return pieces
         for request_id in request_ids:
             self._live.pop(request_id, None)
         in_order = sorted(members, key=lambda one: (one.entry.index, one.choice))
@@ -391,10 +455,18 @@ class WorkerTraces:
         """Close what is left of a trace, which nobody will collect; returns ``last_spent_s``."""
         self._held.pop(key, None)
         self.last_spent_s = 0.0
+        if self._cells is not None:
+            self._spent_s[key] += self._cells.drop(key)
         if key in self._by_key:
             self.collect(key, {})
-        self.telling.take_left(key)
+        self._spent_s.pop(key, None)
+        self.take_left(key)
         return self.last_spent_s
+
+    def take_left(self, key: str) -> tuple[str, str]:
+        """Return what a trace printed last, and what is to be said of its failure; and forget both."""
+        left = None if self._cells is None else self._cells.take_left(key)
+        return left or self.telling.take_left(key)
 
     def _drop_uncollected(self) -> None:
         if len(self._by_key) <= _MAX_UNCOLLECTED:

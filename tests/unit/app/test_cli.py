@@ -75,6 +75,8 @@ def test_keys_are_made_replaced_and_ended(own_data: Path, capsys: pytest.Capture
         (["create", "--tenant", "a", "--scopes", "all"], "completions, interventions, code, admin"),
         (["create", "--tenant", "a", "--limits", "speed=3"], "speed"),
         (["limit", "a", "concurrency=0"], "concurrency"),
+        (["limit", "a", "concurrency=many"], "concurrency"),
+        (["limit", "a", "concurrency=0.5"], "concurrency"),
         (["rotate", "none", "--grace", "nan"], "grace_s"),
         (["revoke", "none"], "'none'"),
         (["drop"], "drop"),

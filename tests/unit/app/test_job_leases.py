@@ -18,6 +18,8 @@ from app.storage.job_leases import MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLo
 from app.storage.jobs import JobStore, NewJob
 from app.storage.tables import JobRow
 
+pytestmark = pytest.mark.both_databases
+
 SUMMARY = JobSummary(model="m", dialect="vllm", kind="trace", num_blocks=1, python="3.12", client="1")
 RUNNING = JobEvent(status=JobStatus.RUNNING, time=1.0, engine="vllm")
 _COUNT = itertools.count()
@@ -43,8 +45,8 @@ class Servers:
 
 
 @pytest.fixture
-async def servers(tmp_path: Path) -> AsyncIterator[Servers]:
-    database = Database(tmp_path)
+async def servers(tmp_path: Path, database_url: str) -> AsyncIterator[Servers]:
+    database = Database(tmp_path, database_url)
     await database.start()
     yield Servers(database)
     await database.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -35,6 +35,9 @@ class Caller(Protocol):
 
     def call(self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the module at ``path`` gives."""
+
+    def lacking(self, stage: int, path: str, name: str) -> Exception:
+        """Return the error for something of the module at ``path`` that is there alone."""
 
 
 def described(model: torch.nn.Module) -> list[Description]:
@@ -83,8 +86,13 @@ class ModuleElsewhere(torch.nn.Module):
     def __getattr__(self, name: str) -> Any:
         """Look a name up as torch does, and say of what is elsewhere that it is."""
         if name in self.__dict__["names_elsewhere"]:
-            raise StageError.attribute(f"model.{self.path_elsewhere}", name, self.stage)
+            raise self._lacking(name)
         return super().__getattr__(name)
+
+    def _lacking(self, name: str) -> Exception:
+        caller: Caller = self.__dict__["caller"]
+        path = f"model.{self.path_elsewhere}" if self.path_elsewhere else "model"
+        return caller.lacking(self.stage, path, name)
 
     def extra_repr(self) -> str:
         """Return what the module says of itself."""
@@ -93,17 +101,17 @@ class ModuleElsewhere(torch.nn.Module):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: there would be none."""
         del args, kwargs
-        raise StageError.attribute(f"model.{self.path_elsewhere}", "parameters()", self.stage)
+        raise self._lacking("parameters()")
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: there would be none."""
         del args, kwargs
-        raise StageError.attribute(f"model.{self.path_elsewhere}", "buffers()", self.stage)
+        raise self._lacking("buffers()")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: it would be empty."""
         del args, kwargs
-        raise StageError.attribute(f"model.{self.path_elsewhere}", "state_dict()", self.stage)
+        raise self._lacking("state_dict()")
 
 
 class EnvoyElsewhere(Envoy):
@@ -154,19 +162,27 @@ def stand_ins(
         for stage, entries in enumerate(stages):
             below = [entry for entry in entries if entry[0] == place or entry[0].startswith(f"{place}.")]
             if below:
-                found[place] = _tree(below, stage, caller, known[stage])
+                found[place] = tree(below, stage, caller, known[stage])
                 break
     return found
 
 
-def _tree(
+def tree(
     entries: Sequence[Description], stage: int, caller: Caller, modules: dict[str, torch.nn.Module]
 ) -> torch.nn.Module:
-    """Return a stand-in with all below it; ``modules`` are those of the same stage, by path."""
+    """Return a stand-in with all below it, parents before children in ``entries``.
+
+    Args:
+        entries: What ``described`` gave.
+        stage: Where they are.
+        caller: Calls modules there.
+        modules: Those of the same stage made so far, by path; what is made is added.
+    """
     top = entries[0][0]
     for entry in entries:
         path, same_as = entry[0], entry[4]
-        module = modules[path] = modules[same_as] if same_as in modules else _stand_in(entry, stage, caller)
+        known = modules.get(same_as) if same_as else None
+        module = modules[path] = known or _stand_in(entry, stage, caller)
         if path != top:
             parent, _, name = path.rpartition(".")
             modules[parent].add_module(name, module)
@@ -205,11 +221,19 @@ def _mixed(module_name: str, class_name: str) -> type[torch.nn.Module]:
 
 
 def envoy_classes(
-    known: Mapping[type[torch.nn.Module], type[Envoy]], modules: Mapping[str, torch.nn.Module]
+    known: Mapping[type[torch.nn.Module], type[Envoy]],
+    modules: Iterable[torch.nn.Module],
+    calls: type[EnvoyElsewhere] = EnvoyElsewhere,
 ) -> dict[type[torch.nn.Module], type[Envoy]]:
-    """Return the classes that stand for stand-ins: those of the real modules, but calls go elsewhere."""
-    kinds = {type(module) for tree in modules.values() for module in tree.modules()}
-    return {kind: _calling_elsewhere(_known_for(known, kind)) for kind in kinds}
+    """Return the classes that stand for stand-ins: those of the real modules, but calls go elsewhere.
+
+    Args:
+        known: The real modules'.
+        modules: The roots of the stand-ins.
+        calls: Makes the calls.
+    """
+    kinds = {type(module) for root in modules for module in root.modules()}
+    return {kind: _calling_elsewhere(_known_for(known, kind), calls) for kind in kinds}
 
 
 def _known_for(
@@ -218,5 +242,5 @@ def _known_for(
     return next((known[base] for base in kind.__mro__ if base in known), Envoy)
 
 
-def _calling_elsewhere(kind: type[Envoy]) -> type[Envoy]:
-    return EnvoyElsewhere if kind is Envoy else type(kind.__name__, (EnvoyElsewhere, kind), {})
+def _calling_elsewhere(kind: type[Envoy], calls: type[EnvoyElsewhere]) -> type[Envoy]:
+    return calls if kind is Envoy else type(kind.__name__, (calls, kind), {})

@@ -44,6 +44,18 @@ class Parcels:
         self._num_rows = num_rows
         self._is_all = len(self._index) == num_rows
 
+    @property
+    def is_all(self) -> bool:
+        """Whether all rows of the step are these requests'."""
+        return self._is_all
+
+    def shape_of(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
+        """Return the shape of the requests' rows of a tensor; None if it has none of single requests."""
+        axis = row_axis(tensor, self._num_rows)
+        if axis is None:
+            return None
+        return (*tensor.shape[:axis], len(self._index), *tensor.shape[axis + 1 :])
+
     def pack(self, value: Any) -> tuple[Any, list[Form]]:
         """Return a value with only the requests' rows in it, on the host, and what its tensors were like."""
         forms: list[Form] = []

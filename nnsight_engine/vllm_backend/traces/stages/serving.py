@@ -20,7 +20,7 @@ import torch
 
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.vllm_backend.outline import OutlineEntry, outline_of
-from nnsight_engine.vllm_backend.traces.errors import StageError
+from nnsight_engine.vllm_backend.traces.errors import SandboxedError, StageError
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.families import ModelPoints
+    from nnsight_engine.vllm_backend.traces.sandboxed.cells import Cells
     from nnsight_engine.vllm_backend.traces.stages.links import Channel
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,9 @@ class ServingTraces(WorkerTraces):
 
     def _new_model(self, names: Names) -> WorkerModel:
         return PipelineModel(self._points, self._config, self.board, self.elsewhere, names)
+
+    def _new_cells(self) -> Cells:
+        raise SandboxedError.spread()
 
     def outline(self) -> list[OutlineEntry]:
         """List the modules of all stages."""
@@ -224,6 +228,10 @@ class ServingTraces(WorkerTraces):
         if error is not None:
             raise restore_error(error)
         return map_tensors(value, lambda tensor: tensor.to(self._device))
+
+    def lacking(self, stage: int, path: str, name: str) -> Exception:
+        """Return the error for something that a module has on another stage alone."""
+        return StageError.attribute(path, name, stage)
 
 
 def _span(told: Sequence[Any]) -> TraceSpan:

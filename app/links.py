@@ -1,0 +1,70 @@
+"""What answers lead to, as OpenAPI's links: whose id an answer holds, and which routes take it.
+
+Generated clients and tests walk them. ``DocumentedApp`` writes them into its document; one whose route or
+whose answer is not there fails when that is made. Ids below names that requests choose cannot be said so, as
+a captured tensor's URL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+Links = Mapping[str, Mapping[str, str]]
+"""Parameters by route, ``METHOD /path``; each is an expression of what is in the answer."""
+
+_JOB: Final = {"job_id": "$response.body#/id"}
+_JOBS: Final[Links] = {
+    "GET /v1/jobs/{job_id}": _JOB,
+    "GET /v1/jobs/{job_id}/events": _JOB,
+    "GET /v1/jobs/{job_id}/result": _JOB,
+    "POST /v1/jobs/{job_id}/cancel": _JOB,
+    "POST /v1/jobs/{job_id}/rerun": _JOB,
+    "DELETE /v1/jobs/{job_id}": _JOB,
+}
+_KEY: Final = {"key_id": "$response.body#/id"}
+_TENANT: Final = {"tenant": "$response.body#/tenant"}
+_KEYS: Final[Links] = {
+    "POST /v1/admin/keys/{key_id}/rotate": _KEY,
+    "DELETE /v1/admin/keys/{key_id}": _KEY,
+    "GET /v1/admin/keys": _TENANT,
+    "PUT /v1/admin/tenants/{tenant}/limits": _TENANT,
+}
+_VECTOR: Final = {"vector_id": "$response.body#/id"}
+_VECTORS: Final[Links] = {
+    "GET /v1/vectors/{vector_id}": _VECTOR,
+    "GET /v1/vectors/{vector_id}/content": _VECTOR,
+    "DELETE /v1/vectors/{vector_id}": _VECTOR,
+    "GET /v1/vectors": {"name": "$response.body#/name", "after": "$response.body#/id"},
+}
+LINKS: Final[Mapping[tuple[str, int], Links]] = {
+    ("POST /v1/jobs", 200): _JOBS,
+    ("POST /v1/jobs", 202): _JOBS,
+    ("POST /v1/jobs/{job_id}/cancel", 200): _JOBS,
+    ("POST /v1/jobs/{job_id}/rerun", 202): _JOBS,
+    ("GET /v1/jobs", 200): {"GET /v1/jobs": {"after": "$response.body#/last_id"}},
+    ("POST /v1/vectors", 201): _VECTORS,
+    ("POST /v1/vectors/train", 201): _VECTORS,
+    ("GET /v1/vectors", 200): {"GET /v1/vectors": {"after": "$response.body#/last_id"}},
+    ("POST /v1/admin/keys", 201): _KEYS,
+    ("POST /v1/admin/keys/{key_id}/rotate", 201): _KEYS,
+}
+"""The links of each answer, by its route and status."""
+
+
+def add_links(paths: dict[str, dict[str, dict[str, Any]]]) -> None:
+    """Write the links into a document's paths."""
+    for (source, status), links in LINKS.items():
+        responses = _operation(paths, source)["responses"]
+        for target, parameters in links.items():
+            name = _operation(paths, target)["operationId"]
+            found = responses[str(status)].setdefault("links", {})
+            found[name] = {"operationId": name, "parameters": dict(parameters)}
+
+
+def _operation(paths: dict[str, dict[str, dict[str, Any]]], route: str) -> dict[str, Any]:
+    method, path = route.split(" ", 1)
+    return paths[path][method.lower()]
+
+
+__all__ = ["LINKS", "Links", "add_links"]

@@ -1,0 +1,158 @@
+"""What it costs to run a trace in a sandbox rather than in the worker, and a plain batch beside it.
+
+    python -m benchmarks.sandbox [--repeats 15] [--quick]
+
+One server, in this process. The same message, which saves one layer's last token, is handed to its engine as
+a stranger's and as a trusted sender's, by turns. And a batch of plain requests is run while traces of either
+kind come one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import copy
+import itertools
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+from benchmarks.processes import ENVIRONMENT
+
+os.environ.update(ENVIRONMENT)  # vLLM reads it when it is imported
+
+import httpx
+from rich.console import Console
+
+from benchmarks.machine import announced_machine
+from benchmarks.remote.__main__ import message
+from benchmarks.remote.server import BenchmarkServer, result_of
+from benchmarks.tracing.report import Report
+from benchmarks.tracing.timing import Case, Measure, Row, Sample, measure
+from nnsight_engine import bundled_model_path
+
+_RESULTS: Final = Path(__file__).parents[1] / "results"
+_TARGET_MS: Final = 2.0
+_TARGET_RATIO: Final = 1 / 0.97
+_WARM: Final = 20
+_TENANT: Final = "stranger"
+_PLAIN: Final = {"prompt": "I think dogs are", "max_tokens": 32, "temperature": 0, "ignore_eos": True}
+_NUM_PLAIN: Final = 4
+_PAUSE_S: Final = 0.25
+"""Between traces beside the batch: as many of either kind, however long each takes."""
+
+
+class Sides:
+    """Traces of both tiers, by turns."""
+
+    def __init__(self, server: BenchmarkServer, model: str, count: int) -> None:
+        """Warm both up; the first sandboxed trace waits until there is a sandbox."""
+        self._server, self._count = server, count
+        self._trusted = message(model, server.url)
+        self._stranger = copy.copy(self._trusted)
+        self._stranger.sandbox_of = _TENANT
+        self._numbers = itertools.count()
+        server.wait(server.engine.engine.prepare_sandbox())
+        for is_sandboxed in (True, False):
+            server.wait(self._traces(_WARM, is_sandboxed=is_sandboxed))
+
+    def __call__(self) -> Sample:
+        """Run one repetition."""
+        half = self._count // 2
+        found: dict[bool, list[float]] = {True: [], False: []}
+        for is_sandboxed in (True, False, False, True):
+            found[is_sandboxed] += self._server.wait(self._traces(half, is_sandboxed=is_sandboxed))
+        batches = {kind: self._server.wait(self._batch(is_sandboxed=kind)) for kind in (True, False)}
+        return {
+            "sandboxed": statistics.median(found[True]),
+            "trusted": statistics.median(found[False]),
+            "batch beside sandboxed": batches[True],
+            "batch beside trusted": batches[False],
+        }
+
+    async def _traces(self, count: int, *, is_sandboxed: bool) -> list[float]:
+        return [await self._one(is_sandboxed=is_sandboxed) for _ in range(count)]
+
+    async def _one(self, *, is_sandboxed: bool) -> float:
+        request = self._stranger if is_sandboxed else self._trusted
+        start = time.perf_counter()
+        await result_of(self._server.traces, request, f"sandbox-{next(self._numbers)}")
+        return time.perf_counter() - start
+
+    async def _batch(self, *, is_sandboxed: bool) -> float:
+        """Return the seconds of a plain batch beside traces that come at a steady rate."""
+
+        async def beside() -> None:
+            while True:
+                await self._one(is_sandboxed=is_sandboxed)
+                await asyncio.sleep(_PAUSE_S)
+
+        async with httpx.AsyncClient(base_url=self._server.url, timeout=600) as client:
+            traces = asyncio.create_task(beside())
+            start = time.perf_counter()
+            await asyncio.gather(*(client.post("/v1/completions", json=_PLAIN) for _ in range(_NUM_PLAIN)))
+            seconds = time.perf_counter() - start
+            traces.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await traces
+        return seconds
+
+
+def _over(sample: Sample) -> float:
+    return 1e3 * (sample["sandboxed"] - sample["trusted"])
+
+
+def _ratio(sample: Sample) -> float:
+    return sample["batch beside sandboxed"] / sample["batch beside trusted"]
+
+
+def main() -> int:
+    """Run the command line and return its exit status."""
+    args = _arguments()
+    console = Console()
+    machine = announced_machine(console)
+    model = str(bundled_model_path())
+    with BenchmarkServer(model) as server:
+        sides = Sides(server, model, 10 if args.quick else 30)
+        case = Case(
+            "a trace that saves one layer's last token; a plain batch beside such traces",
+            "8 tokens",
+            lambda: sides,
+            (
+                Measure("sandboxed - trusted, ms", _over, _TARGET_MS),
+                Measure("time of the batch, beside sandboxed / beside trusted", _ratio, _TARGET_RATIO),
+            ),
+        )
+        rows: list[Row] = measure(case, args.repeats)
+    method = _METHOD.format(repeats=args.repeats)
+    report = Report(machine, "sandbox", "Traces in a sandbox", method, [args.repeats], rows)
+    console.print(report.table())
+    if not args.quick:
+        console.print(f"Written to {report.write(args.output)}", soft_wrap=True)
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sandbox", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=15, help="repetitions")
+    parser.add_argument("--quick", action="store_true", help="few repetitions, printed and not written")
+    parser.add_argument("--output", type=Path, default=_RESULTS, help="folder of the tables")
+    args = parser.parse_args()
+    if args.quick:
+        args.repeats = 4
+    return args
+
+
+_METHOD: Final = """\
+SmolLM2-135M-Instruct in bf16, eager. Of each repetition the medians of 30 traces of either kind count, by
+turns, from the message to the bytes of the result, in the server's process. Beside the traces of one kind,
+one every quarter of a second, 4 plain requests of 32 tokens each; 1.031 is 0.97 of the speed.
+Figures are medians over {repeats} repetitions. Made by `python -m benchmarks.sandbox --repeats {repeats}`."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

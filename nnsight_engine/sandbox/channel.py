@@ -1,0 +1,184 @@
+"""Messages between an engine and a sandboxed process: a socket for what is small, shared memory for the rest.
+
+One side speaks, the other answers, one at a time, so one piece of memory in each direction is enough. The
+engine's side trusts nothing: lengths are checked, and what it reads is a copy that nobody writes to any more.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from nnsight_engine.sandbox.errors import SandboxEndedError
+
+_HEAD: Final = struct.Struct("<QQ")
+"""Bytes that follow in the socket; bytes that lie in the shared memory."""
+_MAX_INLINE: Final = 64 * 1024
+"""Less than a socket takes without a reader, so that whoever sends never waits."""
+
+Part = bytes | bytearray | memoryview
+
+
+class Memory:
+    """The two halves of a piece of shared memory, one for each direction.
+
+    Args:
+        descriptor: The memory; it is mapped, not kept.
+        num_bytes: Of each half.
+    """
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        """Map it."""
+        self.num_bytes = num_bytes
+        self._map = mmap.mmap(descriptor, 2 * num_bytes)
+        self._view = memoryview(self._map)
+
+    @staticmethod
+    def create(num_bytes: int) -> int:
+        """Return a descriptor of new memory, which nobody can shrink under the other's hands.
+
+        Its pages are made when they are first touched.
+        """
+        descriptor = os.memfd_create("nnsight-engine-sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(descriptor, 2 * num_bytes)
+        _seal(descriptor)
+        return descriptor
+
+    def half(self, number: int) -> memoryview:
+        """Return one of the halves: the engine writes to 0, the sandbox to 1."""
+        return self._view[number * self.num_bytes : (number + 1) * self.num_bytes]
+
+    def close(self) -> None:
+        """Unmap it; views of it must be gone."""
+        self._view.release()
+        self._map.close()
+
+
+def _seal(descriptor: int) -> None:
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+
+
+def _written(parts: Sequence[Part], half: memoryview) -> bytes:
+    """Put a message where the other side finds it; returns what goes through the socket.
+
+    Raises:
+        ValueError: It is too large.
+    """
+    num_bytes = sum(map(len, parts))
+    if num_bytes <= _MAX_INLINE:
+        return b"".join((_HEAD.pack(num_bytes, 0), *parts))
+    if num_bytes > len(half):
+        raise ValueError(
+            f"a message of {num_bytes:,} bytes is larger than the {len(half):,} that one may have"
+        )
+    at = 0
+    for part in parts:
+        half[at : at + len(part)] = part
+        at += len(part)
+    return _HEAD.pack(0, num_bytes)
+
+
+class EngineSide:
+    """The engine's end.
+
+    Args:
+        connection: The socket.
+        memory: What is shared.
+    """
+
+    def __init__(self, connection: socket.socket, memory: Memory) -> None:
+        """Stand at this end."""
+        self._socket = connection
+        self._memory = memory
+        self._out = memory.half(0)
+        self._in = memory.half(1)
+
+    def send(self, parts: Sequence[Part], deadline: float) -> None:
+        """Send a message.
+
+        Raises:
+            ValueError: It is too large.
+            OSError: The other side is gone, or did not take it before ``deadline``.
+        """
+        data = _written(parts, self._out)
+        self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+        self._socket.sendall(data)
+
+    def receive(self, deadline: float, max_bytes: int) -> bytes:
+        """Wait for the answer; returns a copy of it.
+
+        Args:
+            deadline: Until when, as ``time.monotonic`` has it.
+            max_bytes: Of the answer.
+
+        Raises:
+            SandboxEndedError: It is none, or too large.
+            OSError: The other side is gone, or late (TimeoutError).
+        """
+        in_socket, in_memory = _HEAD.unpack(self._exactly(_HEAD.size, deadline))
+        if in_socket + in_memory > max_bytes or in_socket > _MAX_INLINE or in_memory > len(self._in):
+            raise SandboxEndedError.broken("an answer was longer than any may be")
+        if in_memory:
+            return bytes(self._in[:in_memory])
+        return self._exactly(in_socket, deadline)
+
+    def _exactly(self, num_bytes: int, deadline: float) -> bytes:
+        found = b""
+        while len(found) < num_bytes:
+            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            more = self._socket.recv(num_bytes - len(found))
+            if not more:
+                raise ConnectionResetError("the sandbox is gone")
+            found += more
+        return found
+
+    def close(self) -> None:
+        """Let go of both."""
+        self._socket.close()
+        self._out.release()
+        self._in.release()
+        self._memory.close()
+
+
+class SandboxSide:
+    """The sandbox's end; it uses nothing but ``read`` and ``write``.
+
+    Args:
+        descriptor: The socket.
+        memory: What is shared.
+    """
+
+    def __init__(self, descriptor: int, memory: Memory) -> None:
+        """Stand at this end."""
+        self._descriptor = descriptor
+        self._out = memory.half(1)
+        self._in = memory.half(0)
+
+    def send(self, parts: Sequence[Part]) -> None:
+        """Send a message; raises ValueError if it is too large."""
+        data = memoryview(_written(parts, self._out))
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+    def receive(self) -> bytes:
+        """Wait for the next message; raises EOFError if the engine is gone."""
+        in_socket, in_memory = _HEAD.unpack(self._exactly(_HEAD.size))
+        return bytes(self._in[:in_memory]) if in_memory else self._exactly(in_socket)
+
+    def _exactly(self, num_bytes: int) -> bytes:
+        found = b""
+        while len(found) < num_bytes:
+            more = os.read(self._descriptor, num_bytes - len(found))
+            if not more:
+                raise EOFError
+            found += more
+        return found
+
+
+__all__ = ["EngineSide", "Memory", "Part", "SandboxSide"]

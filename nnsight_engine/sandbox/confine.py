@@ -1,0 +1,113 @@
+"""What a process gives up before it runs code of a stranger: rights, names, files, memory, system calls.
+
+``leave_the_world`` is for the clean process that others are forked from, once it has loaded all that they
+need; ``confine`` is for each of these. Both are one-way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Final
+
+from nnsight_engine.sandbox import seccomp
+
+_NOBODY: Final = 65534
+_NEW_USER: Final = 0x10000000
+_NEW_NETWORK: Final = 0x40000000
+_NEW_IPC: Final = 0x08000000
+_NEW_MOUNTS: Final = 0x00020000
+_NEW_NAMES: Final = 0x04000000
+_DIE_WITH_PARENT: Final = 1
+_NOT_DUMPABLE: Final = 4
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+
+_FIRST_TO_GO: Final = "1000"
+"""Whom the kernel ends first where memory runs out: not the engine."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Share:
+    """What one sandboxed process may use.
+
+    Attributes:
+        memory_bytes: Memory that it may take beside what it begins with.
+        cpu_s: Seconds of computing in its life.
+    """
+
+    memory_bytes: int
+    cpu_s: int
+
+
+def leave_the_world(folder: str) -> list[str]:
+    """Give up this process's user, environment, folder and, where the kernel allows, network and names.
+
+    Args:
+        folder: An empty one.
+
+    Returns:
+        What it has not got: namespaces that the kernel or a container's rules refuse.
+    """
+    os.environ.clear()
+    os.chdir(folder)
+    Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_GO)
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+    os.umask(0o777)
+    seccomp.check(_libc.prctl(_NOT_DUMPABLE, 0, 0, 0, 0), "prctl")
+    if _libc.unshare(_NEW_USER | _NEW_NETWORK | _NEW_IPC | _NEW_MOUNTS | _NEW_NAMES) == 0:
+        return []
+    if _libc.unshare(_NEW_USER | _NEW_NETWORK) == 0:
+        return ["ipc", "mount", "uts"]
+    return ["user", "network", "ipc", "mount", "uts"]
+
+
+def die_with_parent() -> None:
+    """End this process when the one that forked it ends."""
+    seccomp.check(_libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0), "prctl")
+
+
+def keep_only(descriptors: set[int]) -> None:
+    """Close every descriptor but these; the standard ones lead nowhere."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(nowhere, standard)
+    last = -1
+    for kept in [*sorted(descriptors | {0, 1, 2}), 1 << 20]:
+        if kept > last + 1:  # of no descriptors at all, closerange closes every one
+            os.closerange(last + 1, kept)
+        last = kept
+
+
+def confine(share: Share) -> None:
+    """Give up everything but computing, for all threads of this process.
+
+    Raises:
+        OSError: The kernel refuses.
+    """
+    total, _, _, _, _, data, _ = map(int, Path("/proc/self/statm").read_text().split())
+    limits = {
+        resource.RLIMIT_AS: total * _PAGE_BYTES + share.memory_bytes,
+        resource.RLIMIT_DATA: data * _PAGE_BYTES + share.memory_bytes,
+        resource.RLIMIT_CPU: share.cpu_s,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NOFILE: 0,
+        resource.RLIMIT_NPROC: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+    }
+    for limit, most in limits.items():
+        resource.setrlimit(limit, (most, most))
+    seccomp.install()
+
+
+__all__ = ["Share", "confine", "die_with_parent", "keep_only", "leave_the_world"]

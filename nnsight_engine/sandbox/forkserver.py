@@ -1,0 +1,295 @@
+"""Sandboxed processes for an engine: a clean process forks them, and some are kept waiting.
+
+Starting the clean process takes seconds, and forking takes some dozen milliseconds; both happen on threads of
+their own, so that no step of the engine waits for them.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from nnsight_engine.sandbox import seccomp
+from nnsight_engine.sandbox.channel import EngineSide, Memory
+from nnsight_engine.sandbox.errors import SandboxEndedError, SandboxUnavailableError
+from nnsight_engine.sandbox.nursery import FORK, NUMBER, ORDER, READY, REAP
+
+logger = logging.getLogger(__name__)
+
+_START_S: Final = 120.0
+"""For the clean process to load what it needs."""
+_FORK_S: Final = 10.0
+_READY_BYTES: Final = 16 * 1024
+_AGAIN_S: Final = 5.0
+"""Before a clean process that could not be started is tried again."""
+
+
+class Sandbox:
+    """One process in which nothing has run yet, or one trace's.
+
+    Attributes:
+        process: Its number.
+        side: The engine's end of what is said to it.
+        num_uses: Traces that have run in it.
+    """
+
+    def __init__(self, process: int, side: EngineSide, nursery: _Nursery) -> None:
+        """Own a process."""
+        self.process = process
+        self.side = side
+        self.num_uses = 0
+        self._nursery = nursery
+        self._first_bytes = 0
+
+    def remember_size(self) -> None:
+        """Note how large the process is before anything has run in it."""
+        self._first_bytes = self._num_bytes()
+
+    def grown_bytes(self) -> int:
+        """Return by how much it has grown since."""
+        return self._num_bytes() - self._first_bytes
+
+    def _num_bytes(self) -> int:
+        _, resident, shared, *_ = Path(f"/proc/{self.process}/statm").read_text().split()
+        return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+    def pause(self) -> None:
+        """Let the process do nothing, whatever it does."""
+        os.kill(self.process, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        os.kill(self.process, signal.SIGCONT)
+
+    def end(self) -> None:
+        """End the process, whatever it is doing; harmless when repeated."""
+        process, self.process = self.process, 0
+        if process:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+            self.side.close()
+            self._nursery.reap(process)
+
+
+class _Nursery:
+    """The clean process, once it is there.
+
+    Attributes:
+        lacks: Namespaces that its children do not have.
+    """
+
+    def __init__(self, command: Sequence[str], setup: bytes, half_bytes: int) -> None:
+        """Start it and wait until it can fork.
+
+        Raises:
+            SandboxUnavailableError: It cannot be started.
+        """
+        self._half_bytes = half_bytes
+        self._lock = threading.Lock()
+        self._folder = tempfile.mkdtemp(prefix="nnsight-engine-sandbox-")
+        own, theirs = socket.socketpair()
+        self._orders = own
+        environment = {
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "HOME": self._folder,
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - our own program
+                [*command, str(theirs.fileno()), self._folder],
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise SandboxUnavailableError(f"the sandbox could not be started: {error}") from error
+        finally:
+            theirs.close()
+        try:
+            own.settimeout(_START_S)
+            own.sendall(NUMBER.pack(len(setup)) + setup)
+            self.lacks = self._exactly(self._number()).decode().split()
+            own.settimeout(_FORK_S)
+        except OSError as error:
+            self.close()
+            raise SandboxUnavailableError(
+                "the sandbox could not be started: the process that others are forked from ended, or was not "
+                f"ready within {_START_S:g} s; what it printed is in this server's log ({error})"
+            ) from error
+
+    def fork(self) -> Sandbox:
+        """Return a new process.
+
+        Raises:
+            OSError: None can be made.
+            SandboxEndedError: It was not ready.
+        """
+        own, theirs = socket.socketpair()
+        descriptor = Memory.create(self._half_bytes)
+        try:
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [theirs.fileno(), descriptor]))
+            with self._lock:
+                self._orders.sendmsg([ORDER.pack(FORK, self._half_bytes)], [rights])
+                process = self._number()
+            side = EngineSide(own, Memory(descriptor, self._half_bytes))
+        finally:
+            theirs.close()
+            os.close(descriptor)
+        sandbox = Sandbox(process, side, self)
+        try:
+            said = side.receive(time.monotonic() + _FORK_S, _READY_BYTES)
+        except (OSError, SandboxEndedError):
+            sandbox.end()
+            raise
+        if said != READY:
+            sandbox.end()
+            raise SandboxUnavailableError(f"a sandbox could not be started: {said.decode(errors='replace')}")
+        sandbox.remember_size()
+        return sandbox
+
+    def reap(self, process: int) -> None:
+        """Let a process that was killed be forgotten."""
+        with self._lock, contextlib.suppress(OSError):
+            self._orders.sendall(ORDER.pack(REAP, process))
+
+    def _number(self) -> int:
+        number: int = NUMBER.unpack(self._exactly(NUMBER.size))[0]
+        return number
+
+    def _exactly(self, num_bytes: int) -> bytes:
+        found = b""
+        while len(found) < num_bytes:
+            more = self._orders.recv(num_bytes - len(found))
+            if not more:
+                raise ConnectionResetError("the process has ended")
+            found += more
+        return found
+
+    def close(self) -> None:
+        """End it, and with it all that it has forked."""
+        self._orders.close()
+        self._process.kill()
+        self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class ForkServer:
+    """Gives out sandboxed processes.
+
+    Args:
+        command: Starts the clean process; the descriptor of its orders and an empty folder are added.
+        setup: What the clean process reads first.
+        half_bytes: The longest message, in each direction.
+        num_spare: Processes that wait for work.
+    """
+
+    def __init__(self, command: Sequence[str], setup: bytes, half_bytes: int, num_spare: int) -> None:
+        """Keep how; nothing is started before ``start``."""
+        self._command = command
+        self._setup = setup
+        self._half_bytes = half_bytes
+        self._num_spare = num_spare
+        self._spare: deque[Sandbox] = deque()
+        self._wanted = threading.Event()
+        self._closed = False
+        self._error: SandboxUnavailableError | None = None
+        self._nursery: _Nursery | None = None
+        self._keeper: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to start, on a thread of its own; harmless when repeated.
+
+        Raises:
+            SandboxUnavailableError: There can be none on this machine.
+        """
+        seccomp.machine()
+        if self._keeper is None:
+            self._keeper = threading.Thread(target=self._keep, name="nnsight-engine-sandboxes", daemon=True)
+            self._keeper.start()
+            weakref.finalize(self, self._wanted.set)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a process waits for work.
+
+        Raises:
+            SandboxUnavailableError: They cannot be started.
+        """
+        if self._error is not None and not self._spare:
+            raise self._error
+        return bool(self._spare)
+
+    def take(self) -> Sandbox:
+        """Return a process in which nothing has run yet.
+
+        Raises:
+            SandboxUnavailableError: There is none now.
+        """
+        self._wanted.set()
+        with contextlib.suppress(IndexError):
+            return self._spare.popleft()
+        try:
+            if self._nursery is not None:
+                return self._nursery.fork()  # more at once than are kept waiting: some milliseconds
+        except (OSError, SandboxEndedError):
+            logger.exception("a sandbox could not be forked")
+        raise self._error or SandboxUnavailableError("there is no sandbox now: send the request again")
+
+    def _keep(self) -> None:
+        """Have processes wait for work."""
+        while not self._closed:
+            try:
+                if self._nursery is None:
+                    self._nursery = _Nursery(self._command, self._setup, self._half_bytes)
+                    self._error = None
+                while len(self._spare) < self._num_spare and not self._closed:
+                    self._spare.append(self._nursery.fork())
+            except SandboxUnavailableError as error:
+                logger.exception("no sandbox can be started")
+                self._error = error
+                time.sleep(_AGAIN_S)
+                continue
+            except (OSError, SandboxEndedError):
+                logger.exception("a sandbox could not be forked; the process that forks them is started anew")
+                if self._nursery is not None:
+                    self._nursery.close()
+                self._nursery = None
+                time.sleep(_AGAIN_S)
+                continue
+            self._wanted.wait()
+            self._wanted.clear()
+        while self._spare:
+            self._spare.popleft().end()
+        if self._nursery is not None:
+            self._nursery.close()
+
+    def close(self) -> None:
+        """End all processes that wait, and the clean one."""
+        self._closed = True
+        self._wanted.set()
+        if self._keeper is not None:
+            self._keeper.join(_FORK_S)
+
+
+__all__ = ["ForkServer", "Sandbox"]

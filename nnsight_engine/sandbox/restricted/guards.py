@@ -1,0 +1,300 @@
+"""What changed code calls: items, operators and calls are measured and asked for here, attributes one below.
+
+One ``Guards`` serves the code of one message. It gives out no object that leads further.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import string
+import types
+from _string import formatter_field_name_split  # type: ignore[import-not-found] # as `string` does
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from nnsight_engine.envoys.architectures.named_points import NamedPoints, PointGroup
+from nnsight_engine.envoys.cache import CacheView
+from nnsight_engine.envoys.envoy import Envoy
+from nnsight_engine.interleaving.barrier import Barrier
+from nnsight_engine.sandbox.restricted.attributes import CLASSES, Attributes
+from nnsight_engine.sandbox.restricted.budget import Budget, refusal
+from nnsight_engine.sandbox.restricted.engine import given, is_tokenizer, taken
+from nnsight_engine.sandbox.restricted.sizes import charge_result, check_format, size_of
+from nnsight_engine.sandbox.restricted.views import ClassView, Lazy
+
+_BINARY: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "//": operator.floordiv,
+    "%": operator.mod, "**": operator.pow, "<<": operator.lshift, ">>": operator.rshift, "|": operator.or_,
+    "^": operator.xor, "&": operator.and_, "@": operator.matmul,
+}  # fmt: skip
+_INPLACE: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
+    "+": operator.iadd, "-": operator.isub, "*": operator.imul, "/": operator.itruediv,
+    "//": operator.ifloordiv, "%": operator.imod, "**": operator.ipow, "<<": operator.ilshift,
+    ">>": operator.irshift, "|": operator.ior, "^": operator.ixor, "&": operator.iand, "@": operator.imatmul,
+}  # fmt: skip
+_UNARY: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "-": operator.neg, "+": operator.pos, "~": operator.invert
+}  # fmt: skip
+_COMPARE: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
+    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt,
+    ">=": operator.ge,
+    "in": lambda item, values: item in values, "not in": lambda item, values: item not in values,
+}  # fmt: skip
+_FREE: Final = frozenset({float, bool, type(None), complex})
+"""Types whose operators make nothing large, whatever the other side is but a tensor."""
+_SMALL_INT: Final = 2**31
+_COPIED: Final = (list, tuple, str, bytes)
+_LARGE_IN_A_CHAIN: Final = 1024
+_CALLABLE: Final = frozenset(
+    {types.BuiltinFunctionType, types.MethodWrapperType, functools.partial, ClassView}
+)
+_FOR_CODE: Final = frozenset(
+    {
+        "abc", "contextlib", "dataclasses", "enum", "functools", "operator", "random", "statistics", "typing",
+        "torch.autograd.grad_mode", "torch.amp.autocast_mode",
+    }
+)  # fmt: skip
+_OURS: Final = "nnsight_engine.sandbox.restricted."
+
+
+def _is_for_code(module: Any) -> bool:
+    """Tell whether what is defined in a module, and is in the code's hands, was given to it to be called."""
+    return module in _FOR_CODE or (isinstance(module, str) and module.startswith(_OURS))
+
+
+class Guards(Attributes):
+    """The guards of one message's code.
+
+    Attributes:
+        builtins: What its functions find under names that are neither theirs nor their module's.
+    """
+
+    def __init__(self, budget: Budget, engine: Mapping[type, Collection[str]]) -> None:
+        """Begin with no code; the arguments are those of ``Attributes``."""
+        super().__init__(budget, engine)
+        self.builtins: dict[str, Any] = {}
+        self._formatter = _Formatter(self)
+
+    # Items, operators, calls.
+
+    def item(self, owner: Any, key: Any) -> Any:  # noqa: PLR0911 - one for each kind of object
+        """Return an item."""
+        kind = type(owner)
+        if kind is dict:
+            return owner[key]
+        if isinstance(owner, torch.Tensor):
+            if type(key) is int or type(key) is slice or (type(key) is tuple and not any(map(_is_many, key))):
+                return owner[key]
+            return self.sizer.call("index", operator.getitem, (owner, key), {})
+        if kind in _COPIED:
+            return charge_result(self.meter, owner[key]) if type(key) is slice else owner[key]
+        if isinstance(owner, np.ndarray):
+            return charge_result(self.meter, owner[key])
+        if issubclass(kind, Envoy) and isinstance(key, str):
+            return self.get(owner, key)
+        if (
+            issubclass(kind, CacheView)
+            and isinstance(key, str)
+            and any(one.startswith("_") for one in key.split("."))
+        ):
+            raise KeyError(key)
+        return owner[key]
+
+    def store_item(self, value: Any, owner: Any, key: Any) -> None:
+        """Assign an item."""
+        if type(owner) is list and type(key) is slice:
+            value = self.spread(value)
+        if isinstance(owner, NamedPoints) or type(owner).__module__.startswith("transformers."):
+            value = given(value, self.own)
+        owner[key] = value
+
+    def one(self, key: Any) -> Any:
+        """Return the key of an item that is assigned together with others."""
+        if type(key) is slice and not (key.start is None and key.stop is None and key.step is None):
+            raise refusal("a slice among several things that are assigned", "assign it by itself")
+        return key
+
+    def binary(self, sign: str, left: Any, right: Any) -> Any:
+        """Return ``left + right``, and so on."""
+        self._check_operands(sign, left, right)
+        return _BINARY[sign](left, right)
+
+    def inplace(self, sign: str, left: Any, right: Any) -> Any:
+        """Return what ``left += right`` binds."""
+        self._check_operands(sign, left, right)
+        if isinstance(left, list) and sign == "+":
+            right = self.spread(right)
+        return _INPLACE[sign](left, right)
+
+    def _check_operands(self, sign: str, left: Any, right: Any) -> None:
+        left_kind, right_kind = type(left), type(right)
+        if left_kind in _FREE and right_kind in _FREE:
+            return
+        if left_kind is int and right_kind is int and sign not in {"**", "<<"}:  # noqa: SIM102 - as below
+            if sign != "*" or (-_SMALL_INT < left < _SMALL_INT and -_SMALL_INT < right < _SMALL_INT):
+                return
+        self.sizer.operands(sign, left, right)
+
+    def unary(self, sign: str, value: Any) -> Any:
+        """Return ``-value``, and so on."""
+        if isinstance(value, torch.Tensor | np.ndarray):
+            self.meter.charge(size_of(value))
+        return _UNARY[sign](value)
+
+    def compare(self, sign: str, left: Any, right: Any) -> Any:
+        """Return ``left < right``, and so on."""
+        if isinstance(left, torch.Tensor | np.ndarray) or isinstance(right, torch.Tensor | np.ndarray):
+            many = (torch.Tensor, np.ndarray)
+            if isinstance(left, (*many, int, float)) and isinstance(right, (*many, int, float)):
+                self.sizer.operands("+", left, right)
+        elif sign in {"in", "not in"} and isinstance(right, _COPIED):
+            self.meter.take_steps(len(right) // 64)
+        elif sign in {"in", "not in"} and isinstance(right, range) and type(left) is not int:
+            self.meter.take_steps(len(right))
+        return _COMPARE[sign](left, right)
+
+    def small(self, value: Any) -> Any:
+        """Return an operand of a chain of comparisons."""
+        if isinstance(value, torch.Tensor | np.ndarray) and size_of(value) > _LARGE_IN_A_CHAIN * 8:
+            raise refusal("a chain of comparisons of large tensors", "compare twice, and use `&`")
+        return value
+
+    def begin_attribute(self, owner: Any, name: str) -> tuple[Any, Any, Any, bool]:
+        """Read what ``owner.name += …`` changes."""
+        return owner, name, self.get(owner, name), True
+
+    def begin_item(self, owner: Any, key: Any) -> tuple[Any, Any, Any, bool]:
+        """Read what ``owner[key] += …`` changes."""
+        return owner, key, self.item(owner, key), False
+
+    def finish(self, sign: str, begun: tuple[Any, Any, Any, bool], right: Any) -> None:
+        """Compute it, and store it."""
+        owner, key, value, is_attribute = begun
+        new = self.inplace(sign, value, right)
+        if is_attribute:
+            self.store(new, owner, key)
+        else:
+            self.store_item(new, owner, key)
+
+    def callee(self, function: Any) -> Any:
+        """Return what is to be called for it.
+
+        Raises:
+            SandboxError: It is nothing for code to call.
+        """
+        kind = type(function)
+        if kind in _CALLABLE or kind in self.own:
+            return function
+        if kind is types.FunctionType:
+            is_own = function.__builtins__ is self.builtins
+            if is_own or _is_for_code(function.__globals__.get("__name__")):
+                return function
+        elif kind is types.MethodType:
+            owner = function.__self__
+            known = (
+                type(owner) in self._rules or type(owner) in self.own or _is_for_code(type(owner).__module__)
+            )
+            if known or (isinstance(owner, type) and owner in self.own):
+                return function
+        elif issubclass(kind, (Envoy, PointGroup, torch.nn.Module, *self._engine)):
+            return functools.partial(self._applied, function)
+        elif issubclass(kind, type):
+            if function in self.own or issubclass(function, Exception | np.generic) or function in CLASSES:
+                return function
+        elif (
+            _is_for_code(kind.__module__)
+            or not callable(function)
+            or issubclass(kind, Barrier)
+            or is_tokenizer(kind)
+        ):
+            return function
+        raise refusal(f"calling a `{kind.__name__}`")
+
+    def _applied(self, envoy: Any, *args: Any, **kwargs: Any) -> Any:
+        """Apply a module of the model to tensors and numbers."""
+        args, kwargs = given(args, self.own), given(kwargs, self.own)
+        return charge_result(self.meter, taken(envoy(*args, **kwargs)))
+
+    # Strings and containers.
+
+    def counted(self, value: Any) -> Any:
+        """Count a result's bytes, and return it."""
+        return charge_result(self.meter, value)
+
+    def formatted(self, value: Any, conversion: int, spec: str) -> str:
+        """Return a part of an f-string."""
+        if conversion == ord("r"):
+            value = repr(value)
+        elif conversion == ord("s"):
+            value = str(value)
+        elif conversion == ord("a"):
+            value = ascii(value)
+        if spec:
+            check_format(spec)
+        return str(self.counted(format(value, spec)))
+
+    def joined(self, parts: tuple[str, ...]) -> str:
+        """Put an f-string together."""
+        self.meter.charge(sum(map(len, parts)))
+        return "".join(parts)
+
+    def formatted_text(self, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """Return ``text.format(...)``, whose fields are asked for like any others."""
+        check_format(text)
+        self.meter.charge(len(text) + 64 * text.count("{"))
+        return str(self.counted(self._formatter.vformat(text, args, kwargs)))
+
+    def spread(self, values: Any) -> Any:
+        """Return the items of ``*values``, counted."""
+        if isinstance(values, list | tuple | dict | set | frozenset | str | bytes | range):
+            self.meter.take_steps(len(values) // 64)
+            self.meter.charge(len(values) * 8)
+            return values
+        return self.counted(tuple(values))
+
+    def spread_keys(self, values: Any) -> Any:
+        """Return ``**values``, counted."""
+        if isinstance(values, Mapping):
+            self.meter.take_steps(len(values) // 64)
+            self.meter.charge(len(values) * 64)
+        return values
+
+    def listed(self, values: Iterable[Any]) -> list[Any]:
+        """Return a list of items, counted."""
+        return list(self.spread(values))
+
+    def lazily(self, values: Iterable[Any]) -> Lazy:
+        """Return an iterator that counts its steps."""
+        return Lazy(values, self.step)
+
+
+def _is_many(part: Any) -> bool:
+    """Tell whether a part of an index picks many items by their numbers."""
+    return not (type(part) in {int, slice} or part is None or part is ...)
+
+
+class _Formatter(string.Formatter):
+    """``str.format`` whose fields go through the guards."""
+
+    def __init__(self, guards: Guards) -> None:
+        self._guards = guards
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        """Return what a field names."""
+        first, rest = formatter_field_name_split(field_name)
+        found = self.get_value(first, args, kwargs)
+        for is_attribute, key in rest:
+            found = self._guards.get(found, key) if is_attribute else self._guards.item(found, key)
+        return found, first
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """Format a value, not too wide."""
+        check_format(format_spec)
+        return str(format(value, format_spec))
+
+
+__all__ = ["Guards"]

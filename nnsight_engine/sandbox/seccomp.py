@@ -1,0 +1,113 @@
+"""A filter of system calls for this process: what is not listed fails with ``EPERM``, for all threads.
+
+The kernel runs the filter, a program of classic BPF, before each call (``seccomp(2)``); nothing in the
+process can take it back. It sees a call's number, and that is enough here: see ``syscalls``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import struct
+from typing import Final
+
+from nnsight_engine.sandbox.errors import SandboxUnavailableError
+from nnsight_engine.sandbox.syscalls import MACHINES, Machine
+
+_LOAD: Final = 0x20
+_JUMP_IF_EQUAL: Final = 0x15
+_JUMP_IF_AT_LEAST: Final = 0x35
+_RETURN: Final = 0x06
+_NUMBER_AT, _ARCHITECTURE_AT = 0, 4
+_ALLOW: Final = 0x7FFF0000
+_FAIL: Final = 0x00050000
+_KILL: Final = 0x80000000
+_SET_FILTER: Final = 1
+_ALL_THREADS: Final = 1
+_NO_NEW_PRIVILEGES: Final = 38
+_MAX_JUMP: Final = 255
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def forbid_new_privileges() -> None:
+    """Let no program that this process runs have more rights than it; a filter asks for that.
+
+    Raises:
+        OSError: The kernel refuses.
+    """
+    check(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
+
+
+def check(result: int, what: str) -> None:
+    """Raise OSError for a call of the C library that failed."""
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def machine() -> Machine:
+    """Return this machine's numbers.
+
+    Raises:
+        SandboxUnavailableError: It is not Linux, or of an architecture whose numbers are not known.
+    """
+    found = MACHINES.get(platform.machine()) if platform.system() == "Linux" else None
+    if found is None:
+        raise SandboxUnavailableError(
+            f"code cannot be kept from system calls on {platform.system()} {platform.machine()}: the process "
+            f"sandbox needs Linux on {' or '.join(MACHINES)}. Run it in such a container, or with "
+            "--sandbox restricted"
+        )
+    return found
+
+
+def install() -> None:
+    """Filter the system calls of all threads of this process, from now on.
+
+    Raises:
+        SandboxUnavailableError: This machine is not known, see ``machine``.
+        OSError: The kernel refuses.
+    """
+    here = machine()
+    program = _program(here)
+    buffer = ctypes.create_string_buffer(program, len(program))
+    head = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer)))
+    forbid_new_privileges()
+    result = _libc.syscall(
+        ctypes.c_long(here.seccomp), ctypes.c_uint(_SET_FILTER), ctypes.c_uint(_ALL_THREADS), head
+    )
+    check(result, "seccomp")
+
+
+def _program(here: Machine) -> bytes:
+    """Return the filter: the architecture, then one comparison for each call that is allowed."""
+    count = len(here.allowed) + len(here.absent)
+    assert count < _MAX_JUMP  # noqa: S101 - or jumps would have to be chained
+    # Behind the comparisons: fail, allow, absent.
+    lines = [
+        _line(_LOAD, k=_ARCHITECTURE_AT),
+        _line(_JUMP_IF_EQUAL, 1, 0, here.audit),
+        _line(_RETURN, k=_KILL),
+        _line(_LOAD, k=_NUMBER_AT),
+        _line(_JUMP_IF_AT_LEAST, count, 0, here.limit),
+    ]
+    for at, number in enumerate(here.allowed):
+        lines.append(_line(_JUMP_IF_EQUAL, count - at, 0, number))
+    for at, number in enumerate(here.absent, len(here.allowed)):
+        lines.append(_line(_JUMP_IF_EQUAL, count - at + 1, 0, number))
+    lines += [
+        _line(_RETURN, k=_FAIL | errno.EPERM),
+        _line(_RETURN, k=_ALLOW),
+        _line(_RETURN, k=_FAIL | errno.ENOSYS),
+    ]
+    return b"".join(lines)
+
+
+def _line(code: int, jump_if: int = 0, jump_else: int = 0, k: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, jump_if, jump_else, k)
+
+
+__all__ = ["check", "forbid_new_privileges", "install", "machine"]

@@ -1,0 +1,273 @@
+"""What a worker and a sandbox say to each other: a head of plain values, and bytes behind it.
+
+The worker speaks and the sandbox answers; before it answers it may ask for modules to be called. What comes
+from a sandbox is hostile until it has been read here: heads are of these very types, and tensors are made of
+a copy of their bytes whose sizes fit.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+import torch
+
+from nnsight_engine.sandbox.errors import SandboxEndedError
+
+_LENGTH: Final = struct.Struct("<I")
+_MAX_DIMS: Final = 16
+_MAX_ITEMS: Final = 200_000
+"""Places that a cache of a whole model may watch, with room."""
+_MAX_ARGUMENTS: Final = 64
+_MAX_HEAD_BYTES: Final = 64 * 2**20
+_T = TypeVar("_T")
+_Many = Annotated[list[_T], msgspec.Meta(max_length=_MAX_ITEMS)]
+_DTYPES: Final = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    )
+}
+
+
+class Slot(msgspec.Struct, frozen=True, tag=True):
+    """A tensor, whose bytes stand behind the head, in the order of the slots.
+
+    Attributes:
+        dtype: Its name.
+        shape: Its shape.
+        number: Which tensor of a value it takes the place of.
+    """
+
+    dtype: str
+    shape: Annotated[list[int], msgspec.Meta(max_length=_MAX_DIMS)]
+    number: int = 0
+
+
+Plain = None | bool | int | float | str
+Argument = Slot | Plain
+
+
+# From the worker.
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """Requests came and went; behind the head nothing."""
+
+    arrived: list[tuple[str, Any]]
+    finished: list[str]
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """A step begins: request, number of rows, position of the first, whether a token is sampled after it."""
+
+    spans: list[tuple[str, int, int, bool]]
+
+
+class Passed(msgspec.Struct, frozen=True):
+    """The places that the model has passed: so many as in the step before, then these."""
+
+    same: int
+    more: list[str]
+
+
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    """The model is at a place; its value stands behind the head, as ``wire`` writes it."""
+
+    provider: str
+    passed: Passed
+    is_behind: bool
+
+
+class Broken(msgspec.Struct, frozen=True, tag=True):
+    """The value at a place cannot be given to a sandbox."""
+
+    provider: str
+    passed: Passed
+    reason: str
+
+
+class End(msgspec.Struct, frozen=True, tag=True):
+    """The step is over."""
+
+    passed: Passed
+
+
+class Returned(msgspec.Struct, frozen=True, tag=True):
+    """What a module gave, behind the head as ``wire`` writes it, or its error."""
+
+    error: dict[str, Any] | None = None
+
+
+class Collect(msgspec.Struct, frozen=True, tag=True):
+    """The trace, or one of its blocks, is over: what has it saved?"""
+
+    key: str
+    results: dict[str, Any]
+    index: int | None
+
+
+ToSandbox = Begin | Step | Offer | Broken | End | Returned | Collect
+
+
+# From the sandbox.
+
+
+class Told(msgspec.Struct, frozen=True):
+    """News of a request, see ``telling``."""
+
+    request_id: str
+    index: int
+    data: bytes | None
+    printed: str
+
+
+class Go(msgspec.Struct, frozen=True, tag=True):
+    """Go on.
+
+    Attributes:
+        wanted: The places at which to stop; None for the same as before.
+        changes: What takes the place of tensors of the value at hand.
+        ended: Requests that are to end.
+        told: News of requests.
+        live: The requests whose blocks are still of use; None outside of ``Begin``.
+    """
+
+    wanted: _Many[str] | None = None
+    changes: _Many[Slot] = []
+    ended: _Many[str] = []
+    told: _Many[Told] = []
+    live: _Many[str] | None = None
+
+
+class Call(msgspec.Struct, frozen=True, tag=True):
+    """Call a module on values of a block's own."""
+
+    path: str
+    args: Annotated[list[Argument], msgspec.Meta(max_length=_MAX_ARGUMENTS)]
+    kwargs: Annotated[dict[str, Argument], msgspec.Meta(max_length=_MAX_ARGUMENTS)]
+
+
+class Collected(msgspec.Struct, frozen=True, tag=True):
+    """What was saved stands behind the head; what was printed last, and what to say of a failure."""
+
+    printed: str
+    failure: str
+
+
+_to_sandbox = msgspec.msgpack.Decoder(ToSandbox)
+_to_worker = msgspec.msgpack.Decoder(Go | Call | Collected)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def packed(head: msgspec.Struct, body: Sequence[bytes | memoryview] = ()) -> list[bytes | memoryview]:
+    """Return a message in parts."""
+    data = _encoder.encode(head)
+    return [_LENGTH.pack(len(data)), data, *body]
+
+
+def read_by_sandbox(data: bytes) -> tuple[ToSandbox, memoryview]:
+    """Return what the worker said."""
+    head, body = _parted(data)
+    return _to_sandbox.decode(head), body
+
+
+def read_by_worker(data: bytes) -> tuple[Go | Call | Collected, memoryview]:
+    """Return what a sandbox said.
+
+    Raises:
+        SandboxEndedError: It is nothing that one says.
+    """
+    try:
+        head, body = _parted(data)
+        if len(head) > _MAX_HEAD_BYTES:
+            raise SandboxEndedError.broken("its answer was longer than any may be")
+        return _to_worker.decode(head), body
+    except (msgspec.DecodeError, struct.error, UnicodeError, RecursionError) as error:
+        raise SandboxEndedError.broken(f"it sent no answer ({type(error).__name__})") from error
+
+
+def _parted(data: bytes) -> tuple[memoryview, memoryview]:
+    view = memoryview(data)
+    (length,) = _LENGTH.unpack_from(view)
+    return view[_LENGTH.size : _LENGTH.size + length], view[_LENGTH.size + length :]
+
+
+def slot_of(tensor: torch.Tensor, number: int = 0) -> tuple[Slot, memoryview]:
+    """Return what stands for a tensor on the host, and its bytes.
+
+    Raises:
+        TypeError: It is of a type that does not cross.
+    """
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in _DTYPES or tensor.layout is not torch.strided:
+        raise TypeError(f"a tensor of {tensor.dtype} ({tensor.layout}) does not leave the sandbox")
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return Slot(name, list(tensor.shape), number), flat.numpy().data
+
+
+class Tensors:
+    """Makes tensors of what stands behind a head.
+
+    Args:
+        body: Bytes that nobody else writes to.
+    """
+
+    def __init__(self, body: memoryview) -> None:
+        """Begin at the first."""
+        self._body = body
+
+    def next(self, slot: Slot) -> torch.Tensor:
+        """Return the next tensor.
+
+        Raises:
+            SandboxEndedError: The slot and the bytes do not fit.
+        """
+        dtype = _DTYPES.get(slot.dtype)
+        if dtype is None or len(slot.shape) > _MAX_DIMS or any(size < 0 for size in slot.shape):
+            raise SandboxEndedError.broken("it sent a tensor that there cannot be")
+        num_bytes = math.prod(slot.shape) * dtype.itemsize
+        if num_bytes > len(self._body):
+            raise SandboxEndedError.broken("it sent a tensor without its bytes")
+        part, self._body = self._body[:num_bytes], self._body[num_bytes:]
+        if not num_bytes:
+            return torch.empty(slot.shape, dtype=dtype)
+        return torch.frombuffer(bytearray(part), dtype=torch.uint8).view(dtype).reshape(slot.shape)
+
+
+__all__ = [
+    "Argument",
+    "Begin",
+    "Broken",
+    "Call",
+    "Collect",
+    "Collected",
+    "End",
+    "Go",
+    "Offer",
+    "Passed",
+    "Returned",
+    "Slot",
+    "Step",
+    "Tensors",
+    "ToSandbox",
+    "Told",
+    "packed",
+    "read_by_sandbox",
+    "read_by_worker",
+    "slot_of",
+]

@@ -1,0 +1,111 @@
+"""The clean process of a worker: it has vLLM's classes and the model's outline, and no weight of it.
+
+Started by ``outside``; ``sandbox.nursery`` does the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from nnsight_engine.sandbox.confine import Share
+from nnsight_engine.sandbox.nursery import NUMBER, raise_children
+from nnsight_engine.vllm_backend.compat import EngineLimits
+from nnsight_engine.vllm_backend.families import ModelPoints, family_named
+from nnsight_engine.vllm_backend.traces.errors import SandboxedError
+from nnsight_engine.vllm_backend.traces.model import WorkerModel
+from nnsight_engine.vllm_backend.traces.names import Names
+from nnsight_engine.vllm_backend.traces.sandboxed.inside import InsideTraces
+from nnsight_engine.vllm_backend.traces.sandboxed.rehearsal import Rehearsal
+from nnsight_engine.vllm_backend.traces.stages.elsewhere import EnvoyElsewhere, tree
+from nnsight_engine.wire import decode
+
+
+class InsideEnvoy(EnvoyElsewhere):
+    """Stands for a module of the worker's."""
+
+    @property
+    def source(self) -> Any:
+        """Refuse: the operations inside a forward are met in the worker, and their values are not rows."""
+        raise SandboxedError.source(str(self.path))
+
+
+def main(orders: socket.socket, folder: str) -> None:
+    """Learn what the model is like, and fork sandboxes of it."""
+    setup = decode(_read(orders, NUMBER.unpack(_read(orders, NUMBER.size))[0]))
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    limits = EngineLimits(**setup["limits"])
+    limits = dataclasses.replace(limits, trace_step_s=limits.sandbox_step_s)
+    points = _points(setup)
+    traces = InsideTraces(points, limits, partial(_new_model, points))
+    rehearsal = Rehearsal.of(points)
+    share = Share(limits.sandbox_bytes, limits.sandbox_cpu_s)
+    _warm_up()
+    raise_children(orders, folder, share, partial(traces.grow_up, limits.sandbox_blocks, rehearsal.run))
+
+
+def _read(orders: socket.socket, num_bytes: int) -> bytes:
+    found = b""
+    while len(found) < num_bytes:
+        more = orders.recv(num_bytes - len(found))
+        if not more:
+            raise SystemExit("the engine has ended")
+        found += more
+    return found
+
+
+class _Outside:
+    """Hands calls on to the traces, which are there once the model is."""
+
+    traces: InsideTraces
+
+    def call(self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a module gives."""
+        return self.traces.call(stage, path, args, kwargs)
+
+    def lacking(self, stage: int, path: str, name: str) -> Exception:
+        """Return the error for what is not here."""
+        return self.traces.lacking(stage, path, name)
+
+
+_OUTSIDE = _Outside()
+
+
+def _points(setup: Mapping[str, Any]) -> ModelPoints:
+    """Return the points of a tree of stand-ins."""
+    model = tree([tuple(entry) for entry in setup["modules"]], 0, _OUTSIDE, {})
+    family = family_named(setup["class_name"], setup["architectures"])
+    layers = tuple(model.get_submodule(family.layers).children())
+    has_norm = family.final_norm in dict(model.named_modules(remove_duplicate=False))
+    return ModelPoints(
+        model=model,
+        family=family,
+        layers=layers,
+        local_layers=range(len(layers)),
+        final_norm=model.get_submodule(family.final_norm) if has_norm else None,
+        project_out=None,
+        **setup["sizes"],
+    )
+
+
+def _new_model(points: ModelPoints, traces: InsideTraces, names: Names) -> WorkerModel:
+    _OUTSIDE.traces = traces
+    return WorkerModel(points, None, traces.board, names=names, calls=InsideEnvoy)
+
+
+def _warm_up() -> None:
+    """Have loaded what is otherwise loaded when it is first used: later there are no files."""
+    value = torch.ones(4, 4, dtype=torch.bfloat16)
+    torch.einsum("ij,jk->ik", value, value).float().softmax(-1).topk(2).values.tolist()
+    repr(torch.linalg.svd(value.float()))
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

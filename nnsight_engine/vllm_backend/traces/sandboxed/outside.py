@@ -1,0 +1,62 @@
+"""What a worker needs to have sandboxes: a description of its model, and the process that has it."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Final
+
+from nnsight_engine.sandbox.forkserver import ForkServer
+from nnsight_engine.vllm_backend.traces.sandboxed.cells import Cells
+from nnsight_engine.vllm_backend.traces.sandboxed.served import ServedModules
+from nnsight_engine.vllm_backend.traces.stages.elsewhere import described
+from nnsight_engine.wire import encode
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from nnsight_engine.vllm_backend.compat import EngineLimits
+    from nnsight_engine.vllm_backend.families import ModelPoints
+    from nnsight_engine.vllm_backend.traces.board import Board
+    from nnsight_engine.vllm_backend.traces.model import WorkerModel
+
+_NURSERY: Final = "nnsight_engine.vllm_backend.traces.sandboxed.nursery"
+_NUM_SPARE: Final = 4
+
+
+def cells_of(
+    board: Board, model: WorkerModel, points: ModelPoints, config: VllmConfig, limits: EngineLimits
+) -> Cells:
+    """Return a worker's sandboxed traces; nothing is started yet.
+
+    Args:
+        board: Where the model's calls and the requests meet.
+        model: The worker's tree of envoys.
+        points: The model's points.
+        config: vLLM's.
+        limits: What blocks may use.
+    """
+    setup = {
+        "modules": described(points.model),
+        "class_name": type(points.model).__name__,
+        "architectures": list(config.model_config.hf_text_config.architectures or []),
+        "sizes": {
+            "hidden_size": points.hidden_size,
+            "num_heads": points.num_heads,
+            "num_kv_heads": points.num_kv_heads,
+            "head_dim": points.head_dim,
+            "intermediate_size": points.intermediate_size,
+            "vocab_size": points.vocab_size,
+            "tensor_parallel_size": points.tensor_parallel_size,
+        },
+        "limits": dataclasses.asdict(limits),
+    }
+    half_bytes = min(limits.max_trace_bytes, limits.sandbox_bytes)
+    command = [sys.executable, "-m", _NURSERY]
+    server = ForkServer(command, encode(setup), half_bytes, _NUM_SPARE)
+    max_rows = config.scheduler_config.max_num_batched_tokens
+    served = ServedModules(model, points, max_rows)
+    return Cells(board, server, served, limits, half_bytes)
+
+
+__all__ = ["cells_of"]

@@ -1,0 +1,59 @@
+"""Processes that have run a trace and wait, stopped, for the next one of the same tenant's.
+
+Beginning in a process that has run something is faster than in a new one, and there need be no new one. What
+a block may have left in it can reach its own tenant alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from typing import Final
+
+from nnsight_engine.sandbox.forkserver import Sandbox
+
+_MAX_PARKED: Final = 8
+_MAX_USES: Final = 64
+_MAX_GROWN_BYTES: Final = 128 * 2**20
+
+
+class Parked:
+    """The processes of all tenants that wait."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._by_process: OrderedDict[int, tuple[str, Sandbox]] = OrderedDict()
+
+    def put(self, tenant: str, sandbox: Sandbox) -> None:
+        """Keep a process whose trace is over, or end it: it may be too large, or too old."""
+        sandbox.num_uses += 1
+        try:
+            if sandbox.num_uses >= _MAX_USES or sandbox.grown_bytes() > _MAX_GROWN_BYTES:
+                sandbox.end()
+                return
+            sandbox.pause()
+        except OSError:
+            sandbox.end()  # it has died
+            return
+        self._by_process[sandbox.process] = (tenant, sandbox)
+        while len(self._by_process) > _MAX_PARKED:
+            self._by_process.popitem(last=False)[1][1].end()
+
+    def take(self, tenant: str) -> Sandbox | None:
+        """Return a process of a tenant's that waits, the one used last; None if there is none."""
+        for process in reversed(self._by_process):
+            if self._by_process[process][0] == tenant:
+                _, sandbox = self._by_process.pop(process)
+                with contextlib.suppress(OSError):
+                    sandbox.resume()
+                    return sandbox
+                sandbox.end()
+                return None
+        return None
+
+    def __len__(self) -> int:
+        """Return how many wait."""
+        return len(self._by_process)
+
+
+__all__ = ["Parked"]

@@ -1,0 +1,133 @@
+"""Which modules the worker calls for a stranger's block, and with what: those that only compute on rows.
+
+vLLM's kernels trust their callers: an index out of range, a width that does not fit, and they read or write
+memory of somebody else's. So a module is called only if all in it is known to be harmless (linear layers,
+norms, activations, embeddings), with one tensor of rows (and the residual that a norm may add), of the width
+and type that the model gives it, and no more rows than a step of the engine may have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from nnsight_engine.vllm_backend.families import ModelPoints
+from nnsight_engine.vllm_backend.traces.errors import SandboxedError
+from nnsight_engine.vllm_backend.traces.model import WorkerModel
+
+_NORMS: Final = (RMSNorm, GemmaRMSNorm, torch.nn.LayerNorm)
+_GATES: Final = (SiluAndMul, GeluAndMul)
+_ELEMENTWISE: Final = (torch.nn.GELU, torch.nn.SiLU, torch.nn.ReLU, torch.nn.Tanh, torch.nn.Identity)
+
+
+class ServedModules:
+    """Calls modules of one model for sandboxed blocks.
+
+    Args:
+        model: The worker's tree of envoys.
+        points: The model's points.
+        max_rows: Of a step of the engine.
+    """
+
+    def __init__(self, model: WorkerModel, points: ModelPoints, max_rows: int) -> None:
+        """Look up what there is."""
+        self._model = model
+        self._max_rows = max_rows
+        self._mlps = {
+            id(points.layers[layer].get_submodule(points.family.mlp))
+            for layer in points.local_layers
+            if points.family.mlp
+        }
+        self._hidden_size = points.hidden_size
+        weight = next(points.model.parameters())
+        self._dtype, self._device = weight.dtype, weight.device
+
+    def call(self, path: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return what the module at ``path`` gives.
+
+        Raises:
+            SandboxedError: It is none that is called for strangers, or not with that.
+        """
+        try:
+            envoy = self._model.at(path)
+        except (AttributeError, LookupError):
+            raise SandboxedError.uncalled(path, "the model has no such module") from None
+        module = envoy._module  # noqa: SLF001 - an envoy of ours
+        if kwargs or not args or not all(isinstance(one, torch.Tensor) for one in args):
+            raise SandboxedError.uncalled(path, "it takes tensors of rows, in order and without names")
+        rows = [one.to(self._device) for one in args]
+        self._check(path, module, rows)
+        with torch.inference_mode():
+            # As in a block of the worker's: without the hooks that count the model's own calls.
+            return envoy._apply_apart(*rows)  # noqa: SLF001 - an envoy of ours
+
+    def _check(self, path: str, module: torch.nn.Module, rows: Sequence[torch.Tensor]) -> None:
+        first = rows[0]
+        if isinstance(module, VocabParallelEmbedding) and not first.is_floating_point():
+            self._check_tokens(path, module, rows)
+            return
+        width = self._width(path, module)
+        takes = 2 if isinstance(module, RMSNorm | GemmaRMSNorm) else 1
+        if len(rows) > takes:
+            raise SandboxedError.uncalled(path, f"it takes {takes} tensors at most here, got {len(rows)}")
+        for one in rows:
+            if one.dtype is not self._dtype or one.ndim == 0 or (width and one.shape[-1] != width):
+                raise SandboxedError.uncalled(
+                    path,
+                    f"it takes {self._dtype} of shape [..., {width or 'any'}], got {one.dtype} of "
+                    f"{list(one.shape)}",
+                )
+            if one.shape != first.shape:
+                raise SandboxedError.uncalled(path, "its tensors must be of one shape")
+            if one.numel() // max(one.shape[-1], 1) > self._max_rows:
+                raise SandboxedError.uncalled(
+                    path, f"it takes {self._max_rows:,} rows at once, as many as a step of the engine has"
+                )
+
+    def _check_tokens(self, path: str, module: Any, rows: Sequence[torch.Tensor]) -> None:
+        tokens = rows[0]
+        vocabulary = int(module.org_vocab_size)
+        is_of_numbers = tokens.dtype in {torch.int32, torch.int64} and len(rows) == 1
+        if not is_of_numbers or not 0 < tokens.numel() <= self._max_rows:
+            raise SandboxedError.uncalled(
+                path, f"it embeds 1 to {self._max_rows:,} tokens, of int32 or int64"
+            )
+        if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
+            raise SandboxedError.uncalled(path, f"tokens are from 0 to {vocabulary - 1}")
+
+    def _width(self, path: str, module: Any) -> int:
+        """Return the width of the rows that a module takes, 0 for any.
+
+        Raises:
+            SandboxedError: It is none that is called for strangers.
+        """
+        if isinstance(module, VocabParallelEmbedding):
+            return int(module.embedding_dim)
+        if isinstance(module, LinearBase):
+            return int(module.input_size)
+        if isinstance(module, _NORMS):
+            return self._hidden_size if module.weight is None else int(module.weight.shape[-1])
+        if isinstance(module, torch.nn.Linear):
+            return int(module.in_features)
+        if isinstance(module, _ELEMENTWISE):
+            return 0
+        if id(module) in self._mlps and _is_harmless(module):
+            return self._hidden_size
+        raise SandboxedError.uncalled(
+            path, "modules that compute on rows are: norms, linear layers, MLPs, and the (un)embedding"
+        )
+
+
+def _is_harmless(module: torch.nn.Module) -> bool:
+    """Tell whether all that a module is made of only computes on rows."""
+    known = (*_NORMS, *_GATES, *_ELEMENTWISE, LinearBase, torch.nn.Linear)
+    return all(isinstance(one, known) for one in module.modules() if next(one.children(), None) is None)
+
+
+__all__ = ["ServedModules"]

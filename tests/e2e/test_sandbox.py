@@ -1,0 +1,170 @@
+"""Sandboxed keys on a real server: their blocks give what trusted ones give, and get at nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+import nnsight_engine
+from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.server import Server
+from tests.e2e.test_keys import made
+
+PROMPT = "The Eiffel Tower is in the city of"
+pytestmark = pytest.mark.e2e
+
+
+class Sandboxed:
+    """A server, a key whose code is sandboxed, one whose code is trusted, and a file not to be touched."""
+
+    def __init__(self, url: str, stranger: str, trusted: str, canary: Path) -> None:
+        self.url, self.stranger, self.trusted, self.canary = url, stranger, trusted, canary
+
+    def complete(self, code: str | None, key: str | None = None, **body: Any) -> httpx.Response:
+        """Send a completion, with code beside it perhaps."""
+        body = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, **body}
+        if code is not None:
+            body["interventions"] = [{"op": "trace", "code": code, "name": "t"}]
+        headers = {"authorization": f"Bearer {key or self.stranger}"}
+        return httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=180)
+
+    def saves(self, code: str, key: str | None = None, **body: Any) -> Any:
+        answer = self.complete(code, key, **body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["interventions"]["results"]["t"]["saves"]
+
+    def refusal(self, code: str) -> str:
+        answer = self.complete(code)
+        assert answer.status_code >= 400, answer.text
+        message: str = answer.json()["error"]["message"]
+        return message
+
+
+@pytest.fixture(scope="module")
+def sandboxed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandboxed]:
+    folder = tmp_path_factory.mktemp("data")
+    canary = folder / "canary"
+    canary.write_text("secret")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(folder))
+        stranger = made(patch, "stranger", "--tier", "sandboxed")
+        trusted = made(patch, "friend")
+    environment = {"NNSIGHT_ENGINE_DATA_DIR": str(folder)}
+    with Server(arguments=["--max-model-len", "512"], environment=environment) as server:
+        yield Sandboxed(server.base_url, stranger, trusted, canary)
+        counts = httpx.get(
+            f"{server.base_url}/v1/status", headers={"authorization": f"Bearer {trusted}"}, timeout=60
+        )
+        assert counts.status_code == 200
+    assert canary.read_text() == "secret"
+
+
+BLOCKS = {
+    "read": "h = model.layers[5].output.float().save()",
+    "last": "h = model.layers[5].output[-1].float().save()",
+    "edit": "model.layers[5].output[:] *= 1.5\nh = model.layers[9].output.float().save()",
+    "replace": "l = model.layers[3]\nl.output = l.output * 0.5\nh = model.logits.output.float().save()",
+    "lens": "h = model.lm_head(model.model.norm(model.layers[7].output)).argmax(-1).save()",
+    "heads": "model.layers[4].attn.heads[:, 0] = 0\nh = model.logits.output.float().save()",
+    "module": "h = model.model.layers[2].mlp.output.float().save()",
+    "skip": "model.layers[2].mlp.skip(model.layers[2].mlp.input * 0)\nh = model.logits.output.float().save()",
+    "steps": "h = [].save()\nfor step in tracer.iter[:]:\n    h.append(model.samples.output.item())",
+    "logits": "model.logits.output[:, 11] = 1e4\nh = model.samples.output.save()",
+    "random": "h = torch.rand(3).save()",
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_give_what_trusted_ones_give(name: str, sandboxed: Sandboxed) -> None:
+    one, other = (
+        sandboxed.saves(BLOCKS[name], key, max_tokens=4 if name == "steps" else 1)
+        for key in (sandboxed.stranger, sandboxed.trusted)
+    )
+    if name == "random":  # each trace draws its own
+        assert one.keys() == other.keys()
+        return
+    assert one == other
+
+
+def test_traces_of_the_library_run_there_too(
+    sandboxed: Sandboxed, bundled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = VLLM(str(bundled), remote=sandboxed.url)
+    found = []
+    for key in (sandboxed.stranger, sandboxed.trusted):
+        monkeypatch.setattr(nnsight_engine.CONFIG.API, "KEY", key)
+        with model.trace(temperature=0.0, max_tokens=2) as tracer:
+            barrier = tracer.barrier(2)
+            with tracer.invoke(PROMPT):
+                clean = model.layers[6].output[-1].clone()
+                barrier()
+                first = model.logits.output.float().save()
+            with tracer.invoke("one two three"):
+                cache = tracer.cache(modules=[model.model.layers[2]])
+                barrier()
+                model.layers[6].output[-1] = clean
+                second = model.logits.output.float().save()
+        found.append((first, second))
+        assert cache.model.layers[2].output[0].shape == (3, 576)
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.allclose(found[0][1], found[1][1], atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("h = model.lm_head.weight.save()", "weight"),
+        ("h = model.model.layers[0].mlp.gate_up_proj.weight.sum().save()", "weight"),
+        ("h = model.model.layers[0].self_attn(torch.zeros(1, 576)).save()", "cannot be called|called with"),
+        ("h = model.model.embed_tokens(torch.tensor([10**9])).save()", "tokens are from 0"),
+        ("h = model.model.norm(torch.zeros(3, 7, dtype=torch.bfloat16)).save()", "576"),
+        ("h = model.layers[5].output.nothing.save()", "nothing"),
+        ("h = model.layers[5].output\nraise ValueError('mine')", "mine"),
+    ],
+)
+def test_what_there_is_not_is_said(code: str, said: str, sandboxed: Sandboxed) -> None:
+    message = sandboxed.refusal(code)
+    assert any(part in message for part in said.split("|")), message
+
+
+HOSTILE = {
+    "loop": "while True: pass",
+    "deaf": "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+    "memory": "keep = []\nwhile True:\n    keep.append(torch.ones(10_000_000))",
+    "file": "import os\nh = save(os.listdir('/'))",
+    "walk": "h = save([c.__name__ for c in ().__class__.__base__.__subclasses__()])\nopen('/etc/passwd')",
+    "exit": "import os\nos._exit(3)",
+    "crash": "import ctypes\nctypes.string_at(0)",
+    "torch-loop": "a = torch.ones(2000, 2000)\nwhile True: a = a @ a",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_the_hostile_fail_alone(name: str, sandboxed: Sandboxed) -> None:
+    before = sandboxed.complete(None).json()["choices"][0]["text"]
+    assert sandboxed.refusal(HOSTILE[name])
+    assert sandboxed.complete(None).json()["choices"][0]["text"] == before
+    assert sandboxed.saves("h = model.layers[1].output.shape[-1]\nh = save(h)") == {"h": 576}
+
+
+def test_one_tenants_process_is_not_anothers(sandboxed: Sandboxed, bundled: Path) -> None:
+    """What a block leaves behind in its process is met by its own tenant at most."""
+    sandboxed.complete("torch.mine = 1\nh = save(1)")
+    answer = sandboxed.complete("h = save(hasattr(torch, 'mine'))", sandboxed.trusted)
+    assert answer.json()["choices"][0]["interventions"]["results"]["t"]["saves"] == {"h": False}
+
+
+def test_jobs_of_sandboxed_keys_run_sandboxed(
+    sandboxed: Sandboxed, bundled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nnsight_engine.CONFIG.API, "KEY", sandboxed.stranger)
+    model = VLLM(str(bundled), remote=sandboxed.url)
+    with model.trace(PROMPT, blocking=False) as tracer:
+        weight = model.lm_head.weight.save()  # noqa: F841 - nobody gets it
+    with pytest.raises(Exception, match="weight"):
+        tracer.backend.wait()

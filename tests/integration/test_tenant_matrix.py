@@ -1,0 +1,248 @@
+"""Every route, tried by everybody: without a key, with a wrong one, without the scope, and as another tenant.
+
+A route that is new is named in ``ACCESS``, or the first test fails; one with a new kind of id in its path
+gives it a maker in ``Theirs``.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from api_schemas.keys import Scope
+from app.auth.secrets import new_secret
+from tests.integration.conftest import ErrorCheck, Serve
+from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
+from tests.integration.served_routes import ROUTES, SOCKET, Served
+from tests.integration.tenants import Tenants
+
+
+class Access(enum.Enum):
+    """Whose data a route gives, takes, or works on."""
+
+    OPEN = "nobody's: it asks for no key"
+    SAME = "nobody's: all tenants are told the same"
+    MADE = "the caller's own, and new"
+    LISTED = "the caller's own, all of it"
+    NAMED = "the caller's own, by an id in the path"
+    OPERATORS = "all tenants', for keys with the scope admin"
+
+
+ACCESS: Final = {
+    "GET /openapi.json": Access.OPEN,
+    "GET /docs": Access.OPEN,
+    "GET /docs/oauth2-redirect": Access.OPEN,
+    "GET /redoc": Access.OPEN,
+    "GET /health/live": Access.OPEN,
+    "GET /health/ready": Access.OPEN,
+    "GET /v1/models": Access.SAME,
+    "GET /v1/capabilities": Access.SAME,
+    "GET /v1/status": Access.SAME,
+    "GET /v1/traces/outline": Access.SAME,
+    "POST /v1/completions": Access.MADE,
+    "POST /v1/chat/completions": Access.MADE,
+    "POST /v1/traces": Access.MADE,
+    "POST /v1/jobs": Access.MADE,
+    "POST /v1/vectors": Access.MADE,
+    "POST /v1/vectors/train": Access.MADE,
+    "GET /v1/jobs": Access.LISTED,
+    "GET /v1/vectors": Access.LISTED,
+    "GET /v1/jobs/{job_id}": Access.NAMED,
+    "DELETE /v1/jobs/{job_id}": Access.NAMED,
+    "POST /v1/jobs/{job_id}/cancel": Access.NAMED,
+    "POST /v1/jobs/{job_id}/rerun": Access.NAMED,
+    "GET /v1/jobs/{job_id}/result": Access.NAMED,
+    "GET /v1/jobs/{job_id}/events": Access.NAMED,
+    "WS /v1/jobs/{job_id}/events": Access.NAMED,
+    "GET /v1/results/{result_id}": Access.NAMED,
+    "GET /v1/vectors/{vector_id}": Access.NAMED,
+    "GET /v1/vectors/{vector_id}/content": Access.NAMED,
+    "DELETE /v1/vectors/{vector_id}": Access.NAMED,
+    "POST /v1/admin/keys": Access.OPERATORS,
+    "GET /v1/admin/keys": Access.OPERATORS,
+    "POST /v1/admin/keys/{key_id}/rotate": Access.OPERATORS,
+    "DELETE /v1/admin/keys/{key_id}": Access.OPERATORS,
+    "GET /v1/admin/tenants": Access.OPERATORS,
+    "PUT /v1/admin/tenants/{tenant}/limits": Access.OPERATORS,
+    "GET /v1/admin/audit": Access.OPERATORS,
+}
+
+CLOSED: Final = [route for route in ROUTES if ACCESS.get(str(route)) is not Access.OPEN]
+NAMED: Final = [route for route in ROUTES if ACCESS.get(str(route)) is Access.NAMED]
+UNPRIVILEGED: Final = tuple(scope for scope in Scope if scope is not Scope.ADMIN)
+QUERIES: Final = {"GET /v1/jobs": {"after": "job_id"}, "GET /v1/vectors": {"after": "vector_id"}}
+"""Where else than in its path a route takes an id."""
+OWN: Final = {"content-length", "x-request-id"}
+"""Headers that every answer has its own of."""
+
+
+class Theirs:
+    """What a tenant has, made as it does that."""
+
+    def __init__(self, tenants: Tenants, headers: dict[str, str]) -> None:
+        self.tenants = tenants
+        self.headers = headers
+
+    async def make(self, kind: str) -> str:
+        """Return the id of a new one; ``kind`` is what routes call it in their paths."""
+        made: str = await getattr(self, f"_{kind}")()
+        return made
+
+    async def _job_id(self) -> str:
+        content = trace("ok")
+        answer = await self.tenants.send("POST", "/v1/jobs", {**self.headers, **HEADERS}, content=content)
+        job_id = str(answer.json()["id"])
+        # Until it has ended.
+        await self.tenants.send("GET", f"/v1/jobs/{job_id}/events", self.headers)
+        return job_id
+
+    async def _vector_id(self) -> str:
+        body = {"name": "joy", "vectors": {"1": [0.5] * 8}}
+        return str((await self.tenants.send("POST", "/v1/vectors", self.headers, json=body)).json()["id"])
+
+    async def _result_id(self) -> str:
+        body = {
+            "prompt": "one two",
+            "interventions": [{"op": "capture", "at": "layers.1.output", "name": "kept"}],
+        }
+        answer = await self.tenants.send("POST", "/v1/completions", self.headers, json=body)
+        results = answer.json()["choices"][0]["interventions"]["results"]
+        (point,) = results["kept"]["points"].values()
+        return str(point["url"]).rsplit("/", 1)[1]
+
+
+@pytest.fixture
+async def tenants(serve: Serve) -> AsyncIterator[Tenants]:
+    async with serve(traces={"vllm": ScriptedEngine()}, inline_tensor_bytes=0) as server:
+        found = Tenants(server)
+        await found.headers("operator", Scope.ADMIN)
+        yield found
+
+
+async def knock(
+    tenants: Tenants, route: Served, ids: dict[str, str], headers: dict[str, str] | None = None
+) -> httpx.Response:
+    """Ask a route, of whichever kind, and return its answer; 101 is a socket that was opened."""
+    path = route.path.format(**ids)
+    if route.method == SOCKET:
+        return await tenants.open_socket(path, headers or {})
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in (headers or {}).items()]
+    return await tenants.server.client.request(route.method, path, headers=raw)
+
+
+def nothing(route: Served) -> dict[str, str]:
+    """Return ids for a path that nothing has."""
+    names = itertools.chain(*(part.split("}")[:1] for part in route.path.split("{")[1:]))
+    return {name: secrets.token_urlsafe(24) for name in names}
+
+
+def test_every_route_is_known_here_and_asks_for_a_key_unless_it_is_open():
+    assert {str(route) for route in ROUTES} == set(ACCESS)
+    for route in ROUTES:
+        assert (route.scopes is None) == (ACCESS[str(route)] is Access.OPEN), route
+        assert (ACCESS[str(route)] is Access.OPERATORS) == (Scope.ADMIN in (route.scopes or ())), route
+        assert "{" not in route.path or ACCESS[str(route)] in {Access.NAMED, Access.OPERATORS}, route
+    assert {scope for route in CLOSED for scope in route.scopes or ()} == set(Scope)
+
+
+async def test_nobody_is_let_in_without_a_key(
+    tenants: Tenants, error_of: ErrorCheck, subtests: pytest.Subtests
+):
+    unknown = ["Bearer nns_x", f"Bearer {new_secret().text}", "Bearer \xff", "Basic eDp5"]
+    for route in CLOSED:
+        with subtests.test(str(route)):
+            ids = nothing(route)
+            error_of(await knock(tenants, route, ids), 401, "missing_api_key")
+            for sent in unknown:
+                answer = await knock(tenants, route, ids, {"authorization": sent})
+                error_of(answer, 401, "missing_api_key" if sent[:5] == "Basic" else "invalid_api_key")
+                assert answer.headers["www-authenticate"].startswith("Bearer")
+
+
+async def test_a_key_opens_what_its_scopes_say_and_nothing_else(
+    tenants: Tenants, error_of: ErrorCheck, subtests: pytest.Subtests
+):
+    alone = {scope: await tenants.headers("acme", scope) for scope in Scope}
+    others = {
+        scope: await tenants.headers("acme", *(other for other in Scope if other is not scope))
+        for scope in Scope
+    }
+    for route in CLOSED:
+        assert route.scopes is not None
+        with subtests.test(str(route)):
+            for scope, headers in alone.items():
+                answer = await knock(tenants, route, nothing(route), headers)
+                if set(route.scopes) <= {scope}:
+                    assert answer.status_code not in {401, 403}, answer.text
+                else:
+                    error_of(answer, 403, "missing_scope")
+            just_those = await tenants.headers("acme", *route.scopes) if route.scopes else alone[Scope.CODE]
+            answer = await knock(tenants, route, nothing(route), just_those)
+            assert answer.status_code not in {401, 403}, answer.text
+            for scope in route.scopes:
+                answer = await knock(tenants, route, nothing(route), others[scope])
+                error_of(answer, 403, "missing_scope")
+
+
+@pytest.mark.both_databases
+async def test_what_is_named_by_its_id_is_there_for_its_tenant_alone(tenants: Tenants):
+    ours, colleagues = [await tenants.headers("acme", *UNPRIVILEGED) for _ in range(2)]
+    # An operator may look after keys, and still sees nobody's data.
+    rivals = [await tenants.headers("rival"), await tenants.headers("operator")]
+    mine = Theirs(tenants, ours)
+    assert len(NAMED) >= 8
+    for route in NAMED:
+        missing = nothing(route)
+        made = {name: await mine.make(name) for name in missing}
+        assert not set(made.values()) & set(missing.values())
+        await tenants.server.until_idle()
+        for rival in rivals:
+            refused = await knock(tenants, route, made, rival)
+            unknown = await knock(tenants, route, missing, rival)
+            assert (refused.status_code, unknown.status_code) == (404, 404), route
+            # Nothing but the id itself tells one that is somebody's from one that is nobody's.
+            assert without(refused, made) == without(unknown, missing), route
+        # And nothing has become of it.
+        assert (await knock(tenants, route, made, colleagues)).status_code not in {401, 403, 404}, route
+
+
+@pytest.mark.both_databases
+async def test_lists_have_what_is_ones_own_whatever_they_are_asked(tenants: Tenants):
+    ours, theirs = [await tenants.headers(name, *UNPRIVILEGED) for name in ("acme", "rival")]
+    for route in ROUTES:
+        if ACCESS[str(route)] is not Access.LISTED:
+            continue
+        queries = QUERIES[str(route)]
+        made = {query: await Theirs(tenants, ours).make(kind) for query, kind in queries.items()}
+        for one in made.values():
+            assert one in (await tenants.send(route.method, route.path, ours)).text
+            assert one not in (await tenants.send(route.method, route.path, theirs)).text
+        for query, one in made.items():
+            answer = await tenants.send(route.method, route.path, theirs, params={query: one})
+            unknown = await tenants.send(route.method, route.path, theirs, params={query: "x" * len(one)})
+            assert (answer.status_code, unknown.status_code) == (404, 404)
+
+
+async def test_what_all_are_told_is_the_same_for_all(tenants: Tenants):
+    ours, theirs = [await tenants.headers(name, *UNPRIVILEGED) for name in ("acme", "rival")]
+    await Theirs(tenants, ours).make("job_id")
+    await tenants.server.until_idle()
+    for route in ROUTES:
+        if ACCESS[str(route)] is Access.SAME:
+            answers = [await knock(tenants, route, {}, headers) for headers in (ours, theirs)]
+            told = [{**answer.json(), "uptime_s": 0} for answer in answers]
+            assert told[0] == told[1], route
+            assert "acme" not in answers[1].text
+
+
+def without(answer: httpx.Response, ids: dict[str, str]) -> Any:
+    text = answer.text
+    for name, one in ids.items():
+        text = text.replace(one, name)
+    return text, {name: value for name, value in answer.headers.items() if name not in OWN}

@@ -1,0 +1,372 @@
+"""Blocks that people write, none of which the sandbox may change: what they save is the same with and without.
+
+Each finds ``x`` (3 by 4), ``model`` (two layers, 5 -> 10 -> 2) and ``tracer``.
+"""
+
+from __future__ import annotations
+
+BLOCKS = {
+    "save": "hidden = model.layer1.output.save()",
+    "save-function": "hidden = save(model.layer1.output)",
+    "save-from-package": "import nnsight_engine\nhidden = nnsight_engine.save(model.layer1.output)",
+    "read-both": "first = model.layer1.output.clone().save()\nsecond = model.layer2.output.save()",
+    "input": "given = model.layer1.input.save()\nrest = save(model.layer1.inputs[0][0])",
+    "replace": "model.layer1.output = model.layer1.output * 2\nout = model.output.save()",
+    "replace-with-zeros": "model.layer1.output = torch.zeros_like(model.layer1.output)\nout = model.output.save()",
+    "in-place": "model.layer1.output[:] = 0\nout = model.output.save()",
+    "in-place-part": "model.layer1.output[:, -1] += 3\nout = model.output.save()",
+    "in-place-slice-times": "h = model.layer1.output\nh[:] *= 2\nh[..., 2:4] -= 1\nout = model.output.save()",
+    "augmented-attribute": "model.layer1.output += 1\nout = model.output.save()",
+    "augmented-order": """
+model.layer2.output += model.layer1.output.sum() if False else 1
+out = model.output.save()
+""",
+    "mask": "h = model.layer1.output\nh[h < 0] = 0\nout = model.output.save()",
+    "index-tensor": "rows = torch.tensor([2, 0])\nout = x[rows].save()\npart = x[:, rows].save()",
+    "apply-module": "h = model.layer1.output\nout = model.layer2(torch.relu(h)).save()",
+    "skip": "model.layer1.skip(torch.ones(1, 10))\nout = model.output.save()",
+    "stop": "h = model.layer1.output.save()\ntracer.stop()",
+    "cache": "cache = tracer.cache(modules=[model.layer1])",
+    "steer": """
+direction = torch.nn.functional.normalize(torch.arange(10.0), dim=0)
+h = model.layer1.output
+model.layer1.output = h + 4.0 * direction * h.norm(dim=-1, keepdim=True)
+out = model.output.save()
+""",
+    "ablate": """
+direction = torch.linspace(-1, 1, 10)
+direction = direction / direction.norm()
+h = model.layer1.output
+h -= (h @ direction)[..., None] * direction
+out = model.output.save()
+""",
+    "lens": """
+probabilities = model.layer2(model.layer1.output.relu()).softmax(dim=-1)
+values, indices = probabilities.topk(2)
+best = save(indices)
+top = values.save()
+entropy = -(probabilities * probabilities.log()).sum().item()
+entropy = save(entropy)
+""",
+    "loop-over-layers": """
+norms = save([])
+for layer in [model.layer1, model.layer2]:
+    norms.append(layer.output.norm().item())
+""",
+    "children": "names = save([child.path for child in model])\nnum = save(len(model))",
+    "named-modules": "names = save([path for path, _ in model.named_modules()])",
+    "get": "out = model.get('layer1').output.save()",
+    "conditions": "h = model.layer1.output\nif h.mean() > 100 or not h.any():\n    h[:] = 1\nelif 0 < h.shape[0] <= 3:\n    h[:] = 2\nout = model.output.save()",
+    "functions": """
+def scaled(value, factor=2.0, *, shift=0):
+    '''With a docstring.'''
+    return value * factor + shift
+def twice(function):
+    return lambda value: function(function(value))
+out = save(twice(scaled)(x))
+other = save(scaled(x, shift=1))
+""",
+    "closure-and-nonlocal": """
+def counter():
+    count = 0
+    def more(step=1):
+        nonlocal count
+        count += step
+        return count
+    return more
+more = counter()
+more(), more(5)
+total = save(more())
+""",
+    "decorator": """
+import functools
+def logged(function):
+    @functools.wraps(function)
+    def inner(*args, **kwargs):
+        calls.append(len(args))
+        return function(*args, **kwargs)
+    return inner
+calls = save([])
+@logged
+def add(a, b): return a + b
+out = save(add(x, 1))
+""",
+    "recursion": "def depth(n): return 0 if n == 0 else 1 + depth(n - 1)\nout = save(depth(50))",
+    "class": """
+class Probe:
+    scale = 2
+    def __init__(self, width):
+        self.weight = torch.arange(float(width))
+        self._seen = 0
+    def __call__(self, value):
+        self._seen += 1
+        return value @ self.weight * self.scale
+    @property
+    def seen(self): return self._seen
+    @staticmethod
+    def of(width): return Probe(width)
+    @classmethod
+    def twice(cls, width): return cls(2 * width)
+    def __repr__(self): return f'Probe({self._seen})'
+    def __len__(self): return len(self.weight)
+    def __getitem__(self, at): return self.weight[at]
+    def __eq__(self, other): return isinstance(other, Probe)
+probe = Probe.of(10)
+out = save(probe(model.layer1.output))
+text = save([repr(probe), probe.seen, len(probe), Probe.twice(2)._seen, probe == Probe(1)])
+item = probe[3].save()
+""",
+    "class-derived": """
+class Base:
+    def __init__(self, factor): self.factor = factor
+    def go(self, value): return value * self.factor
+class More(Base):
+    def __init__(self, factor):
+        super().__init__(factor + 1)
+    def go(self, value): return super().go(value) + 1
+out = save(More(2).go(x))
+kinds = save([isinstance(More(1), Base), issubclass(More, Base), type(More(1)).__name__, More.__name__])
+""",
+    "own-module": """
+class Head(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = torch.nn.Linear(width, 3)
+        self.linear.weight.data[:] = 0.5
+        self.linear.bias.data[:] = 1
+        self.register_buffer('offset', torch.ones(3))
+    def forward(self, value):
+        return torch.relu(self.linear(value)) + self.offset
+head = Head(10)
+out = save(head(model.layer1.output))
+num = save(sum(parameter.numel() for parameter in head.parameters()))
+""",
+    "layers-of-torch": """
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.LayerNorm(8))
+out = save(net(x))
+first = save(net[0].weight)
+""",
+    "dataclass": """
+from dataclasses import dataclass, field, asdict
+@dataclass
+class Result:
+    name: str
+    values: list = field(default_factory=list)
+result = Result('a')
+result.values.append(x.sum().item())
+out = save(asdict(result))
+text = save(repr(result))
+""",
+    "namedtuple-and-enum": """
+from collections import namedtuple
+from enum import Enum
+Point = namedtuple('Point', 'row column')
+class Kind(Enum):
+    LOW = 1
+    HIGH = 2
+point = Point(1, column=2)
+row, column = point
+out = save([row, column, point.row, point._replace(row=5).row, Kind.HIGH.name, Kind(1).value, len(list(Kind))])
+""",
+    "typed-namedtuple": """
+from typing import NamedTuple
+class Pair(NamedTuple):
+    left: int
+    right: float = 2.0
+    def both(self): return self.left + self.right
+pair = Pair(1)
+out = save([pair.left, pair.both(), pair._replace(left=5).left, list(pair)])
+""",
+    "errors": """
+out = save([])
+try:
+    x @ x
+except RuntimeError as error:
+    out.append(type(error).__name__)
+else:
+    out.append('else')
+finally:
+    out.append('finally')
+try:
+    {}['missing']
+except (KeyError, ValueError) as error:
+    out.append(error.args[0])
+try:
+    raise ValueError('mine') from None
+except:
+    out.append('bare')
+class Mine(Exception):
+    def __init__(self, code):
+        super().__init__(f'code {code}')
+        self.code = code
+try:
+    raise Mine(3)
+except Mine as error:
+    out.append((str(error), error.code))
+""",
+    "context": """
+out = save([])
+class Timed:
+    def __enter__(self):
+        out.append('in')
+        return self
+    def __exit__(self, kind, error, trace):
+        out.append(kind is not None)
+        return True
+with Timed() as timed:
+    raise ValueError('kept')
+with torch.no_grad():
+    quiet = save((x * 2).requires_grad)
+import contextlib
+with contextlib.suppress(ValueError), contextlib.nullcontext():
+    raise ValueError
+@contextlib.contextmanager
+def doubled(value):
+    yield value * 2
+with doubled(x) as twice:
+    last = save(twice)
+""",
+    "comprehensions": """
+squares = save([i * i for i in range(10) if i % 2])
+table = save({name: len(name) for name in ['a', 'bcd']})
+pairs = save([(i, j) for i in range(3) for j in range(i)])
+letters = save(sorted({c for c in 'hello'}))
+total = save(sum(i for i in range(100)))
+nested = save([[j for j in range(i)] for i in range(3)])
+""",
+    "generators": """
+def numbers(limit):
+    value = 0
+    while value < limit:
+        yield value
+        value += 1
+def chained():
+    yield from numbers(2)
+    yield from numbers(3)
+out = save(list(chained()))
+first, *rest = numbers(4)
+others = save([first, rest])
+""",
+    "loops": """
+out = save([])
+n = 0
+while True:
+    n += 1
+    if n % 2: continue
+    if n > 8: break
+    out.append(n)
+else:
+    out.append('never')
+for i, (a, b) in enumerate(zip([1, 2], 'ab')):
+    out.append((i, a, b))
+for row in x:
+    out.append(row.sum().item())
+else:
+    out.append('done')
+""",
+    "strings": """
+name = 'layer'
+out = save([
+    f'{name}.{1:03d} {x.mean():.2f} {name!r:>10} {{}} {1 + 1}', '%s %d %.1f' % ('a', 1, 2.5), '{} {0!r}'.format if False else 'x',
+    '{0} {b:>4} {c[0]}'.format(1, b=2, c=[3]), name.upper().replace('E', 'i'), ','.join(['a', 'b']), 'a b'.split(),
+    name[::-1], 'ay' in name, 'x' * 3, name + '!', 'a-b'.partition('-'), str(3), repr('a'), name.startswith('la'),
+    b'ab'.hex(), '7'.zfill(3), name.center(9, '*'),
+])
+""",
+    "containers": """
+a = [3, 1, 2]
+a.sort()
+a += [5]
+a.extend(range(2))
+a[1:3] = [9, 9, 9]
+b = {'k': [1]}
+b.setdefault('m', []).append(2)
+b['k'] += [3]
+b.update(z=1)
+c = {*a} | {7}
+d = (*a, 1)
+e = {**b, 'y': 0}
+a[0], a[1] = a[1], a[0]
+del a[-1], b['z']
+out = save([a, b, sorted(c), d, e, a[::-1], a.index(9), 9 in a, b.get('none', 0), list(b), list(reversed(a)), min(a), max(a, key=lambda v: -v)])
+""",
+    "collections": """
+from collections import Counter, OrderedDict, defaultdict, deque
+counts = Counter('hello')
+by = defaultdict(list)
+by['a'].append(1)
+last = deque(maxlen=2)
+for i in range(4): last.append(i)
+out = save([counts.most_common(1), counts['z'], dict(by), list(last), list(OrderedDict(a=1).items())])
+kept = save(by)
+""",
+    "itertools": """
+import itertools
+from functools import partial, reduce
+out = save([
+    list(itertools.chain([1], (2,))), list(itertools.product('ab', repeat=2)), list(itertools.islice(itertools.count(5), 3)),
+    list(itertools.combinations(range(3), 2)), [list(g) for _, g in itertools.groupby([1, 1, 2])],
+    reduce(lambda a, b: a * b, [1, 2, 3]), partial(max, 3)(1), list(itertools.chain.from_iterable([[1], [2]])),
+    list(itertools.accumulate([1, 2, 3])), list(map(lambda a, b: a + b, [1], [2])), list(filter(None, [0, 1])),
+])
+""",
+    "math": """
+import math, random, statistics, time
+random.seed(3)
+out = save([math.sqrt(2), math.pi, math.factorial(5), math.isclose(1, 1.0), statistics.mean([1, 2]), time.time() > 0])
+drawn = save(0 <= random.random() < 1)
+numbers = save([7 // 2, -7 % 3, 2 ** 10, 1 << 4, 5 & 3, 5 | 3, 5 ^ 3, ~5, divmod(7, 2), round(2.567, 2), abs(-1), 2 ** -1, 10 ** 20])
+""",
+    "numpy": """
+import numpy as np
+a = x.numpy()
+out = save(np.concatenate([a, a * 2]).mean(axis=0))
+more = save([float(np.linalg.norm(a)), a.shape, a[1:, :2].tolist(), np.arange(3).tolist(), int(np.argmax(a)), a.T.shape])
+zeros = save(np.zeros((2, 3), dtype=np.float32))
+""",
+    "torch": """
+import torch.nn.functional as F
+from torch import nn
+out = save([
+    torch.cat([x, x]).shape, torch.stack([x, x]).sum(), F.softmax(x, dim=-1), torch.einsum('ij,kj->ik', x, x),
+    torch.where(x > 3, x, 0), torch.topk(x, 2).values, x.max(dim=1).indices, torch.linalg.norm(x), x.view(-1)[:3],
+    torch.full((2, 2), 7.0), torch.eye(3), torch.arange(0, 1, 0.25), x.repeat(2, 1), x.expand(2, 3, 4).shape,
+    torch.cdist(x, x), F.cosine_similarity(x, x + 1), F.one_hot(torch.tensor([0, 2])), torch.bincount(torch.tensor([1, 1])),
+    x.unsqueeze(0).transpose(1, 2).contiguous().flatten(), x.to(torch.float64).dtype, x.quantile(0.5), x.std(),
+    torch.fft.rfft(x).abs(), F.pad(x, (1, 1)), torch.outer(x[0], x[1]), x.masked_fill(x > 2, 0), torch.equal(x, x),
+    x.T @ x, -x, x ** 2, 2 ** x, x % 2, x // 2, x == x, (x > 1) & (x < 5), ~(x > 1), x.tolist(), x.unique().numel(),
+    x.cumsum(0), x.sort(descending=True).values, x.gather(1, torch.zeros(3, 1, dtype=torch.long)), torch.tensor([[1, 2], [3, 4]]),
+    torch.isnan(x).any().item(), x.index_select(0, torch.tensor([1])), x.scatter(0, torch.zeros(1, 4, dtype=torch.long), 1.0),
+    x.new_zeros(2), torch.finfo(torch.float32).max, x.device, isinstance(x, torch.Tensor), x.numel(), torch.tensor(3.0).item(),
+    x.repeat_interleave(2, dim=0), torch.meshgrid(x[0], x[1], indexing='ij')[0], nn.Identity()(x), torch.linalg.svd(x)[1].shape,
+])
+""",
+    "einops": "import einops\nout = save([einops.rearrange(x, 'a b -> b a'), einops.repeat(x, 'a b -> a b c', c=2)])",
+    "gradients": """
+h = model.layer1.output
+out = model.layer2.output.sum()
+with out.backward():
+    grad = h.grad.save()
+""",
+    "plain-backward": "w = torch.ones(4, requires_grad=True)\n(x @ w).sum().backward()\nout = save(w.grad)",
+    "autograd": "w = torch.ones(4, requires_grad=True)\nout = save(torch.autograd.grad((x @ w).sum(), w)[0])",
+    "print": "print('hidden', model.layer1.output.shape, sep=': ')\nout = save(1)",
+    "annotations": """
+from typing import Optional
+count: int = 3
+def f(value: torch.Tensor, factor: Optional[float] = None) -> torch.Tensor:
+    total: float = 1.0
+    return value * (factor or total) + count
+out = save(f(x))
+""",
+    "types": """
+out = save([type(x).__name__, type(1) is int, type('a') is str, type([]) == list, isinstance({}, dict), isinstance(1, (int, str)),
+    callable(len), hasattr(x, 'shape'), hasattr(x, 'nothing'), getattr(x, 'ndim'), getattr(x, 'nothing', None), issubclass(bool, int)])
+""",
+    "walrus-and-lambda": "if (n := x.numel()) > 3:\n    out = save(n)\nbest = save(sorted([(1, 'b'), (0, 'a')], key=lambda p: p[1])[0])",
+    "assert-and-del": "a = 1\nassert a == 1, 'one'\ndel a\nout = save(2)",
+    "chained-assignment": "a = b = [1]\na.append(2)\n(c, d), e = (1, 2), 3\nout = save([b, c, d, e])",
+    "global-names": "def f():\n    global shared\n    shared = 4\nf()\nout = save(shared)",
+    "operator": "import operator\nout = save([operator.add(1, 2), operator.itemgetter(1)([5, 6]), sorted([(2, 1), (1, 2)], key=operator.itemgetter(1))])",
+}

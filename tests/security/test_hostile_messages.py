@@ -1,0 +1,290 @@
+"""Messages that no client writes, for a restricted reader: names, classes and states of anything."""
+
+from __future__ import annotations
+
+import builtins
+import collections
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight_engine import NNsight
+from nnsight_engine.sandbox.restricted import Budget, restricted_policy
+from nnsight_engine.wire import DecodeError, SandboxError, decode, encode
+from nnsight_engine.wire.kinds import Kind
+from tests.security.host import Small
+from tests.unit.wire.test_hostile import message
+
+_LINE = 1
+
+
+def piece(text: str, name: str, column: int = -1) -> tuple[Any, ...]:
+    return ("<hostile>", text, _LINE, column, name, name, None, 0)
+
+
+class Writer:
+    """Builds a message of nodes, parts before what is made of them."""
+
+    def __init__(self) -> None:
+        self.nodes: list[tuple[Kind, list[int], Any]] = [(Kind.LIST, [], None)]
+
+    def add(self, kind: Kind, *children: int, payload: Any = None) -> int:
+        self.nodes.append((kind, list(children), payload))
+        return len(self.nodes) - 1
+
+    def value(self, value: Any) -> int:
+        if isinstance(value, tuple):
+            return self.add(Kind.TUPLE, *map(self.value, value))
+        if isinstance(value, dict):
+            return self.add(Kind.DICT, *[self.value(one) for item in value.items() for one in item])
+        kind = {str: Kind.STR, int: Kind.INT, type(None): Kind.NONE, bool: Kind.TRUE}[type(value)]
+        if value is False:
+            kind = Kind.FALSE
+        return self.add(kind, payload=value if kind in {Kind.STR, Kind.INT} else None)
+
+    def name(self, module: str, name: str) -> int:
+        return self.add(Kind.NAME, payload=f"{module}:{name}")
+
+    def namespace(self, name: str = "mine", *, is_real: bool = False) -> int:
+        return self.add(Kind.NAMESPACE, self.value(name), self.value(None), self.value(is_real))
+
+    def function(
+        self,
+        text: str,
+        name: str,
+        *,
+        globals_: dict[str, int] | None = None,
+        cells: dict[str, int] | None = None,
+        attributes: int | None = None,
+        is_real: bool = False,
+    ) -> int:
+        held = [self.add(Kind.CELL, value) for value in (cells or {}).values()]
+        none = self.value(None)
+        return self.add(
+            Kind.FUNCTION,
+            self.namespace("os" if is_real else "mine", is_real=is_real),
+            self.value(piece(text, name)),
+            self.value(tuple(cells or ())),
+            self.add(Kind.TUPLE, *held),
+            self.value((name, name, "mine")),
+            none,
+            none,
+            none if attributes is None else attributes,
+            self.value(tuple(globals_ or ())),
+            *(globals_ or {}).values(),
+        )
+
+    def read(self, root: int, **options: Any) -> Any:
+        self.nodes[0] = (Kind.LIST, [root], None)
+        (value,) = decode(message(*self.nodes), policy=restricted_policy(Budget(max_steps=1000)), **options)
+        return value
+
+
+NAMES = [
+    ("os", "system"),
+    ("builtins", "eval"),
+    ("builtins", "__import__"),
+    ("builtins", "getattr.__self__"),
+    ("torch", "load"),
+    ("torch", "os"),
+    ("torch._C", "_load"),
+    ("torch.nn.modules.module", "torch"),
+    ("numpy.testing", "run"),
+    ("sys", "modules"),
+    ("nnsight_engine", "LanguageModel"),
+    ("nnsight_engine.core.saves", "SAVES"),
+    ("collections", "_sys"),
+    ("ctypes", "CDLL"),
+    ("types", "FunctionType"),
+    ("types", "CodeType"),
+    ("builtins", "type.__subclasses__"),
+    ("torch", "Tensor.__class__"),
+    ("functools", "partial.func"),
+    ("pathlib", "Path"),
+    ("builtins", "BaseException"),
+    ("torch", "nn.functional.torch"),
+    ("builtins", "print.__self__"),
+    ("builtins", "get!"),
+    ("transformers.modeling_outputs", "torch"),
+]
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_a_name_is_what_the_list_has(module: str, name: str) -> None:
+    writer = Writer()
+    try:
+        found = writer.read(writer.name(module, name))
+    except DecodeError:
+        return
+    with pytest.raises(SandboxError):  # a builtin that refuses to be called
+        found()
+
+
+@pytest.mark.parametrize(
+    "module", ["os", "sys", "torch._C", "torch.utils", "ctypes", "builtins.x", "__main__"]
+)
+def test_a_module_is_one_of_the_list(module: str) -> None:
+    writer = Writer()
+    try:
+        found = writer.read(writer.add(Kind.MODULE, payload=module))
+    except SandboxError:
+        return
+    assert not isinstance(found, ModuleType)
+
+
+def test_modules_are_never_themselves() -> None:
+    for name in ("torch", "torch.nn", "numpy", "math", "builtins", "random", "collections"):
+        found = decode(message((Kind.MODULE, [], name)), policy=restricted_policy(Budget()))
+        assert not isinstance(found, ModuleType)
+        assert not hasattr(found, "__dict__")
+
+
+@pytest.mark.parametrize(
+    "name", ["get!", "step!", "stop!", "__builtins__", "__class__", "a.b", "", "__import__"]
+)
+def test_guards_cannot_be_bound(name: str) -> None:
+    text = "def f():\n    while True: pass\n"
+    writer = Writer()
+    with pytest.raises(SandboxError, match="not for code"):
+        writer.read(writer.function(text, "f", globals_={name: writer.value(1)}))
+    if name == "__class__":
+        return
+    writer = Writer()
+    with pytest.raises(SandboxError, match="not for code"):
+        writer.read(writer.function(text, "f", cells={name: writer.value(1)}))
+
+
+def test_a_function_of_an_installed_module_is_refused() -> None:
+    writer = Writer()
+    with pytest.raises(SandboxError, match="installed module os"):
+        writer.read(writer.function("def f(): return environ\n", "f", is_real=True))
+
+
+def test_functions_see_the_sandbox_s_builtins_alone() -> None:
+    writer = Writer()
+    function = writer.read(writer.function("def f(): return open\n", "f"))
+    assert function() is not open
+    assert function.__globals__["__builtins__"] is not vars(builtins)
+    with pytest.raises(SandboxError, match="`open`"):
+        function()("/etc/passwd")
+
+
+@pytest.mark.parametrize("name", ["__wrapped__", "__globals__", "get!", "__array_interface__"])
+def test_attributes_of_functions_have_plain_names(name: str) -> None:
+    writer = Writer()
+    attributes = writer.value({name: 1})
+    with pytest.raises(SandboxError, match="not for code"):
+        writer.read(writer.function("def f(): pass\n", "f", attributes=attributes))
+
+
+def _class(writer: Writer, text: str, attributes: int | None = None) -> int:
+    none, nothing = writer.value(None), writer.value(())
+    return writer.add(
+        Kind.CLASS, writer.namespace(), writer.value(piece(text, "A")), nothing, nothing, nothing, nothing,
+        none if attributes is None else attributes, nothing,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["__array_interface__", "__class__", "__torch_function__", "__del__"])
+def test_attributes_of_classes_and_objects_have_plain_names(name: str) -> None:
+    writer = Writer()
+    with pytest.raises(SandboxError, match="not for code"):
+        writer.read(_class(writer, "class A: pass\n", writer.value({name: 1})))
+    writer = Writer()
+    kind = _class(writer, "class A: pass\n")
+    nothing, none = writer.value(()), writer.value(None)
+    state = writer.value({name: 1})
+    with pytest.raises(SandboxError, match="not for code"):
+        writer.read(writer.add(Kind.NEW, kind, nothing, none, state, none, none, none))
+
+
+def test_objects_of_own_classes_arrive() -> None:
+    writer = Writer()
+    kind = _class(writer, "class A:\n    def twice(self): return self._n * 2\n")
+    nothing, none = writer.value(()), writer.value(None)
+    made = writer.read(writer.add(Kind.NEW, kind, nothing, none, writer.value({"_n": 4}), none, none, none))
+    assert made.twice() == 8
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch", "Tensor"),
+        ("numpy", "ndarray"),
+        ("builtins", "object"),
+        ("builtins", "property"),
+        ("torch", "Generator"),
+    ],
+)
+def test_objects_of_other_classes_do_not(module: str, name: str) -> None:
+    writer = Writer()
+    nothing, none = writer.value(()), writer.value(None)
+    with pytest.raises(DecodeError):
+        writer.read(writer.add(Kind.NEW, writer.name(module, name), nothing, none, none, none, none, none))
+
+
+def test_members_and_methods_go_through_the_guards() -> None:
+    model = NNsight(Small())
+    for owner, name in (("model", "_module"), ("model", "interleaver"), ("model", "__class__")):
+        writer = Writer()
+        reference = writer.add(Kind.REFERENCE, writer.value(owner))
+        with pytest.raises(SandboxError):
+            writer.read(writer.add(Kind.MEMBER, reference, writer.value(name)), resolve=lambda _: model)
+    writer = Writer()
+    reference = writer.add(Kind.REFERENCE, writer.value("model"))
+    with pytest.raises(SandboxError, match="a method that is"):
+        writer.read(writer.add(Kind.METHOD, reference, writer.value(1)), resolve=lambda _: model)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class A:\n    while True: pass\n",
+        "class A:\n    a = [0 for i in range(2000)]\n",
+        "class A:\n    a = 'a' * 10**12\n",
+    ],
+)
+def test_reading_has_a_budget_too(text: str) -> None:
+    writer = Writer()
+    with pytest.raises(SandboxError, match="may"):
+        writer.read(_class(writer, text))
+
+
+def test_a_call_is_one_of_what_may_be_called() -> None:
+    writer = Writer()
+    none = writer.value(None)
+    call = writer.add(Kind.CALL, writer.name("builtins", "eval"), writer.value(("1",)), none, *[none] * 4)
+    with pytest.raises(SandboxError, match="`eval`"):
+        writer.read(call)
+
+
+def test_ordinary_data_and_layers_arrive() -> None:
+    value: list[Any] = [
+        torch.ones(2), {"a": (1, 2.5, None)}, collections.Counter("aab"), collections.OrderedDict(a=1),
+        collections.defaultdict(list, a=[1]), torch.nn.Linear(2, 3), ValueError("x"), {1, 2}, range(3),
+        torch.float32, collections.deque([1]), torch.relu, len, torch.nn.functional.gelu,
+    ]  # fmt: skip
+    found = decode(encode(value), policy=restricted_policy(Budget()))
+    assert torch.equal(found[0], value[0])
+    assert found[1:5] == value[1:5]
+    assert torch.equal(found[5](torch.ones(2)), value[5](torch.ones(2)))
+    assert repr(found[6]) == repr(value[6])
+    assert found[7:11] == value[7:11]
+    assert torch.equal(found[11](torch.tensor([-1.0, 1.0])), torch.tensor([0.0, 1.0]))
+    assert found[12]("abc") == 3
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["+".join(["a"] * 20_000), "a" + ".T" * 20_000, "-" * 20_000 + "a", "a" + "[0]" * 20_000, "a" * 10],
+)
+def test_code_may_be_nested_too_deeply(expression: str) -> None:
+    for depth in (len(expression), 900, 3000):
+        writer = Writer()
+        text = f"def f(a): return {expression[:depth].rstrip('+-.T[0') or 'a'}\n"
+        try:
+            writer.read(writer.function(text, "f"))
+        except DecodeError:
+            continue

@@ -1,0 +1,209 @@
+"""The process sandbox alone: code that nothing else holds off gets at no file, socket or other process."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from nnsight_engine.sandbox.errors import SandboxEndedError, SandboxUnavailableError
+from nnsight_engine.sandbox.forkserver import ForkServer, Sandbox
+from nnsight_engine.sandbox.seccomp import machine
+from tests.security.attempts import Attempt, every_attempt
+from tests.security.attempts.native import DEADLY, NATIVE
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the process sandbox is Linux's")
+
+_MAX_ANSWER = 2**20
+_PATIENCE_S = 1.5
+"""For code that does not end by itself; it is ended then."""
+_TOUCHED = "touched"
+
+
+@dataclass
+class Canary:
+    """What nobody is to touch."""
+
+    path: Path
+    listener: socket.socket
+    secret: str
+
+    def assert_untouched(self, answer: str) -> None:
+        assert self.path.read_text() == self.secret
+        assert self.secret not in answer
+        assert sorted(self.path.parent.iterdir()) == [self.path]
+        with pytest.raises(BlockingIOError):
+            self.listener.accept()
+
+    def names(self) -> dict[str, object]:
+        return {"canary": str(self.path), "port": self.listener.getsockname()[1]}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    try:
+        machine()
+    except SandboxUnavailableError as error:
+        pytest.skip(str(error))
+    server = ForkServer([sys.executable, "-m", "tests.security.bare"], b"", half_bytes=2**24, num_spare=2)
+    server.start()
+    give_up = time.monotonic() + 60
+    while not server.is_ready and time.monotonic() < give_up:
+        time.sleep(0.05)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Canary]:
+    secret = secrets.token_hex()
+    monkeypatch.setenv("NNSIGHT_ENGINE_TEST_SECRET", secret)
+    folder = tmp_path / "canary"
+    folder.mkdir()
+    (folder / "file").write_text(secret)
+    (folder / "file").chmod(0o666)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        yield Canary(folder / "file", listener, secret)
+
+
+def _said(sandbox: Sandbox, code: str, names: dict[str, object], patience_s: float = _PATIENCE_S) -> str:
+    deadline = time.monotonic() + patience_s
+    sandbox.side.send([json.dumps({"code": code, "names": names}).encode()], deadline)
+    return sandbox.side.receive(deadline, _MAX_ANSWER).decode()
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_native_roads_are_closed(name: str, server: ForkServer, canary: Canary) -> None:
+    sandbox = server.take()
+    try:
+        answer = _said(sandbox, NATIVE[name], canary.names(), patience_s=20)
+    finally:
+        sandbox.end()
+    assert answer.startswith("raised "), answer
+    canary.assert_untouched(answer)
+
+
+@pytest.mark.parametrize("name", DEADLY)
+def test_a_process_that_dies_or_does_not_answer_is_ended(
+    name: str, server: ForkServer, canary: Canary
+) -> None:
+    sandbox = server.take()
+    process = sandbox.process
+    try:
+        with pytest.raises((OSError, SandboxEndedError)):
+            _said(sandbox, DEADLY[name], canary.names())
+    finally:
+        sandbox.end()
+    _assert_gone(process)
+    canary.assert_untouched("")
+
+
+def _assert_gone(process: int) -> None:
+    give_up = time.monotonic() + 20
+    while time.monotonic() < give_up:
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.02)
+    pytest.fail("the process is still there")
+
+
+def _whole_corpus() -> list[list[Attempt]]:
+    attempts = every_attempt()
+    return [attempts[at : at + 60] for at in range(0, len(attempts), 60)]
+
+
+@pytest.mark.parametrize("attempts", _whole_corpus(), ids=lambda some: some[0].name)
+def test_attempts_that_the_compile_would_refuse_get_nowhere_without_it(
+    attempts: list[Attempt], server: ForkServer, canary: Canary
+) -> None:
+    for attempt in attempts:
+        sandbox = server.take()
+        try:
+            answer = _said(sandbox, attempt.code, canary.names(), patience_s=0.5)
+        except (OSError, SandboxEndedError) as error:
+            answer = str(error)
+        finally:
+            sandbox.end()
+        canary.assert_untouched(answer)
+
+
+def test_a_process_knows_nothing_of_the_one_before_it(server: ForkServer, canary: Canary) -> None:
+    first, second = server.take(), server.take()
+    try:
+        _said(first, "import torch\ntorch.mine = 'left behind'\nimport builtins\nbuiltins.mine = 1", {}, 20)
+        assert "AttributeError" in _said(second, "got = torch.mine", {}, 20)
+    finally:
+        first.end()
+        second.end()
+
+
+def test_what_is_written_to_shared_memory_after_an_answer_changes_nothing(server: ForkServer) -> None:
+    sandbox = server.take()
+    code = "got = 'a' * 90_000"  # more than a socket takes, so it lies in the memory
+    late = """
+import threading
+half = side._out
+answer = side.send
+def send(parts):
+    answer(parts)
+    half[:] = bytes(len(half))
+side.send = send
+got = 'b' * 90_000
+"""
+    try:
+        assert _said(sandbox, code, {}, 20).count("a") > 80_000
+        answer = _said(sandbox, late, {}, 20)
+        time.sleep(0.2)
+        assert answer.count("b") > 80_000
+        assert "\0" not in answer
+    finally:
+        sandbox.end()
+
+
+def test_processes_have_neither_the_servers_rights_nor_its_surroundings(server: ForkServer) -> None:
+    sandbox = server.take()
+    try:
+        told = _said(sandbox, "import os, sys\ngot = (os.getuid(), dict(os.environ), os.getgid())", {}, 20)
+    finally:
+        sandbox.end()
+    user, environment, group = eval(told.removeprefix("got "))
+    assert environment == {}
+    if os.geteuid() == 0:
+        assert user != 0
+        assert group != 0
+
+
+def test_all_end_with_their_engine(tmp_path: Path) -> None:
+    script = tmp_path / "engine.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from nnsight_engine.sandbox.forkserver import ForkServer\n"
+        "server = ForkServer([sys.executable, '-m', 'tests.security.bare'], b'', 2**20, 1)\n"
+        "server.start()\n"
+        "while not server.is_ready: time.sleep(0.05)\n"
+        "print(server.take().process, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    import subprocess  # noqa: PLC0415
+
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    _assert_gone(int(done.stdout.split()[0]))

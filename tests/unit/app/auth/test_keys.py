@@ -1,0 +1,184 @@
+"""Checking keys: what it costs tells nothing of them, and nobody can make it cost others much."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Literal
+
+import argon2
+import pytest
+from sqlalchemy import event
+
+from api_schemas.errors import ApiError
+from api_schemas.keys import CreatedKey, Limits, NewKey
+from app.admission.guesses import Guesses
+from app.admission.rates import ThrottledError
+from app.auth import keys as keys_module
+from app.auth import secrets
+from app.auth.keys import Keys
+from app.auth.secrets import new_secret
+from app.storage.database import Database
+from app.storage.keys import KeyStore
+
+NEW = NewKey(tenant="acme")
+
+
+class Costs(argon2.PasswordHasher):
+    """What was done, in order: statements, and hashes with all that decides what they cost.
+
+    Attributes:
+        most_at_once: How many hashes were made at the same time.
+    """
+
+    def __init__(self, real: argon2.PasswordHasher) -> None:
+        super().__init__(real.time_cost, real.memory_cost, real.parallelism)
+        self.done: list[object] = []
+        self.num_running = 0
+        self.most_at_once = 0
+
+    def verify(self, hash: str | bytes, password: str | bytes) -> Literal[True]:
+        self.done.append((argon2.extract_parameters(str(hash)), len(password)))
+        self.num_running += 1
+        self.most_at_once = max(self.most_at_once, self.num_running)
+        try:
+            return super().verify(hash, password)
+        finally:
+            self.num_running -= 1
+
+    def note(self, _connection: object, _cursor: object, statement: str, *_rest: object) -> None:
+        self.done.append(statement)
+
+    def taken(self) -> list[object]:
+        done, self.done = self.done, []
+        return done
+
+    def num_hashes(self) -> int:
+        return sum(not isinstance(one, str) for one in self.taken())
+
+
+class Bench:
+    """Keys over a database, and what they cost."""
+
+    def __init__(self, keys: Keys, database: Database, costs: Costs) -> None:
+        self.keys = keys
+        self.database = database
+        self.costs = costs
+
+    async def show(self, key: str, address: str = "10.0.0.1") -> str:
+        """Show a key; returns the tenant that it is of, or why it opens nothing."""
+        try:
+            return (await self.keys.principal(f"Bearer {key}", address)).tenant
+        except ApiError as error:
+            return f"{error.code}: {error.message}"
+
+    async def cost(self, key: str) -> list[object]:
+        self.costs.taken()
+        await self.show(key)
+        return self.costs.taken()
+
+
+@pytest.fixture
+async def bench(tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+    costs = Costs(secrets._HASHER)
+    database = Database(tmp_path, database_url)
+    await database.start()
+    event.listen(database._opened(), "before_cursor_execute", costs.note)
+    monkeypatch.setattr(secrets, "_HASHER", costs)
+    keys = Keys(KeyStore(database))
+    yield Bench(keys, database, costs)
+    await keys.close()
+    await database.close()
+
+
+def guess(key: CreatedKey) -> str:
+    """Return a key of this id that is none."""
+    return f"nns_{key.id}_{new_secret().text.split('_', 2)[2]}"
+
+
+@pytest.mark.both_databases
+async def test_keys_that_open_nothing_cost_the_same_whatever_the_reason(bench: Bench):
+    open_, revoked, expired = [await bench.keys.create(NEW) for _ in range(3)]
+    await bench.keys.revoke(revoked.id)
+    await bench.keys.rotate(expired.id, 0)
+    await bench.show(new_secret().text)  # whether there are keys at all is asked once
+    tried = [new_secret().text, guess(open_), guess(revoked), revoked.key, expired.key]
+    costs = [await bench.cost(text) for text in tried]
+    assert costs == [costs[0]] * len(tried)
+    statements = [one for one in costs[0] if isinstance(one, str) and "keys" in one]
+    hashes = [one for one in costs[0] if not isinstance(one, str)]
+    assert (len(statements), len(hashes)) == (1, 1)
+    # The second time none costs anything, and all are told the same.
+    assert [await bench.cost(text) for text in tried] == [[]] * 5
+    assert len({await bench.show(text) for text in tried}) == 1
+    assert await bench.show(open_.key) == "acme"
+
+
+async def test_a_key_that_was_shown_is_hashed_once(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    key = await bench.keys.create(NEW)
+    assert await bench.show(key.key) == "acme"
+    assert bench.costs.num_hashes() == 1
+    monkeypatch.setattr(keys_module, "_HOLDS_S", 0.0)
+    await bench.keys.limit("acme", Limits(concurrency=7))
+    for _ in range(3):
+        principal = await bench.keys.principal(f"Bearer {key.key}", "10.0.0.1")
+        assert principal.tenant_limits.concurrency == 7
+    assert bench.costs.num_hashes() == 0
+    await bench.keys.revoke(key.id)
+    assert "invalid_api_key" in await bench.show(key.key)
+
+
+async def test_a_flood_of_guesses_from_one_address_costs_so_much_and_no_more(bench: Bench):
+    key, later = [await bench.keys.create(NEW) for _ in range(2)]
+    assert await bench.show(key.key) == "acme"
+    bench.costs.taken()
+    flood = [guess(key) if count % 2 else new_secret().text for count in range(400)]
+    answers = await asyncio.gather(*(bench.show(text) for text in flood))
+    num_hashes = bench.costs.num_hashes()
+    assert 200 <= num_hashes < 250
+    assert sum("rate_limit_exceeded" in answer for answer in answers) == 400 - num_hashes
+    # It harms whoever comes from elsewhere as little as who is known already.
+    assert await bench.show(key.key) == "acme"
+    assert await bench.show(later.key, "10.0.0.2") == "acme"
+
+
+async def test_hashing_is_done_by_few_and_waited_for_by_not_too_many(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(keys_module, "_MAX_WAITING", 10)
+    key = await bench.keys.create(NEW)
+    answers = await asyncio.gather(
+        *(bench.show(new_secret().text, f"10.0.0.{count}") for count in range(100))
+    )
+    assert bench.costs.most_at_once <= 2
+    assert {answer.split(":")[0] for answer in answers} == {"invalid_api_key", "rate_limit_exceeded"}
+    assert await bench.show(key.key) == "acme"
+
+
+def test_a_place_may_try_again_after_a_while_and_what_was_a_key_is_not_counted():
+    moment = 0.0
+    guesses = Guesses(lambda: moment)
+    for _ in range(1000):
+        guesses.give_back(guesses.take("10.0.0.1"))
+    for _ in range(200):
+        guesses.take("10.0.0.1")
+    with pytest.raises(ThrottledError) as caught:
+        guesses.take("10.0.0.1")
+    assert caught.value.headers == {"Retry-After": "1"}
+    moment = 2.0
+    for _ in range(2):
+        guesses.take("10.0.0.1")
+    with pytest.raises(ThrottledError):
+        guesses.take("::ffff:10.0.0.1")
+
+
+def test_a_network_of_ones_own_is_one_place_and_memory_has_an_end():
+    guesses = Guesses(lambda: 0.0)
+    for count in range(200):
+        guesses.take(f"2001:db8::{count:x}")
+    with pytest.raises(ThrottledError):
+        guesses.take("2001:db8::ffff:1")
+    for count in range(30_000):
+        guesses.take(f"10.{count // 65536}.{count // 256 % 256}.{count % 256}")
+    assert len(guesses._left) <= 10_000
