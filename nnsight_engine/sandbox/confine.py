@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import os
 import resource
+import shutil
 import signal
 from pathlib import Path
 from typing import Final
@@ -49,13 +50,14 @@ def leave_the_world(folder: str) -> list[str]:
     """Give up this process's user, environment, folder and, where the kernel allows, network and names.
 
     Args:
-        folder: An empty one.
+        folder: One of its own, which is gone then.
 
     Returns:
         What it has not got: namespaces that the kernel or a container's rules refuse.
     """
     os.environ.clear()
     os.chdir(folder)
+    shutil.rmtree(folder, ignore_errors=True)  # an empty one without a name is left
     Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_GO)
     if os.geteuid() == 0:
         os.setgroups([])

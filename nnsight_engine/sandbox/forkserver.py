@@ -101,7 +101,7 @@ class _Nursery:
         """
         self._half_bytes = half_bytes
         self._lock = threading.Lock()
-        self._folder = tempfile.mkdtemp(prefix="nnsight-engine-sandbox-")
+        self._folder = tempfile.mkdtemp(prefix=f"nnsight-engine-sandbox-{os.getpid()}-")
         own, theirs = socket.socketpair()
         self._orders = own
         environment = {

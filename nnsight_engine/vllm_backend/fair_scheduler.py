@@ -35,7 +35,12 @@ _LOOK_S: Final = 0.5
 
 
 class FairScheduler(Scheduler):
-    """vLLM's scheduler, sharing between senders."""
+    """vLLM's scheduler, sharing between senders.
+
+    Attributes:
+        sharing: Says who is light, and how long short steps are.
+        whole_step_tokens: Most tokens of a step that is not short.
+    """
 
     running: list[Request]
     max_num_scheduled_tokens: int
@@ -44,7 +49,7 @@ class FairScheduler(Scheduler):
         """Know no sender yet."""
         super().__init__(*args, **kwargs)
         limits = EngineLimits.read(self.vllm_config)
-        self._sharing = Sharing(limits.fair_window_s, limits.fair_step)
+        self.sharing = Sharing(limits.fair_window_s, limits.fair_step)
         self.whole_step_tokens: int = self.max_num_scheduled_tokens
         self._looked_at = 0.0
         self._came_to_nothing = False
@@ -53,15 +58,15 @@ class FairScheduler(Scheduler):
 
     def add_request(self, request: Request) -> None:
         """Queue a request."""
-        self._sharing.arrive(_sender(request))
+        self.sharing.arrive(_sender(request))
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step: for all, or for those whose turn it is."""
-        if not self._sharing:
+        if not self.sharing:
             return self.schedule_all(*args, **kwargs)
         began = time.perf_counter()
-        if len(self._sharing) == 1 and len(self.running) <= self.max_num_running_reqs:
+        if len(self.sharing) == 1 and len(self.running) <= self.max_num_running_reqs:
             output = self.schedule_all(*args, **kwargs)
         else:
             with self._turn():
@@ -81,7 +86,7 @@ class FairScheduler(Scheduler):
             began, scheduled = self._began
             self._began = None
             moment = time.perf_counter()
-            self._sharing.times.add(sum(scheduled.values()), moment - began)
+            self.sharing.times.add(sum(scheduled.values()), moment - began)
             # What passes between steps is taken from others too, unless there was nothing to do.
             self._charge(scheduled, moment - (began if self._busy_since is None else self._busy_since))
             self._busy_since = moment
@@ -102,21 +107,21 @@ class FairScheduler(Scheduler):
         return ()
 
     def _charge(self, scheduled: dict[str, int], seconds: float) -> None:
-        if len(self._sharing) == 1:
-            self._sharing.charge_one(seconds)
+        if len(self.sharing) == 1:
+            self.sharing.charge_one(seconds)
         else:
             tokens: Counter[str] = Counter()
             for request_id, num_tokens in scheduled.items():
                 request = self.requests.get(request_id)
                 if request is not None:  # else it was ended meanwhile
                     tokens[_sender(request)] += num_tokens
-            self._sharing.charge(tokens, seconds)
+            self.sharing.charge(tokens, seconds)
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
         """Leave in the queues, for the length of one step, those whose turn it is."""
         self._look()
-        light = self._sharing.light()
+        light = self.sharing.light()
         first = [request for request in self.running if _sender(request) in light]
         rest = [request for request in self.running if _sender(request) not in light]
         waiting = [request for request in self.waiting if _sender(request) in light] if light else []
@@ -144,7 +149,7 @@ class FairScheduler(Scheduler):
         moment = time.monotonic()
         if moment - self._looked_at > _LOOK_S:
             self._looked_at = moment
-            self._sharing.keep({_sender(request) for request in self.requests.values()})
+            self.sharing.keep({_sender(request) for request in self.requests.values()})
 
     def _is_exclusive(self, running: list[Request], waiting: list[Request]) -> bool:
         """Tell whether a step is for these alone: one of them is to begin, or has begun its prompt."""
@@ -183,7 +188,7 @@ class FairScheduler(Scheduler):
 
         Puts into front those of the running who do not go on without each other.
         """
-        limit = left = max(self._sharing.times.short, len(first) + 1)
+        limit = left = max(self.sharing.times.short, len(first) + 1)
         num_going = 0
         while left > 0 and num_going < len(self.running):
             left -= _missing(self.running[num_going])
