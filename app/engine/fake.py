@@ -221,7 +221,7 @@ class FakeEngineClient:
             raise ApiError(
                 ErrorCode.MODEL_NOT_FOUND, f"The model served is {MODEL!r}, got {model!r}.", "model"
             )
-        choices = _choices(prompts, int(body.get("n") or 1), _max_tokens(body))
+        choices = _choices(prompts, _number(body, "n") or 1, _max_tokens(body))
         path = str(http.scope.get("root_path", ""))
         job = _Job(kind, model, choices, interventions, path, owner, inline)
         self._note(job)
@@ -324,7 +324,16 @@ def _prompts(raw: Any) -> list[list[str]]:
 
 
 def _max_tokens(body: JsonObject) -> int:
-    return int(body.get("max_completion_tokens") or body.get("max_tokens") or _DEFAULT_MAX_TOKENS)
+    return _number(body, "max_completion_tokens") or _number(body, "max_tokens") or _DEFAULT_MAX_TOKENS
+
+
+def _number(body: JsonObject, name: str) -> int:
+    """Return a whole number of a request, 0 where it has none; as vLLM, refuse anything else."""
+    given = body.get(name) or 0
+    try:
+        return int(given)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ApiError(ErrorCode.INVALID_VALUE, f"{name!r} must be a whole number.", name) from error
 
 
 def _choices(prompts: list[list[str]], num_each: int, num_words: int) -> list[_Choice]:
