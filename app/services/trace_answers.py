@@ -26,7 +26,7 @@ from app.auth.principal import Principal
 from app.body import read_bytes
 from app.context import Context
 from app.errors import error_bytes, internal_error
-from app.services.code_policy import sandbox_of
+from app.services.code_policy import SANDBOX_OF
 from app.services.disconnect import while_connected
 from app.services.streaming import ClosingStream
 from app.services.trace_admission import check_head, check_sender
@@ -96,7 +96,7 @@ async def read_trace(context: Context, http: Request, caller: Principal) -> Trac
     check_head(context.settings, caller, context.engine.served(), request.head)
     if admitted is not None:
         await admitted.reserve(of_trace(request.head))
-    request.sandbox_of = sandbox_of(settings, caller)
+    request.sandbox_of = http.scope[SANDBOX_OF]
     # Whose turn it is where traces wait: each tenant's, or, without keys, each machine's.
     request.tenant = caller.tenant
     request.sender = caller.tenant or ("" if http.client is None else http.client.host)

@@ -21,11 +21,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 
+from benchmarks.command import parsed, parser_of, show
 from benchmarks.fairness.load import FLOODS
 from benchmarks.machine import announced_machine
 from benchmarks.startup import served
@@ -33,7 +33,6 @@ from benchmarks.tracing.report import Report
 from benchmarks.tracing.timing import Case, Measure, Row, Sample, Sampler, measure
 from nnsight_engine import bundled_model_path
 
-_RESULTS: Final = Path(__file__).parents[1] / "results"
 _TARGET: Final = 1.5
 _SETTLE_S: Final = 2.0
 _WARM: Final = 10
@@ -170,22 +169,14 @@ def main() -> int:
     report = Report(
         machine, "fairness", "Shares of tenants", _METHOD.format(repeats=args.repeats), [args.repeats], rows
     )
-    console.print(report.table())
-    if not args.quick:
-        console.print(f"Written to {report.write(args.output)}", soft_wrap=True)
+    show(report, console, args)
     return 0
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fairness", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5, help="repetitions")
+    parser = parser_of("benchmarks.fairness", __doc__, repeats=5)
     parser.add_argument("--window", default="5", help="NNSIGHT_ENGINE_FAIR_WINDOW_S; 0 for no shares")
-    parser.add_argument("--quick", action="store_true", help="few repetitions, printed and not written")
-    parser.add_argument("--output", type=Path, default=_RESULTS, help="folder of the tables")
-    args = parser.parse_args()
-    if args.quick:
-        args.repeats = 1
-    return args
+    return parsed(parser, quick_repeats=1)
 
 
 _METHOD: Final = """\

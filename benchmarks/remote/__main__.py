@@ -9,7 +9,6 @@ server's process. And a trace that saves 50 MB, against one that computes the sa
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -18,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 from benchmarks.processes import ENVIRONMENT
@@ -27,6 +25,7 @@ os.environ.update(ENVIRONMENT)  # vLLM reads it when it is imported
 
 from rich.console import Console
 
+from benchmarks.command import parsed, parser_of, show
 from benchmarks.machine import announced_machine, touch_free_memory
 from benchmarks.remote.blocks import LAYER, PROMPT, SAVED_BYTES
 from benchmarks.remote.server import BenchmarkServer, result_of
@@ -40,7 +39,6 @@ from nnsight_engine.remote_backend.messages import TraceRequest
 from nnsight_engine.remote_backend.transport import Progress
 from nnsight_engine.vllm_backend.vllm import VLLM
 
-_RESULTS: Final = Path(__file__).parents[1] / "results"
 _OVERHEAD_TARGET_MS: Final = 5.0
 _SAVES_TARGET_MS: Final = SAVED_BYTES / 300e6 * 1e3
 """At 300 MB/s."""
@@ -137,7 +135,7 @@ def _saving(sample: Sample) -> float:
 
 def main() -> int:
     """Run the command line and return its exit status."""
-    args = _arguments()
+    args = parsed(parser_of("benchmarks.remote", __doc__, repeats=15), quick_repeats=4)
     console = Console()
     machine = announced_machine(console)
     if not args.quick:
@@ -158,21 +156,8 @@ def main() -> int:
         sides.close()
     method = _METHOD.format(repeats=args.repeats)
     report = Report(machine, "remote", "Traces on a server", method, [args.repeats], rows)
-    console.print(report.table())
-    if not args.quick:
-        console.print(f"Written to {report.write(args.output)}", soft_wrap=True)
+    show(report, console, args)
     return 0
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.remote", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=15, help="repetitions")
-    parser.add_argument("--quick", action="store_true", help="few repetitions, printed and not written")
-    parser.add_argument("--output", type=Path, default=_RESULTS, help="folder of the tables")
-    args = parser.parse_args()
-    if args.quick:
-        args.repeats = 4
-    return args
 
 
 _METHOD: Final = """\

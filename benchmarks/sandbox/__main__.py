@@ -9,7 +9,6 @@ kind come one after the other.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import copy
@@ -18,7 +17,6 @@ import os
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Final
 
 from benchmarks.processes import ENVIRONMENT
@@ -28,6 +26,7 @@ os.environ.update(ENVIRONMENT)  # vLLM reads it when it is imported
 import httpx
 from rich.console import Console
 
+from benchmarks.command import parsed, parser_of, show
 from benchmarks.machine import announced_machine
 from benchmarks.remote.__main__ import message
 from benchmarks.remote.server import BenchmarkServer, result_of
@@ -35,7 +34,6 @@ from benchmarks.tracing.report import Report
 from benchmarks.tracing.timing import Case, Measure, Row, Sample, measure
 from nnsight_engine import bundled_model_path
 
-_RESULTS: Final = Path(__file__).parents[1] / "results"
 _TARGET_MS: Final = 2.0
 _TARGET_RATIO: Final = 1 / 0.97
 _WARM: Final = 20
@@ -112,7 +110,7 @@ def _ratio(sample: Sample) -> float:
 
 def main() -> int:
     """Run the command line and return its exit status."""
-    args = _arguments()
+    args = parsed(parser_of("benchmarks.sandbox", __doc__, repeats=15), quick_repeats=4)
     console = Console()
     machine = announced_machine(console)
     model = str(bundled_model_path())
@@ -130,21 +128,8 @@ def main() -> int:
         rows: list[Row] = measure(case, args.repeats)
     method = _METHOD.format(repeats=args.repeats)
     report = Report(machine, "sandbox", "Traces in a sandbox", method, [args.repeats], rows)
-    console.print(report.table())
-    if not args.quick:
-        console.print(f"Written to {report.write(args.output)}", soft_wrap=True)
+    show(report, console, args)
     return 0
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sandbox", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=15, help="repetitions")
-    parser.add_argument("--quick", action="store_true", help="few repetitions, printed and not written")
-    parser.add_argument("--output", type=Path, default=_RESULTS, help="folder of the tables")
-    args = parser.parse_args()
-    if args.quick:
-        args.repeats = 4
-    return args
 
 
 _METHOD: Final = """\

@@ -12,7 +12,8 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from nnsight_engine.sandbox.errors import SandboxEndedError
@@ -23,6 +24,22 @@ _MAX_INLINE: Final = 64 * 1024
 """Less than a socket takes without a reader, so that whoever sends never waits."""
 
 Part = bytes | bytearray | memoryview
+
+
+def read_exactly(read: Callable[[int], bytes], num_bytes: int) -> bytes:
+    """Return so many bytes of what ``read`` gives piece by piece.
+
+    Raises:
+        ConnectionResetError: The other side is gone.
+        OSError: What ``read`` raises.
+    """
+    found = b""
+    while len(found) < num_bytes:
+        more = read(num_bytes - len(found))
+        if not more:
+            raise ConnectionResetError("the other side is gone")
+        found += more
+    return found
 
 
 class Memory:
@@ -107,7 +124,7 @@ class EngineSide:
             OSError: The other side is gone, or did not take it before ``deadline``.
         """
         data = _written(parts, self._out)
-        self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+        self._wait_until(deadline)
         self._socket.sendall(data)
 
     def receive(self, deadline: float, max_bytes: int) -> bytes:
@@ -129,14 +146,14 @@ class EngineSide:
         return self._exactly(in_socket, deadline)
 
     def _exactly(self, num_bytes: int, deadline: float) -> bytes:
-        found = b""
-        while len(found) < num_bytes:
-            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-            more = self._socket.recv(num_bytes - len(found))
-            if not more:
-                raise ConnectionResetError("the sandbox is gone")
-            found += more
-        return found
+        def read(most: int) -> bytes:
+            self._wait_until(deadline)
+            return self._socket.recv(most)
+
+        return read_exactly(read, num_bytes)
+
+    def _wait_until(self, deadline: float) -> None:
+        self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
 
     def close(self) -> None:
         """Let go of both."""
@@ -167,18 +184,12 @@ class SandboxSide:
             data = data[os.write(self._descriptor, data) :]
 
     def receive(self) -> bytes:
-        """Wait for the next message; raises EOFError if the engine is gone."""
+        """Wait for the next message; raises ConnectionResetError if the engine is gone."""
         in_socket, in_memory = _HEAD.unpack(self._exactly(_HEAD.size))
         return bytes(self._in[:in_memory]) if in_memory else self._exactly(in_socket)
 
     def _exactly(self, num_bytes: int) -> bytes:
-        found = b""
-        while len(found) < num_bytes:
-            more = os.read(self._descriptor, num_bytes - len(found))
-            if not more:
-                raise EOFError
-            found += more
-        return found
+        return read_exactly(partial(os.read, self._descriptor), num_bytes)
 
 
-__all__ = ["EngineSide", "Memory", "Part", "SandboxSide"]
+__all__ = ["EngineSide", "Memory", "Part", "SandboxSide", "read_exactly"]

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from nnsight_engine.sandbox import seccomp
-from nnsight_engine.sandbox.channel import EngineSide, Memory
+from nnsight_engine.sandbox.channel import EngineSide, Memory, read_exactly
 from nnsight_engine.sandbox.errors import SandboxEndedError, SandboxUnavailableError
 from nnsight_engine.sandbox.nursery import FORK, NUMBER, ORDER, READY, REAP
 
@@ -178,13 +178,7 @@ class _Nursery:
         return number
 
     def _exactly(self, num_bytes: int) -> bytes:
-        found = b""
-        while len(found) < num_bytes:
-            more = self._orders.recv(num_bytes - len(found))
-            if not more:
-                raise ConnectionResetError("the process has ended")
-            found += more
-        return found
+        return read_exactly(self._orders.recv, num_bytes)
 
     def close(self) -> None:
         """End it, and with it all that it has forked."""
@@ -263,6 +257,8 @@ class ForkServer:
                 if self._nursery is None:
                     self._nursery = _Nursery(self._command, self._setup, self._half_bytes)
                     self._error = None
+                    if self._nursery.lacks:
+                        logger.warning("sandboxes have no %s namespace here", ", ".join(self._nursery.lacks))
                 while len(self._spare) < self._num_spare and not self._closed:
                     self._spare.append(self._nursery.fork())
             except SandboxUnavailableError as error:

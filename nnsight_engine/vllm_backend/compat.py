@@ -30,8 +30,6 @@ CONFIG_KEY: Final = "nnsight_engine"
 WORKER_CLASS: Final = "nnsight_engine.vllm_backend.worker.InterventionWorker"
 PROCESS: Final = "process"
 RESTRICTED: Final = "restricted"
-OFF: Final = "off"
-SANDBOXES: Final = (PROCESS, RESTRICTED, OFF)
 """How strangers' blocks may run, see ``EngineLimits``."""
 _RAY_EXECUTOR: Final = "nnsight_engine.vllm_backend.ray_executor.ClusterExecutor"
 SCHEDULER_CLASS: Final = "nnsight_engine.vllm_backend.scheduler.InterventionScheduler"

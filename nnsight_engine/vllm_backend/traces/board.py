@@ -145,6 +145,13 @@ class Board(ModuleUse):
     def _wanting(self, provider: str) -> list[TracedRequest]:
         return sorted(self.wanted.get(provider, ()), key=_by_order)
 
+    def fail(self, provider: str, error: Exception) -> None:
+        """End the requests that have a use for a value which cannot be had."""
+        for request in self._wanting(provider):
+            if request.uses(provider):
+                request.failed(error)
+                request.wanted.clear()
+
     def handle(self, provider: str | None = None, value: Any = None, iterate: bool = False) -> Any:  # noqa: ARG002, FBT001, FBT002 - the documented signature
         """Provide a value, as an envoy's own code may."""
         return value if provider is None else self.provide(provider, value)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.families import ModelPoints
     from nnsight_engine.vllm_backend.traces.request import TraceSpan
-    from nnsight_engine.vllm_backend.traces.sandboxed.cells import Cells
 
 
 @dataclasses.dataclass(slots=True)
@@ -93,7 +92,7 @@ class LeadingBoard(Board):
             try:
                 whole = self._whole(provider, value)
             except SpreadModuleError as error:
-                self._fail(provider, error)
+                self.fail(provider, error)
                 return value
             turn.changed = _changed(whole, super().offer(provider, number, whole))
             return self.spread.with_parts(provider, value, turn.changed) if turn.changed else value
@@ -104,12 +103,6 @@ class LeadingBoard(Board):
         self.spread.check(provider, value)
         self.spread.ranks.tell(Gather())
         return self.spread.whole(provider, value)
-
-    def _fail(self, provider: str, error: SpreadModuleError) -> None:
-        for request in self._wanting(provider):
-            if request.uses(provider):
-                request.failed(error)
-                request.wanted.clear()
 
     # What blocks do with modules.
 
@@ -182,7 +175,7 @@ class LeadingTraces(Presence, WorkerTraces):
         super().__init__(points, config, limits, board=LeadingBoard())
         self.board.spread = Spread(ranks, self.model, points)
 
-    def _new_cells(self) -> Cells:
+    def _open_cells(self) -> None:
         raise SandboxedError.spread()
 
     def adopt(self, data: bytes) -> dict[str, Any] | None:

@@ -21,7 +21,6 @@ import torch
 
 from nnsight_engine.interleaving.threads import Threads
 from nnsight_engine.remote_backend.received import failure_of, outcome_of, outcome_pieces
-from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.vllm_backend.compat import PROCESS, RESTRICTED
 from nnsight_engine.vllm_backend.outline import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.plain import NotPlainError, plain_saves
@@ -36,7 +35,7 @@ from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES, place_of
 from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed.cells import Cells, choice_of
-from nnsight_engine.vllm_backend.traces.sandboxed.outside import cells_of
+from nnsight_engine.vllm_backend.traces.sandboxed.outside import open_cells
 from nnsight_engine.vllm_backend.traces.scans import first_values, scanned
 from nnsight_engine.vllm_backend.traces.strangers import strangers_policy
 from nnsight_engine.vllm_backend.traces.telling import Parcel, Telling
@@ -109,7 +108,7 @@ class WorkerTraces:
         self.telling = Telling()
         self._limits = limits
         self._cell_news: dict[str, Parcel] = {}
-        self._cells: Cells | None = None
+        self._cells = Cells(self.board, limits)
         self.last_spent_s = 0.0
         self._spent_s: defaultdict[str, float] = defaultdict(float)
 
@@ -120,7 +119,7 @@ class WorkerTraces:
     @property
     def idle(self) -> bool:
         """Whether no traced request is running, or has failed before it could."""
-        return not (self._live or self._ended) and (self._cells is None or self._cells.idle)
+        return not (self._live or self._ended) and self._cells.idle
 
     def outline(self) -> list[OutlineEntry]:
         """List the model's modules."""
@@ -132,7 +131,7 @@ class WorkerTraces:
             "traced": len(self._live),
             "traces": len(self._by_key.keys() | self._held.keys()),
             "prints": len(self.telling),
-            "sandboxes": 0 if self._cells is None else len(self._cells),
+            "sandboxes": len(self._cells),
         }
         return {**held, "edits": self.edits.num_kept}
 
@@ -142,8 +141,7 @@ class WorkerTraces:
         """Open the blocks of requests that arrived, and let go of those that finished."""
         for request_id in finished & self._live.keys():
             self._live.pop(request_id).retire()
-        if self._cells is not None:
-            self._cells.finish(finished)
+        self._cells.finish(finished)
         for request_id, plain in arrived:
             if request_id not in self._members:
                 self._arrive(request_id, plain)
@@ -194,8 +192,6 @@ class WorkerTraces:
         Raises:
             SandboxUnavailableError: There is none.
         """
-        if self._cells is None:
-            raise SandboxUnavailableError("no sandbox has been started: send the request again")
         if not entry.data:
             entry = msgspec.structs.replace(entry, data=self._held.get(entry.key, b""))
         if not self._cells.arrive(request_id, self.edits.filled_in(entry), self._num_arrived):
@@ -215,13 +211,12 @@ class WorkerTraces:
         """
         if self._limits.sandbox != PROCESS:
             return True
-        if self._cells is None:
-            self._cells = self._new_cells()
-            self._cells.server.start()
-        return self._cells.server.is_ready
+        if not self._cells.is_open:
+            self._open_cells()
+        return self._cells.is_ready
 
-    def _new_cells(self) -> Cells:
-        return cells_of(self.board, self.model, self._points, self._config, self._limits)
+    def _open_cells(self) -> None:
+        open_cells(self._cells, self.model, self._points, self._config, self._limits)
 
     def _context(self, entry: TraceEntry, choice: int) -> tuple[TraceContext | None, BaseException | None]:
         """Return the blocks of a request's trace, or why they cannot be read."""
@@ -283,7 +278,7 @@ class WorkerTraces:
 
     def takes_part(self, request_id: str) -> bool:
         """Tell whether a request is traced, and its block still of use."""
-        return request_id in self._live or (self._cells is not None and self._cells.has(request_id))
+        return request_id in self._live or self._cells.has(request_id)
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
         """Begin a step for these requests; False if no block takes part in it."""
@@ -294,7 +289,7 @@ class WorkerTraces:
         self._active = [self._live[span.request_id] for span in own]
         for request, span in zip(self._active, own, strict=True):
             request.begin(span, num_rows)
-        if self._cells is not None and len(own) < len(spans):
+        if len(own) < len(spans):
             self._cells.step([span for span in spans if span.request_id not in self._live], num_rows)
         return True
 
@@ -307,14 +302,13 @@ class WorkerTraces:
     @property
     def in_step(self) -> bool:
         """Whether some block takes part in the running step."""
-        return bool(self._active) or (self._cells is not None and self._cells.in_step)
+        return bool(self._active) or self._cells.in_step
 
     def on_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Offer the logits, ``[requests, vocabulary]``; returns them as the blocks leave them."""
         for request in self._active:
             request.after_model(logits.shape[0])
-        if self._cells is not None:
-            self._cells.after_model(logits.shape[0])
+        self._cells.after_model(logits.shape[0])
         value: torch.Tensor = self.board.provide(f"{self.model.path}.{LOGITS}.output", logits)
         return value
 
@@ -327,9 +321,8 @@ class WorkerTraces:
         """End the step; returns the requests that are to end, because their blocks failed or stopped them."""
         for request in self._active:
             request.end()
-        if self._cells is not None:
-            ended, self._cell_news = self._cells.end()
-            self._ended += ended
+        ended, self._cell_news = self._cells.end()
+        self._ended += ended
         if self.board.interleaving:
             self.board.end()
         self._active = []
@@ -381,7 +374,7 @@ class WorkerTraces:
         if index is not None:
             self._by_key[key] = [one for one in every if one not in request_ids]
         members = [self._members.pop(request_id) for request_id in request_ids]
-        if self._cells is not None and self._cells.knows(key):
+        if self._cells.knows(key):
             pieces, spent_s = self._cells.collect(key, results, index)
             self._spent_s[key] += spent_s
             return pieces
@@ -455,8 +448,7 @@ class WorkerTraces:
         """Close what is left of a trace, which nobody will collect; returns ``last_spent_s``."""
         self._held.pop(key, None)
         self.last_spent_s = 0.0
-        if self._cells is not None:
-            self._spent_s[key] += self._cells.drop(key)
+        self._spent_s[key] += self._cells.drop(key)
         if key in self._by_key:
             self.collect(key, {})
         self._spent_s.pop(key, None)
@@ -465,8 +457,7 @@ class WorkerTraces:
 
     def take_left(self, key: str) -> tuple[str, str]:
         """Return what a trace printed last, and what is to be said of its failure; and forget both."""
-        left = None if self._cells is None else self._cells.take_left(key)
-        return left or self.telling.take_left(key)
+        return self._cells.take_left(key) or self.telling.take_left(key)
 
     def _drop_uncollected(self) -> None:
         if len(self._by_key) <= _MAX_UNCOLLECTED:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 import torch
@@ -64,56 +64,62 @@ _SHARED: Final = (
 )
 
 
+class _Open(NamedTuple):
+    """What traces are run with, see ``Cells.open``."""
+
+    server: ForkServer
+    served: ServedModules
+    max_bytes: int
+
+
 class Cell:
     """One trace's process, as the board knows it.
 
     Args:
         board: Where the model's calls come from.
         sandbox: The process.
-        served: Calls modules for it.
+        opened: What it is run with.
         order: Which of all requests its first one is.
+        tenant: Whose code runs in it.
         budget_s: Seconds that one block may compute within one step.
-        max_bytes: Of an answer.
 
     Attributes:
         entries: Its requests.
         live: Those whose blocks are still of use.
-        tenant: Whose code runs in it.
         error: Why it was ended before its time.
         spent_s: Seconds for which the worker has waited for it.
     """
 
     partial = False
-    is_over = False
 
     def __init__(
         self,
         board: Board,
         sandbox: Sandbox,
-        served: ServedModules,
+        opened: _Open,
         order: int,
+        tenant: str,
         budget_s: float,
-        max_bytes: int,
     ) -> None:
         """Stand for a process in which nothing has run yet."""
         self.board = board
         self.order = order
-        self.tenant = ""
+        self.tenant = tenant
         self.entries: dict[str, TraceEntry] = {}
         self.live: set[str] = set()
         self.error: Exception | None = None
         self.in_step = False
         self.spent_s = 0.0
         self._sandbox = sandbox
-        self._served = served
+        self._served = opened.served
         self._budget_s = budget_s
         self._left_s = 0.0
-        self._max_bytes = max_bytes
+        self._max_bytes = opened.max_bytes
         self._wanted: list[str] = []
         self._before: list[str] = []
         self._passed: list[str] = []
         self._parcels: Parcels | None = None
-        self._behind: list[TraceSpan] | None = None
+        self._is_behind = False
         self._spans: list[TraceSpan] = []
         self._is_served = False
         self._num_printed = 0
@@ -137,7 +143,7 @@ class Cell:
         self._before, self._passed = self._passed, []
         self._spans = list(spans)
         self._parcels = Parcels(self._spans, num_rows)
-        self._behind = None
+        self._is_behind = False
         self.in_step = True
         self._say(Step([(span.request_id, span.num_rows, span.start, span.complete) for span in spans]))
         return self.error is None
@@ -148,7 +154,7 @@ class Cell:
             type(span)(span.request_id, at, span.index, 1, 0, complete=True)
             for at, span in enumerate(self._spans)
         ]
-        self._behind = rows
+        self._is_behind = True
         self._parcels = Parcels(rows, num_requests)
 
     def end(self) -> tuple[list[str], dict[str, Parcel]]:
@@ -300,7 +306,6 @@ class Cell:
         parcels, place = self._parcels, self.board.place
         assert parcels is not None  # noqa: S101 - a step is running
         keeper = Keeper()
-        is_behind = self._behind is not None
         try:
             kept = keeper.keep(place.value)
             packed_value, forms = parcels.pack(kept)
@@ -312,7 +317,7 @@ class Cell:
         if reason:
             self._say(Broken(provider, self._newly_passed(), reason))
             return
-        reply = self._say(Offer(provider, self._newly_passed(), is_behind), body)
+        reply = self._say(Offer(provider, self._newly_passed(), self._is_behind), body)
         if isinstance(reply, Go) and reply.changes:
             try:
                 place.value = keeper.give_back(self._changed(parcels, kept, reply.changes))
@@ -359,26 +364,43 @@ class Cells:
 
     Args:
         board: Where the model's calls and the requests meet.
-        server: Gives out processes.
-        served: Calls modules for them.
         limits: What blocks may use.
-        max_bytes: Of an answer.
     """
 
-    def __init__(
-        self, board: Board, server: ForkServer, served: ServedModules, limits: EngineLimits, max_bytes: int
-    ) -> None:
-        """Start without any."""
-        self.server = server
+    def __init__(self, board: Board, limits: EngineLimits) -> None:
+        """Start without any, and with no process to run one in before ``open``."""
         self._board = board
-        self._served = served
         self._limits = limits
-        self._max_bytes = max_bytes
+        self._open: _Open | None = None
         self._by_key: dict[str, Cell] = {}
         self._by_request: dict[str, Cell] = {}
         self._left: dict[str, tuple[str, str]] = {}
         self._active: list[Cell] = []
         self._parked = Parked()
+
+    def open(self, server: ForkServer, served: ServedModules, max_bytes: int) -> None:
+        """Run traces from now on.
+
+        Args:
+            server: Gives out processes.
+            served: Calls modules for them.
+            max_bytes: Of an answer.
+        """
+        self._open = _Open(server, served, max_bytes)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether traces are run."""
+        return self._open is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a process waits for work.
+
+        Raises:
+            SandboxUnavailableError: They cannot be started.
+        """
+        return self._open is not None and self._open.server.is_ready
 
     def __len__(self) -> int:
         """Return how many there are."""
@@ -401,10 +423,12 @@ class Cells:
                 raise SandboxUnavailableError(
                     f"{len(self._by_key)} sandboxes are at work, as many as may be: send the request again"
                 )
-            budget_s = self._limits.sandbox_step_s
-            sandbox = self._parked.take(entry.sandbox_of) or self.server.take()
-            cell = Cell(self._board, sandbox, self._served, order, budget_s, self._max_bytes)
-            cell.tenant = entry.sandbox_of
+            if self._open is None:
+                raise SandboxUnavailableError("no sandbox has been started: send the request again")
+            sandbox = self._parked.take(entry.sandbox_of) or self._open.server.take()
+            cell = Cell(
+                self._board, sandbox, self._open, order, entry.sandbox_of, self._limits.sandbox_step_s
+            )
             self._by_key[entry.key] = cell
         self._by_request[request_id] = cell
         cell.begin([(request_id, msgspec.structs.replace(entry, sandbox_of=""))], ())

@@ -45,7 +45,7 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     read_by_sandbox,
     slot_of,
 )
-from nnsight_engine.vllm_backend.traces.stages.parcels import Parcels
+from nnsight_engine.vllm_backend.traces.stages.parcels import Parcels, ValueElsewhere
 from nnsight_engine.vllm_backend.traces.strangers import strangers_policy
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 from nnsight_engine.wire import TRUSTED, Policy, decode, restore_error
@@ -106,22 +106,14 @@ class WaitingThreads(Threads):
         return stack
 
 
-class ValueOutside:
+class ValueOutside(ValueElsewhere):
     """Stands for an object of the worker's that does not travel: what attention knows of all, for one."""
 
-    def __init__(self, name: tuple[str, ...]) -> None:
-        """Keep its name there."""
-        self.name = name
+    def _refusal(self) -> Exception:
+        return SandboxedError.value(self.name[1])
 
-    def __getattr__(self, name: str) -> Any:
-        """Refuse: only special names, which Python itself asks for, are simply missing."""
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise SandboxedError.value(self.name[-1])
-
-    def __repr__(self) -> str:
-        """Say what it stands for."""
-        return f"<{self.name[-1]} outside of the sandbox>"
+    def _place(self) -> str:
+        return "outside of the sandbox"
 
 
 class InsideTraces(WorkerTraces):
@@ -190,7 +182,7 @@ class InsideTraces(WorkerTraces):
                 return self._offer(provider, passed, body, is_behind=is_behind)
             case Broken(provider, passed, reason):
                 self._pass(passed)
-                self._fail(provider, SandboxedError.unshared(reason))
+                self.board.fail(provider, SandboxedError.unshared(reason))
                 return packed(Go(self._now_wanted()))
             case End(passed):
                 self._pass(passed)
@@ -248,17 +240,11 @@ class InsideTraces(WorkerTraces):
             slots = [slot_of(rows, number) for number, rows in changes]
         except Exception as error:
             logger.debug("a value could not be shared", exc_info=True)
-            self._fail(provider, error)
+            self.board.fail(provider, error)
             slots = []
         return packed(
             Go(self._now_wanted(), changes=[slot for slot, _ in slots]), [content for _, content in slots]
         )
-
-    def _fail(self, provider: str, error: Exception) -> None:
-        for request in list(self.board.wanted.get(provider, ())):
-            if request.uses(provider):
-                request.failed(error)
-                request.wanted.clear()
 
     def _now_wanted(self) -> list[str] | None:
         wanted = list(self.board.wanted)

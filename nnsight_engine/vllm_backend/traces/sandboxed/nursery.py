@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nnsight_engine.sandbox.channel import read_exactly
 from nnsight_engine.sandbox.confine import Share
 from nnsight_engine.sandbox.nursery import NUMBER, raise_children
 from nnsight_engine.vllm_backend.compat import EngineLimits
@@ -38,7 +39,8 @@ class InsideEnvoy(EnvoyElsewhere):
 
 def main(orders: socket.socket, folder: str) -> None:
     """Learn what the model is like, and fork sandboxes of it."""
-    setup = decode(_read(orders, NUMBER.unpack(_read(orders, NUMBER.size))[0]))
+    (num_bytes,) = NUMBER.unpack(read_exactly(orders.recv, NUMBER.size))
+    setup = decode(read_exactly(orders.recv, num_bytes))
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     limits = EngineLimits(**setup["limits"])
@@ -49,16 +51,6 @@ def main(orders: socket.socket, folder: str) -> None:
     share = Share(limits.sandbox_bytes, limits.sandbox_cpu_s)
     _warm_up()
     raise_children(orders, folder, share, partial(traces.grow_up, limits.sandbox_blocks, rehearsal.run))
-
-
-def _read(orders: socket.socket, num_bytes: int) -> bytes:
-    found = b""
-    while len(found) < num_bytes:
-        more = orders.recv(num_bytes - len(found))
-        if not more:
-            raise SystemExit("the engine has ended")
-        found += more
-    return found
 
 
 class _Outside:

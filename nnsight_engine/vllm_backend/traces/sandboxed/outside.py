@@ -7,7 +7,6 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 from nnsight_engine.sandbox.forkserver import ForkServer
-from nnsight_engine.vllm_backend.traces.sandboxed.cells import Cells
 from nnsight_engine.vllm_backend.traces.sandboxed.served import ServedModules
 from nnsight_engine.vllm_backend.traces.stages.elsewhere import described
 from nnsight_engine.wire import encode
@@ -17,20 +16,20 @@ if TYPE_CHECKING:
 
     from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.families import ModelPoints
-    from nnsight_engine.vllm_backend.traces.board import Board
     from nnsight_engine.vllm_backend.traces.model import WorkerModel
+    from nnsight_engine.vllm_backend.traces.sandboxed.cells import Cells
 
 _NURSERY: Final = "nnsight_engine.vllm_backend.traces.sandboxed.nursery"
 _NUM_SPARE: Final = 4
 
 
-def cells_of(
-    board: Board, model: WorkerModel, points: ModelPoints, config: VllmConfig, limits: EngineLimits
-) -> Cells:
-    """Return a worker's sandboxed traces; nothing is started yet.
+def open_cells(
+    cells: Cells, model: WorkerModel, points: ModelPoints, config: VllmConfig, limits: EngineLimits
+) -> None:
+    """Begin to start what a worker's sandboxed traces need.
 
     Args:
-        board: Where the model's calls and the requests meet.
+        cells: The worker's.
         model: The worker's tree of envoys.
         points: The model's points.
         config: vLLM's.
@@ -56,7 +55,8 @@ def cells_of(
     server = ForkServer(command, encode(setup), half_bytes, _NUM_SPARE)
     max_rows = config.scheduler_config.max_num_batched_tokens
     served = ServedModules(model, points, max_rows)
-    return Cells(board, server, served, limits, half_bytes)
+    server.start()
+    cells.open(server, served, half_bytes)
 
 
-__all__ = ["cells_of"]
+__all__ = ["open_cells"]

@@ -51,9 +51,5 @@ class Parked:
                 return None
         return None
 
-    def __len__(self) -> int:
-        """Return how many wait."""
-        return len(self._by_process)
-
 
 __all__ = ["Parked"]

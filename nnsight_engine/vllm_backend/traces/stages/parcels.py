@@ -179,7 +179,7 @@ class Keeper:
 class ValueElsewhere:
     """Stands, where blocks run, for an object that stays on another stage."""
 
-    def __init__(self, name: tuple[str, ...], stage: int) -> None:
+    def __init__(self, name: tuple[str, ...], stage: int = 0) -> None:
         """Keep its name there."""
         self.name = name
         self._stage = stage
@@ -188,11 +188,17 @@ class ValueElsewhere:
         """Refuse: only special names, which Python itself asks for, are simply missing."""
         if name.startswith("__"):
             raise AttributeError(name)
-        raise StageError.value(self.name[1], self._stage)
+        raise self._refusal()
+
+    def _refusal(self) -> Exception:
+        return StageError.value(self.name[1], self._stage)
+
+    def _place(self) -> str:
+        return f"on pipeline stage {self._stage}"
 
     def __repr__(self) -> str:
         """Say what it stands for."""
-        return f"<{self.name[1]} on pipeline stage {self._stage}>"
+        return f"<{self.name[1]} {self._place()}>"
 
     @staticmethod
     def reference(value: Any) -> tuple[str, ...] | None:

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.families import ModelPoints
-    from nnsight_engine.vllm_backend.traces.sandboxed.cells import Cells
     from nnsight_engine.vllm_backend.traces.stages.links import Channel
 
 logger = logging.getLogger(__name__)
@@ -84,7 +83,7 @@ class ServingTraces(WorkerTraces):
     def _new_model(self, names: Names) -> WorkerModel:
         return PipelineModel(self._points, self._config, self.board, self.elsewhere, names)
 
-    def _new_cells(self) -> Cells:
+    def _open_cells(self) -> None:
         raise SandboxedError.spread()
 
     def outline(self) -> list[OutlineEntry]:
@@ -130,11 +129,11 @@ class ServingTraces(WorkerTraces):
             if kind == "offer":
                 changes = self._offered(parcels, *rest)
             else:
-                self._fail(rest[0], StageError(rest[1]))
+                self.board.fail(rest[0], StageError(rest[1]))
             try:
                 self._say(changes)
             except EncodeError as error:
-                self._fail(rest[0], error)
+                self.board.fail(rest[0], error)
                 self._say([])
 
     def _hear(self, stage: int, link: Channel) -> tuple[Any, ...]:
@@ -165,14 +164,8 @@ class ServingTraces(WorkerTraces):
             return parcels.changes(value, self.board.offer(provider, None, value))
         except Exception as error:
             logger.exception("a value of another stage could not be shared with traced requests")
-            self._fail(provider, error)
+            self.board.fail(provider, error)
             return []
-
-    def _fail(self, provider: str, error: Exception) -> None:
-        for request in list(self.board.wanted.get(provider, ())):
-            if request.uses(provider):
-                request.failed(error)
-                request.wanted.clear()
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
         """Go on with the step that the first stage has begun."""
