@@ -73,6 +73,10 @@ class TraceEntry(msgspec.Struct, frozen=True):
         plain: dict[str, Any] = msgspec.to_builtins(self, builtin_types=(bytes,))
         return plain
 
+    def choice_of(self, request_id: str) -> int:
+        """Return which of its request's ``n`` a request is: vLLM names these <choice>_<parent>."""
+        return int(request_id.partition("_")[0]) if self.num_choices > 1 else 0
+
     @staticmethod
     def from_plain(plain: Any) -> TraceEntry:
         """Read what ``to_plain`` made; raises msgspec.ValidationError."""

@@ -34,7 +34,7 @@ from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES, place_of
 from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
-from nnsight_engine.vllm_backend.traces.sandboxed.cells import Cells, choice_of
+from nnsight_engine.vllm_backend.traces.sandboxed.cells import Cells
 from nnsight_engine.vllm_backend.traces.sandboxed.outside import open_cells
 from nnsight_engine.vllm_backend.traces.scans import first_values, scanned
 from nnsight_engine.vllm_backend.traces.strangers import strangers_policy
@@ -158,7 +158,7 @@ class WorkerTraces:
         self._members[request_id] = member
         self._by_key.setdefault(entry.key, []).append(request_id)
         try:
-            member.choice = choice_of(request_id, entry)
+            member.choice = entry.choice_of(request_id)
             self._num_arrived += 1
             if entry.sandbox_of and self._limits.sandbox == PROCESS:
                 self._arrive_in_cell(request_id, entry)
@@ -194,8 +194,7 @@ class WorkerTraces:
         """
         if not entry.data:
             entry = msgspec.structs.replace(entry, data=self._held.get(entry.key, b""))
-        if not self._cells.arrive(request_id, self.edits.filled_in(entry), self._num_arrived):
-            self._ended.append(request_id)
+        self._cells.arrive(request_id, self.edits.filled_in(entry), self._num_arrived)
 
     def _policy(self, entry: TraceEntry) -> Policy | None:
         """Return what a request's blocks may do; None for those of trusted senders."""

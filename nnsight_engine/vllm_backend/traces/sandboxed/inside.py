@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import msgspec
 import torch
 
 from nnsight_engine.core.trees import map_tensors
@@ -38,7 +39,9 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     Offer,
     Passed,
     Returned,
+    Slot,
     Step,
+    Tensors,
     Told,
     ToSandbox,
     packed,
@@ -173,23 +176,24 @@ class InsideTraces(WorkerTraces):
     def answer(self, head: ToSandbox, body: memoryview) -> list[bytes | memoryview]:
         """Do what the worker says, and return what to say to it."""
         match head:
-            case Begin(arrived, finished):
-                self.begin(arrived, set(finished))
+            case Begin(arrived):
+                self.begin(arrived, set())
                 return packed(Go(self._now_wanted(), live=list(self._live)))
-            case Step(spans):
+            case Step(spans, finished, passed):
+                self._pass(passed)
+                self.begin((), set(finished))
                 return self._step(spans)
-            case Offer(provider, passed, is_behind):
-                return self._offer(provider, passed, body, is_behind=is_behind)
+            case Offer():
+                return self._offer(head, body)
             case Broken(provider, passed, reason):
                 self._pass(passed)
                 self.board.fail(provider, SandboxedError.unshared(reason))
-                return packed(Go(self._now_wanted()))
+                return packed(self._go())
             case End(passed):
                 self._pass(passed)
-                ended = self.end()
-                told = [Told(name, parcel[1], parcel[2], parcel[3]) for name, parcel in self.news().items()]
-                return packed(Go(self._now_wanted(), ended=ended, told=told))
-            case Collect(key, results, index):
+                return packed(self._leave_step())
+            case Collect(key, results, index, finished):
+                self.begin((), set(finished))
                 pieces = self.collect(key, results, index)
                 if index is None:
                     self._start_over()
@@ -215,7 +219,19 @@ class InsideTraces(WorkerTraces):
             len(spans),
         )
         self.step(spans, row)
-        return packed(Go(self._now_wanted()))
+        return packed(self._go())
+
+    def _go(self, changes: Sequence[Slot] = ()) -> Go:
+        """Say to go on; if no block wants anything more, the step is over here and need not be ended."""
+        if self.board.wanted:
+            return Go(self._now_wanted(), changes=list(changes))
+        return msgspec.structs.replace(self._leave_step(), changes=list(changes), is_over=True)
+
+    def _leave_step(self) -> Go:
+        """End the step, and say what came of it."""
+        ended = self.end()
+        told = [Told(name, parcel[1], parcel[2], parcel[3]) for name, parcel in self.news().items()]
+        return Go(self._now_wanted(), ended=ended, told=told)
 
     def _pass(self, passed: Passed) -> None:
         """Take note of the places that the model has passed."""
@@ -223,28 +239,23 @@ class InsideTraces(WorkerTraces):
         self._passed += new
         self.board.calls.update(dict.fromkeys(new, 1))
 
-    def _offer(
-        self, provider: str, passed: Passed, body: memoryview, *, is_behind: bool
-    ) -> list[bytes | memoryview]:
-        self._pass(passed)
-        if is_behind and not self._is_behind:
+    def _offer(self, head: Offer, body: memoryview) -> list[bytes | memoryview]:
+        self._pass(head.passed)
+        if head.is_behind and not self._is_behind:
             self._is_behind = True
             for request in self._active:
                 request.after_model(len(self._active))
-        parcels = self._behind_parcels if is_behind else self._parcels
+        parcels = self._behind_parcels if head.is_behind else self._parcels
         assert parcels is not None  # noqa: S101 - a step has begun
-        changes: list[tuple[int, torch.Tensor]] = []
+        slots: list[tuple[Slot, memoryview]] = []
         try:
-            value = decode(bytearray(body), resolve=ValueOutside)
-            changes = parcels.changes(value, self.board.offer(provider, None, value))
+            value = _value(head, body)
+            changes = parcels.changes(value, self.board.offer(head.provider, None, value))
             slots = [slot_of(rows, number) for number, rows in changes]
         except Exception as error:
             logger.debug("a value could not be shared", exc_info=True)
-            self.board.fail(provider, error)
-            slots = []
-        return packed(
-            Go(self._now_wanted(), changes=[slot for slot, _ in slots]), [content for _, content in slots]
-        )
+            self.board.fail(head.provider, error)
+        return packed(self._go([slot for slot, _ in slots]), [content for _, content in slots])
 
     def _now_wanted(self) -> list[str] | None:
         wanted = list(self.board.wanted)
@@ -292,6 +303,13 @@ class InsideTraces(WorkerTraces):
         """Return the error for something that a module has in the worker alone."""
         del stage
         return SandboxedError.attribute(path, name)
+
+
+def _value(head: Offer, body: memoryview) -> Any:
+    if head.slots is None:
+        return decode(bytearray(body), resolve=ValueOutside)
+    found = list(map(Tensors(body).next, head.slots))
+    return tuple(found) if head.is_tuple else found[0]
 
 
 def _argument(path: str, value: Any, body: list[memoryview]) -> Argument:

@@ -65,32 +65,49 @@ Argument = Slot | Plain
 # From the worker.
 
 
-class Begin(msgspec.Struct, frozen=True, tag=True):
-    """Requests came and went; behind the head nothing."""
-
-    arrived: list[tuple[str, Any]]
-    finished: list[str]
-
-
-class Step(msgspec.Struct, frozen=True, tag=True):
-    """A step begins: request, number of rows, position of the first, whether a token is sampled after it."""
-
-    spans: list[tuple[str, int, int, bool]]
-
-
 class Passed(msgspec.Struct, frozen=True):
     """The places that the model has passed: so many as in the step before, then these."""
 
-    same: int
-    more: list[str]
+    same: int = 0
+    more: list[str] = []
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """Requests came; behind the head nothing."""
+
+    arrived: list[tuple[str, Any]]
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """A step begins.
+
+    Attributes:
+        spans: Of each request its number of rows, position of the first, whether a token is sampled after it.
+        finished: Requests that have ended since the last step.
+        passed: What the model passed in the last step after the process had nothing more to do with it.
+    """
+
+    spans: list[tuple[str, int, int, bool]]
+    finished: list[str]
+    passed: Passed
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
-    """The model is at a place; its value stands behind the head, as ``wire`` writes it."""
+    """The model is at a place; its value stands behind the head.
+
+    Attributes:
+        provider: The place.
+        passed: What the model has passed before it.
+        is_behind: Whether values have one row per request there.
+        slots: The value is a tensor, or a tuple of tensors; None if it is as ``wire`` writes it.
+        is_tuple: Whether it is a tuple.
+    """
 
     provider: str
     passed: Passed
     is_behind: bool
+    slots: list[Slot] | None = None
+    is_tuple: bool = False
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
@@ -119,6 +136,7 @@ class Collect(msgspec.Struct, frozen=True, tag=True):
     key: str
     results: dict[str, Any]
     index: int | None
+    finished: list[str]
 
 
 ToSandbox = Begin | Step | Offer | Broken | End | Returned | Collect
@@ -145,6 +163,7 @@ class Go(msgspec.Struct, frozen=True, tag=True):
         ended: Requests that are to end.
         told: News of requests.
         live: The requests whose blocks are still of use; None outside of ``Begin``.
+        is_over: Whether the process has nothing more to do with the running step, and has ended it.
     """
 
     wanted: _Many[str] | None = None
@@ -152,6 +171,7 @@ class Go(msgspec.Struct, frozen=True, tag=True):
     ended: _Many[str] = []
     told: _Many[Told] = []
     live: _Many[str] | None = None
+    is_over: bool = False
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
@@ -220,6 +240,26 @@ def slot_of(tensor: torch.Tensor, number: int = 0) -> tuple[Slot, memoryview]:
     return Slot(name, list(tensor.shape), number), flat.numpy().data
 
 
+def slots_of(value: Any) -> tuple[list[Slot], bool, list[bytes | memoryview]] | None:
+    """Return what stands for a tensor or a tuple of tensors, whether it is a tuple, and their bytes.
+
+    None for anything else, and for what ``wire`` has to write because the tensors are one and the same.
+    """
+    parts = value if type(value) is tuple else (value,)
+    if len(set(map(id, parts))) < len(parts) or not all(map(_is_simple, parts)):
+        return None
+    pairs = list(map(slot_of, parts))
+    return [slot for slot, _ in pairs], parts is value, [body for _, body in pairs]
+
+
+def _is_simple(value: Any) -> bool:
+    return (
+        type(value) is torch.Tensor
+        and value.layout is torch.strided
+        and str(value.dtype).removeprefix("torch.") in _DTYPES
+    )
+
+
 class Tensors:
     """Makes tensors of what stands behind a head.
 
@@ -270,4 +310,5 @@ __all__ = [
     "read_by_sandbox",
     "read_by_worker",
     "slot_of",
+    "slots_of",
 ]

@@ -23,8 +23,8 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     Offer,
     Passed,
     Step,
+    slots_of,
 )
-from nnsight_engine.wire import encode
 
 _CODE: Final = """
 first = model.layers[0].output.save()
@@ -48,7 +48,7 @@ class Rehearsal:
     """
 
     entry: dict[str, Any]
-    value: bytes
+    value: Any
 
     @staticmethod
     def of(points: ModelPoints) -> Rehearsal:
@@ -57,19 +57,22 @@ class Rehearsal:
         entry = TraceEntry(_KEY, 0, 1, data, [{}], streams=True, prints=True)
         rows = torch.zeros(_ROWS, points.hidden_size, dtype=torch.bfloat16)
         whole = rows[None] if points.family.is_batched else rows
-        return Rehearsal(entry.to_plain(), encode((whole, whole) if points.returns_residual else whole))
+        return Rehearsal(entry.to_plain(), (whole, whole) if points.returns_residual else whole)
 
     def run(self, traces: InsideTraces) -> None:
         """Run it; what is saved is thrown away."""
-        traces.answer(Begin([(_REQUEST, self.entry)], []), memoryview(b""))
-        traces.answer(Step([(_REQUEST, _ROWS, 0, True)]), memoryview(b""))
+        traces.answer(Begin([(_REQUEST, self.entry)]), memoryview(b""))
+        traces.answer(Step([(_REQUEST, _ROWS, 0, True)], [], Passed()), memoryview(b""))
         for _ in range(_MAX_OFFERS):
             wanted = next(iter(traces.board.wanted), None)
             if wanted is None:
                 break
-            traces.answer(Offer(wanted, Passed(0, []), is_behind=False), memoryview(self.value))
-        traces.answer(End(Passed(0, [])), memoryview(b""))
-        traces.answer(Collect(_KEY, {}, None), memoryview(b""))
+            slots, is_tuple, body = slots_of(self.value) or ([], False, [])
+            offer = Offer(wanted, Passed(), is_behind=False, slots=slots, is_tuple=is_tuple)
+            traces.answer(offer, memoryview(b"".join(body)))
+        else:
+            traces.answer(End(Passed()), memoryview(b""))
+        traces.answer(Collect(_KEY, {}, None, []), memoryview(b""))
 
 
 __all__ = ["Rehearsal"]
