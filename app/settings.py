@@ -179,7 +179,7 @@ class Settings(BaseSettings):
         default=86400.0, gt=0, description="How long a job is kept after its end, with its result."
     )
     job_store_bytes: int = Field(
-        default=20 * GIB, ge=0, description="Most bytes of all jobs' requests and results."
+        default=20 * GIB, ge=0, description="Most bytes of all jobs: requests, results, what they printed."
     )
     vector_store_bytes: int = Field(
         default=4 * GIB, ge=0, description="Most bytes of all vectors that the server keeps."

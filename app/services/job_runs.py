@@ -25,6 +25,7 @@ from api_schemas.jobs import JobEvent, JobStatus
 from app.audit.log import AuditLog
 from app.audit.records import Record, note_trace
 from app.errors import internal_error
+from app.services.job_prints import JobPrints
 from app.services.job_slots import Slot
 from app.services.local_calls import LocalCalls
 from app.services.traces import TraceService
@@ -40,9 +41,6 @@ from nnsight_engine.wire import DecodeError
 
 logger = logging.getLogger(__name__)
 
-_MAX_LOGS: Final = 10_000
-_MAX_LOG_CHARS: Final = 16 * 2**20
-_TOO_MANY_LOGS: Final = "… (what the block prints from here on is not kept)"
 _MAX_PENDING: Final = 500
 _TAKEN_S: Final = 0.2
 """An engine that has not refused a job for so long has taken it, though it says nothing yet."""
@@ -119,8 +117,7 @@ class JobRun:
         )
         self._dispatched: JobEvent | None = None
         self._events = _Batches(self._tell)
-        self._num_logs = 0
-        self._num_log_chars = 0
+        self._prints = JobPrints(tools.files.space, job.holder)
         self._has_result = False
         self._failure: JobEnd | None = None
         self._task: asyncio.Task[None] | None = None
@@ -165,6 +162,7 @@ class JobRun:
                 result.leave()
             else:
                 await result.discard()
+            self._prints.close()
             self._tools.told(self._job.id)
 
     def _note_run(self, end: JobEnd | None) -> None:
@@ -292,19 +290,10 @@ class JobRun:
             # A block's own error: the result that tells of it follows, and the job has ended only then.
             self._failure = JobEnd(JobStatus.ERROR, event.message, ErrorCode.BLOCK_FAILED)
         elif event.status is JobStatus.LOG:
-            await self._take_log(event)
+            if self._prints.admit(event):
+                await self._events.add(event)
         elif not event.status.is_final and event.status is not JobStatus.RECEIVED:
             await self._events.add(event)
-
-    async def _take_log(self, event: JobEvent) -> None:
-        if self._num_logs > _MAX_LOGS:
-            return
-        self._num_logs += 1
-        self._num_log_chars += len(event.message or "")
-        if self._num_logs > _MAX_LOGS or self._num_log_chars > _MAX_LOG_CHARS:
-            self._num_logs = _MAX_LOGS + 1
-            event.message = _TOO_MANY_LOGS
-        await self._events.add(event)
 
     def _refused(self, error: ApiError) -> JobEnd | None:
         """Return how a job ended that its engine did not run, or not to its end."""
@@ -349,10 +338,11 @@ class JobRun:
         if end is None:
             await self._tools.leases.give_back(self._job, was_interrupted=self._was_interrupted)
         else:
-            await self._tools.leases.end(self._job, end)
+            self._prints.written([await self._tools.leases.end(self._job, end)])
 
     async def _tell(self, events: list[JobEvent]) -> None:
         await self._tools.leases.tell(self._job, events)
+        self._prints.written(events)
         self._tools.told(self._job.id)
 
 

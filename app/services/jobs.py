@@ -35,7 +35,7 @@ from app.storage.database import Database
 from app.storage.engines import place_of
 from app.storage.job_files import ORPHAN_S, JobFiles
 from app.storage.job_leases import JobLeases
-from app.storage.job_space import Space
+from app.storage.job_space import JOB_BYTES, Space
 from app.storage.jobs import Accepted, Gone, JobStore, NewJob
 from app.storage.kept import Holder, StoredBytes
 from app.storage.results import OpenResult
@@ -237,13 +237,14 @@ class JobService:
 
     async def _accept(self, new: NewJob) -> Accepted:
         """Write down a job whose request lies in its folder, or remove that."""
+        never_was = Gone([new.id], [(new.holder, JOB_BYTES + new.request_bytes)])
         try:
             accepted = await self._store.accept(new)
         except Exception:
-            await self._forget(Gone([new.id], [(new.holder, new.request_bytes)]))
+            await self._forget(never_was)
             raise
         if not accepted.is_new:
-            await self._forget(Gone([new.id], [(new.holder, new.request_bytes)]))
+            await self._forget(never_was)
         self._wake()
         return accepted
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from app.storage.job_results import ResultFile
-from app.storage.job_space import Space, on_disk, sync_folder
+from app.storage.job_space import JOB_BYTES, Space, on_disk, sync_folder
 from app.storage.kept import NOBODY, Holder
 from app.storage.process_folders import ProcessFolder, claim_folder
 from app.storage.results import OpenResult
@@ -95,6 +95,7 @@ class JobFiles:
             raise RuntimeError("the files must be started before they are used; call start()")
         path = self._own.path / secrets.token_hex(16)
         upload = Upload(path, 0, "", holder)
+        self.space.take(JOB_BYTES, holder)
         try:
             digest = hashlib.sha256()
             with on_disk(_A_REQUEST):
@@ -111,7 +112,7 @@ class JobFiles:
             yield upload
         finally:
             if not upload.is_adopted:
-                self.space.give_up(upload.num_bytes, holder)
+                self.space.give_up(JOB_BYTES + upload.num_bytes, holder)
                 await asyncio.to_thread(path.unlink, missing_ok=True)
 
     async def head_of(self, upload: Upload) -> TraceRequest:
@@ -139,7 +140,7 @@ class JobFiles:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             raise
         upload.is_adopted = True
-        self.space.keep(upload.num_bytes, upload.holder)
+        self.space.keep(JOB_BYTES + upload.num_bytes, upload.holder)
 
     async def request(self, job_id: str) -> TraceRequest:
         """Read a job's request; its parts are views of the file, not of memory.

@@ -134,14 +134,18 @@ class JobLeases:
                 values["started_at"] = job.started_at = event.time
         await self._change(job, events, **values)
 
-    async def end(self, job: JobRow, end: JobEnd) -> None:
+    async def end(self, job: JobRow, end: JobEnd) -> JobEvent:
         """Write down how a job ended, and give up its lease.
+
+        Returns:
+            The event that tells of it.
 
         Raises:
             LeaseLostError: It was no longer ours.
         """
         event, values = ended(end.status, self._ttl_s, code=end.code, message=end.message)
         await self._change(job, [event], result_bytes=end.result_bytes, **values)
+        return event
 
     async def give_back(self, job: JobRow, *, was_interrupted: bool) -> None:
         """Let a job wait again, so that another server, or this one after a restart, runs it.

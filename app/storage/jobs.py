@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
 from app.storage.database import Database
+from app.storage.job_space import JOB_BYTES
 from app.storage.job_states import FINAL, add_events, cancelled, change, now, row_of
 from app.storage.kept import Holder
 from app.storage.tables import EventRow, JobRow
@@ -63,7 +64,7 @@ class EventPage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gone:
-    """Jobs that were removed, and how many bytes the files of each had, and whose."""
+    """Jobs that were removed, and how many bytes each had, and whose."""
 
     ids: list[str]
     freed: list[tuple[Holder, int]]
@@ -286,8 +287,9 @@ class JobStore:
         return set(await self._database.read(lambda session: session.scalars(select(JobRow.id)).all()))
 
     async def used_bytes(self) -> dict[Holder, int]:
-        """Return how many bytes the files of all jobs have, by whose they are."""
-        total = func.sum(JobRow.request_bytes + func.coalesce(JobRow.result_bytes, 0))
+        """Return how many bytes all jobs have, by whose they are."""
+        of_files = JobRow.request_bytes + func.coalesce(JobRow.result_bytes, 0)
+        total = func.sum(of_files + JobRow.event_bytes + JOB_BYTES)
         wanted = select(JobRow.owner, JobRow.key_id, total).group_by(JobRow.owner, JobRow.key_id)
         rows = await self._database.read(lambda session: session.execute(wanted).all())
         return {Holder(row[0], row[1]): int(row[2] or 0) for row in rows}
@@ -395,10 +397,23 @@ def _removed(session: Session, jobs: list[JobRow]) -> Gone:
     gone = session.execute(
         delete(JobRow)
         .where(JobRow.number.in_([job.number for job in jobs]), JobRow.status.in_(FINAL))
-        .returning(JobRow.id, JobRow.request_bytes, JobRow.result_bytes, JobRow.owner, JobRow.key_id)
+        .returning(
+            JobRow.id,
+            JobRow.owner,
+            JobRow.key_id,
+            JobRow.request_bytes,
+            JobRow.result_bytes,
+            JobRow.event_bytes,
+        )
         .execution_options(synchronize_session=False)
     ).all()
-    freed = [(Holder(job.owner, job.key_id), job.request_bytes + (job.result_bytes or 0)) for job in gone]
+    freed = [
+        (
+            Holder(job.owner, job.key_id),
+            job.request_bytes + (job.result_bytes or 0) + job.event_bytes + JOB_BYTES,
+        )
+        for job in gone
+    ]
     return Gone([job.id for job in gone], freed)
 
 
