@@ -22,6 +22,9 @@ from app.storage.kept import Holder
 from app.storage.tables import EventRow, JobRow
 
 _MAX_EXPIRED: Final = 200
+_MAX_PAGE_CHARS: Final = 256 * 1024
+"""Of a page of events: each follower holds one while its client reads."""
+_FETCHED: Final = 20
 _RERUNNABLE: Final = [JobStatus.ERROR.value, JobStatus.CANCELLED.value]
 
 
@@ -143,7 +146,7 @@ class JobStore:
         return rows[:limit], len(rows) > limit
 
     async def events(self, job_id: str, owner: str, *, after: int, limit: int) -> EventPage:
-        """Return what happened to a job after its event number ``after``.
+        """Return what happened to a job after its event number ``after``, less than ``limit`` if it is large.
 
         Raises:
             ApiError: ``job_not_found``.
@@ -159,18 +162,14 @@ class JobStore:
                 .where(EventRow.job_number == job.number, EventRow.seq > after)
                 .order_by(EventRow.seq)
                 .limit(limit)
+                .execution_options(yield_per=_FETCHED)
             )
-            events = [
-                JobEvent(
-                    id=row.seq,
-                    job=job_id,
-                    status=JobStatus(row.status),
-                    time=row.time,
-                    message=row.message,
-                    engine=row.engine,
-                )
-                for row in rows
-            ]
+            events, num_chars = [], 0
+            for row in rows:
+                events.append(_told(row, job_id))
+                num_chars += len(row.message or "")
+                if num_chars > _MAX_PAGE_CHARS:
+                    break
             last = events[-1].id if events else after
             is_last = JobStatus(job.status).is_final and last >= job.num_events
             return EventPage(events, job.num_events, is_last)
@@ -358,6 +357,17 @@ def _not_rerunnable(job: JobRow) -> ApiError:
         ErrorCode.JOB_NOT_RERUNNABLE,
         f"Only jobs that failed or were cancelled run again, and this one is {job.status}; "
         "send the trace as a new job.",
+    )
+
+
+def _told(row: EventRow, job_id: str) -> JobEvent:
+    return JobEvent(
+        id=row.seq,
+        job=job_id,
+        status=JobStatus(row.status),
+        time=row.time,
+        message=row.message,
+        engine=row.engine,
     )
 
 
