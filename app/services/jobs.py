@@ -38,7 +38,7 @@ from app.storage.job_leases import JobLeases
 from app.storage.job_space import JOB_BYTES, Space
 from app.storage.jobs import Accepted, Gone, JobStore, NewJob
 from app.storage.kept import Holder, StoredBytes
-from app.storage.results import OpenResult
+from app.storage.open_files import OpenResult
 from app.storage.tables import JobRow
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceHead
@@ -304,7 +304,8 @@ class JobService:
         """Return the frames that a job ended with.
 
         Raises:
-            ApiError: ``job_not_found``, ``job_not_finished``, ``result_not_found`` (its file was taken away).
+            ApiError: ``job_not_found``, ``job_not_finished``, ``result_not_found`` (its file was taken away),
+                ``rate_limit_exceeded`` (too many are read at once).
         """
         row = await self._store.get(job_id, owner)
         if not JobStatus(row.status).is_final:
@@ -316,12 +317,13 @@ class JobService:
         if row.result_bytes is None:
             return JobResult(tag, frame=_error_frame(row))
         try:
-            return JobResult(tag, await self._files.result(job_id, row.attempt))
+            opened = await self._files.result(job_id, row.attempt, row.result_bytes, row.holder)
         except FileNotFoundError as error:
             raise ApiError(
                 ErrorCode.RESULT_NOT_FOUND,
                 "The job's result was removed from the server's disk; run it again.",
             ) from error
+        return JobResult(tag, opened)
 
     async def follow(self, job_id: str, owner: str, after: int) -> AsyncGenerator[JobEvent, None]:
         """Return a job's events after its event number ``after``, as they happen, up to its end.

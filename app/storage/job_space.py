@@ -43,6 +43,7 @@ class Space:
         self._max_tenant_bytes = int(max_bytes * share)
         self._limits = limits or StoredBytes()
         self._stored, self._written = self._limits.place(), self._limits.place()
+        self._held = self._limits.place()
 
     def take(self, num_bytes: int, holder: Holder = NOBODY) -> None:
         """Count bytes that are about to be written.
@@ -58,7 +59,7 @@ class Space:
         self._written.add(holder, num_bytes)
 
     def _total(self, name: str | None) -> int:
-        places = (self._stored, self._written)
+        places = (self._stored, self._written, self._held)
         return sum(place.total if name is None else place.of(name) for place in places)
 
     @staticmethod
@@ -86,6 +87,10 @@ class Space:
     def free(self, num_bytes: int, holder: Holder = NOBODY) -> None:
         """Forget bytes that were stored and are gone."""
         self._stored.add(holder, -num_bytes)
+
+    def hold(self, num_bytes: int, holder: Holder = NOBODY) -> None:
+        """Count bytes that no job has any more and that are still there; less than none when they go."""
+        self._held.add(holder, num_bytes)
 
     def set_stored(self, counts: Mapping[Holder, int]) -> None:
         """Learn what the database says."""

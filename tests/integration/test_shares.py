@@ -168,6 +168,24 @@ async def test_stored_bytes_are_limited_by_key_and_tenant(teams: Teams, error_of
         assert counted == {"tenant:acme": sum(known.values()), "tenant:op": 0}
 
 
+async def test_a_job_s_result_counts_for_as_long_as_it_is_read(teams: Teams) -> None:
+    async with teams() as team:
+        ours = await team("acme")
+        jobs = ours.server.context.jobs
+        counted = jobs._files.space._total
+        job = await ours.submit("big:30000")
+        await ours.end(job)
+        readers = [(await jobs.result(job, "acme")).file for _ in range(2)]
+        await ours.client.delete(f"/v1/jobs/{job}", headers=ours.headers)
+        assert 30_000 < counted("tenant:acme") < 31_000
+        jobs._files.space.set_stored(await jobs._store.used_bytes())
+        assert 30_000 < counted("tenant:acme") < 31_000
+        assert b"".join([chunk async for chunk in readers[0].chunks()])[-30_000:] == bytes(30_000)
+        assert counted("tenant:acme")
+        await readers[1].close()
+        assert counted("tenant:acme") == 0
+
+
 async def test_results_make_room_for_results_of_the_same_holder_alone(
     teams: Teams, error_of: ErrorCheck
 ) -> None:
