@@ -15,7 +15,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -112,9 +112,7 @@ class JobRun:
         self._tools = tools
         self._slot = slot
         self._refusal = refusal
-        self._record = Record(
-            "RUN", "/v1/jobs/{job_id}", job.owner, job.key_id, subject=job.id, model=job.model
-        )
+        self._record = run_record(job)
         self._dispatched: JobEvent | None = None
         self._events = _Batches(self._tell)
         self._prints = JobPrints(tools.files.space, job.holder)
@@ -146,6 +144,7 @@ class JobRun:
             self._task.cancel()  # it was ended before its first step
         result = self._tools.files.new_result(self._job.id, self._job.attempt, self._job.holder)
         has_result = False
+        self._tools.log.begin(self._record)
         try:
             end = await self._finished(await self._end(result), result)
             has_result = end is not None and end.result_bytes is not None
@@ -157,7 +156,9 @@ class JobRun:
         except LeaseLostError:
             logger.warning("job %s is run by another server now, which took this one for dead", self._job.id)
             has_result &= self._is_unsure
+            self._note_run(None)
         finally:
+            self._tools.log.drop(self._record)
             if has_result:
                 result.leave()
             else:
@@ -393,6 +394,20 @@ class _Batches:
             del self._pending[: len(batch)]
 
 
+def run_record(job: JobRow, error: str = "") -> Record:
+    """Return the record of a job's run."""
+    return Record(
+        "RUN", "/v1/jobs/{job_id}", job.owner, job.key_id, subject=job.id, model=job.model, error=error
+    )
+
+
+def note_interrupted(jobs: Sequence[JobRow], log: AuditLog) -> None:
+    """Have it written down which tenants' jobs ran on servers that died."""
+    for job in jobs:
+        if job.owner and job.started_at is not None:
+            log.add(run_record(job, ErrorCode.INTERRUPTED))
+
+
 def _failure_of(body: Any) -> JobEnd:
     """Return the end of a job whose engine sent OpenAI's error object."""
     try:
@@ -402,4 +417,4 @@ def _failure_of(body: Any) -> JobEnd:
         return JobEnd(JobStatus.ERROR, "The engine failed and did not say why.", ErrorCode.INTERNAL)
 
 
-__all__ = ["Ending", "JobRun", "JobTools"]
+__all__ = ["Ending", "JobRun", "JobTools", "note_interrupted", "run_record"]

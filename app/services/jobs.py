@@ -25,7 +25,7 @@ from app.lifecycle import Lifecycle
 from app.services.job_callers import JobCallers
 from app.services.job_dispatch import JobDispatcher
 from app.services.job_feed import JobFeed
-from app.services.job_runs import JobTools
+from app.services.job_runs import JobTools, note_interrupted
 from app.services.local_calls import LocalCalls
 from app.services.served_model import ServedModel
 from app.services.trace_admission import check_still_taken
@@ -149,7 +149,9 @@ class JobService:
         try:
             own = await self._files.start()
             leases = JobLeases(self._database, holder=own.path.name, ttl_s=self._settings.job_ttl_s)
-            await self._files.remove_results(await leases.recover(dead=own.dead))
+            lost = await leases.recover(dead=own.dead)
+            note_interrupted(lost, self._log)
+            await self._files.remove_results([(job.id, job.attempt) for job in lost])
             await self._files.remove_others(await self._store.known())
             self._files.space.set_stored(await self._store.used_bytes())
         except BaseException:
