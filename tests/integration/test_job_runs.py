@@ -67,12 +67,13 @@ class FailingLeases(JobLeases):
     has_failed = False
     is_written = False
 
-    async def end(self, job: JobRow, end: JobEnd) -> None:
-        if self.has_failed or self.is_written:
+    async def end(self, job: JobRow, end: JobEnd) -> JobEvent:
+        if self.has_failed:
+            return await super().end(job, end)
+        self.has_failed = True
+        if self.is_written:
             await super().end(job, end)
-        if not self.has_failed:
-            self.has_failed = True
-            raise ConnectionError
+        raise ConnectionError
 
 
 class DeafLeases(JobLeases):
