@@ -164,8 +164,9 @@ class Sites:
         if source is None:
             raise WithBlockNotFoundError(
                 f"The source of {sent_name(code.co_filename)!r} is not to be had, so the block under the "
-                f"`with` at line {frame.f_lineno} cannot be read. For code made at run time, register its text: "
-                "linecache.cache[filename] = (len(text), None, text.splitlines(True), filename) before exec"
+                f"`with` at line {frame.f_lineno} cannot be read. For code made at run time, register its "
+                "text: linecache.cache[filename] = (len(text), None, text.splitlines(True), filename) "
+                "before exec"
             )
         nested = self._statement(frame, source)
         context = context_of(code)

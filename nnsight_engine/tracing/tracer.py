@@ -252,7 +252,8 @@ def refuse_statement(frame: FrameType, name: str) -> None:
     if SITES.result_is_dropped(frame):
         raise WithBlockNotFoundError(
             f"With block not found at line {frame.f_lineno} of {sent_name(frame.f_code.co_filename)}: "
-            f"{name}() opens a trace and does nothing by itself; write `with model.{name}(...):` and the block under it."
+            f"{name}() opens a trace and does nothing by itself; write `with model.{name}(...):` and the "
+            "block under it."
         )
 
 
