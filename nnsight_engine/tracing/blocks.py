@@ -39,6 +39,7 @@ from nnsight_engine.tracing.block_names import (
     stored_in,
 )
 from nnsight_engine.tracing.errors import TraceSyntaxError
+from nnsight_engine.tracing.sent_files import sent_name
 from nnsight_engine.tracing.source_text import SourceText
 
 BIND = "__nnsight_bind__"
@@ -385,7 +386,7 @@ def _refuse_leaving(body: Sequence[ast.stmt], source: SourceText) -> None:
         raise TraceSyntaxError(
             f"`{what}` cannot stand in a traced block, which runs as a function of its own while the model "
             "does; save the value in the block and use it after",
-            (source.filename, line, getattr(node, "col_offset", 0) + 1, text),
+            (sent_name(source.filename), line, getattr(node, "col_offset", 0) + 1, text),
         )
 
 

@@ -14,6 +14,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
 from types import CodeType, FrameType
+from typing import Final, Generic, TypeVar
 
 from nnsight_engine.tracing.block_names import mangled, names_in
 from nnsight_engine.tracing.blocks import (
@@ -25,6 +26,7 @@ from nnsight_engine.tracing.blocks import (
 )
 from nnsight_engine.tracing.errors import TraceSyntaxError, WithBlockNotFoundError
 from nnsight_engine.tracing.frames import is_function, own_names, read_variables
+from nnsight_engine.tracing.sent_files import SentFile, sent_name
 from nnsight_engine.tracing.skipping import WayOut
 from nnsight_engine.tracing.source_text import SourceReader, SourceText
 
@@ -32,6 +34,11 @@ _ENTERS = frozenset({"BEFORE_WITH", "SETUP_WITH"})
 _FRAMES_LOOKED_AT = 8
 """How far up a ``with`` is looked for: subclasses may wrap ``__enter__``."""
 
+_MAX_RECEIVED: Final = 256
+_LONGEST_RECEIVED: Final = 16 * 1024
+"""Characters of a piece of received code about which something is kept."""
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 Span = tuple[int | None, int | None, int | None, int | None]
 
 
@@ -56,15 +63,45 @@ class Site:
     way_out: WayOut
 
 
+class _OfCode(Generic[Key, Value]):
+    """What is known of pieces of code, the oldest dropped beyond a bound.
+
+    Code that was received has a smaller one, and is not to push out the program's own: senders choose how
+    much of it there is, and what is kept of it outlives their requests.
+    """
+
+    def __init__(self, max_entries: int) -> None:
+        self.own: OrderedDict[Key, Value] = OrderedDict()
+        self.received: OrderedDict[Key, Value] = OrderedDict()
+        self._max_entries = max_entries
+
+    def get(self, key: Key) -> Value | None:
+        found = self.own.get(key)
+        return found if found is not None else self.received.get(key)
+
+    def put(self, key: Key, code: CodeType, value: Value) -> None:
+        table, most, file = self.own, self._max_entries, code.co_filename
+        if isinstance(file, SentFile):
+            if file.lines.num_characters > _LONGEST_RECEIVED:
+                return
+            table, most = self.received, _MAX_RECEIVED
+        table[key] = value
+        if len(table) > most:
+            table.popitem(last=False)
+
+    def clear(self) -> None:
+        self.own.clear()
+        self.received.clear()
+
+
 class Sites:
     """Every site seen by this process, the least recently used ones dropped beyond a bound."""
 
     def __init__(self, reader: SourceReader, *, max_sites: int = 8192) -> None:
         """Start empty; sources are read through ``reader``."""
         self.reader = reader
-        self.max_sites = max_sites
-        self._sites: OrderedDict[tuple[int, int], Site] = OrderedDict()
-        self._layouts: OrderedDict[int, _Layout] = OrderedDict()
+        self._sites: _OfCode[tuple[int, int], Site] = _OfCode(max_sites)
+        self._layouts: _OfCode[int, _Layout] = _OfCode(max_sites)
 
     def clear(self) -> None:
         """Forget every site; each is found and compiled again when it next runs."""
@@ -87,9 +124,7 @@ class Sites:
         if site is None:
             site = self._compile(frame)
             if is_function(frame.f_code) or frame.f_locals is frame.f_globals:
-                self._sites[(id(frame.f_code), frame.f_lasti)] = site
-                if len(self._sites) > self.max_sites:
-                    self._sites.popitem(last=False)
+                self._sites.put((id(frame.f_code), frame.f_lasti), frame.f_code, site)
         return site
 
     def entering(self, frame: FrameType | None) -> FrameType:
@@ -119,9 +154,8 @@ class Sites:
         """Return what the instructions of ``code`` say about its ``with`` statements."""
         layout = self._layouts.get(id(code))
         if layout is None:
-            layout = self._layouts[id(code)] = _Layout(code)
-            if len(self._layouts) > self.max_sites:
-                self._layouts.popitem(last=False)
+            layout = _Layout(code)
+            self._layouts.put(id(code), code, layout)
         return layout
 
     def _compile(self, frame: FrameType) -> Site:
@@ -129,9 +163,10 @@ class Sites:
         source = self.reader.read(code, frame.f_globals)
         if source is None:
             raise WithBlockNotFoundError(
-                f"The source of {code.co_filename!r} is not to be had, so the block under the `with` at line "
-                f"{frame.f_lineno} cannot be read. For code made at run time, register its text: "
-                "linecache.cache[filename] = (len(text), None, text.splitlines(True), filename) before exec"
+                f"The source of {sent_name(code.co_filename)!r} is not to be had, so the block under the "
+                f"`with` at line {frame.f_lineno} cannot be read. For code made at run time, register its "
+                "text: linecache.cache[filename] = (len(text), None, text.splitlines(True), filename) "
+                "before exec"
             )
         nested = self._statement(frame, source)
         context = context_of(code)
@@ -157,7 +192,7 @@ class Sites:
         found = list(_matching(source.tree, wanted, frame.f_lineno))
         if not found:
             raise WithBlockNotFoundError(
-                f"With block not found at line {frame.f_lineno} of {source.filename}. If the file "
+                f"With block not found at line {frame.f_lineno} of {sent_name(source.filename)}. If the file "
                 "changed since it "
                 f"was loaded, start again.\nWe looked here:\n\n{_excerpt(source, frame.f_lineno)}"
             )
@@ -296,4 +331,4 @@ def _excerpt(source: SourceText, line: int, around: int = 4) -> str:
 
 
 def _excerpt_of(frame: FrameType | None) -> str:
-    return "" if frame is None else f" Called at {frame.f_code.co_filename}:{frame.f_lineno}."
+    return "" if frame is None else f" Called at {sent_name(frame.f_code.co_filename)}:{frame.f_lineno}."

@@ -6,7 +6,8 @@ prompt. Two rules hold. The text is that of the moment the code was first asked 
 afterwards must not shift what runs, so linecache is never told to check. And where a name such as
 ``<string>`` says nothing, text is accepted only if it compiles to the code asked for. For a file that was
 edited between its import and the first look nothing is compiled here: who reads a block verifies its
-position. Capture calls ``SourceReader.read`` with the code and the globals of the user's frame.
+position. Code that was received has its text with it (``sent_files``), and nothing else is looked at for it.
+Capture calls ``SourceReader.read`` with the code and the globals of the user's frame.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from types import CodeType
 from typing import Generic, TypeVar, cast
 
 from nnsight_engine.tracing.parsing import parse
+from nnsight_engine.tracing.sent_files import SentFile
 from nnsight_engine.tracing.timed_cells import find_timed_cell
 from nnsight_engine.tracing.typed_statements import compiles_to, find_statement
 
@@ -49,7 +51,7 @@ class SourceText:
     """
 
     filename: str
-    lines: tuple[str, ...]
+    lines: Sequence[str]
     tree: ast.Module
 
 
@@ -77,8 +79,11 @@ class SourceReader:
         known = self._found.get(id(code))
         if known is not None:
             return known[1]
+        name = code.co_filename
+        if isinstance(name, SentFile) and name.tree is not None:
+            return SourceText(name, name.lines, name.tree())  # kept by nobody longer than the code is
         lines = _find_lines(code, globals_)
-        text = self._parsed(code.co_filename, lines) if lines else None
+        text = self._parsed(name, lines) if lines else None
         if text is not None:
             self._found.put(id(code), (code, text))
         return text

@@ -20,6 +20,7 @@ from nnsight_engine.core.saves import SAVES, save
 from nnsight_engine.tracing.blocks import DEFERRED, HELPERS, Block
 from nnsight_engine.tracing.errors import WithBlockNotFoundError
 from nnsight_engine.tracing.frames import read_variables, write_variables
+from nnsight_engine.tracing.sent_files import sent_name
 from nnsight_engine.tracing.sites import Site, Sites
 from nnsight_engine.tracing.skipping import BlockSkipped, skip_block
 from nnsight_engine.tracing.source_text import SourceReader
@@ -73,7 +74,7 @@ class Info:
     @property
     def filename(self) -> str:
         """The file the block is written in."""
-        return self.block.source.filename
+        return sent_name(self.block.source.filename)
 
     def fresh(self) -> Info:
         """Return the same block on cells of its own, holding what these hold now."""
@@ -250,8 +251,9 @@ def refuse_statement(frame: FrameType, name: str) -> None:
     """Refuse a call whose result is dropped: nothing would run, without a word."""
     if SITES.result_is_dropped(frame):
         raise WithBlockNotFoundError(
-            f"With block not found at line {frame.f_lineno} of {frame.f_code.co_filename}: {name}() opens "
-            f"a trace and does nothing by itself; write `with model.{name}(...):` and the block under it."
+            f"With block not found at line {frame.f_lineno} of {sent_name(frame.f_code.co_filename)}: "
+            f"{name}() opens a trace and does nothing by itself; write `with model.{name}(...):` and the "
+            "block under it."
         )
 
 

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import ast
-import functools
-from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from nnsight_engine.tracing.blocks import Block, BlockContext, Nested, compile_block
+from nnsight_engine.tracing.sent_files import LinesFrom, SentFile
 from nnsight_engine.tracing.source_text import SourceText
 from nnsight_engine.tracing.tracer import Info
 from nnsight_engine.wire.code_makers import (
     bind_globals,
     cells_by_name,
     compiling,
+    globals_of,
     piece_of,
     refuse_source,
 )
 from nnsight_engine.wire.decoder import MISSING, Decoder, Maker
 from nnsight_engine.wire.errors import DecodeError
+from nnsight_engine.wire.kept import Kept
 from nnsight_engine.wire.kinds import Kind
-from nnsight_engine.wire.pieces import FUTURE_FLAGS, LONGEST_KEPT, Piece, statement_at
+from nnsight_engine.wire.pieces import FUTURE_FLAGS, Piece, statement_at
+from nnsight_engine.wire.received_code import show
 from nnsight_engine.wire.rules import Rewrite
-from nnsight_engine.wire.shelf import SHELF
+
+_KEPT: Final[Kept[Block]] = Kept(256)
 
 
 def _make_block(decoder: Decoder, _index: int, parts: list[Any]) -> Info:
@@ -30,13 +33,14 @@ def _make_block(decoder: Decoder, _index: int, parts: list[Any]) -> Info:
     module, fields, (item, first_argument), names, cells = parts
     if type(item) is not int or not isinstance(first_argument, str | None):
         raise DecodeError("the message is broken: a block is not that of a `with` statement")
-    if not isinstance(module, ModuleType):
-        raise DecodeError("the message is broken: a block has no namespace")
+    globals_ = globals_of(decoder, module)
+    if first_argument is not None:
+        decoder.policy.rules.check_names([first_argument])
     variables = cells_by_name(decoder, names, cells)
     piece = piece_of(decoder, fields)
     with compiling(decoder, piece):
         block = block_of(piece, item, first_argument, frozenset(variables), decoder.policy.rules.rewrite)
-    return Info(block, variables, None, vars(module))
+    return Info(block, variables, None, globals_)
 
 
 def block_of(
@@ -46,19 +50,21 @@ def block_of(
     variables: frozenset[str],
     rewrite: Rewrite | None = None,
 ) -> Block:
-    """Return a statement's block, compiled; its lines are shown to Python's tools.
+    """Return a statement's block, compiled; the same one often comes again, with the next request.
 
     Raises:
         DecodeError: The piece is no ``with`` statement.
         SyntaxError: It is no Python.
     """
-    compiled = _compiled if len(piece.text) <= LONGEST_KEPT else _compiled.__wrapped__
-    block = compiled(piece, item, first_argument, variables, rewrite)
-    SHELF.put(piece.filename, piece.line, piece.text)
+    block = _KEPT.get(
+        (piece, item, first_argument, variables, rewrite),
+        piece.num_characters + len(first_argument or "") + sum(map(len, variables)),
+        lambda: _compiled(piece, item, first_argument, variables, rewrite),
+    )
+    show(piece, rewrite)
     return block
 
 
-@functools.lru_cache(maxsize=256)
 def _compiled(
     piece: Piece,
     item: int,
@@ -66,18 +72,15 @@ def _compiled(
     variables: frozenset[str],
     rewrite: Rewrite | None,
 ) -> Block:
-    """Return a statement's block; the same one often comes again, with the next request."""
     statement = statement_at(piece.text, piece.line, piece.filename)
     if not isinstance(statement, ast.With) or not 0 <= item < len(statement.items):
         raise DecodeError("the message is broken: a block is not that of a `with` statement")
-    lines = tuple(f"{line}\n" for line in piece.text.removesuffix("\n").split("\n"))
-    source = SourceText(
-        piece.filename, ("\n",) * (piece.line - 1) + lines, ast.Module(body=[statement], type_ignores=[])
-    )
+    lines, tree = LinesFrom(piece.line, piece.text), ast.Module(body=[statement], type_ignores=[])
+    file = SentFile(piece.filename, lines, lambda: tree, is_hidden=rewrite is not None)
     if rewrite is not None:
         rewrite(Nested(statement, item), piece.filename)
     context = BlockContext(piece.name, piece.class_name, first_argument, piece.flags & FUTURE_FLAGS)
-    return compile_block(Nested(statement, item), source, variables, context)
+    return compile_block(Nested(statement, item), SourceText(file, lines, tree), variables, context)
 
 
 def _fill_block(decoder: Decoder, value: Info, parts: list[Any]) -> None:

@@ -13,6 +13,7 @@ from types import CellType
 from typing import Any, Protocol
 
 from nnsight_engine.tracing.blocks import BIND, HELPERS, Block
+from nnsight_engine.tracing.sent_files import sent_name
 from nnsight_engine.tracing.tracer import Info
 from nnsight_engine.wire.code_writers import bindings, write_cells, write_namespace
 from nnsight_engine.wire.encoder import Encoder
@@ -101,8 +102,8 @@ def _statement_of(block: Block) -> tuple[Piece, int]:
     node, source, context = block.origin.node, block.source, block.context
     text = "".join(source.lines[node.lineno - 1 : node.end_lineno])
     piece = Piece(
-        filename=source.filename, text=text, line=node.lineno, column=WHOLE_LINES, name=context.name,
-        qualname=context.name, class_name=context.class_name, flags=context.flags,
+        filename=sent_name(source.filename), text=text, line=node.lineno, column=WHOLE_LINES,
+        name=context.name, qualname=context.name, class_name=context.class_name, flags=context.flags,
     )  # fmt: skip
     whole = statement_at(text, node.lineno, source.filename)
     # A block in `with A, B:` may know the statement from its second item on.

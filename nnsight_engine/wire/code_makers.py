@@ -1,7 +1,9 @@
 """How nodes of code become functions, classes and modules; the other side of ``code_writers``.
 
 All of it runs what the sender wrote, sooner or later, and is open only to a policy that allows source. What
-is compiled here is compiled as on the sending side (``pieces``), and shown to Python's tools (``shelf``).
+is compiled here is compiled as on the sending side (``pieces``, ``received_code``), and its globals are those
+of a namespace that the policy's rules made for this message: CPython gives code whose globals name no
+builtins the reader's own.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from nnsight_engine.wire.homes import RECEIVED
 from nnsight_engine.wire.kinds import Kind
 from nnsight_engine.wire.pieces import (
     FUTURE_FLAGS,
+    OURS,
     WHOLE_LINES,
     Piece,
-    compile_again,
     compile_class,
     compile_function,
 )
-from nnsight_engine.wire.shelf import SHELF
+from nnsight_engine.wire.received_code import compile_received
 
 _LONGEST_SHOWN = 200
 _PIECE: tuple[Any, ...] = (str, str, int, int, str, str, (str, type(None)), int)
@@ -50,6 +52,7 @@ def piece_of(decoder: Decoder, parts: Any) -> Piece:
     if not all(isinstance(part, kind) for part, kind in zip(parts, _PIECE, strict=True)):
         raise DecodeError("the message is broken: a piece of source has parts of other types")
     piece = Piece(*parts)
+    _check_names(decoder, piece)
     if piece.flags & ~FUTURE_FLAGS:
         raise DecodeError(
             f"{piece.qualname}, {piece.filename}, line {piece.line}, uses a feature from __future__ that "
@@ -58,6 +61,16 @@ def piece_of(decoder: Decoder, parts: Any) -> Piece:
     if not 1 <= piece.line <= decoder.limits.max_lines or not WHOLE_LINES <= piece.column < 2**20:
         raise DecodeError(f"a piece of source claims line {piece.line} and column {piece.column}")
     return piece
+
+
+def _check_names(decoder: Decoder, piece: Piece) -> None:
+    most = decoder.limits.max_name_characters
+    longest = max(map(len, (piece.filename, piece.name, piece.qualname, piece.class_name or "")))
+    if longest > most:
+        raise DecodeError(f"a name of a piece of source has {longest:,} characters and may have {most:,}")
+    around = piece.class_name
+    if around is not None and (not around.isidentifier() or around.startswith(OURS)):
+        raise DecodeError(f"the message is broken: no class is called {around!r}")
 
 
 @contextlib.contextmanager
@@ -76,6 +89,18 @@ def compiling(decoder: Decoder, piece: Piece) -> Iterator[None]:
             f"{piece.qualname} cannot be compiled: {error.msg} in {piece.filename}, line {line}: "
             f"`{lines[line - piece.line].strip()[:_LONGEST_SHOWN]}`{decoder.between_versions}"
         ) from error
+
+
+def globals_of(decoder: Decoder, module: Any) -> dict[str, Any]:
+    """Return the variables of a namespace of this message.
+
+    Raises:
+        DecodeError: It is something else.
+    """
+    if decoder.state.get(("namespace", id(module))) is not module:
+        raise DecodeError("the message is broken: code has no namespace")
+    found: dict[str, Any] = vars(module)
+    return found
 
 
 def bind_globals(decoder: Decoder, globals_: dict[str, Any], names: Any, values: list[Any]) -> None:
@@ -104,19 +129,21 @@ def _namespace(decoder: Decoder, _index: int, parts: list[Any]) -> ModuleType:
     name, file, is_real = parts
     if is_real and decoder.policy.rules.keeps_real_names:
         decoder.import_name(name, "")
-    return decoder.policy.rules.namespace(name, file, is_real=bool(is_real))
+    module = decoder.policy.rules.namespace(name, file, is_real=bool(is_real))
+    decoder.state["namespace", id(module)] = module
+    return module
 
 
 def _make_function(decoder: Decoder, _index: int, parts: list[Any]) -> FunctionType:
     refuse_source(decoder)
     module, fields, names, cells = parts
+    globals_ = globals_of(decoder, module)
     piece = piece_of(decoder, fields)
     by_name = cells_by_name(decoder, names, cells)
     with compiling(decoder, piece):
-        code = compile_again(compile_function, piece, names, decoder.policy.rules.rewrite)
-    SHELF.put(piece.filename, piece.line, piece.text)
+        code = compile_received(compile_function, piece, names, decoder.policy.rules.rewrite)
     closure = tuple(by_name[name] for name in code.co_freevars)
-    return FunctionType(code, vars(module), code.co_name, None, closure)
+    return FunctionType(code, globals_, code.co_name, None, closure)
 
 
 def _fill_function(decoder: Decoder, value: FunctionType, parts: list[Any]) -> None:
@@ -137,17 +164,18 @@ def _fill_function(decoder: Decoder, value: FunctionType, parts: list[Any]) -> N
 def _make_class(decoder: Decoder, _index: int, parts: list[Any]) -> type:
     refuse_source(decoder)
     module, fields, names, cells, needed, values = parts
+    globals_ = globals_of(decoder, module)
     piece = piece_of(decoder, fields)
     by_name = cells_by_name(decoder, names, cells)
-    bind_globals(decoder, vars(module), needed, list(values))
+    bind_globals(decoder, globals_, needed, list(values))
     with compiling(decoder, piece):
-        code = compile_again(compile_class, piece, names, decoder.policy.rules.rewrite)
-    SHELF.put(piece.filename, piece.line, piece.text)
+        code = compile_received(compile_class, piece, names, decoder.policy.rules.rewrite)
     closure = tuple(by_name[name] for name in code.co_freevars)
-    made = FunctionType(code, vars(module), code.co_name, None, closure)()
+    made = FunctionType(code, globals_, code.co_name, None, closure)()
     if not isinstance(made, type):
         raise DecodeError(f"{piece.qualname} is a class there and {type(made).__name__} here")
-    decoder.state["globals", id(made)] = vars(module)
+    decoder.policy.rules.check_class(made)
+    decoder.state["globals", id(made)] = globals_
     RECEIVED.add(made)
     return made
 
@@ -164,9 +192,8 @@ def _fill_class(decoder: Decoder, value: type, parts: list[Any]) -> None:
 
 def _make_sent_module(decoder: Decoder, _index: int, parts: list[Any]) -> ModuleType:
     refuse_source(decoder)
-    (module,) = parts
-    if not isinstance(module, ModuleType):
-        raise DecodeError("the message is broken: a module has no namespace")
+    module: ModuleType = parts[0]
+    globals_of(decoder, module)
     return module
 
 

@@ -223,7 +223,7 @@ def _make_call(decoder: Decoder, index: int, parts: list[Any]) -> Any:
     _note_depth(decoder, index)
     function, args, kwargs = parts
     _check_call(decoder, function, _typed(args, tuple))
-    return function(*args, **(kwargs or {}))
+    return decoder.policy.rules.callee(function)(*args, **(kwargs or {}))
 
 
 def _fill_object(decoder: Decoder, value: Any, parts: list[Any]) -> None:
@@ -232,6 +232,8 @@ def _fill_object(decoder: Decoder, value: Any, parts: list[Any]) -> None:
         rules = decoder.policy.rules
         rules.check_state(value, state)
         rules.check_names([*(state if isinstance(state, dict) else ()), *(slots or ())])
+    if items is not None or pairs is not None:
+        decoder.policy.rules.check_items(value)
     if items is not None:
         value.extend(_typed(items, list))
     if pairs is not None:

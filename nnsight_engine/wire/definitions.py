@@ -17,6 +17,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from nnsight_engine.tracing.parsing import parse
+from nnsight_engine.tracing.sent_files import sent_name
 from nnsight_engine.tracing.source_text import SourceText
 from nnsight_engine.tracing.tracer import SITES
 from nnsight_engine.wire.pieces import (
@@ -178,7 +179,7 @@ def _piece(
         lines[-1] = lines[-1].encode()[: node.end_col_offset].decode()
         lines[0] = lines[0].encode()[column:].decode()
     return Piece(
-        filename=source.filename, text="".join(lines), line=first, column=column, name=name,
+        filename=sent_name(source.filename), text="".join(lines), line=first, column=column, name=name,
         qualname=qualname, class_name=class_name, flags=flags & FUTURE_FLAGS,
     )  # fmt: skip
 

@@ -5,6 +5,9 @@ remote ones: the user's file and line, and the server's where the error came fro
 frame, so each is made by a function of one line, compiled under the remote file's name, at its line and
 columns.
 
+The line that an entry shows is that of the code itself: what was received has its text with it, and no file
+is opened because a sender gave its name, nor is another sender's text shown that came under the same name.
+
 What arrives is data. A type is looked up among those that are loaded here and known to be harmless to make;
 any other becomes a new type of the same name, on the nearest of Python's own that it was based on.
 """
@@ -21,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from nnsight_engine.tracing.sent_files import LinesFrom, SentFile, sent_name
 from nnsight_engine.tracing.tracebacks import is_ours
 from nnsight_engine.wire.errors import DecodeError
 from nnsight_engine.wire.shelf import SHELF
@@ -141,9 +145,13 @@ def _entries_of(tb: TracebackType | None) -> list[_Entry]:
 
 def _entry_of(tb: TracebackType, code: CodeType) -> _Entry:
     place = next(itertools.islice(code.co_positions(), max(tb.tb_lasti, 0) // 2, None), (None,) * 4)
-    text = linecache.getline(code.co_filename, tb.tb_lineno, tb.tb_frame.f_globals)
+    file = code.co_filename
+    if isinstance(file, SentFile):
+        text = file.line(tb.tb_lineno)
+    else:
+        text = linecache.getline(file, tb.tb_lineno, tb.tb_frame.f_globals)
     return _Entry(
-        file=code.co_filename, line=tb.tb_lineno, name=code.co_name, source=text.rstrip("\n")[:_MAX_TEXT],
+        file=sent_name(file), line=tb.tb_lineno, name=code.co_name, source=text.rstrip("\n")[:_MAX_TEXT],
         end_line=place[1], column=place[2], end_column=place[3],
     )  # fmt: skip
 
@@ -239,7 +247,7 @@ def _code_of(entry: _Entry, line: int) -> CodeType:
     if entry.column is not None and entry.end_column is not None and 0 <= entry.column < _MAX_LINE:
         place |= {"col_offset": entry.column, "end_col_offset": min(max(entry.end_column, 0), _MAX_LINE)}
     body: list[ast.stmt] = [ast.Raise(exc=ast.Name(id="__nnsight_stop__", ctx=ast.Load(), **place), **place)]
-    file = entry.file.replace("\0", "?")
+    file = SentFile(entry.file.replace("\0", "?"), LinesFrom(line, entry.source))
     code = compile(ast.Module(body=body, type_ignores=[]), file, "exec", dont_inherit=True)
     return code.replace(co_name=entry.name, co_qualname=entry.name)
 

@@ -48,6 +48,7 @@ class Limits:
         max_key_depth: Tuples within tuples in a key or a set's item: hashing one is recursion in C.
         max_key_work: Objects that hashing the keys of one dict or set passes through, repeated ones counted.
         max_equal_hashes: Keys of one dict or set that share a hash; filling it takes their number squared.
+        max_name_characters: The name of a piece of source, of its file, or of the class around it.
         max_lines: Line number that a piece of source may claim.
         compressed: Whether it may be compressed: a small message then becomes as large as it may be.
     """
@@ -58,6 +59,7 @@ class Limits:
     max_key_depth: int = 500
     max_key_work: int = 10_000_000
     max_equal_hashes: int = 100
+    max_name_characters: int = 4096
     max_lines: int = 1_000_000
     compressed: bool = True
 

@@ -12,17 +12,19 @@ import __future__
 import ast
 import dataclasses
 import dis
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import CodeType
 from typing import Any
 
 from nnsight_engine.tracing.parsing import parse
+from nnsight_engine.tracing.sent_files import sent_name
 from nnsight_engine.wire.rules import Rewrite
 
 FUTURE_FLAGS = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
-_OWNER = "__nnsight_owner__"
-_MAKER = "__nnsight_maker__"
+OURS = "__nnsight_"
+"""Begins the names of what is put around a text to compile it."""
+_OWNER = f"{OURS}owner__"
+_MAKER = f"{OURS}maker__"
 _READS_GLOBAL = frozenset(
     {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"}
 )
@@ -32,9 +34,6 @@ but a reader of an older Python evaluates them."""
 _TYPE_PARAMETERS = "<generic parameters of "
 """Begins the name of the code around a generic class or function, from 3.12 on; it runs at once too."""
 WHOLE_LINES = -1
-Compiler = Callable[["Piece", tuple[str, ...], Rewrite | None], CodeType]
-LONGEST_KEPT = 16 * 1024
-"""Characters of a piece whose code is kept; what strangers can make us keep has a limit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +63,11 @@ class Piece:
     def parts(self) -> tuple[Any, ...]:
         """Return the fields in order, which is how a piece travels."""
         return tuple([getattr(self, name) for name in self.__slots__])
+
+    @property
+    def num_characters(self) -> int:
+        """How long all of it is, names included."""
+        return sum(map(len, (self.text, self.filename, self.name, self.qualname, self.class_name or "")))
 
 
 def statement_at(text: str, line: int, filename: str) -> ast.stmt:
@@ -100,22 +104,15 @@ def compile_function(piece: Piece, variables: Sequence[str], rewrite: Rewrite | 
     Raises:
         SyntaxError: The text does not define one.
     """
-    node = (
-        _lambda_at(piece)
-        if piece.column != WHOLE_LINES
-        else statement_at(piece.text, piece.line, piece.filename)
-    )
+    node = definition_of(piece)
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
         raise SyntaxError(f"a function is wanted, not {type(node).__name__}")  # noqa: TRY004 - the text is wrong, not an argument
     first = first_line(node)
-    _leave_values_out(node)
-    if rewrite is not None:
-        rewrite(node, piece.filename)
+    _prepare(node, piece, rewrite)
     body: list[ast.stmt] = [ast.Expr(value=node)] if isinstance(node, ast.Lambda) else [node]
     if not isinstance(node, ast.Lambda) and node.name not in variables:
         body.insert(0, ast.Global(names=[node.name]))  # its own name in it is not the owner's variable
-    owner = _inner(_compiled(body, piece, variables), _OWNER)
-    code = _inner(owner, piece.name)
+    code = _only(_compiled(body, piece, variables), piece.name)
     return _renamed(code, code.co_qualname, piece.qualname).replace(co_firstlineno=first)
 
 
@@ -133,31 +130,37 @@ def compile_class(piece: Piece, variables: Sequence[str], rewrite: Rewrite | Non
     node = statement_at(piece.text, piece.line, piece.filename)
     if not isinstance(node, ast.ClassDef):
         raise SyntaxError(f"a class is wanted, not {type(node).__name__}")  # noqa: TRY004 - the text is wrong, not an argument
-    if rewrite is not None:
-        rewrite(node, piece.filename)
+    _prepare(node, piece, rewrite)
     body: list[ast.stmt] = [node, ast.Return(value=ast.Name(id=node.name, ctx=ast.Load()))]
     if node.name in variables:
         body.insert(0, ast.Nonlocal(names=[node.name]))
     elif "<locals>" not in piece.qualname:
         body.insert(0, ast.Global(names=[node.name]))
     maker = ast.FunctionDef(name=_MAKER, args=_arguments([]), body=body, decorator_list=[])
-    code = _inner(_inner(_compiled([maker], piece, variables), _OWNER), _MAKER)
+    code = _only(_compiled([maker], piece, variables), _MAKER)
     return _renamed(code, _inner(code, node.name).co_qualname, piece.qualname)
 
 
-def compile_again(
-    compiler: Compiler, piece: Piece, variables: tuple[str, ...], rewrite: Rewrite | None
-) -> CodeType:
-    """Compile a piece with one of the above; the same piece often comes again, with the next request."""
-    compiled = _compiled_before if len(piece.text) <= LONGEST_KEPT else _compiled_before.__wrapped__
-    return compiled(compiler, piece, variables, rewrite)
+def tree_of(piece: Piece, rewrite: Rewrite | None) -> ast.Module:
+    """Return a definition's text, parsed, and changed by ``rewrite`` as what was compiled of it."""
+    node = definition_of(piece)
+    if rewrite is not None and isinstance(
+        node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
+    ):
+        _prepare(node, piece, rewrite)
+    body: ast.stmt = ast.Expr(value=node) if isinstance(node, ast.Lambda) else node
+    return ast.Module(body=[ast.copy_location(body, node)], type_ignores=[])
 
 
-@functools.lru_cache(maxsize=512)
-def _compiled_before(
-    compiler: Compiler, piece: Piece, variables: tuple[str, ...], rewrite: Rewrite | None
-) -> CodeType:
-    return compiler(piece, variables, rewrite)
+def definition_of(piece: Piece) -> ast.stmt | ast.Lambda:
+    """Return what a piece defines, at its own lines and columns.
+
+    Raises:
+        SyntaxError: The text is no single statement, or no lambda where it is to be one.
+    """
+    if piece.column != WHOLE_LINES:
+        return _lambda_at(piece)
+    return statement_at(piece.text, piece.line, piece.filename)
 
 
 def named_bases(piece: Piece) -> dict[str, int]:
@@ -254,6 +257,25 @@ def _lambda_at(piece: Piece) -> ast.Lambda:
     return node
 
 
+def _prepare(
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef,
+    piece: Piece,
+    rewrite: Rewrite | None,
+) -> None:
+    """Make of a definition what is compiled.
+
+    Raises:
+        SyntaxError: The piece is called otherwise.
+    """
+    name = "<lambda>" if isinstance(node, ast.Lambda) else node.name
+    if name != piece.name:
+        raise SyntaxError(f"the text defines {name}, not {piece.name}")
+    if not isinstance(node, ast.ClassDef):
+        _leave_values_out(node)
+    if rewrite is not None:
+        rewrite(node, sent_name(piece.filename))
+
+
 def _leave_values_out(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
     """Drop what runs where a function is defined: it was run there, and its results travel."""
     arguments = node.args
@@ -275,6 +297,7 @@ def _leave_values_out(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
 
 
 def _compiled(body: list[ast.stmt], piece: Piece, variables: Sequence[str]) -> CodeType:
+    """Return the code of a function around the statements, which owns the variables."""
     owner = ast.FunctionDef(name=_OWNER, args=_arguments(variables), body=body, decorator_list=[])
     top: ast.stmt = owner
     if piece.class_name is not None:
@@ -287,12 +310,24 @@ def _compiled(body: list[ast.stmt], piece: Piece, variables: Sequence[str]) -> C
     code: CodeType = compile(
         tree, piece.filename, "exec", flags=piece.flags & FUTURE_FLAGS, dont_inherit=True
     )
-    return code
+    return _only(code if piece.class_name is None else _only(code, piece.class_name), _OWNER)
 
 
 def _arguments(names: Sequence[str]) -> ast.arguments:
     arguments = [ast.arg(arg=name) for name in names]
     return ast.arguments(posonlyargs=[], args=arguments, kwonlyargs=[], kw_defaults=[], defaults=[])
+
+
+def _only(code: CodeType, name: str) -> CodeType:
+    """Return the one code within another, which has this name: not one that is deeper in it.
+
+    Those of comprehensions and class bodies trust whoever calls them with arguments and places to store that
+    no caller of a function gives.
+    """
+    found = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    if len(found) != 1 or found[0].co_name != name:
+        raise SyntaxError(f"the text does not define {name}, and nothing else")
+    return found[0]
 
 
 def _inner(code: CodeType, name: str) -> CodeType:

@@ -67,12 +67,22 @@ class Rules:
         """Return an attribute that a message names."""
         return getattr(owner, name)
 
+    def callee(self, function: Any) -> Any:
+        """Return what is called where a message asks to call this."""
+        return function
+
     def told(self) -> Exception:
         """Return the error that tells of the stop that is being handled."""
         raise NotImplementedError
 
     def check_method(self, function: Any) -> None:
         """Refuse to bind what is not to be called with a message's objects."""
+
+    def check_class(self, kind: type) -> None:
+        """Refuse what source of a class made and is no new class."""
+
+    def check_items(self, value: Any) -> None:
+        """Refuse objects to which a message may add no items."""
 
     def check_state(self, value: Any, state: Any) -> None:
         """Refuse objects whose attributes a message may not set, or not to this."""

@@ -27,6 +27,7 @@ import cloudpickle
 import torch
 
 from nnsight_engine.core.cells import UNBOUND, content
+from nnsight_engine.tracing.sent_files import SentFile
 from nnsight_engine.tracing.tracer import Info
 from nnsight_engine.wire.block_makers import block_of
 from nnsight_engine.wire.block_writers import written_block
@@ -258,7 +259,8 @@ def _code(version: tuple[int, int], args: tuple[Any, ...]) -> CodeType:
             f"a function was sent as code of Python {version[0]}.{version[1]}, and this side runs Python "
             f"{_HERE[0]}.{_HERE[1]}, which reads no such code: use the codec 'wire', which sends source"
         )
-    return CodeType(*args)
+    code = CodeType(*args)
+    return code.replace(co_filename=SentFile(code.co_filename))
 
 
 def _fill_cell(cell: CellType, held: list[tuple[Any, ...]]) -> None:

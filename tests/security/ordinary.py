@@ -349,6 +349,16 @@ out = model.layer2.output.sum()
 with out.backward():
     grad = h.grad.save()
 """,
+    "gradients-in-a-method": """
+class Gradients:
+    def of(self, hidden, loss):
+        with loss.backward():
+            found = hidden.grad.save()
+            counted = [i for i in range(3)].save()
+        return found, counted
+h = model.layer1.output
+out = save(Gradients().of(h, model.layer2.output.sum()))
+""",
     "plain-backward": "w = torch.ones(4, requires_grad=True)\n(x @ w).sum().backward()\nout = save(w.grad)",
     "autograd": "w = torch.ones(4, requires_grad=True)\nout = save(torch.autograd.grad((x @ w).sum(), w)[0])",
     "print": "print('hidden', model.layer1.output.shape, sep=': ')\nout = save(1)",

@@ -14,7 +14,7 @@ from nnsight_engine import NNsight
 from nnsight_engine.sandbox.restricted import Budget, restricted_policy
 from nnsight_engine.wire import DecodeError, SandboxError, decode, encode
 from nnsight_engine.wire.kinds import Kind
-from tests.security.host import Small
+from tests.security.host import Small, message_of, run
 from tests.unit.wire.test_hostile import message
 
 _LINE = 1
@@ -55,6 +55,7 @@ class Writer:
         text: str,
         name: str,
         *,
+        namespace: int | None = None,
         globals_: dict[str, int] | None = None,
         cells: dict[str, int] | None = None,
         attributes: int | None = None,
@@ -64,7 +65,7 @@ class Writer:
         none = self.value(None)
         return self.add(
             Kind.FUNCTION,
-            self.namespace("os" if is_real else "mine", is_real=is_real),
+            self.namespace("os" if is_real else "mine", is_real=is_real) if namespace is None else namespace,
             self.value(piece(text, name)),
             self.value(tuple(cells or ())),
             self.add(Kind.TUPLE, *held),
@@ -75,6 +76,15 @@ class Writer:
             self.value(tuple(globals_ or ())),
             *(globals_ or {}).values(),
         )
+
+    def error(self) -> int:
+        """Add an object that has attributes, as a namespace has."""
+        none, nothing = self.value(None), self.value(())
+        return self.add(Kind.NEW, self.name("builtins", "ValueError"), nothing, none, *[none] * 4)
+
+    def call(self, function: int, *args: Any) -> int:
+        none = self.value(None)
+        return self.add(Kind.CALL, function, self.value(args), none, *[none] * 4)
 
     def read(self, root: int, **options: Any) -> Any:
         self.nodes[0] = (Kind.LIST, [root], None)
@@ -169,6 +179,77 @@ def test_functions_see_the_sandbox_s_builtins_alone() -> None:
     assert function.__globals__["__builtins__"] is not vars(builtins)
     with pytest.raises(SandboxError, match="`open`"):
         function()("/etc/passwd")
+
+
+def test_code_has_its_globals_in_a_namespace() -> None:
+    text = "def f():\n class C:\n  value = eval\n"
+    writer = Writer()
+    with pytest.raises(DecodeError, match="code has no namespace"):
+        writer.read(writer.call(writer.function(text, "f", namespace=writer.error())))
+    writer = Writer()
+    nothing, none = writer.value(()), writer.value(None)
+    source = writer.value(piece("class A: value = eval\n", "A"))
+    with pytest.raises(DecodeError, match="code has no namespace"):
+        writer.read(writer.add(Kind.CLASS, writer.error(), source, *[nothing] * 4, none, nothing))
+    writer = Writer()
+    with pytest.raises(DecodeError, match="code has no namespace"):
+        writer.read(writer.add(Kind.SENT_MODULE, writer.error(), writer.value(())))
+    writer = Writer()
+    source = writer.value(piece("with a:\n    value = eval\n", "f"))
+    with pytest.raises(DecodeError, match="code has no namespace"):
+        writer.read(
+            writer.add(Kind.BLOCK, writer.error(), source, writer.value((0, None)), *[nothing] * 2, nothing)
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("def f():\n    return [i for i in 'abc']\n", "<listcomp>"),
+        ("def f():\n    return (i for i in 'abc')\n", "<genexpr>"),
+        ("def f():\n    class C:\n        value = 1\n    return C\n", "C"),
+        ("def f():\n    def g(): pass\n    return g\n", "g"),
+        ("def f():\n    return lambda: 1\n", "<lambda>"),
+    ],
+)
+def test_a_function_is_the_definition_and_nothing_within_it(text: str, name: str) -> None:
+    writer = Writer()
+    with pytest.raises(DecodeError, match="the text defines f, not"):
+        writer.read(writer.function(text, name))
+
+
+@pytest.mark.parametrize("around", ["__nnsight_owner__", "__nnsight_block__", "A.b", "<listcomp>", ""])
+def test_a_class_around_code_has_the_name_of_one(around: str) -> None:
+    writer = Writer()
+    nothing = writer.value(())
+    source = writer.value((*piece("with a:\n    value = 1\n", "f")[:6], around, 0))
+    block = writer.add(
+        Kind.BLOCK, writer.namespace(), source, writer.value((0, None)), *[nothing] * 2, nothing
+    )
+    with pytest.raises(DecodeError, match="no class is called"):
+        writer.read(block)
+
+
+def test_what_a_message_calls_is_what_code_could_call() -> None:
+    model = NNsight(Small())
+    writer = Writer()
+    layer = writer.add(Kind.REFERENCE, writer.value("model"))
+    with pytest.raises(SandboxError, match="calling a"):
+        writer.read(writer.call(layer, 1), resolve=lambda _: torch.Generator.manual_seed)
+    writer = Writer()
+    given = writer.function("def f(a): return a\n", "f")
+    reference, none = writer.add(Kind.REFERENCE, writer.value("model")), writer.value(None)
+    items = writer.value({"a": 1})
+    parts = [given, writer.add(Kind.TUPLE, reference), none, none, none, none, items]
+    with pytest.raises(SandboxError, match="adding items to a"):
+        writer.read(writer.add(Kind.CALL, *parts), resolve=lambda _: model)
+
+
+def test_source_of_a_class_makes_a_new_one() -> None:
+    text = "@(lambda kind: ValueError)\nclass A: pass\n"
+    writer = Writer()
+    with pytest.raises(SandboxError, match="source of a class that makes"):
+        writer.read(_class(writer, text))
 
 
 @pytest.mark.parametrize("name", ["__wrapped__", "__globals__", "get!", "__array_interface__"])
@@ -288,3 +369,29 @@ def test_code_may_be_nested_too_deeply(expression: str) -> None:
             writer.read(writer.function(text, "f"))
         except DecodeError:
             continue
+
+
+def with_a_block(loss: Any, model: Any) -> Any:
+    found = []
+    with loss.backward():
+        found.append(model._module)
+    return found
+
+
+def test_blocks_in_functions_that_came_along_are_as_restricted() -> None:
+    code = "got = f(model.layer1.output.requires_grad_().sum(), model)"
+    with pytest.raises(SandboxError, match="attribute `_module`"):
+        run(message_of(code, f=with_a_block), NNsight(Small()), restricted_policy(Budget()), torch.ones(1, 5))
+
+
+def test_the_text_of_a_block_is_not_that_of_another_piece_at_its_place() -> None:
+    harmless = "def f(loss, out):\n    with loss.backward():\n        out.append(1)\n        out.append(2)\n"
+    evil = "def f(loss, out):\n    '''\n        out.append(out.__class__)\n    '''\n"
+    writer = Writer()
+    function = writer.function(harmless, "f")
+    other = writer.function(evil, "f")
+    first, second = writer.read(writer.add(Kind.TUPLE, function, other))
+    assert second is not first
+    out: list[Any] = []
+    first(torch.ones(1, requires_grad=True).sum(), out)
+    assert out == [1, 2]

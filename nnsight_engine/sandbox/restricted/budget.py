@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from nnsight_engine.sandbox.restricted import names
+from nnsight_engine.tracing.sent_files import sent_name
 from nnsight_engine.wire.errors import BudgetError, FuelError, SandboxError
 
 
@@ -157,7 +158,7 @@ def where() -> tuple[str, int | None]:
         frame = frame.f_back
     if frame is None:
         return "", None
-    return f", at line {frame.f_lineno} of {frame.f_code.co_filename}", frame.f_lineno
+    return f", at line {frame.f_lineno} of {sent_name(frame.f_code.co_filename)}", frame.f_lineno
 
 
 def refusal(what: str, instead: str = "") -> SandboxError:

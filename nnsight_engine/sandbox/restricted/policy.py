@@ -90,6 +90,8 @@ class RestrictedRules(Rules):
 
     def new(self, kind: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return an object of the code's own class, of a layer, an error, or a container."""
+        if kind is functools.partial and args:
+            args = (self.guards.callee(args[0]), *args[1:])
         if kind in self.guards.own or kind in _MADE or _is_data(kind):
             return kind.__new__(kind, *args, **kwargs)
         raise refusal(f"an object of the class `{kind.__name__}` among a block's variables")
@@ -99,6 +101,20 @@ class RestrictedRules(Rules):
         if type(name) is not str:
             raise SandboxError("an attribute's name is no string")
         return self.guards.get(owner, name)
+
+    def callee(self, function: Any) -> Any:
+        """Return what is called, which is what code could call."""
+        return self.guards.callee(function)
+
+    def check_class(self, kind: type) -> None:
+        """Refuse a class that was there before, which a decorator can give."""
+        if kind not in self.guards.own:
+            raise refusal(f"source of a class that makes `{kind.__name__}`")
+
+    def check_items(self, value: Any) -> None:
+        """Refuse to add items to anything but containers, and objects of the code's own classes."""
+        if type(value) not in self.guards.own and type(value) not in _MADE:
+            raise refusal(f"adding items to a `{type(value).__name__}`")
 
     def check_state(self, value: Any, state: Any) -> None:
         """Refuse to set attributes of anything but the code's own objects, layers and errors."""

@@ -88,4 +88,45 @@ class Thief:
 model.layer1.output = numpy.array([Thief()], dtype=object)
 got = 1
 """,
+    **{
+        f"block-in-a-{name}": f"""
+{before}
+loss = model.layer1.output.requires_grad_().sum()
+got = f(loss)
+"""
+        for name, before in {
+            "method-module": """
+class A:
+    def read(self, loss):
+        with loss.backward():
+            found = [model._module]
+        return found
+f = A().read""",
+            "method-builtins": """
+class A:
+    def read(self, loss):
+        with loss.backward():
+            function = tracer.info.block.function({}, None, {'__name__': 'a'})
+        return function
+f = A().read""",
+            "method-loop": """
+class A:
+    def read(self, loss):
+        with loss.backward():
+            while True: pass
+f = A().read""",
+            "nested-class-method": """
+def make():
+    class A:
+        def read(self, loss):
+            class B:
+                def read(self, loss):
+                    with loss.backward():
+                        found = model.layer1.weight
+                    return found
+            return B().read(loss)
+    return A()
+f = make().read""",
+        }.items()
+    },
 }

@@ -1,6 +1,14 @@
 """The other roads of Python: imports, builtins, formats, names, and errors that are swallowed."""
 
 ATTEMPTS = {
+    "line-of-a-file": "import linecache\ngot = linecache.getline(canary, 1)",
+    "traceback-of-a-file": """
+import traceback
+try:
+    exec(compile('1 / 0', canary, 'exec'))
+except ZeroDivisionError as error:
+    got = traceback.extract_tb(error.__traceback__)[-1].line
+""",
     "open": "got = open(canary).read()",
     "open-write": "open(canary, 'w').write('touched')",
     "eval": "got = eval('1 + 1')",

@@ -2,6 +2,15 @@
 
 NATIVE = {
     "open": "got = open(canary).read()",
+    "line-of-a-file": "import linecache\ngot = linecache.getline(canary, 1)\nassert got",
+    "traceback-of-a-file": """
+import traceback
+try:
+    exec(compile('1 / 0', canary, 'exec'))
+except ZeroDivisionError as error:
+    got = traceback.extract_tb(error.__traceback__)[-1].line
+assert got
+""",
     "open-libc": "import ctypes\ngot = ctypes.CDLL(None).open(canary.encode(), 1)\nassert got >= 0",
     "open-by-number": "import ctypes\ngot = ctypes.CDLL(None).syscall(2, canary.encode(), 1)\nassert got >= 0",
     "openat2": "import ctypes\ngot = ctypes.CDLL(None).syscall(437, -100, canary.encode(), b'\\0' * 24, 24)\nassert got >= 0",

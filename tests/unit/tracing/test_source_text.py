@@ -62,7 +62,7 @@ def compiled_function(source: str, filename: str) -> FunctionType:
 def read(function: Callable[..., object], reader: SourceReader | None = None) -> tuple[str, ...] | None:
     assert isinstance(function, FunctionType)
     text = (reader or SourceReader()).read(function.__code__, function.__globals__)
-    return None if text is None else text.lines
+    return None if text is None else tuple(text.lines)
 
 
 def test_a_function_of_a_file_is_found_with_its_whole_file() -> None:

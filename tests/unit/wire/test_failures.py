@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import linecache
 import traceback
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nnsight_engine.core.errors import InterventionError
-from nnsight_engine.wire import DecodeError, decode, encode, encode_error, restore_error
+from nnsight_engine.tracing.tracer import Tracer
+from nnsight_engine.wire import TRUSTED, DecodeError, decode, encode, encode_error, restore_error
 
 
 class OwnError(ValueError):
@@ -140,3 +143,48 @@ def test_hostile_descriptions_make_harmless_errors() -> None:
     for _ in range(50):
         deep = {**encode_error(ValueError("x")), "cause": deep}
     assert isinstance(restore_error(deep), ValueError)
+
+
+def from_file(text: str, file: str) -> Any:
+    """Return a function that arrived, and that its sender says stands in this file."""
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(text, file, "exec"), namespace)
+    data = encode(namespace["fails"])
+    del linecache.cache[file]
+    return decode(data, policy=TRUSTED)
+
+
+def last_entry(error: BaseException) -> tuple[Any, ...]:
+    entry = encode_error(error)["entries"][-1]
+    return entry["file"], entry["line"], entry["name"], entry["source"].strip()
+
+
+def test_no_file_of_this_machine_is_read_because_a_sender_names_it(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("password\n" * 5)
+    error = raised(from_file("def fails():\n    return 1 / 0\n", str(secret)))
+    assert last_entry(error) == (str(secret), 2, "fails", "return 1 / 0")
+    told = {**encode_error(error), "entries": [{"file": str(secret), "line": 1, "name": "f"}]}
+    assert last_entry(restore_error(told)) == (str(secret), 1, "f", "")
+
+
+def test_two_senders_with_one_file_name_see_their_own_lines() -> None:
+    first = from_file("def fails():\n    return 1 / 0\n", "<notebook 1>")
+    second = from_file("def fails():\n    password = 'second'; return {}[password]\n", "<notebook 1>")
+    assert last_entry(raised(first))[-1] == "return 1 / 0"
+    assert last_entry(raised(second))[-1] == "password = 'second'; return {}[password]"
+    told = encode_error(raised(first))
+    restored = restore_error(told)
+    restore_error(encode_error(raised(second)))
+    assert encode_error(restored)["entries"] == told["entries"]
+
+
+def test_a_function_that_came_along_traces_with_its_own_text(tmp_path: Path) -> None:
+    file = tmp_path / "helper.py"
+    text = "def fails(tracer, seen):\n    with tracer:\n        seen.append('own')\n"
+    arrived = from_file(text, str(file))
+    file.write_text(text.replace("own", "of a file"))
+    seen: list[str] = []
+    arrived(Tracer(), seen)
+    assert seen == ["own"]
