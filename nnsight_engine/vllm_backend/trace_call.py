@@ -110,7 +110,8 @@ class TracedPrompt:
 
     Attributes:
         key: What the worker knows its trace by.
-        request_id: What vLLM calls its request.
+        request_id: What vLLM calls its request, and no other: clients may have given several one name, and
+            who ends one of them by it ends all.
         choices: One for each of its choices.
         is_over: Whether the worker has forgotten it.
         share: Where what waits for the next chunk is counted, with that of all traces.
@@ -121,7 +122,7 @@ class TracedPrompt:
     def __init__(self, call: TraceCall, request_id: str, num_choices: int) -> None:
         """Begin with one prompt."""
         self.key = uuid.uuid4().hex
-        self.request_id = request_id
+        self.request_id = f"{request_id}-{self.key}"
         self.choices = [_Choice() for _ in range(num_choices)]
         self.is_over = False
         self._call = call
