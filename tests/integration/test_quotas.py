@@ -146,7 +146,7 @@ async def test_captured_bytes_end_interventions_and_nothing_else(
     assert (await ours.complete(interventions=[STEER])).status_code == 200
     assert (await ours.complete(interventions=[STEER])).status_code == 200
     assert (await ours.complete(interventions=[CAPTURE])).status_code == 200
-    refused = await ours.complete(interventions=[STEER])
+    refused = await ours.complete(interventions=[{"op": "unknown"}])  # which is not looked at
     assert "captured bytes a minute" in error_of(refused, 429, "rate_limit_exceeded")
     error_of(await ours.trace(), 429, "rate_limit_exceeded")
     assert (await ours.complete()).status_code == 200
