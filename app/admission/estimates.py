@@ -12,6 +12,7 @@ from typing import Any, Final
 from pydantic import TypeAdapter, ValidationError
 
 from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.vectors import TrainingRequest
 from nnsight_engine.remote_backend.messages import TraceHead
 
 _BYTES_A_TOKEN: Final = 4
@@ -71,6 +72,15 @@ def of_trace(head: TraceHead) -> Estimate:
     return _together(prompts, generated)
 
 
+def of_training(wanted: TrainingRequest) -> Estimate:
+    """Return what the prompts of a training ask for, each of which generates one token."""
+    prompts = [
+        Estimate(0, _guessed(prompt)) if isinstance(prompt, str) else _chat([one.model_dump() for one in prompt])
+        for prompt in (*wanted.positive, *wanted.negative)
+    ]
+    return _together(prompts, len(prompts))
+
+
 def _together(prompts: list[Estimate], generated: int) -> Estimate:
     stated = generated + sum(prompt.stated for prompt in prompts)
     return Estimate(min(stated, _MOST), min(sum(prompt.guessed for prompt in prompts), _MOST))
@@ -113,4 +123,4 @@ def _number(given: Any) -> int:
         return 0
 
 
-__all__ = ["Estimate", "check_choices", "num_choices", "of_body", "of_trace"]
+__all__ = ["Estimate", "check_choices", "num_choices", "of_body", "of_trace", "of_training"]

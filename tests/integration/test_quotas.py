@@ -10,6 +10,8 @@ import pytest
 
 from api_schemas.keys import Limits, Scope
 from tests.integration.conftest import ErrorCheck
+from nnsight_engine.remote_backend.messages import SentInvoke
+from tests.integration.scripted_traces import trace as scripted
 from tests.integration.tenants import Tenants
 from tests.integration.trace_messages import HEADERS, message
 from tests.integration.waiting import until_async
@@ -237,3 +239,31 @@ async def test_trainings_use_what_interventions_use(tenants: Tenants, error_of: 
     again = await tenants.send("POST", "/v1/vectors/train", ours.headers, json=body)
     assert first.status_code != 429
     error_of(again, 429, "rate_limit_exceeded")
+
+
+async def test_trainings_set_their_prompts_aside(tenants: Tenants, error_of: ErrorCheck) -> None:
+    ours = await client(tenants, tokens_per_minute=100)
+    assert (await ours.complete("a", max_tokens=10)).status_code == 200
+
+    async def train(num_each: int, text: str) -> httpx.Response:
+        sides = {side: [f"{side} {n} {text}" for n in range(num_each)] for side in ("positive", "negative")}
+        return await tenants.send("POST", "/v1/vectors/train", ours.headers, json={"name": "x", **sides})
+
+    assert "asks for 100 tokens" in error_of(await train(4, "word " * 40), 429, "rate_limit_exceeded")
+    error_of(await train(60, ""), 400, "request_beyond_limit")
+    assert (await train(4, "")).status_code != 429
+
+
+async def test_a_job_that_runs_has_set_aside_what_it_states(with_jobs: Any, error_of: ErrorCheck) -> None:
+    async with with_jobs() as jobs:
+        tenants = Tenants(jobs.server)
+        await tenants.headers("operator", Scope.ADMIN)
+        ours = await client(tenants, tokens_per_minute=100)
+        sent = scripted("hang", invokes=[SentInvoke(prompt="a", sampling={"max_tokens": 90})])
+        job = await tenants.send("POST", "/v1/jobs", {**ours.headers, **HEADERS}, content=sent)
+        assert job.status_code == 202, job.text
+        await until_async(lambda: asyncio.sleep(0, jobs.engine.num_running == 1))
+        error_of(await ours.complete("a", max_tokens=20), 429, "rate_limit_exceeded")
+        jobs.engine.released.set()
+        await until_async(lambda: asyncio.sleep(0, jobs.server.context.jobs.num_running == 0))
+        assert (await ours.complete("a", max_tokens=20)).status_code == 200
