@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from api_schemas.errors import ErrorCode
 from nnsight_engine.plans.collected import TraceResult
 from nnsight_engine.remote_backend.unread import Unread
+from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.vllm_backend.trace_call import TraceCall
 from nnsight_engine.vllm_backend.trace_router import TraceRouter
 from nnsight_engine.wire import encode
+from nnsight_engine.wire.failures import encode_error
 
 
 class Stream:
@@ -73,3 +76,16 @@ def test_after_too_much_waited_only_whole_values_come() -> None:
     assert stream.chunk() == ({}, {"other": [6]}, "")
     stream.router.close(stream.traced.key)
     assert stream.router._unread.num_bytes == 0
+
+
+def test_a_block_for_which_there_was_no_process_may_be_sent_again() -> None:
+    call = Stream().call
+    refused = call.failed(encode_error(SandboxUnavailableError("16 sandboxes are at work")))
+    assert (refused.code, refused.status) == (ErrorCode.QUEUE_FULL, 429)
+    assert "16 sandboxes" in refused.message
+    assert call.failed(encode_error(RuntimeError("mine"))).code is ErrorCode.TRACE_FAILED
+
+
+def test_clients_do_not_choose_the_names_by_which_requests_are_ended() -> None:
+    call = TraceCall(b"", name="t", param="p", filename="f", streams=False, max_requests=2)
+    assert len({"cmpl-7-0", call.begin("cmpl-7-0", 1).request_id, call.begin("cmpl-7-0", 1).request_id}) == 3
