@@ -35,7 +35,7 @@ class Estimate:
 
 
 def of_body(body: Mapping[str, Any]) -> Estimate:
-    """Return what a completion or a chat asks for: of what it leaves open to be generated, a token a choice."""
+    """Return what a completion or a chat asks for; of a length that it leaves open, a token a choice."""
     prompts = _prompts(body["prompt"]) if "prompt" in body else [_chat(body.get("messages"))]
     most = _number(body.get("max_completion_tokens")) or _number(body.get("max_tokens")) or 1
     return _together(prompts, most * num_choices(body))
@@ -56,8 +56,8 @@ def check_choices(body: Mapping[str, Any], max_choices: int) -> None:
     if found > max_choices:
         raise ApiError(
             ErrorCode.INVALID_VALUE,
-            f"A request may ask for {max_choices} choices, `n` for each of its prompts, and this one asks for "
-            f"{found}; send several (NNSIGHT_ENGINE_MAX_CHOICES).",
+            f"A request may ask for {max_choices} choices, `n` for each of its prompts, and this one asks "
+            f"for {found}; send several (NNSIGHT_ENGINE_MAX_CHOICES).",
             "n",
         )
 
@@ -75,7 +75,9 @@ def of_trace(head: TraceHead) -> Estimate:
 def of_training(wanted: TrainingRequest) -> Estimate:
     """Return what the prompts of a training ask for, each of which generates one token."""
     prompts = [
-        Estimate(0, _guessed(prompt)) if isinstance(prompt, str) else _chat([one.model_dump() for one in prompt])
+        Estimate(0, _guessed(prompt))
+        if isinstance(prompt, str)
+        else _chat([one.model_dump() for one in prompt])
         for prompt in (*wanted.positive, *wanted.negative)
     ]
     return _together(prompts, len(prompts))

@@ -1,8 +1,8 @@
 """Places of what only so much of runs at once, such as sandboxes: whose turn it is, and how many may wait.
 
-Tenants take turns, and none has more than its share of the places, or of those who wait, so that whoever has
-filled theirs keeps nobody else waiting. Without keys there is one tenant, of no name, which has all. What asks
-for several places at once, as a completion of many prompts does, is a *group* and waits as one.
+Tenants take turns, and none has more than its share of the places, or of those who wait, so that whoever
+has filled theirs keeps nobody else waiting. Without keys there is one tenant, of no name, which has all. What
+asks for several places at once, as a completion of many prompts does, is a *group* and waits as one.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Places:
         if tenant and others >= self._max_waiting_each:
             raise ApiError(
                 ErrorCode.QUEUE_FULL,
-                f"{others} {self._what} of the tenant {tenant!r} wait already, and no more may; send this one "
-                "again later.",
+                f"{others} {self._what} of the tenant {tenant!r} wait already, and no more may; send this "
+                "one again later.",
             )
         if self.num_waiting >= self._max_waiting:
             raise ApiError(

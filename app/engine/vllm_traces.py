@@ -23,8 +23,8 @@ from app.engine.places import Places
 from app.engine.vllm_errors import translated
 from app.engine.vllm_sampling import sampling_params
 from app.errors import internal_error
-from app.services.traces import event_frame
 from app.services.code_policy import has_process
+from app.services.traces import event_frame
 from app.settings import Settings
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import SentEdit, SentInvoke, TraceHead, TraceRequest

@@ -244,14 +244,14 @@ async def test_a_client_that_leaves_ends_its_trace(live: Live) -> None:
 
 async def test_a_trace_that_ends_early_ends_no_other_request_of_the_same_name(live: Live) -> None:
     """Clients name their requests, and proxies that try again give two of them one name."""
-    named = {"headers": {"x-request-id": "7"}}
+    named = {"x-request-id": "7"}
     body = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 60, "ignore_eos": True}
     path = "/v1/completions"
-    neighbour = asyncio.create_task(live.http.post(path, json=body, **named))
+    neighbour = asyncio.create_task(live.http.post(path, json=body, headers=named))
     failing = {**body, "interventions": [op("model.layers[3].output\nraise ValueError('mine')")]}
     leaving = {**body, "interventions": [op("for _ in tracer.iter[:]:\n    model.samples.output")]}
-    failed = await live.http.post(path, json=failing, **named)
-    left = asyncio.create_task(live.http.post(path, json=leaving, **named))
+    failed = await live.http.post(path, json=failing, headers=named)
+    left = asyncio.create_task(live.http.post(path, json=leaving, headers=named))
     await asyncio.sleep(0.2)
     left.cancel()
     assert failed.json()["error"]["code"] == "trace_failed"
