@@ -22,7 +22,8 @@ from app.receiving import intake_of
 _QUOTE: Final = ord('"')
 _IRRELEVANT: Final = bytes(set(range(256)) - set(b'[]{}"'))
 _SCAN_CHUNK_BYTES: Final = 64 * 1024
-_THREAD_BYTES: Final = 1024 * 1024
+THREAD_BYTES: Final = 1024 * 1024
+"""Larger ones are looked at in a thread."""
 _STEPS: Final = np.zeros(256, dtype=np.int8)
 _STEPS[[ord("["), ord("{")]] = 1
 _STEPS[[ord("]"), ord("}")]] = -1
@@ -153,7 +154,7 @@ async def stream_bytes(
 async def _check_depth(body: bytes | bytearray, max_depth: int) -> None:
     too_deep = (
         exceeds_depth(body, max_depth)
-        if len(body) < _THREAD_BYTES
+        if len(body) < THREAD_BYTES
         else await asyncio.to_thread(exceeds_depth, body, max_depth)
     )
     if too_deep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -40,6 +41,7 @@ from app.routes import (
 from app.services.job_callers import JobCallers
 from app.services.jobs import JobService
 from app.services.model_outline import model_outline
+from app.services.sandbox_start import start_sandbox
 from app.services.traces import TraceService
 from app.settings import Settings, environment_for_traces
 from app.storage.audit import AuditStore
@@ -157,6 +159,11 @@ def new_store(settings: Settings) -> ResultStore:
     )
 
 
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     context: Context = app.state.context
@@ -178,5 +185,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         context.lifecycle.start()
         for one in context.processes:
             one.start(after=context.lifecycle.started())
+        starting = start_sandbox(context.settings, context.engine, context.keys, context.lifecycle)
+        stack.push_async_callback(_end, asyncio.create_task(starting, name="sandbox-start"))
         stack.push_async_callback(context.lifecycle.drain, context.settings.drain_timeout_s)
         yield

@@ -51,6 +51,11 @@ class Settings(BaseSettings):
     )
     max_tensor_bytes: int = Field(default=64 * MIB, ge=1, description="Largest tensor in a request, decoded.")
     max_operations: int = Field(default=64, ge=1, description="Most operations in one request.")
+    max_choices: int = Field(
+        default=1024,
+        ge=1,
+        description="Most choices of one completion or chat, `n` for each of its prompts.",
+    )
     inline_tensor_bytes: int = Field(
         default=MIB,
         ge=0,

@@ -2,7 +2,8 @@
 
 Counting is ``limits``'s. Where the shared storage does not answer in time, or at all, this server goes on
 counting by itself, in memory, and asks it again after a pause: limits hold meanwhile, for each server alone,
-and nobody waits. Whatever is wrong with the storage never reaches a request.
+and nobody waits. Whatever is wrong with the storage never reaches a request. What exceeds a minute is counted
+in the minutes after it, so that in the end nobody has had more than theirs, however they brought it about.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MINUTE_S: Final = 60
+_KEPT_S: Final = 3 * _MINUTE_S
 _PATIENCE_S: Final = 0.5
 """What a request waits for the shared storage."""
 _PAUSE_S: Final = 5.0
 """How long a storage that has failed is left alone; then one request asks it again."""
 _MEMORY: Final = "memory://"
+MAX_CARRIED_MINUTES: Final = 60
+"""What exceeds so many minutes is forgotten: one accident does not shut a key out for days."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,11 +47,13 @@ class Used:
         before: In the last minute of the clock.
         now: In this one.
         left: The part of the last one that still counts, from 1 down to 0 as this one goes by.
+        later: What is counted in the next minutes already, where that was asked for.
     """
 
     before: int
     now: int
     left: float
+    later: tuple[int, ...] = ()
 
     @property
     def amount(self) -> int:
@@ -58,11 +64,14 @@ class Used:
         """Return in how many seconds no more than ``room`` of it will count, at least one."""
         if self.amount <= room:
             return 1
-        if self.now <= room:
-            left = (room - self.now) / max(1, self.before)
-            return max(1, math.ceil((self.left - left) * _MINUTE_S))
-        left = max(0, room) / max(1, self.now)
-        return max(1, math.ceil((self.left + 1 - left) * _MINUTE_S))
+        room, before = max(0, room), self.before
+        minutes = 0.0
+        for index, now in enumerate((self.now, *self.later, 0)):
+            if now <= room:  # at some moment of this minute, what is left of the one before it has gone by
+                minutes = index + 1 - min(1.0, (room - now) / max(1, before))
+                break
+            before = now
+        return max(1, math.ceil((minutes - (1 - self.left)) * _MINUTE_S))
 
 
 class _Side:
@@ -74,6 +83,23 @@ class _Side:
 
 
 _Ask = Callable[[_Side], Awaitable[T]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Taken:
+    """What was set aside.
+
+    Attributes:
+        name: Of what.
+        amount: How much.
+        minute: When.
+        side: Which storage knows of it.
+    """
+
+    name: str
+    amount: int
+    minute: int
+    side: _Side
 
 
 class Counts:
@@ -109,19 +135,47 @@ class Counts:
         """Return how many more would be, and when that changes."""
         return await self._ask(lambda side: side.limiter.get_window_stats(item, name))
 
-    async def used(self, name: str) -> Used:
-        """Return how much was used of something."""
-        return await self._ask(lambda side: _used(side.storage, name))
-
-    async def add(self, name: str, amount: int, minute: int | None = None) -> Used:
-        """Add to what was used, beyond whatever limit; returns how much it is then.
+    async def used(self, name: str, *, ahead: bool = False) -> Used:
+        """Return how much was used of something.
 
         Args:
             name: Of what.
-            amount: How much; less than nothing gives back what was added before.
-            minute: When it was added that is given back; too late for it, nothing changes.
+            ahead: Whether ``later`` is wanted.
         """
-        return await self._ask(lambda side: _added(side.storage, name, amount, minute))
+        return await self._ask(lambda side: _used(side.storage, name, ahead=ahead))
+
+    async def add(self, name: str, amount: int, most: int) -> None:
+        """Add to what was used; what goes beyond ``most`` a minute counts in the next ones."""
+        await self._ask(lambda side: _add(side.storage, name, amount, most))
+
+    async def take(self, name: str, amount: int) -> tuple[Taken, Used]:
+        """Set some aside, beyond whatever limit; returns also how much is used then."""
+
+        async def ask(side: _Side) -> tuple[Taken, Used]:
+            minute = this_minute()
+            await side.storage.incr(_bucket(name, minute), _KEPT_S, amount)
+            return Taken(name, amount, minute, side), await _used(side.storage, name)
+
+        return await self._ask(ask)
+
+    async def give_back(self, taken: Taken, amount: int) -> None:
+        """Give back some of what was set aside, where it was; too late for it, nothing changes.
+
+        A storage that does not answer keeps it until its minute is over.
+        """
+        if taken.minute < this_minute() - 1 or amount <= 0:
+            return
+        storage, bucket = taken.side.storage, _bucket(taken.name, taken.minute)
+
+        async def ask() -> None:
+            left = await storage.incr(bucket, _KEPT_S, -amount)
+            if left < 0:  # the storage has forgotten what was taken
+                await storage.incr(bucket, _KEPT_S, -left)
+
+        if taken.side is self._own:
+            await ask()
+        else:
+            await self._ask(lambda side: ask() if side is taken.side else _nothing())
 
     async def _ask(self, ask: _Ask[T]) -> T:
         shared = self._shared
@@ -148,23 +202,36 @@ class Counts:
 
 
 def this_minute() -> int:
-    """Return the clock's minute, as ``Counts.add`` takes it."""
+    """Return the clock's minute."""
     return int(time.time() // _MINUTE_S)
 
 
-async def _used(storage: Storage, name: str) -> Used:
+async def _used(storage: Storage, name: str, *, ahead: bool = False) -> Used:
     minute, passed = divmod(time.time(), _MINUTE_S)
     before = await storage.get(_bucket(name, int(minute) - 1))
     now = await storage.get(_bucket(name, int(minute)))
-    return Used(before, now, 1 - passed / _MINUTE_S)
+    later: list[int] = []
+    while ahead and len(later) < MAX_CARRIED_MINUTES:
+        following = await storage.get(_bucket(name, int(minute) + 1 + len(later)))
+        if not following:
+            break
+        later.append(following)
+    return Used(before, now, 1 - passed / _MINUTE_S, tuple(later))
 
 
-async def _added(storage: Storage, name: str, amount: int, minute: int | None) -> Used:
-    now = this_minute()
-    at = now if minute is None else minute
-    if amount and at >= now - 1:
-        await storage.incr(_bucket(name, at), 3 * _MINUTE_S, amount)
-    return await _used(storage, name)
+async def _add(storage: Storage, name: str, amount: int, most: int) -> None:
+    minute = this_minute()
+    for later in range(MAX_CARRIED_MINUTES + 1):
+        bucket, kept_s = _bucket(name, minute + later), _KEPT_S + later * _MINUTE_S
+        beyond = min(amount, await storage.incr(bucket, kept_s, amount) - most)
+        if beyond <= 0:
+            return
+        await storage.incr(bucket, kept_s, -beyond)
+        amount = beyond
+
+
+async def _nothing() -> None:
+    pass
 
 
 def _bucket(name: str, minute: int) -> str:
@@ -186,4 +253,4 @@ def _opened(url: str) -> Storage:
     return storage
 
 
-__all__ = ["Counts", "Used", "this_minute"]
+__all__ = ["MAX_CARRIED_MINUTES", "Counts", "Taken", "Used", "this_minute"]

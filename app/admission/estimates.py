@@ -9,10 +9,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
+from pydantic import TypeAdapter, ValidationError
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.vectors import TrainingRequest
 from nnsight_engine.remote_backend.messages import TraceHead
 
 _BYTES_A_TOKEN: Final = 4
 _MOST: Final = 2**31
+_WHOLE: Final = TypeAdapter(int)
+"""Reads numbers as the engine does, which takes 7.0 and "7" for 7."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,10 +35,31 @@ class Estimate:
 
 
 def of_body(body: Mapping[str, Any]) -> Estimate:
-    """Return what a completion or a chat asks for; what it leaves open to be generated counts nothing."""
+    """Return what a completion or a chat asks for; of a length that it leaves open, a token a choice."""
     prompts = _prompts(body["prompt"]) if "prompt" in body else [_chat(body.get("messages"))]
-    most = _number(body.get("max_completion_tokens")) or _number(body.get("max_tokens"))
-    return _together(prompts, most * max(1, _number(body.get("n"))) * len(prompts))
+    most = _number(body.get("max_completion_tokens")) or _number(body.get("max_tokens")) or 1
+    return _together(prompts, most * num_choices(body))
+
+
+def num_choices(body: Mapping[str, Any]) -> int:
+    """Return how many texts a completion or a chat asks for, those of all its prompts together."""
+    given = body.get("prompt")
+    num_prompts = len(given) if isinstance(given, list) and not _is_ids(given) else int(given is not None)
+    embeds = body.get("prompt_embeds")
+    num_prompts += len(embeds) if isinstance(embeds, list) else int(embeds is not None)
+    return min(max(1, num_prompts) * max(1, _number(body.get("n"))), _MOST)
+
+
+def check_choices(body: Mapping[str, Any], max_choices: int) -> None:
+    """Raise ApiError for a request that asks for more texts than one may: each is a request to the engine."""
+    found = num_choices(body)
+    if found > max_choices:
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            f"A request may ask for {max_choices} choices, `n` for each of its prompts, and this one asks "
+            f"for {found}; send several (NNSIGHT_ENGINE_MAX_CHOICES).",
+            "n",
+        )
 
 
 def of_trace(head: TraceHead) -> Estimate:
@@ -41,8 +68,19 @@ def of_trace(head: TraceHead) -> Estimate:
     for invoke in head.invokes:
         prompts.append(_prompt(invoke.prompt))
         asked = invoke.sampling
-        generated += _number(asked.get("max_tokens")) * max(1, _number(asked.get("n")))
+        generated += max(1, _number(asked.get("max_tokens"))) * max(1, _number(asked.get("n")))
     return _together(prompts, generated)
+
+
+def of_training(wanted: TrainingRequest) -> Estimate:
+    """Return what the prompts of a training ask for, each of which generates one token."""
+    prompts = [
+        Estimate(0, _guessed(prompt))
+        if isinstance(prompt, str)
+        else _chat([one.model_dump() for one in prompt])
+        for prompt in (*wanted.positive, *wanted.negative)
+    ]
+    return _together(prompts, len(prompts))
 
 
 def _together(prompts: list[Estimate], generated: int) -> Estimate:
@@ -51,9 +89,14 @@ def _together(prompts: list[Estimate], generated: int) -> Estimate:
 
 
 def _prompts(given: Any) -> list[Estimate]:
-    if isinstance(given, list) and given and not isinstance(given[0], int):
+    if isinstance(given, list) and not _is_ids(given):
         return [_prompt(one) for one in given]
     return [_prompt(given)]
+
+
+def _is_ids(given: list[Any]) -> bool:
+    """Tell whether a list is one prompt, of ids, and not several."""
+    return not given or isinstance(given[0], int)
 
 
 def _prompt(given: Any) -> Estimate:
@@ -76,7 +119,10 @@ def _guessed(text: Any) -> int:
 
 
 def _number(given: Any) -> int:
-    return min(given, _MOST) if isinstance(given, int) and given > 0 else 0
+    try:
+        return min(max(0, _WHOLE.validate_python(given)), _MOST)
+    except ValidationError:
+        return 0
 
 
-__all__ = ["Estimate", "of_body", "of_trace"]
+__all__ = ["Estimate", "check_choices", "num_choices", "of_body", "of_trace", "of_training"]

@@ -2,8 +2,9 @@
 
 What a request will use is known afterwards. So a minute that is used up lets nobody in, and what a request
 did use is counted when it is over, however it ended. Tokens are what many requests at once would run past by
-far: each sets aside beforehand what it asks for, and gives back what it did not use. A request that used more
-than there was is counted whole, so that the next ones wait for longer. ``Rates`` is the caller.
+far: each sets aside beforehand what it asks for, and gives back what it did not use. What was used beyond a
+minute is counted in those after it, so that the next ones wait for as long as it takes. ``Rates`` is the
+caller.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import Limits
-from app.admission.counts import Counts, Used, this_minute
+from app.admission.counts import Counts, Taken, Used
 from app.admission.estimates import Estimate
 from app.admission.throttled import ThrottledError
 from nnsight_engine.core.metering import Meter
@@ -71,15 +72,6 @@ class Group:
     limits: Limits
 
 
-@dataclasses.dataclass(slots=True)
-class Reserved:
-    """What a request has set aside: tokens, and in which minute."""
-
-    group: Group
-    amount: int
-    minute: int
-
-
 class Quotas:
     """What is used up, by group.
 
@@ -108,7 +100,7 @@ class Quotas:
                     continue
                 used = await self._counts.used(_name(group, quota))
                 if used.amount >= most:
-                    raise _used_up(group, quota, most, used)
+                    raise await self._used_up(group, quota, most)
                 if quota is Quota.TOKENS:
                     told.append(_headers(most, used))
         return _least(told)
@@ -123,12 +115,13 @@ class Quotas:
                     continue
                 used = await self._counts.used(_name(group, quota))
                 if used.amount >= most:
+                    used = await self._counts.used(_name(group, quota), ahead=True)
                     wait = max(wait, used.wait_s(most - 1))
         return wait
 
     async def reserve(
         self, groups: Sequence[Group], estimate: Estimate
-    ) -> tuple[list[Reserved], dict[str, str]]:
+    ) -> tuple[list[Taken], dict[str, str]]:
         """Set tokens aside for a request.
 
         Returns:
@@ -138,7 +131,7 @@ class Quotas:
             ApiError: ``request_beyond_limit``: no minute has so many.
             ThrottledError: This one has not.
         """
-        reserved: list[Reserved] = []
+        reserved: list[Taken] = []
         told: list[dict[str, str]] = []
         try:
             for group in groups:
@@ -151,7 +144,7 @@ class Quotas:
         return reserved, _least(told)
 
     async def _reserve(
-        self, group: Group, most: int, estimate: Estimate, reserved: list[Reserved]
+        self, group: Group, most: int, estimate: Estimate, reserved: list[Taken]
     ) -> dict[str, str]:
         if estimate.stated > most:
             raise ApiError(
@@ -163,46 +156,62 @@ class Quotas:
             )
         # What is guessed may be wrong, and keeps nobody from an empty minute.
         amount = min(estimate.stated + estimate.guessed, most)
-        minute = this_minute()
-        used = await self._counts.add(_name(group, Quota.TOKENS), amount, minute)
-        reserved.append(Reserved(group, amount, minute))
+        taken, used = await self._counts.take(_name(group, Quota.TOKENS), amount)
+        reserved.append(taken)
         if used.amount > most:
-            before = dataclasses.replace(used, now=used.now - amount)
-            raise _used_up(group, Quota.TOKENS, most, before, asks=amount)
+            raise await self._used_up(group, Quota.TOKENS, most, taken)
         return _headers(most, used)
 
-    async def _give_back(self, reserved: list[Reserved]) -> None:
-        for one in reserved:
-            await self._counts.add(_name(one.group, Quota.TOKENS), -one.amount, one.minute)
+    async def set_aside(self, groups: Sequence[Group], estimate: Estimate) -> list[Taken]:
+        """Set tokens aside for something that runs in any case; returns them, to be given to ``settle``."""
+        asked = estimate.stated + estimate.guessed
+        limits = [(group, Quota.TOKENS.limit(group.limits)) for group in groups]
+        return [
+            (await self._counts.take(_name(group, Quota.TOKENS), min(asked, most)))[0]
+            for group, most in limits
+            if most is not None
+        ]
 
-    async def settle(self, groups: Sequence[Group], meter: Meter, reserved: Sequence[Reserved] = ()) -> None:
+    async def _give_back(self, reserved: Sequence[Taken]) -> None:
+        for one in reserved:
+            await self._counts.give_back(one, one.amount)
+
+    async def settle(self, groups: Sequence[Group], meter: Meter, reserved: Sequence[Taken] = ()) -> None:
         """Count what a request has used that is over, less what it had set aside."""
         await meter.settled()
-        aside = {one.group.name: one for one in reserved}
+        aside = {one.name: one for one in reserved}
         for quota in Quota:
             used = quota.used(meter)
             for group in groups:
-                if quota.limit(group.limits) is None:
+                most = quota.limit(group.limits)
+                if most is None:
                     continue
-                amount, minute = used, None
-                if quota is Quota.TOKENS and group.name in aside:
-                    amount -= aside[group.name].amount
-                    minute = aside[group.name].minute if amount < 0 else None
-                if amount:
-                    await self._counts.add(_name(group, quota), amount, minute)
+                name = _name(group, quota)
+                taken = aside.get(name)
+                if taken is not None:
+                    await self._counts.give_back(taken, taken.amount - used)
+                beyond = used - (0 if taken is None else taken.amount)
+                if beyond > 0:
+                    await self._counts.add(name, beyond, most)
 
-
-def _used_up(group: Group, quota: Quota, most: int, used: Used, *, asks: int = 1) -> ThrottledError:
-    wait = used.wait_s(most - asks)
-    more = "" if asks == 1 else f", and this one asks for {quota.said(asks)}"
-    headers = {"Retry-After": str(wait)}
-    if quota is Quota.TOKENS:
-        headers |= _headers(most, used)
-    return ThrottledError(
-        f"{_capital(group.said)} may use {quota.said(most)} a minute and has used {quota.said(used.amount)}"
-        f"{more}: send this one again in {wait} s.",
-        headers,
-    )
+    async def _used_up(
+        self, group: Group, quota: Quota, most: int, taken: Taken | None = None
+    ) -> ThrottledError:
+        """Return what somebody is told who has used all up, or has not enough left for what was taken."""
+        used = await self._counts.used(_name(group, quota), ahead=True)
+        asks = 1 if taken is None else taken.amount
+        if taken is not None:
+            used = dataclasses.replace(used, now=used.now - asks)
+        wait = used.wait_s(most - asks)
+        more = "" if asks == 1 else f", and this one asks for {quota.said(asks)}"
+        headers = {"Retry-After": str(wait)}
+        if quota is Quota.TOKENS:
+            headers |= _headers(most, used)
+        return ThrottledError(
+            f"{_capital(group.said)} may use {quota.said(most)} a minute and has used "
+            f"{quota.said(used.amount)}{more}: send this one again in {wait} s.",
+            headers,
+        )
 
 
 def _headers(most: int, used: Used) -> dict[str, str]:
@@ -225,4 +234,4 @@ def _capital(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-__all__ = ["INTERVENING", "Group", "Quota", "Quotas", "Reserved"]
+__all__ = ["INTERVENING", "Group", "Quota", "Quotas"]

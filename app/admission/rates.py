@@ -17,9 +17,9 @@ from typing import Final
 from limits import RateLimitItemPerMinute
 from starlette.requests import HTTPConnection
 
-from app.admission.counts import Counts
+from app.admission.counts import Counts, Taken
 from app.admission.estimates import Estimate
-from app.admission.quotas import Group, Quota, Quotas, Reserved
+from app.admission.quotas import Group, Quota, Quotas
 from app.admission.throttled import ThrottledError
 from app.auth.principal import Principal
 from nnsight_engine.core.metering import Meter
@@ -57,7 +57,7 @@ class Admitted:
         self.headers = headers
         self.meter = Meter(caller.key_id)
         self.groups = groups
-        self.reserved: list[Reserved] = []
+        self.reserved: list[Taken] = []
         self._quotas = quotas
         self._release: Callable[[Admitted], None] | None = release
 
@@ -154,9 +154,13 @@ class Rates:
 
         return Admitted(headers, caller, groups, self._quotas, release)
 
-    async def count(self, caller: Principal, meter: Meter) -> None:
-        """Count what something has used that was no request, such as a job."""
-        await self._quotas.settle(groups_of(caller), meter)
+    async def set_aside(self, caller: Principal, estimate: Estimate) -> list[Taken]:
+        """Set aside the tokens of something that is no request and begins, such as a job."""
+        return await self._quotas.set_aside(groups_of(caller), estimate)
+
+    async def count(self, caller: Principal, meter: Meter, reserved: Sequence[Taken] = ()) -> None:
+        """Count what such a thing has used, and give back what it had set aside and has not."""
+        await self._quotas.settle(groups_of(caller), meter, reserved)
 
     async def wait_s(self, caller: Principal) -> int:
         """Return in how many seconds something that is no request may begin for a caller: 0 for now."""

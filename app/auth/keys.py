@@ -80,6 +80,10 @@ class Keys:
             self._looked_until = moment + _HOLDS_S
         return self._has_keys
 
+    async def need_sandbox(self) -> bool:
+        """Tell whether there is a key whose code runs in a sandbox."""
+        return await self._store.has_open(Tier.SANDBOXED, Scope.CODE)
+
     async def principal(self, authorization: str | None, address: str = "") -> Principal:
         """Return who sends a request.
 

@@ -111,6 +111,13 @@ class EngineClient(Protocol):
     def trace_engines(self) -> Mapping[str, TraceEngine]:
         """Return what runs traces, by name; known before the start, used only when ready."""
 
+    async def prepare_sandbox(self) -> None:
+        """Wait until code of sandboxed keys can run, which takes seconds the first time; only when ready.
+
+        Raises:
+            ApiError: ``sandbox_missing``.
+        """
+
     async def start(self) -> None:
         """Load the model; must not hold up the event loop, and raises where it fails."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -48,11 +48,22 @@ class FairQueue(Generic[T]):
 
     async def take(self) -> T:
         """Wait for an item, and take the one whose turn it is."""
-        while not self._senders:
+        while (item := self.pop()) is None:
             self._come.clear()
             await self._come.wait()
-        sender, items = self._senders.popitem(last=False)
+        return item
+
+    def pop(self, may: Callable[[str], bool] = lambda _: True) -> T | None:
+        """Take the item out whose turn it is, of those senders who may have one; None where none waits."""
+        sender = next(filter(may, self._senders), None)
+        if sender is None:
+            return None
+        items = self._senders.pop(sender)
         item = items.popleft()
         if items:
             self._senders[sender] = items  # behind everybody else
         return item
+
+    def num_of(self, sender: str) -> int:
+        """Return how many of a sender's wait."""
+        return len(self._senders.get(sender, ()))

@@ -110,6 +110,7 @@ class FakeEngineClient:
     Attributes:
         traces: What runs traces; tests put others in.
         fake_traces: What runs them otherwise; tests change how it behaves.
+        has_sandbox: Whether sandboxes were to be started.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class FakeEngineClient:
         self.behaviour = behaviour or FakeBehaviour()
         self.num_running = 0
         self.num_calls = 0
+        self.has_sandbox = False
         self.fake_traces = FakeTraceEngine()
         self.traces: Mapping[str, TraceEngine] = {"vllm": self.fake_traces}
         self._settings = settings
@@ -156,6 +158,10 @@ class FakeEngineClient:
     def trace_engines(self) -> Mapping[str, TraceEngine]:
         """Return ``traces``."""
         return self.traces
+
+    async def prepare_sandbox(self) -> None:
+        """Take note of it."""
+        self.has_sandbox = True
 
     async def start(self) -> None:
         """Become ready, unless the behaviour says otherwise."""

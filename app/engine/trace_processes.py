@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from typing import Any, Final
@@ -151,6 +152,7 @@ class TraceProcesses:
         self.environment = environment
         self.time_limit_s = settings.trace_time_limit_s
         self.max_queued = settings.max_queued_traces
+        self._share = settings.tenant_share
         self.max_frame_bytes = max(options.max_result_bytes, settings.max_trace_request_bytes) + 2**20
         self._queue: FairQueue[Job] = FairQueue()
         self._lines = [_Line(self) for _ in range(num_processes)]
@@ -209,7 +211,7 @@ class TraceProcesses:
                 f"{self.purpose[0].upper()}{self.purpose[1:]} has no sandbox: it runs code of keys of the "
                 "tier 'trusted' alone. Single traces on vLLM run in a sandbox.",
             )
-        self._check_takes_more()
+        self._check_takes_more(request)
         job = Job(request, self.name, self._unread)
         self._queue.add(request.sender, job)
         if not self.pids:
@@ -225,10 +227,18 @@ class TraceProcesses:
                 job.end()
                 self.tell_positions()
 
-    def _check_takes_more(self) -> None:
+    def _check_takes_more(self, request: TraceRequest) -> None:
         num_waiting = len(self._queue)
-        is_free = not num_waiting and self.num_running < len(self._lines)
-        if not is_free and num_waiting >= self.max_queued:
+        if not num_waiting and self.num_running < len(self._lines):
+            return
+        tenant, own = request.tenant, sum(job.request.tenant == request.tenant for job in self._queue)
+        if tenant and not request.is_patient and own >= math.ceil(self.max_queued * self._share):
+            raise ApiError(
+                ErrorCode.QUEUE_FULL,
+                f"{own} traces of the tenant {tenant!r} wait for {self.purpose} and no more may "
+                "(max_queued_traces, tenant_share); send it again later.",
+            )
+        if num_waiting >= self.max_queued:
             raise ApiError(
                 ErrorCode.QUEUE_FULL,
                 f"{num_waiting} traces wait for {self.purpose} and no more may (max_queued_traces); send it "

@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -35,12 +36,13 @@ from api_schemas.interventions import FIELD, Intervention
 from api_schemas.request_traces import Trace
 from app.engine.client import DescribedModel, EngineReply, JsonObject
 from app.engine.intervening_requests import InterveningChatRequest, InterveningCompletionRequest
+from app.engine.places import Places
 from app.engine.traces import TraceEngine
 from app.engine.vllm_errors import engine_dead
 from app.engine.vllm_traces import VLLMTraceEngine
 from app.errors import DONE_FRAME, error_frame
 from app.services.capabilities import describe
-from app.services.code_policy import SANDBOX_OF
+from app.services.code_policy import SANDBOX_OF, has_process
 from app.services.responses import choice_json
 from app.services.served_model import ServedModel
 from app.settings import Settings
@@ -84,7 +86,15 @@ class VLLMEngineClient:
         self.started = asyncio.Event()
         # Never served: vLLM's handlers look up their state on an application.
         self._vllm_app = FastAPI()
-        self._traces: dict[str, TraceEngine] = {"vllm": VLLMTraceEngine(lambda: self.engine, settings)}
+        self._sandboxes = Places(
+            settings.max_sandboxes,
+            max_waiting=settings.max_queued_traces,
+            share=settings.tenant_share,
+            what="requests with sandboxed code",
+        )
+        self._traces: dict[str, TraceEngine] = {
+            "vllm": VLLMTraceEngine(lambda: self.engine, settings, self._sandboxes)
+        }
 
     @property
     def ready(self) -> bool:
@@ -187,6 +197,10 @@ class VLLMEngineClient:
     def trace_engines(self) -> Mapping[str, TraceEngine]:
         """Return what runs traces, by name."""
         return self._traces
+
+    async def prepare_sandbox(self) -> None:
+        """Have sandboxes started; see ``EngineClient``."""
+        await self.engine.prepare_sandbox()
 
     async def models(self) -> JsonObject:
         """Return vLLM's own list of models."""
@@ -291,10 +305,13 @@ class VLLMEngineClient:
             if sandbox_of:
                 await self.engine.prepare_sandbox()
             data = await asyncio.to_thread(encoded_code, first, param)
-            return TraceCall(
+            call = TraceCall(
                 data, name=first.name or f"{first.op}_0", param=param, filename=filename_of(first),
                 streams=streams, max_requests=self._settings.max_trace_requests, sandbox_of=sandbox_of,
             )  # fmt: skip
+            if has_process(self._settings, sandbox_of):
+                call.place = partial(self._sandboxes.ask, sandbox_of, call.ticket)
+            return call
         return InterventionCall(interventions, self.engine.spec, self._tokenize, stream=streams)
 
     async def _serve(self, serve: Serve, request: Any, http: Request) -> Any:

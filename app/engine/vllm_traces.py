@@ -19,9 +19,11 @@ from vllm.sampling_params import RequestOutputKind
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
+from app.engine.places import Places
 from app.engine.vllm_errors import translated
 from app.engine.vllm_sampling import sampling_params
 from app.errors import internal_error
+from app.services.code_policy import has_process
 from app.services.traces import event_frame
 from app.settings import Settings
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NO_SANDBOX: Final = "all sandboxes are at work, or all that one tenant may have"
 _MAX_EDITS: Final = 64
 """Edits beside one block; each has a thread."""
 
@@ -49,14 +52,18 @@ class VLLMTraceEngine:
     Args:
         engine: Gives the engine; raises ApiError while there is none.
         settings: The server's.
+        sandboxes: Places of traces that have a process to themselves.
     """
 
     name = "vllm"
 
-    def __init__(self, engine: Callable[[], InterventionAsyncLLM], settings: Settings) -> None:
+    def __init__(
+        self, engine: Callable[[], InterventionAsyncLLM], settings: Settings, sandboxes: Places
+    ) -> None:
         """Wait for traces."""
         self._engine = engine
         self._settings = settings
+        self._sandboxes = sandboxes
 
     async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
         """Run a trace; see ``TraceEngine``.
@@ -67,7 +74,20 @@ class VLLMTraceEngine:
         check_head(request.head)
         if request.sandbox_of:
             await self._engine().prepare_sandbox()
-        run = _Run(self._engine(), _Trace(request, job_id, self._settings))
+        trace = _Trace(request, job_id, self._settings)
+        async with contextlib.AsyncExitStack() as stack:
+            if has_process(self._settings, request.sandbox_of):
+                place = self._sandboxes.ask(request.sandbox_of, job_id, is_patient=request.is_patient)
+                if not place.is_granted:
+                    yield event_frame(JobStatus.QUEUED, message=_NO_SANDBOX, engine=self.name)
+                await stack.enter_async_context(place)
+            async with contextlib.aclosing(self._run(trace)) as frames:
+                async for frame in frames:
+                    yield frame
+
+    async def _run(self, trace: _Trace) -> AsyncGenerator[Frame, None]:
+        """Run a trace that has its place."""
+        run = _Run(self._engine(), trace)
         try:
             async with contextlib.aclosing(run.frames()) as frames:
                 async for frame in frames:

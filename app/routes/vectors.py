@@ -18,6 +18,7 @@ from api_schemas.vectors import (
     VectorList,
     VectorUpload,
 )
+from app.admission.estimates import of_training
 from app.admission.quotas import INTERVENING
 from app.admission.rates import admitted_of
 from app.body import BodyLimits, read_object
@@ -75,6 +76,8 @@ async def train_vector(request: Request, context: Served, caller: Trains) -> Res
         await admitted.check(*INTERVENING)
     limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
     wanted = validated(TrainingRequest, await read_object(request, limits))
+    if admitted is not None:
+        await admitted.reserve(of_training(wanted))
     train = functools.partial(context.trainer.train, wanted, request, caller)
     if not wanted.stream:
         vector = await while_connected(request.receive, train(lambda _: None))

@@ -52,6 +52,11 @@ def sandbox_of(settings: Settings, caller: Principal) -> str:
     return caller.tenant if is_stranger and settings.sandbox != "off" else ""
 
 
+def has_process(settings: Settings, sandbox_of: str) -> bool:
+    """Tell whether code in a sandbox has a process to itself, of which there are only so many."""
+    return bool(sandbox_of) and settings.sandbox == "process"
+
+
 def check_name(settings: Settings, connection: HTTPConnection) -> None:
     """Raise ApiError for a connection to a name that a page of somebody else's may have made up."""
     name = connection.url.hostname or ""

@@ -5,6 +5,7 @@ The body is parsed once. A request without ``interventions`` skips everything th
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
 
@@ -14,12 +15,12 @@ from starlette.responses import JSONResponse, Response
 from api_schemas.interventions import FIELD, Intervention, Limits, parse_interventions
 from api_schemas.keys import Scope
 from api_schemas.request_traces import Trace
-from app.admission.estimates import of_body
+from app.admission.estimates import check_choices, of_body
 from app.admission.quotas import INTERVENING
 from app.admission.rates import admitted_of
 from app.audit.records import note_operations, note_refusal
 from app.auth.principal import Principal
-from app.body import BodyLimits, read_object
+from app.body import THREAD_BYTES, BodyLimits, read_object
 from app.context import Context
 from app.engine.client import EngineReply, JsonObject
 from app.services.cache_salts import keep_apart
@@ -52,16 +53,18 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
     limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
     body = await read_object(request, limits)
     raw = body.pop(FIELD, None)
-    interventions = () if raw is None else parse_interventions(raw, limits_of(settings))
-    note_operations(body.get("model"), interventions)
-    if interventions:
+    check_choices(body, settings.max_choices)
+    admitted = admitted_of(request)
+    if raw:
+        # Before they are read, which takes as long as whoever sent them likes.
         caller.check(Scope.INTERVENTIONS)
+        if admitted is not None:
+            await admitted.check(*INTERVENING)
+    interventions = await _interventions(raw, request, settings)
+    note_operations(body.get("model"), interventions)
     if any(isinstance(operation, Trace) for operation in interventions):
         check_code_allowed(settings, request, caller)
-    admitted = admitted_of(request)
     if admitted is not None:
-        if interventions:
-            await admitted.check(*INTERVENING)
         await admitted.reserve(of_body(body))
     if names_vectors(interventions):
         interventions = await context.vectors.resolved(interventions, caller.tenant)
@@ -83,6 +86,16 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
         headers=reply.headers,
         on_close=on_close,
     )
+
+
+async def _interventions(raw: object, request: Request, settings: Settings) -> tuple[Intervention, ...]:
+    """Return a request's operations, read beside the others' turns where that takes a while."""
+    if not raw:
+        return parse_interventions(raw)
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) < THREAD_BYTES:
+        return parse_interventions(raw, limits_of(settings))
+    return await asyncio.to_thread(parse_interventions, raw, limits_of(settings))
 
 
 def limits_of(settings: Settings) -> Limits:

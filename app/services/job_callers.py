@@ -6,6 +6,10 @@ to it, is found out when it is about to run, whichever process ended the key.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from app.admission.counts import Taken
+from app.admission.estimates import Estimate
 from app.admission.rates import Rates
 from app.auth.keys import Keys
 from app.auth.principal import Principal
@@ -48,9 +52,13 @@ class JobCallers:
         """Return in how many seconds a job of theirs may begin; 0 for now."""
         return await self._rates.wait_s(caller)
 
-    async def count(self, caller: Principal, meter: Meter) -> None:
-        """Count what a job has used."""
-        await self._rates.count(caller, meter)
+    async def set_aside(self, caller: Principal, estimate: Estimate) -> list[Taken]:
+        """Set aside what a job states that it will use, which waits no more."""
+        return await self._rates.set_aside(caller, estimate)
+
+    async def count(self, caller: Principal, meter: Meter, reserved: Sequence[Taken]) -> None:
+        """Count what a job has used, of which some was set aside."""
+        await self._rates.count(caller, meter, reserved)
 
 
 def learn(stored: StoredBytes, caller: Principal) -> None:

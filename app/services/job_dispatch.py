@@ -9,11 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.admission.counts import Taken
+from app.admission.estimates import Estimate
 from app.auth.principal import EVERYBODY, Principal
 from app.lifecycle import Lifecycle, Phase
 from app.services.job_callers import JobCallers
@@ -43,6 +47,7 @@ class JobDispatcher:
         lifecycle: Says whether jobs may begin, and counts those that run as in flight.
         model: Returns the name of the model served.
         max_running: Most jobs at once; those that wait for an engine without room do not count.
+        share: The part of them that may be one tenant's.
         callers: Know whose jobs may run, and count what they use.
     """
 
@@ -54,6 +59,7 @@ class JobDispatcher:
         lifecycle: Lifecycle,
         model: Callable[[], str],
         max_running: int,
+        share: float,
         callers: JobCallers,
     ) -> None:
         """Run nothing yet."""
@@ -62,6 +68,7 @@ class JobDispatcher:
         self._lifecycle = lifecycle
         self._model = model
         self._slots = JobSlots(max_running, self.wake)
+        self._max_each = math.ceil(max_running * share)
         self._runs: dict[str, JobRun] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._served_at: dict[str, float] = {}
@@ -129,7 +136,11 @@ class JobDispatcher:
         slot, job = await self._slots.take(), None
         try:
             job = await self._tools.leases.claim(
-                self._model(), self._served_at, without=self._slots.waiting, without_keys=self._held()
+                self._model(),
+                self._served_at,
+                without=self._slots.waiting,
+                without_keys=self._held(),
+                without_owners=self._full(),
             )
         finally:
             if job is None:
@@ -154,10 +165,16 @@ class JobDispatcher:
         self._served_at[job.owner] = time.monotonic()
         sandbox_of = "" if caller is None else self._callers.sandbox_of(caller)
         refusal = _key_ended(job) if caller is None else None
-        run = JobRun(job, self._tools, slot, refusal=refusal, sandbox_of=sandbox_of)
+        caller = caller or EVERYBODY
+        reserved: list[Taken] = []
+
+        async def set_aside(estimate: Estimate) -> None:
+            reserved.extend(await self._callers.set_aside(caller, estimate))
+
+        run = JobRun(job, self._tools, slot, set_aside=set_aside, refusal=refusal, sandbox_of=sandbox_of)
         self._runs[job.id] = run
         self._running[job.id] = asyncio.create_task(
-            self._run(job, run, slot, caller or EVERYBODY), name=f"job-{job.id}"
+            self._run(job, run, slot, caller, reserved), name=f"job-{job.id}"
         )
 
     def _held(self) -> list[str]:
@@ -165,6 +182,11 @@ class JobDispatcher:
         moment = time.monotonic()
         self._held_until = {key: until for key, until in self._held_until.items() if moment < until}
         return list(self._held_until)
+
+    def _full(self) -> list[str]:
+        """Return the tenants who have their share of the places; without keys there are none."""
+        running = Counter(run.owner for run in self._runs.values())
+        return [owner for owner, num in running.items() if owner and num >= self._max_each]
 
     async def _hold(self, job: JobRow, caller: Principal) -> bool:
         """Let a job wait whose key has used up what it may; returns whether it has."""
@@ -178,7 +200,9 @@ class JobDispatcher:
     def _may_begin(self) -> bool:
         return not self._is_stopping and self._lifecycle.phase is Phase.READY
 
-    async def _run(self, job: JobRow, run: JobRun, slot: Slot, caller: Principal) -> None:
+    async def _run(
+        self, job: JobRow, run: JobRun, slot: Slot, caller: Principal, reserved: Sequence[Taken]
+    ) -> None:
         meter = Meter(job.key_id)
         METER.set(meter)  # of this task, which is the job's
         try:
@@ -193,7 +217,7 @@ class JobDispatcher:
             logger.exception("what became of job %s could not be written down", job.id)
         finally:
             # Before another job of the same key may begin.
-            await self._callers.count(caller, meter)
+            await self._callers.count(caller, meter, reserved)
             del self._runs[job.id], self._running[job.id]
             slot.leave()
             self.wake()

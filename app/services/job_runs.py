@@ -22,6 +22,7 @@ import msgspec
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus
+from app.admission.estimates import Estimate, of_trace
 from app.audit.log import AuditLog
 from app.audit.records import Record, note_trace
 from app.errors import internal_error
@@ -95,6 +96,8 @@ class JobRun:
         tools: What it takes.
         slot: Its place among those that run.
         refusal: Why it is not to run after all.
+        sandbox_of: In whose sandbox it runs; nothing where it runs as the engine's own.
+        set_aside: Called once with what it states that it will use.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class JobRun:
         *,
         refusal: ApiError | None = None,
         sandbox_of: str = "",
+        set_aside: Callable[[Estimate], Awaitable[None]] | None = None,
     ) -> None:
         """Prepare; ``run`` does it all."""
         self._job = job
@@ -113,6 +117,7 @@ class JobRun:
         self._slot = slot
         self._refusal = refusal
         self._record = run_record(job)
+        self._set_aside = set_aside
         self._dispatched: JobEvent | None = None
         self._events = _Batches(self._tell)
         self._prints = JobPrints(tools.files.space, job.holder)
@@ -227,11 +232,14 @@ class JobRun:
             raise ApiError(ErrorCode.INTERNAL, _NO_REQUEST) from error
         await note_trace(request, self._record)
         self._tools.check(request.head)
+        if self._set_aside is not None:
+            await self._set_aside(of_trace(request.head))
         # Nobody reads outputs as they come, so none need be made.
         request.head = msgspec.structs.replace(request.head, streams=False)
         request.sandbox_of = self._sandbox_of
         request.tenant = self._job.owner
         request.sender = f"jobs of {self._job.owner!r}"
+        request.is_patient = True  # of an owner's jobs, no more than their share run
         request.ask = functools.partial(self._tools.calls.ask, self._job.id)
         for count in itertools.count():
             try:

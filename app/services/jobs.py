@@ -172,6 +172,7 @@ class JobService:
             lifecycle=self._lifecycle,
             model=lambda: self._served().names[0],
             max_running=self._settings.max_running_jobs,
+            share=self._settings.tenant_share,
             callers=self._callers,
         )
         self._dispatcher.start()

@@ -73,6 +73,7 @@ class JobLeases:
         *,
         without: Collection[JobKind] = (),
         without_keys: Collection[str] = (),
+        without_owners: Collection[str] = (),
     ) -> JobRow | None:
         """Take the job that is next, or None where none waits.
 
@@ -83,6 +84,7 @@ class JobLeases:
             served_at: When each owner's last job was claimed here.
             without: Jobs of these kinds stay.
             without_keys: So do jobs of these keys.
+            without_owners: And those of these owners.
         """
 
         def write(session: Session) -> JobRow | None:
@@ -93,6 +95,7 @@ class JobLeases:
                 JobRow.cancel_requested.is_(False),
                 *(not_(_is_of(kind)) for kind in without),
                 JobRow.key_id.not_in(without_keys),
+                JobRow.owner.not_in(without_owners),
             )
             oldest = _by_owner(session, func.min(JobRow.queued_at), *waits)
             if not oldest:

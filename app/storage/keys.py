@@ -10,7 +10,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.keys import Key, Limits, NewKey, Tenant
+from api_schemas.keys import Key, Limits, NewKey, Scope, Tenant, Tier
 from app.storage.database import Database
 from app.storage.tables import KeyRow, TenantRow
 
@@ -109,6 +109,18 @@ class KeyStore:
             if tenant is not None:
                 wanted = wanted.where(KeyRow.tenant == tenant)
             return [told(row) for row in session.scalars(wanted)]
+
+        return await self._database.read(read)
+
+    async def has_open(self, tier: Tier, scope: Scope) -> bool:
+        """Tell whether a key of a tier opens something."""
+
+        def read(session: Session) -> bool:
+            moment = time.time()
+            rows = session.scalars(
+                select(KeyRow).where(KeyRow.tier == tier.value, KeyRow.revoked_at.is_(None))
+            )
+            return any(is_open(row, moment) and scope in told(row).scopes for row in rows)
 
         return await self._database.read(read)
 

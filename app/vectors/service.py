@@ -6,6 +6,7 @@ name a vector are its callers.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import numpy as np
@@ -44,6 +45,7 @@ class VectorService:
         self._settings = settings
         self._store = VectorStore(database, settings.vector_store_bytes, settings.tenant_share)
         self._stored, self._kept = stored, stored.place()
+        self._adding = asyncio.Lock()
         self._cache = VectorCache(self._store, settings.vector_cache_bytes)
         self._engine = engine
 
@@ -92,10 +94,11 @@ class VectorService:
         """
         check_sharing(caller, shared=shared)
         new = NewRow(caller.tenant, name, self.shape.name, rows, shared, format_, sha256, training)
-        await self.count()
-        self._stored.check(Holder(caller.tenant), len(rows.data))
-        kept = await self._store.add(new)
-        await self.count()
+        async with self._adding:  # lest many at once each find the room that only one of them has
+            await self.count()
+            self._stored.check(Holder(caller.tenant), len(rows.data))
+            kept = await self._store.add(new)
+            await self.count()
         return kept
 
     async def page(self, tenant: str, *, name: str | None, after: str | None, limit: int) -> VectorList:

@@ -1,17 +1,16 @@
 """Training vectors from contrasting prompts: the engine's own captures, a row for each layer, and its score.
 
 Each prompt is one request with a capture of every layer, a few of them at once, so that a training is a small
-part of the engine's batch. Rows are fitted in a thread, layer by layer. One training runs at a time; whoever
-gives up waiting, or leaves, ends theirs. Nothing is kept of one that fails.
+part of the engine's batch. Rows are fitted in a thread, layer by layer. One training runs at a time, of one
+tenant after the other; whoever gives up waiting, or leaves, ends theirs. Nothing is kept of one that fails.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -25,6 +24,7 @@ from api_schemas.vectors import LayerScore, Prompt, Training, TrainingEvent, Tra
 from api_schemas.where import Where
 from app.auth.principal import Principal
 from app.engine.client import EngineClient, EngineReply, JsonObject
+from app.engine.places import Places
 from app.errors import DONE_FRAME
 from app.services.cache_salts import keep_apart
 from app.settings import Settings
@@ -59,8 +59,9 @@ class Trainer:
         self._settings = settings
         self._engine = engine
         self._vectors = vectors
-        self._turn = asyncio.Lock()
-        self._num_waiting = 0
+        self._places = Places(
+            1, max_waiting=settings.max_queued_trainings, share=settings.tenant_share, what="trainings"
+        )
 
     async def train(self, wanted: TrainingRequest, http: Request, caller: Principal, tell: Tell) -> Vector:
         """Train a vector and keep it.
@@ -76,7 +77,7 @@ class Trainer:
         """
         check_sharing(caller, shared=wanted.shared)
         layers = self._check(wanted)
-        async with self._waiting():
+        async with self._places.ask(caller.tenant, object()):
             reader = _Reader(self._engine, wanted, layers, http, caller)
             positive, negative = await reader.read(tell)
             chosen = split(
@@ -124,24 +125,6 @@ class Trainer:
                 "layers",
             )
         return layers
-
-    @contextlib.asynccontextmanager
-    async def _waiting(self) -> AsyncIterator[None]:
-        """Wait for one's turn, unless too many do."""
-        if self._turn.locked() and self._num_waiting >= self._settings.max_queued_trainings:
-            raise ApiError(
-                ErrorCode.QUEUE_FULL,
-                f"{self._num_waiting} trainings wait already; send this one again later.",
-            )
-        self._num_waiting += 1
-        try:
-            await self._turn.acquire()
-        finally:
-            self._num_waiting -= 1
-        try:
-            yield
-        finally:
-            self._turn.release()
 
 
 class _Reader:

@@ -156,9 +156,10 @@ class TraceRequest:
             or TimeoutError where nobody answers. None where nobody can be asked; not sent either.
         sandbox_of: In whose sandbox its code runs, as the server knows them; nothing where the sender is
             trusted. Set by the server and not sent.
+        is_patient: Whether it waits for its turn however many of its sender's do already; likewise.
     """
 
-    __slots__ = ("ask", "head", "parts", "sandbox_of", "sender", "tenant")
+    __slots__ = ("ask", "head", "is_patient", "parts", "sandbox_of", "sender", "tenant")
 
     def __init__(self, head: TraceHead, parts: Sequence[bytes | memoryview]) -> None:
         """Put them together; the head learns the parts' sizes."""
@@ -168,6 +169,7 @@ class TraceRequest:
         self.sandbox_of = ""
         self.tenant = ""
         self.ask: Ask | None = None
+        self.is_patient = False
 
     @property
     def blocks(self) -> bytes | memoryview:

@@ -146,8 +146,10 @@ class InterventionAsyncLLM(AsyncLLM):
         if isinstance(call, TraceCall):
             for traced in call.prompts:
                 self.traces.close(traced.key)
-                if not traced.is_over:
-                    self._leave(self.forget_trace(traced.key, [traced.request_id]))
+                if traced.has_begun and not traced.is_over:
+                    self._leave(self._forget_prompt(traced))
+                else:
+                    traced.place.leave()
             return
         note_spent(call.spent_s)
         for entry in call.entries:
@@ -181,6 +183,12 @@ class InterventionAsyncLLM(AsyncLLM):
             return
         except Exception:
             logger.exception("the engine could not be told that a trace is over")
+
+    async def _forget_prompt(self, traced: TracedPrompt) -> None:
+        try:
+            await self.forget_trace(traced.key, [traced.request_id])
+        finally:
+            traced.place.leave()
 
     def _leave(self, doing: Coroutine[Any, Any, None]) -> None:
         """Let something be done that nobody waits for."""
@@ -305,6 +313,8 @@ class InterventionAsyncLLM(AsyncLLM):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate with a trace's block beside the request; the last output comes once that is collected."""
         entry = traced.entry()
+        await traced.place.taken()
+        traced.has_begun = True
         if not entry.data:
             await self.collective_rpc("hold_trace", args=(traced.key, call.data))
         carry(sampling_params, entry)
@@ -327,6 +337,7 @@ class InterventionAsyncLLM(AsyncLLM):
         results = results_of({0: output})
         finished = await self.finish_trace(traced.key, results)
         traced.is_over = True
+        traced.place.leave()
         await asyncio.to_thread(traced.finish, finished.data, finished.printed, output)
 
 

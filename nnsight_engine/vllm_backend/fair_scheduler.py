@@ -18,8 +18,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
-from typing import Any, Final
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Final, NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -32,6 +32,20 @@ from nnsight_engine.vllm_backend.sharing import SENDER_KEY, Sharing
 
 _MAY_BEGIN: Final = {RequestStatus.WAITING, RequestStatus.PREEMPTED}
 _LOOK_S: Final = 0.5
+
+
+class _Begun(NamedTuple):
+    """A step that runs.
+
+    Attributes:
+        moment: When it was begun to be put together.
+        num_tokens: How many it computes.
+        shares: Whose it is, see ``Sharing.charge``.
+    """
+
+    moment: float
+    num_tokens: int
+    shares: Mapping[str, int]
 
 
 class FairScheduler(Scheduler):
@@ -53,7 +67,7 @@ class FairScheduler(Scheduler):
         self.whole_step_tokens: int = self.max_num_scheduled_tokens
         self._looked_at = 0.0
         self._came_to_nothing = False
-        self._began: tuple[float, dict[str, int]] | None = None
+        self._began: _Begun | None = None
         self._busy_since: float | None = None
 
     def add_request(self, request: Request) -> None:
@@ -71,7 +85,9 @@ class FairScheduler(Scheduler):
         else:
             with self._turn():
                 output = self.schedule_all(*args, **kwargs)
-        self._began = (began, output.num_scheduled_tokens) if output.num_scheduled_tokens else None
+        scheduled = output.num_scheduled_tokens
+        # Whose they are is noted now: who ends a request while its step runs has had the step all the same.
+        self._began = _Begun(began, sum(scheduled.values()), self._shares(scheduled)) if scheduled else None
         return output
 
     def schedule_all(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -83,12 +99,13 @@ class FairScheduler(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """Take a step's results, and charge for it."""
         if self._began is not None:
-            began, scheduled = self._began
+            began, num_tokens, shares = self._began
             self._began = None
             moment = time.perf_counter()
-            self.sharing.times.add(sum(scheduled.values()), moment - began)
+            self.sharing.times.add(num_tokens, moment - began)
             # What passes between steps is taken from others too, unless there was nothing to do.
-            self._charge(scheduled, moment - (began if self._busy_since is None else self._busy_since))
+            seconds = moment - (began if self._busy_since is None else self._busy_since)
+            self.sharing.charge(shares, seconds)
             self._busy_since = moment
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
@@ -106,16 +123,14 @@ class FairScheduler(Scheduler):
         del request
         return ()
 
-    def _charge(self, scheduled: dict[str, int], seconds: float) -> None:
+    def _shares(self, scheduled: Mapping[str, int]) -> Mapping[str, int]:
+        """Return whose step one is, by tokens."""
         if len(self.sharing) == 1:
-            self.sharing.charge_one(seconds)
-        else:
-            tokens: Counter[str] = Counter()
-            for request_id, num_tokens in scheduled.items():
-                request = self.requests.get(request_id)
-                if request is not None:  # else it was ended meanwhile
-                    tokens[_sender(request)] += num_tokens
-            self.sharing.charge(tokens, seconds)
+            return self.sharing.all_to_one()
+        tokens: Counter[str] = Counter()
+        for request_id, num_tokens in scheduled.items():
+            tokens[_sender(self.requests[request_id])] += num_tokens
+        return tokens
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:

@@ -160,10 +160,9 @@ class Sharing:
             if name in self._senders:
                 self._add(self._senders[name], moment, seconds * num_tokens / total)
 
-    def charge_one(self, seconds: float) -> None:
-        """Charge a step to the only sender there is."""
-        for sender in self._senders.values():
-            self._add(sender, self._clock(), seconds)
+    def all_to_one(self) -> dict[str, int]:
+        """Return, as ``charge`` takes it, a step of the only sender that there is."""
+        return dict.fromkeys(self._senders, 1)
 
     def _add(self, sender: _Sender, moment: float, seconds: float) -> None:
         sender.level_s = min(_MOST_S, self._level_s(sender, moment) + seconds)

@@ -12,14 +12,15 @@ import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
 from api_schemas.errors import ApiError, ErrorCode
 from nnsight_engine.core.tensor_bytes import DTYPES, tensor_to_bytes
 from nnsight_engine.plans.collected import CollectedResults, TensorResult, TraceResult
+from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.tracing.given_text import NUM_LINES_BEFORE
 from nnsight_engine.vllm_backend.plain import NotPlainError, plain_saves
 from nnsight_engine.vllm_backend.traced_requests import results_of
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _AS_INT64: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32})
+_NO_SANDBOX: Final = (SandboxUnavailableError.__module__, SandboxUnavailableError.__qualname__)
 MAX_PENDING_BYTES: Final = 256 * 2**20
 # Neither is ever compressed for a call: its values are made JSON here.
 _NEWS: Final = Limits(max_bytes=MAX_PENDING_BYTES, max_nodes=1_000_000, compressed=False)
@@ -118,13 +120,36 @@ class _Choice:
         return printed
 
 
+class Place(Protocol):
+    """A prompt's place among those that run at once."""
+
+    async def taken(self) -> None:
+        """Wait for it."""
+
+    def leave(self) -> None:
+        """Leave it, or wait for it no more; harmless when repeated."""
+
+
+class _NoPlace:
+    """The place of a prompt of which any number run at once."""
+
+    async def taken(self) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+
 class TracedPrompt:
     """One prompt of the call while it runs.
 
     Attributes:
         key: What the worker knows its trace by.
-        request_id: What vLLM calls its request.
+        request_id: What vLLM calls its request, and no other: clients may have given several one name, and
+            who ends one of them by it ends all.
         choices: One for each of its choices.
+        place: Its place among those that run at once, which is left when the worker has forgotten it.
+        has_begun: Whether the worker may know of it.
         is_over: Whether the worker has forgotten it.
         share: Where what waits for the next chunk is counted, with that of all traces.
     """
@@ -134,9 +159,10 @@ class TracedPrompt:
     def __init__(self, call: TraceCall, request_id: str, num_choices: int) -> None:
         """Begin with one prompt."""
         self.key = uuid.uuid4().hex
-        self.request_id = request_id
+        self.request_id = f"{request_id}-{self.key}"
         self.choices = [_Choice() for _ in range(num_choices)]
-        self.is_over = False
+        self.place = call.place()
+        self.has_begun = self.is_over = False
         self._call = call
 
     def entry(self) -> TraceEntry:
@@ -220,7 +246,13 @@ class TraceCall:
         streams: Whether the answer streams.
         max_requests: How many requests it may make.
         sandbox_of: In whose sandbox it runs; nothing where it runs as the engine's own.
+
+    Attributes:
+        place: Asks for a place for one prompt; raises ApiError where too many wait. Any number run at once
+            until somebody sets another.
     """
+
+    place: Callable[[], Place] = _NoPlace
 
     def __init__(
         self,
@@ -250,7 +282,7 @@ class TraceCall:
         """Take on a prompt.
 
         Raises:
-            ApiError: The call makes too many requests, or streams several choices.
+            ApiError: The call makes too many requests, or streams several choices; ``queue_full``.
         """
         self._num_requests += num_choices
         if self._num_requests > self._max_requests:
@@ -291,6 +323,8 @@ class TraceCall:
 
     def failed(self, error: Mapping[str, Any]) -> ApiError:
         """Return the error of a block, which ``encode_error`` has told."""
+        if (error.get("module"), error["name"]) == _NO_SANDBOX:  # no fault of the block's
+            return ApiError(ErrorCode.QUEUE_FULL, f"The trace did not begin: {error['message']}", self.param)
         place = self._place(error.get("entries") or ())
         notes = "".join(f" {note}" for note in error.get("notes") or ())
         return ApiError(

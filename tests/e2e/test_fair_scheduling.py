@@ -153,3 +153,26 @@ def test_one_tenant_alone_takes_as_many_steps_as_nobody(engine: Engine) -> None:
         for entry in pending:
             engine.replies(entry, done[entry.request_id])
     assert counts[0] == counts[1]
+
+
+def test_who_ends_requests_while_they_are_computed_has_had_the_steps(model: VLLM, engine: Engine) -> None:
+    core: Any = model.engine.llm_engine.engine_core.engine_core
+    settled, core.scheduler.sharing = core.scheduler.sharing, Sharing(3600.0, 1.25, lambda: 0.0)
+    try:
+        light = frozenset({"many", "few"})
+        for _ in range(200):
+            engine.submit(Ask("The", max_tokens=1, sampling=FEW))
+            large = engine.submit(Ask(LARGE, max_tokens=1, sampling=MANY))
+            (known,) = [one for one in core.scheduler.requests if one.startswith(large.request_id)]
+            core.aborts_queue.put([known])  # which the engine looks at when its step is over
+            engine.core.step()
+            assert known not in core.scheduler.requests
+            engine.core.abort_request([large.request_id])
+            while engine.core.has_unfinished_requests():
+                engine.core.step()
+            light = core.scheduler.sharing.light()
+            if len(light) < 2:
+                break
+        assert light == {"few"}
+    finally:
+        core.scheduler.sharing = settled

@@ -18,7 +18,7 @@ from nnsight_engine import save
 from nnsight_engine.remote_backend.received import SAVED
 from nnsight_engine.tracing.tracer import Tracer
 from nnsight_engine.wire import SentBlock, encode_trace
-from tests.e2e.live import Live, live_server
+from tests.e2e.live import MODEL, Live, live_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
@@ -240,6 +240,23 @@ async def test_a_client_that_leaves_ends_its_trace(live: Live) -> None:
         engine = live.engine.engine
         while engine.output_processor.request_states or len(engine.traces):  # noqa: ASYNC110 - vLLM's own
             await asyncio.sleep(0.05)
+
+
+async def test_a_trace_that_ends_early_ends_no_other_request_of_the_same_name(live: Live) -> None:
+    """Clients name their requests, and proxies that try again give two of them one name."""
+    named = {"x-request-id": "7"}
+    body = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 60, "ignore_eos": True}
+    path = "/v1/completions"
+    neighbour = asyncio.create_task(live.http.post(path, json=body, headers=named))
+    failing = {**body, "interventions": [op("model.layers[3].output\nraise ValueError('mine')")]}
+    leaving = {**body, "interventions": [op("for _ in tracer.iter[:]:\n    model.samples.output")]}
+    failed = await live.http.post(path, json=failing, headers=named)
+    left = asyncio.create_task(live.http.post(path, json=leaving, headers=named))
+    await asyncio.sleep(0.2)
+    left.cancel()
+    assert failed.json()["error"]["code"] == "trace_failed"
+    answer = (await neighbour).json()
+    assert (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 60)
 
 
 async def test_capabilities_list_it_and_the_operator_can_refuse_it(live: Live) -> None:

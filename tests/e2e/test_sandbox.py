@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def sandboxed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandboxed]:
         patch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(folder))
         stranger = made(patch, "stranger", "--tier", "sandboxed")
         trusted = made(patch, "friend")
-    environment = {"NNSIGHT_ENGINE_DATA_DIR": str(folder)}
+    environment = {"NNSIGHT_ENGINE_DATA_DIR": str(folder), "NNSIGHT_ENGINE_MAX_SANDBOXES": "4"}
     with Server(arguments=["--max-model-len", "512"], environment=environment) as server:
         yield Sandboxed(server.base_url, stranger, trusted, canary)
         counts = httpx.get(
@@ -171,3 +172,19 @@ def test_jobs_of_sandboxed_keys_run_sandboxed(
         weight = model.lm_head.weight.save()  # noqa: F841 - nobody gets it
     with pytest.raises(Exception, match="weight"):
         tracer.backend.wait()
+
+
+def test_more_prompts_than_there_are_sandboxes_wait_for_one(sandboxed: Sandboxed) -> None:
+    code, prompts = "h = model.samples.output.save()", [f"{PROMPT} {number}" for number in range(10)]
+    with ThreadPoolExecutor() as pool:
+        whole = pool.submit(sandboxed.complete, code, prompt=prompts, max_tokens=2)
+        streamed = pool.submit(sandboxed.complete, code, prompt=prompts, max_tokens=2, stream=True)
+        single = [pool.submit(sandboxed.complete, code) for _ in range(4)]
+        assert [one.result().status_code for one in single] == [200] * 4
+        choices = whole.result().json()["choices"]
+    assert [set(choice["interventions"]["results"]["t"]["saves"]) for choice in choices] == [{"h"}] * 10
+    assert "error" not in streamed.result().text
+    assert streamed.result().text.count('"saves":{"h"') >= 10
+    left = sandboxed.complete("while True: pass", prompt=prompts)  # all of which go
+    assert left.json()["error"]["code"] == "trace_failed"
+    assert sandboxed.complete(code, prompt=prompts).status_code == 200

@@ -44,6 +44,17 @@ async def test_completions_answer_every_prompt_and_choice(serve: Serve):
         assert body["usage"]["completion_tokens"] == 8
 
 
+async def test_no_request_asks_for_more_choices_than_one_may(serve: Serve, error_of: ErrorCheck):
+    async with serve(max_choices=6) as server:
+        assert (await server.complete(prompt=["a", "b"], n=3)).status_code == 200
+        for body in ({"prompt": ["a"] * 7}, {"prompt": ["a", "b"], "n": 4}, {"n": "7"}, {"n": 2**40}):
+            assert "6 choices" in error_of(await server.complete(**body), 400, "invalid_value")
+        messages = [{"role": "user", "content": "a"}]
+        chat = await server.client.post("/v1/chat/completions", json={"messages": messages, "n": 7})
+        error_of(chat, 400, "invalid_value")
+        assert server.engine.num_calls == 1
+
+
 async def test_a_stream_says_the_same_as_the_whole_answer(serve: Serve):
     async with serve() as server:
         request = {"prompt": ["a b", "c"], "n": 2, "max_tokens": 3}

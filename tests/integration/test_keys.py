@@ -64,6 +64,7 @@ async def test_operations_within_a_request_have_scopes_too(tenants: Tenants, err
     plain = await tenants.headers("acme", Scope.COMPLETIONS)
     steering = await tenants.headers("acme", Scope.COMPLETIONS, Scope.INTERVENTIONS)
     error_of(await complete(plain, STEER), 403, "missing_scope")
+    error_of(await complete(plain, {"op": "unknown"}), 403, "missing_scope")  # not even looked at
     assert (await complete(steering, STEER)).status_code == 200
     error_of(await complete(steering, {"op": "trace", "code": "pass"}), 403, "missing_scope")
 

@@ -9,7 +9,9 @@ import httpx
 import pytest
 
 from api_schemas.keys import Limits, Scope
+from nnsight_engine.remote_backend.messages import SentInvoke
 from tests.integration.conftest import ErrorCheck
+from tests.integration.scripted_traces import trace as scripted
 from tests.integration.tenants import Tenants
 from tests.integration.trace_messages import HEADERS, message
 from tests.integration.waiting import until_async
@@ -146,7 +148,7 @@ async def test_captured_bytes_end_interventions_and_nothing_else(
     assert (await ours.complete(interventions=[STEER])).status_code == 200
     assert (await ours.complete(interventions=[STEER])).status_code == 200
     assert (await ours.complete(interventions=[CAPTURE])).status_code == 200
-    refused = await ours.complete(interventions=[STEER])
+    refused = await ours.complete(interventions=[{"op": "unknown"}])  # which is not looked at
     assert "captured bytes a minute" in error_of(refused, 429, "rate_limit_exceeded")
     error_of(await ours.trace(), 429, "rate_limit_exceeded")
     assert (await ours.complete()).status_code == 200
@@ -224,7 +226,8 @@ async def test_vectors_are_kept_as_long_as_there_is_room(tenants: Tenants, error
     assert (await keep("b")).status_code == 201
     assert "/v1/vectors" in error_of(await keep("c"), 403, "stored_bytes_full")
     await tenants.send("DELETE", f"/v1/vectors/{first.json()['id']}", ours.headers)
-    assert (await keep("c")).status_code == 201
+    together = await asyncio.gather(*(keep(name) for name in "cdefgh"))
+    assert sorted(one.status_code for one in together) == [201] + [403] * 5
 
 
 async def test_trainings_use_what_interventions_use(tenants: Tenants, error_of: ErrorCheck) -> None:
@@ -237,3 +240,31 @@ async def test_trainings_use_what_interventions_use(tenants: Tenants, error_of: 
     again = await tenants.send("POST", "/v1/vectors/train", ours.headers, json=body)
     assert first.status_code != 429
     error_of(again, 429, "rate_limit_exceeded")
+
+
+async def test_trainings_set_their_prompts_aside(tenants: Tenants, error_of: ErrorCheck) -> None:
+    ours = await client(tenants, tokens_per_minute=100)
+    assert (await ours.complete("a", max_tokens=10)).status_code == 200
+
+    async def train(num_each: int, text: str) -> httpx.Response:
+        sides = {side: [f"{side} {n} {text}" for n in range(num_each)] for side in ("positive", "negative")}
+        return await tenants.send("POST", "/v1/vectors/train", ours.headers, json={"name": "x", **sides})
+
+    assert "asks for 100 tokens" in error_of(await train(4, "word " * 40), 429, "rate_limit_exceeded")
+    error_of(await train(60, ""), 400, "request_beyond_limit")
+    assert (await train(4, "")).status_code != 429
+
+
+async def test_a_job_that_runs_has_set_aside_what_it_states(with_jobs: Any, error_of: ErrorCheck) -> None:
+    async with with_jobs() as jobs:
+        tenants = Tenants(jobs.server)
+        await tenants.headers("operator", Scope.ADMIN)
+        ours = await client(tenants, tokens_per_minute=100)
+        sent = scripted("hang", invokes=[SentInvoke(prompt="a", sampling={"max_tokens": 90})])
+        job = await tenants.send("POST", "/v1/jobs", {**ours.headers, **HEADERS}, content=sent)
+        assert job.status_code == 202, job.text
+        await until_async(lambda: asyncio.sleep(0, jobs.engine.num_running == 1))
+        error_of(await ours.complete("a", max_tokens=20), 429, "rate_limit_exceeded")
+        jobs.engine.released.set()
+        await until_async(lambda: asyncio.sleep(0, jobs.server.context.jobs.num_running == 0))
+        assert (await ours.complete("a", max_tokens=20)).status_code == 200

@@ -57,7 +57,7 @@ def teams(with_jobs: Any) -> Teams:
 
     @asynccontextmanager
     async def serving(**settings: Any) -> AsyncIterator[Callable[..., Any]]:
-        async with with_jobs(max_running_jobs=1, **settings) as jobs:
+        async with with_jobs(**{"max_running_jobs": 1, **settings}) as jobs:
             tenants = Tenants(jobs.server)
 
             async def team(tenant: str, *scopes: Scope, **limits: float) -> Team:
@@ -67,6 +67,20 @@ def teams(with_jobs: Any) -> Teams:
             yield team
 
     return serving
+
+
+async def test_no_tenant_has_all_the_places_of_jobs_that_run(teams: Teams) -> None:
+    async with teams(max_running_jobs=4) as team:
+        ours, theirs = await team("acme"), await team("rival")
+        jobs = [await ours.submit("hang") for _ in range(4)]
+        for job in jobs[:2]:
+            await ours.until(job, "RUNNING")
+        await theirs.until(await theirs.submit("hang"), "RUNNING")
+        assert [(await ours.get(job)).status for job in jobs[2:]] == ["QUEUED"] * 2
+        ours.engine.released.set()
+        for job in jobs:
+            await ours.end(job)
+        assert ours.engine.most_running == 3
 
 
 @pytest.mark.both_databases
@@ -257,7 +271,7 @@ async def test_jobs_of_a_key_without_anything_left_wait_and_hold_up_nobody(
         waiting = [await ours.submit() for _ in range(2)]
         path = "/v1/admin/tenants/acme/limits"
         counts = ours.server.context.rates.counts
-        await counts.add("tenant:acme/captured_bytes_per_minute", 1000)
+        await counts.add("tenant:acme/captured_bytes_per_minute", 1000, 1000)
         limits = {"captured_bytes_per_minute": 10}
         await ours.client.put(path, json=limits, headers=admin.headers)
         later = await theirs.submit()

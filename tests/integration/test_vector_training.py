@@ -187,6 +187,29 @@ async def test_one_training_runs_at_a_time_and_others_wait(serve: Serve) -> None
         assert (await train(server)).status_code == 201
 
 
+async def test_a_tenant_that_trains_much_keeps_no_other_waiting_long(
+    serve: Serve, error_of: ErrorCheck
+) -> None:
+    async with serve(FakeBehaviour(pulls=PULLS, delay_s=0.02), max_queued_trainings=6) as server:
+        tenants = Tenants(server)
+        ours, theirs = await tenants.headers("acme"), await tenants.headers("rival")
+        ended: list[str] = []
+
+        async def one(whose: str, headers: dict[str, str]) -> int:
+            answer = await train(server, headers)
+            if answer.status_code == 429:
+                assert "3 trainings of the tenant 'acme'" in error_of(answer, 429, "queue_full")
+            else:
+                ended.append(whose)
+            return answer.status_code
+
+        asked = [asyncio.create_task(one("acme", ours)) for _ in range(6)]
+        await asyncio.sleep(0.02)
+        asked.append(asyncio.create_task(one("rival", theirs)))
+        assert sorted(await asyncio.gather(*asked)) == [201] * 5 + [429] * 2
+        assert ended[1] == "rival"
+
+
 async def test_scopes_and_tenants(tenants: Tenants, error_of: ErrorCheck) -> None:
     server = tenants.server
     server.engine.behaviour.pulls = PULLS

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from pathlib import Path
 
 import pytest
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
-from app.engine.trace_processes import Job
+from app.engine.trace_processes import Job, TraceProcesses
+from app.settings import Settings
+from nnsight_engine.local_engine.link import ProcessOptions
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 from nnsight_engine.remote_backend.unread import Unread
@@ -32,6 +36,41 @@ async def test_a_trace_whose_client_does_not_read_is_ended_with_a_typed_error() 
         await read(job)
     assert caught.value.code is ErrorCode.CAPTURE_TOO_LARGE
     assert unread.num_bytes == 0
+
+
+async def test_a_tenant_fills_its_share_of_the_queue_alone(tmp_path: Path) -> None:
+    settings = Settings(max_queued_traces=4, result_dir=tmp_path)
+    processes = TraceProcesses("nothing", ProcessOptions(model="m"), settings, {})
+
+    async def send(tenant: str, *, is_patient: bool = False) -> None:
+        request = TraceRequest(REQUEST.head, [b"blocks"])
+        request.tenant = request.sender = tenant
+        request.is_patient = is_patient
+        async with contextlib.aclosing(processes.run_trace(request, "id")) as frames:
+            async for _ in frames:
+                pass
+
+    async def wait(tenant: str, **more: bool) -> None:
+        waiting.append(asyncio.create_task(send(tenant, **more)))
+        await asyncio.sleep(0)
+
+    waiting: list[asyncio.Task[None]] = []
+    try:
+        for _ in range(2):
+            await wait("a")
+        with pytest.raises(ApiError, match="2 traces of the tenant 'a'") as caught:
+            await send("a")
+        assert caught.value.code is ErrorCode.QUEUE_FULL
+        await wait("a", is_patient=True)
+        await wait("b")
+        assert processes.num_waiting == 4
+        with pytest.raises(ApiError, match="4 traces wait"):
+            await send("b")
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+    assert processes.num_waiting == 0
 
 
 async def test_one_that_reads_is_told_of_everything_however_much_that_is() -> None:

@@ -57,7 +57,7 @@ def test_a_newcomer_who_floods_is_heavy_beside_the_other(clock: Clock) -> None:
     sharing.arrive("first")
     for _ in range(300):
         clock.now += 0.01
-        sharing.charge_one(0.01)
+        sharing.charge(sharing.all_to_one(), 0.01)
     sharing.arrive("second")
     assert sharing.light() == {"second"}
     run(sharing, clock, 5.0, {"first": 1, "second": 9})

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from api_schemas.errors import ApiError
+from api_schemas.errors import ApiError, ErrorCode
 from nnsight_engine.plans.collected import TraceResult
 from nnsight_engine.remote_backend.unread import Unread
+from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.vllm_backend.trace_call import TraceCall
 from nnsight_engine.vllm_backend.trace_router import TraceRouter
 from nnsight_engine.wire import encode
+from nnsight_engine.wire.failures import encode_error
 
 
 class Stream:
@@ -140,3 +142,16 @@ async def test_results_that_cannot_be_read_fail_their_own_request(data: bytes) -
     traced = Stream().traced
     traced.finish(encode({"blocks": [{"error": None, "choice": 0, "saves": {"a": 1}}]}), "", output)
     assert traced.choices[0].saves == {"a": 1}
+
+
+def test_a_block_for_which_there_was_no_process_may_be_sent_again() -> None:
+    call = Stream().call
+    refused = call.failed(encode_error(SandboxUnavailableError("16 sandboxes are at work")))
+    assert (refused.code, refused.status) == (ErrorCode.QUEUE_FULL, 429)
+    assert "16 sandboxes" in refused.message
+    assert call.failed(encode_error(RuntimeError("mine"))).code is ErrorCode.TRACE_FAILED
+
+
+def test_clients_do_not_choose_the_names_by_which_requests_are_ended() -> None:
+    call = TraceCall(b"", name="t", param="p", filename="f", streams=False, max_requests=2)
+    assert len({"cmpl-7-0", call.begin("cmpl-7-0", 1).request_id, call.begin("cmpl-7-0", 1).request_id}) == 3

@@ -19,6 +19,25 @@ from nnsight_engine.core.errors import UnsupportedOptionError
 THREE = RateLimitItemPerMinute(3)
 
 
+class Clock:
+    """Tells what it was set to; minutes begin at whole ones of its own."""
+
+    now = 60_000.0
+
+    def time(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(counts_module, "time", clock)
+    return clock
+
+
 class RemoteStorage(MemoryStorage):
     """Asks a server over a socket before each answer, like a client of Redis, and waits for it as long."""
 
@@ -85,7 +104,8 @@ async def test_a_storage_that_is_away_costs_one_wait_and_limits_hold_meanwhile(
     storage.answers, num_asked = False, storage.num_asked
     with caplog.at_level(logging.WARNING):
         assert [await counts.hit(THREE, "a") for _ in range(5)] == [True, True, True, False, False]
-        assert (await counts.add("a", 70)).amount == (await counts.used("a")).amount == 70
+        await counts.add("a", 70, 100)
+        assert (await counts.used("a")).amount == 70
     assert (counts.num_failures, storage.num_asked) == (1, num_asked + 1)
     assert "TimeoutError" in caplog.text
     assert "secret" not in caplog.text
@@ -112,13 +132,56 @@ def test_what_is_no_storage_is_refused_without_its_password() -> None:
     assert "secret" not in str(caught.value)
 
 
-async def test_what_is_given_back_goes_where_it_was_taken() -> None:
+async def test_what_is_given_back_goes_where_it_was_taken(clock: Clock) -> None:
     counts = Counts("memory://")
-    minute = counts_module.this_minute()
-    await counts.add("a", 100, minute)
-    assert 45 <= (await counts.add("a", -50, minute)).amount <= 50
-    before = await counts.used("a")
-    assert (await counts.add("a", -50, minute - 5)).amount in {before.amount, before.amount - 1}
+    taken, used = await counts.take("a", 100)
+    assert used.amount == 100
+    await counts.give_back(taken, 50)
+    assert (await counts.used("a")).amount == 50
+    clock.now += 60
+    await counts.give_back(taken, 50)
+    assert (await counts.used("a")).amount == 0
+    late, _ = await counts.take("a", 100)
+    clock.now += 120
+    await counts.give_back(late, 100)
+    assert (await counts.take("a", 10))[1].amount == 10
+
+
+async def test_what_exceeds_a_minute_is_carried_into_the_next_ones(clock: Clock) -> None:
+    counts = Counts("memory://")
+    await asyncio.gather(*[counts.add("a", 1000, 100) for _ in range(3)])
+    assert (await counts.used("a")).amount == 100
+    wait_s = (await counts.used("a", ahead=True)).wait_s(99)
+    assert wait_s == 30 * 60 + 1
+    for _ in range(29):
+        clock.now += 60
+        assert (await counts.used("a")).amount >= 100
+    clock.now += 61
+    assert (await counts.used("a")).amount < 100
+    await counts.add("b", 10**9, 100)  # what exceeds an hour is forgotten
+    assert (await counts.used("b", ahead=True)).wait_s(99) == 61 * 60
+
+
+async def test_a_storage_that_comes_back_is_given_nothing_that_it_never_had(
+    storage: Answering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = Counts(storage.url)
+    storage.answers = False
+    alone, _ = await counts.take("a", 1000)
+    storage.answers = True
+    counts._again_at = time.monotonic()
+    await counts.give_back(alone, 990)
+    assert (await counts.take("a", 5))[1].amount == 5
+    shared, _ = await counts.take("a", 100)
+    storage.answers = False
+    await counts.give_back(shared, 100)  # which is noticed only now
+    assert (await counts.used("a")).amount == 10
+    storage.answers = True
+    counts._again_at = time.monotonic()
+    assert (await counts.used("a")).amount == 105
+    await counts._shared.storage.reset()  # type: ignore[union-attr]
+    await counts.give_back(shared, 100)
+    assert (await counts.take("a", 5))[1].amount == 5
 
 
 @pytest.mark.parametrize(
@@ -131,6 +194,8 @@ async def test_what_is_given_back_goes_where_it_was_taken() -> None:
         (Used(100, 20, 0.5), 20, 30),
         (Used(100, 20, 0.5), 45, 15),
         (Used(0, 0, 1.0), 0, 1),
+        (Used(100, 100, 0.5, (100, 20)), 50, 30 + 60 + 42),
+        (Used(0, 100, 1.0, (100,)), 0, 180),
     ],
 )
 def test_the_wait_is_as_long_as_it_takes(used: Used, room: int, wait_s: int) -> None:

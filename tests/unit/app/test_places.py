@@ -1,0 +1,75 @@
+"""Places of which nobody has more than their share, and queues that nobody fills for others."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from api_schemas.errors import ApiError, ErrorCode
+from app.engine.places import Place, Places
+
+
+def places(num: int = 4, max_waiting: int = 4) -> Places:
+    return Places(num, max_waiting=max_waiting, share=0.5, what="things")
+
+
+def granted(asked: list[Place]) -> list[bool]:
+    return [place.is_granted for place in asked]
+
+
+async def test_nobody_has_more_than_their_share_and_whoever_waits_has_a_turn() -> None:
+    some = places()
+    ours = [some.ask("a", "one request") for _ in range(6)]
+    assert granted(ours) == [True, True, False, False, False, False]
+    theirs, third = [some.ask("b", n) for n in range(3)], some.ask("c", 0)
+    assert granted([*theirs, third]) == [True, True, False, False]
+    ours[0].leave()
+    ours[0].leave()
+    assert granted([ours[2], theirs[2], third]) == [True, False, False]
+    theirs[0].leave()
+    theirs[1].leave()
+    assert granted([ours[3], theirs[2], third]) == [False, True, True]
+    for place in [*ours, *theirs, third]:
+        place.leave()
+    assert (some.num_waiting, some._taken.total(), len(some._queue)) == (0, 0, 0)
+
+
+async def test_without_tenants_there_are_no_shares() -> None:
+    some = places(max_waiting=2)
+    assert granted([some.ask("", n) for n in range(6)]) == [True] * 4 + [False] * 2
+    with pytest.raises(ApiError, match="2 things wait"):
+        some.ask("", 6)
+
+
+async def test_a_tenant_that_has_filled_the_queue_has_filled_its_own() -> None:
+    some = places()
+    for number in range(4):
+        some.ask("a", number)
+    with pytest.raises(ApiError, match="2 things of the tenant 'a' wait") as caught:
+        some.ask("a", 4)
+    assert caught.value.code is ErrorCode.QUEUE_FULL
+    some.ask("a", 3)  # of one that waits already
+    some.ask("a", 4, is_patient=True)
+    assert granted([some.ask("b", number) for number in range(3)]) == [True, True, False]
+    with pytest.raises(ApiError, match="4 things wait"):
+        some.ask("c", 0)
+
+
+async def test_who_gives_up_waiting_leaves_nothing_behind() -> None:
+    some = places(num=1)
+
+    async def hold(name: str) -> None:
+        async with some.ask(name, name):
+            await asyncio.sleep(3600)
+
+    tasks = [asyncio.create_task(hold(name)) for name in "abc"]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    await asyncio.sleep(0.01)
+    assert some.num_waiting == 1
+    tasks[0].cancel()
+    tasks[2].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert (some.num_waiting, some._taken.total()) == (0, 0)
+    assert some.ask("d", 0).is_granted
