@@ -14,6 +14,7 @@ from nnsight_engine.sandbox.restricted import names
 from nnsight_engine.sandbox.restricted.budget import Budget, Stop, refusal
 from nnsight_engine.sandbox.restricted.builtin_names import builtins_for
 from nnsight_engine.sandbox.restricted.guards import Guards
+from nnsight_engine.sandbox.restricted.layers import check_layer_state
 from nnsight_engine.sandbox.restricted.modules import Modules
 from nnsight_engine.sandbox.restricted.rewriting import restrict
 from nnsight_engine.sandbox.restricted.views import ClassView, real
@@ -90,6 +91,10 @@ class RestrictedRules(Rules):
 
     def new(self, kind: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return an object of the code's own class, of a layer, an error, or a container."""
+        if kind is functools.partial:
+            return functools.partial(self.guards.callee(args[0]), *args[1:], **kwargs)
+        if kind is collections.defaultdict:
+            args = tuple(self.guards.callee(one) if callable(one) else one for one in args)
         if kind in self.guards.own or kind in _MADE or _is_data(kind):
             return kind.__new__(kind, *args, **kwargs)
         raise refusal(f"an object of the class `{kind.__name__}` among a block's variables")
@@ -107,10 +112,16 @@ class RestrictedRules(Rules):
             if type(state) is not tuple or not state or self.guards.callee(state[0]) is not state[0]:
                 raise refusal("a `functools.partial` of this")
             return
+        if isinstance(value, torch.nn.Module):
+            check_layer_state(state)
         if kind not in self.guards.own and not isinstance(
             value, (torch.nn.Module, Exception, functools.partial)
         ):
             raise refusal(f"setting attributes of a `{kind.__name__}`")
+
+    def call(self, function: Any) -> Any:
+        """Return what is to be called for a function that a message calls while it is read."""
+        return self.guards.callee(function)
 
     def told(self) -> Exception:
         """Return the error that tells of the stop that is being handled."""
