@@ -22,7 +22,7 @@ _OURS: Final = "nnsight_engine."
 
 def vetting(function: Function) -> Function:
     """Mark a function that looks at the arguments before it calls an envoy."""
-    code: CodeType = function.__code__  # type: ignore[attr-defined] # it is a function, as others are callable
+    code: CodeType = function.__code__
     _VETTING.add(code)
     return function
 

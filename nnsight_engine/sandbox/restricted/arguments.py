@@ -37,7 +37,9 @@ BY_PLACE: Final[Mapping[str, int]] = {"embedding": 4, "norm": 4, "normalize": 4,
 """Functions of torch whose further arguments, ``out`` and ``sparse`` among them, are given by name."""
 
 
-def plain(value: Any, meter: Meter, *, of_numpy: bool = False, depth: int = _DEEPEST) -> Any:
+def plain(  # noqa: PLR0911 - one for each kind of argument
+    value: Any, meter: Meter, *, of_numpy: bool = False, depth: int = _DEEPEST
+) -> Any:
     """Return an argument as something that runs no code of the sender's: lists are looked through.
 
     Raises:

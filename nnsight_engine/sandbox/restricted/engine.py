@@ -104,7 +104,7 @@ def _simple(value: Any, name: str) -> Any:
     raise refusal(f"`{name}`, a `{kind.__name__}` of the model,")
 
 
-def _of_transformers(owner: Any, kind: type, name: str) -> Any:
+def _of_transformers(owner: Any, kind: type, name: str) -> Any:  # noqa: PLR0911 - the same
     if name.startswith("_") or not any(base.__module__.startswith("transformers.") for base in kind.__mro__):
         return NOTHING
     if _is_of_transformers(kind, _CONFIGS):

@@ -76,7 +76,7 @@ class Guards(Attributes):
 
     Attributes:
         builtins: What its functions find under names that are neither theirs nor their module's.
-        handed_out: Functions written in C that were given to it, by identity: builtins, and those of ``math``.
+        handed_out: Functions written in C that were given to it, by identity, such as builtins.
     """
 
     def __init__(self, budget: Budget, engine: Mapping[type, Collection[str]]) -> None:
@@ -85,6 +85,12 @@ class Guards(Attributes):
         self.builtins: dict[str, Any] = {}
         self.handed_out: set[int] = set()
         self._formatter = _Formatter(self)
+        self._functions: dict[type, Callable[[Any], bool]] = {
+            types.BuiltinFunctionType: self._is_builtin,
+            types.FunctionType: self._is_function,
+            types.MethodType: self._is_method,
+            types.MethodWrapperType: lambda function: function.__name__ in MAGIC,
+        }
 
     # Items, operators, calls.
 
@@ -202,39 +208,44 @@ class Guards(Attributes):
             SandboxError: It is nothing for code to call.
         """
         kind = type(function)
-        if kind in _CALLABLE:
+        if kind in _CALLABLE or kind in self.own:
             return function
-        if kind is types.BuiltinFunctionType:
-            if id(function) in self.handed_out or self._is_method(function):
-                return function
-            raise refusal(f"calling `{function.__name__}`")
-        if kind is types.MethodWrapperType and function.__name__ in MAGIC:
+        is_allowed = self._functions.get(kind)
+        if is_allowed is None:
+            found = self._stand_in(function, kind)
+            if found is not None:
+                return found
+        elif is_allowed(function):
             return function
-        if kind in self.own:
-            return function
-        if kind is types.FunctionType:
-            is_own = function.__builtins__ is self.builtins
-            if is_own or _is_for_code(function.__globals__.get("__name__")):
-                return function
-        elif kind is types.MethodType:
-            owner = function.__self__
-            known = (
-                type(owner) in self._rules or type(owner) in self.own or _is_for_code(type(owner).__module__)
-            )
-            if known or (isinstance(owner, type) and owner in self.own):
-                return function
-        elif issubclass(kind, (Envoy, PointGroup, torch.nn.Module, *self._engine)):
+        what = f"`{function.__name__}`" if is_allowed is not None else f"a `{kind.__name__}`"
+        raise refusal(f"calling {what}")
+
+    def _stand_in(self, function: Any, kind: type) -> Any:
+        """Return what is called for an object that is no function; None if nothing is."""
+        if issubclass(kind, (Envoy, PointGroup, torch.nn.Module, *self._engine)):
             return functools.partial(self._applied, function)
-        elif issubclass(kind, type):
+        if issubclass(kind, type):
             if function in self.own:
                 return self.maker(function)
-            if issubclass(function, Exception | np.number | np.bool_) or function in CLASSES:
-                return function
-        elif _is_for_code(kind.__module__) or not callable(function) or issubclass(kind, Barrier):
-            return function
-        elif is_tokenizer(kind):
+            is_known = issubclass(function, Exception | np.number | np.bool_) or function in CLASSES
+            return function if is_known else None
+        if is_tokenizer(kind):
             return Tokenizing(self, function, "__call__")
-        raise refusal(f"calling a `{kind.__name__}`")
+        is_known = _is_for_code(kind.__module__) or not callable(function) or issubclass(kind, Barrier)
+        return function if is_known else None
+
+    def _is_function(self, function: types.FunctionType) -> bool:
+        """Tell whether a function is the code's own, or one that was given to it."""
+        is_own = function.__builtins__ is self.builtins  # type: ignore[attr-defined] # functions have them
+        return is_own or _is_for_code(function.__globals__.get("__name__"))
+
+    def _is_method(self, function: types.MethodType) -> bool:
+        """Tell whether a method is of an object that is the code's own, or that it was given."""
+        owner = function.__self__
+        kind = type(owner)
+        if kind in self._rules or kind in self.own or _is_for_code(kind.__module__):
+            return True
+        return isinstance(owner, type) and owner in self.own
 
     def hand_out(self, functions: Iterable[Any]) -> None:
         """Let functions written in C be called."""
@@ -248,8 +259,10 @@ class Guards(Attributes):
         """
         raise refusal("having a library call a module of the model", "call it yourself")
 
-    def _is_method(self, function: types.BuiltinFunctionType) -> bool:
-        """Tell whether a function written in C is a method of an object, and one that code may have of it."""
+    def _is_builtin(self, function: types.BuiltinFunctionType) -> bool:
+        """Tell whether a function written in C was handed out, or is an object's that code may have."""
+        if id(function) in self.handed_out:
+            return True
         owner = function.__self__
         kind = type(owner)
         rules = self._rules.get(kind)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from nnsight_engine.sandbox.restricted.arguments import check_torch
+from nnsight_engine.sandbox.restricted.arguments import BY_PLACE, check_torch
 from nnsight_engine.sandbox.restricted.budget import Meter, refusal
 
 _HIDDEN: Final = frozenset(
@@ -28,12 +28,13 @@ _DICTS_OF_PARTS: Final[Mapping[str, tuple[type, ...]]] = {
     "_buffers": (torch.Tensor, type(None)),
 }
 _HOLDERS: Final = (
-    torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict,
+    torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList,
+    torch.nn.ParameterDict,
 )  # fmt: skip
 
 
 def is_hidden(kind: type, name: str) -> bool:
-    """Tell whether a name of a class of the code's own, or of its objects, is torch's or ``enum``'s affair."""
+    """Tell whether a name in a class of the code's own, or in its objects, is torch's or ``enum``'s."""
     if issubclass(kind, torch.nn.Module):
         return name in _HIDDEN
     return name.startswith("_") and name.endswith("_") and issubclass(kind, enum.Enum)
@@ -55,7 +56,7 @@ def check_settable(owner: Any, name: str) -> None:
 
 
 def check_defined(kind: type) -> None:
-    """Refuse a class that hides what torch or ``enum`` keep in its objects, or whose ``forward`` is no function.
+    """Refuse a class that hides what torch or ``enum`` keep there, or whose ``forward`` is no function.
 
     Raises:
         SandboxError: It does.
@@ -65,9 +66,9 @@ def check_defined(kind: type) -> None:
             continue
         if is_hidden(kind, name) and (issubclass(kind, torch.nn.Module) or _is_written(kind, name)):
             raise refusal(f"`{name}` in the class `{kind.__name__}`")
-        if issubclass(kind, torch.nn.Module) and name in {"forward", "extra_repr"}:
-            if not isinstance(value, FunctionType):
-                raise refusal(f"`{name}` of a layer that is no method", "write `def`")
+        is_called = issubclass(kind, torch.nn.Module) and name in {"forward", "extra_repr"}
+        if is_called and not isinstance(value, FunctionType):
+            raise refusal(f"`{name}` of a layer that is no method", "write `def`")
 
 
 def _is_written(kind: type, name: str) -> bool:
@@ -82,7 +83,7 @@ def charge_layer(meter: Meter, kind: type[torch.nn.Module], args: tuple[Any, ...
         Stop: There are not so many bytes left.
     """
     check_torch(kind.__name__, (), kwargs)
-    if kind is torch.nn.Embedding and len(args) > 4:  # noqa: PLR2004 - the number, the width, and two more
+    if kind is torch.nn.Embedding and len(args) > BY_PLACE["embedding"]:
         raise refusal("`Embedding` with so many arguments by their places", "give the later ones by name")
     if issubclass(kind, _HOLDERS):
         return
@@ -95,7 +96,7 @@ def charge_layer(meter: Meter, kind: type[torch.nn.Module], args: tuple[Any, ...
 
 
 def made_by_torch(kind: type) -> type[torch.nn.Module] | None:
-    """Return the layer of torch whose ``__init__`` makes objects of a class of the code's own, if one does."""
+    """Return the layer of torch whose ``__init__`` makes a class's objects, if one does."""
     for base in kind.__mro__:
         if "__init__" in vars(base):
             is_layer = base.__module__.startswith("torch.nn.modules.") and base is not torch.nn.Module

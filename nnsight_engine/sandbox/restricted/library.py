@@ -262,7 +262,9 @@ class Library:
 class _ByValue(enum.EnumMeta):
     """Calls an enum with a value alone: with names it would make another class, with methods of any name."""
 
-    def __call__(cls, value: Any) -> Any:  # type: ignore[override] # that is what it is for
+    def __call__(cls, value: Any, *names: Any, **how: Any) -> Any:
+        if names or how:
+            raise refusal(f"`{cls.__name__}(...)` with names", "write a `class` statement")
         return super().__call__(value)
 
 

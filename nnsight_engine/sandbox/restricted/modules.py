@@ -172,7 +172,7 @@ class Modules:
         charge_layer(self._guards.meter, kind, args, kwargs)
         return kind(*args, **kwargs)
 
-    def _of_numpy(self, name: str) -> Any:
+    def _of_numpy(self, name: str) -> Any:  # noqa: PLR0911 - one for each kind of member
         if name in torch_names.NUMPY_EMPTY:
             return self._call(name, getattr(np, torch_names.NUMPY_EMPTY[name]))
         if name == "arange":

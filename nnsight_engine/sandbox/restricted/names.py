@@ -60,8 +60,8 @@ MAGIC: Final = names_in(
     """
 )
 """Methods with names of Python's own that a class may define. None of those by which objects are made, copied
-or looked up, by which libraries are told where an object's memory is, or its number: torch goes through a list
-in C and asks for those meanwhile."""
+or looked up, by which libraries are told where an object's memory is, or what number it is: torch asks for
+those while it goes through a list in C."""
 
 
 def is_bindable(name: object) -> bool:

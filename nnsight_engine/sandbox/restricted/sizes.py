@@ -63,6 +63,8 @@ _SQUARING: Final = names_in(
     """
 )
 """Calls whose result may exceed the product of what they are given, or whose numbers are sizes: tried out."""
+_SQUARES: Final = frozenset({"eye", "identity", "diag", "cov", "corrcoef"})
+"""Those of numpy that make a matrix as wide as it is high."""
 _BY_CONTENT: Final = names_in(
     """
     argwhere bincount eig eigvals histc histogram is_nonzero item masked_select multinomial nonzero
@@ -347,7 +349,7 @@ def _bound(values: Iterable[Any]) -> float:
         if isinstance(value, torch.Tensor | np.ndarray):
             bound *= max(int(math.prod(value.shape)), 1)
         elif isinstance(value, int | float | np.number):
-            bound *= max(float(abs(value)), 1.0) if value == value else 1.0
+            bound *= max(abs(float(value)), 1.0) if value == value else 1.0
         elif isinstance(value, list | tuple):
             bound *= max(_of_list(value), 1.0)
         elif isinstance(value, str | slice | torch.dtype | torch.device | bool) or value is None:
@@ -403,6 +405,9 @@ def _of_pair(operator: str, left: tuple[int, ...], right: tuple[int, ...]) -> in
 
 def _of_arrays(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], bound: float, left: int) -> int:
     """Return the bytes of the result of a function of numpy."""
+    if name in _SQUARES:
+        num = _of_square(args, kwargs) * _ITEM
+        return num if num > left else 0
     if bound * _ITEM <= left and name not in _SQUARING:
         return 0
     shapes = [np.shape(one) for one in (*args, *kwargs.values()) if isinstance(one, np.ndarray)]
@@ -414,6 +419,15 @@ def _of_arrays(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], boun
     if bound * bound * _ITEM > left and (bound * _ITEM > left or (name in _SQUARING and bound > 2**15)):
         raise refusal(f"`{name}` of numpy on so much", "use torch")
     return 0
+
+
+def _of_square(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Return how many numbers a matrix made from one or two sizes, or from the rows of another, may have."""
+    first, *rest = args or (0,)
+    if isinstance(first, int):
+        second = kwargs.get("M") or next((one for one in rest[:1] if isinstance(one, int)), None)
+        return abs(first * (first if second is None else second))
+    return int(max(np.shape(first), default=1)) ** 2
 
 
 def _could_grow(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
