@@ -71,6 +71,10 @@ class Memory:
         """Return one of the halves: the engine writes to 0, the sandbox to 1."""
         return self._view[number * self.num_bytes : (number + 1) * self.num_bytes]
 
+    def forget(self) -> None:
+        """Give back what has been written to it, by either side."""
+        self._map.madvise(mmap.MADV_REMOVE)
+
     def close(self) -> None:
         """Unmap it; views of it must be gone."""
         self._view.release()
@@ -131,7 +135,7 @@ class EngineSide:
         """Wait for the answer; returns a copy of it.
 
         Args:
-            deadline: Until when, as ``time.monotonic`` has it.
+            deadline: Until when, as ``time.monotonic`` has it, however much has come by then.
             max_bytes: Of the answer.
 
         Raises:
@@ -153,7 +157,23 @@ class EngineSide:
         return read_exactly(read, num_bytes)
 
     def _wait_until(self, deadline: float) -> None:
-        self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the other side is late")
+        self._socket.settimeout(left_s)
+
+    def forget(self) -> None:
+        """Give back the memory of all messages so far."""
+        self._memory.forget()
+
+    def is_quiet(self) -> bool:
+        """Tell whether the other side is there, and has said nothing that nobody has read."""
+        self._socket.settimeout(0)
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        return False
 
     def close(self) -> None:
         """Let go of both."""

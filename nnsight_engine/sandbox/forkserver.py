@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 _START_S: Final = 120.0
 """For the clean process to load what it needs."""
 _FORK_S: Final = 10.0
+_CPU_CLOCK: Final = 2
+"""What makes the number of a process that of its clock, see ``clock_getcpuclockid``."""
 _READY_BYTES: Final = 16 * 1024
 _AGAIN_S: Final = 5.0
 """Before a clean process that could not be started is tried again."""
@@ -68,6 +70,12 @@ class Sandbox:
         _, resident, shared, *_ = Path(f"/proc/{self.process}/statm").read_text().split()
         return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
+    def cpu_s(self) -> float:
+        """Return the seconds that it has computed in its life; raises OSError if it is gone."""
+        if not self.process:
+            raise ProcessLookupError("it has been ended")
+        return time.clock_gettime(~self.process << 3 | _CPU_CLOCK)
+
     def pause(self) -> None:
         """Let the process do nothing, whatever it does."""
         os.kill(self.process, signal.SIGSTOP)
@@ -101,6 +109,7 @@ class _Nursery:
         """
         self._half_bytes = half_bytes
         self._lock = threading.Lock()
+        self._num_due = 0
         self._folder = tempfile.mkdtemp(prefix=f"nnsight-engine-sandbox-{os.getpid()}-")
         own, theirs = socket.socketpair()
         self._orders = own
@@ -151,7 +160,8 @@ class _Nursery:
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [theirs.fileno(), descriptor]))
             with self._lock:
                 self._orders.sendmsg([ORDER.pack(FORK, self._half_bytes)], [rights])
-                process = self._number()
+                self._num_due += 1
+                process = self._next_number()
             side = EngineSide(own, Memory(descriptor, self._half_bytes))
         finally:
             theirs.close()
@@ -171,6 +181,17 @@ class _Nursery:
     def reap(self, process: int) -> None:
         """Let a process that was killed be forgotten."""
         with self._lock, contextlib.suppress(OSError):
+            self._orders.sendall(ORDER.pack(REAP, process))
+
+    def _next_number(self) -> int:
+        """Return the process that was ordered last; those that came too late for their order are let go."""
+        while True:
+            process = self._number()
+            self._num_due -= 1
+            if not self._num_due:
+                return process
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
             self._orders.sendall(ORDER.pack(REAP, process))
 
     def _number(self) -> int:

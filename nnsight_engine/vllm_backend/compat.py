@@ -49,7 +49,7 @@ class EngineLimits:
         max_trace_bytes: Most that one traced request may hold: what its block saved, and what is kept for it.
         sandbox: How strangers' blocks run: each trace in a ``process`` of its own, ``restricted`` to harmless
             Python in the worker, or ``off``, like everybody's.
-        sandbox_bytes: Memory that a sandboxed process may take, and the most that crosses at once.
+        sandbox_bytes: Memory that a sandboxed process may take, what it shares with the worker included.
         sandbox_compiles: Whether their Python is restricted in the process too, which gives better errors.
         sandbox_fuel: Steps of Python that restricted blocks of one trace may take: turns of loops, calls.
         sandbox_step_s: Seconds that one may compute within one step of the engine, all its blocks together.
@@ -76,6 +76,11 @@ class EngineLimits:
     max_sandboxes: int = 16
     fair_window_s: float = 5.0
     fair_step: float = 1.25
+
+    @property
+    def sandbox_message_bytes(self) -> int:
+        """The most that crosses to or from a sandbox at once: what it saves, for one."""
+        return min(self.max_trace_bytes, self.sandbox_bytes // 4)
 
     @classmethod
     def read(cls, config: VllmConfig) -> EngineLimits:

@@ -124,6 +124,9 @@ def test_traces_of_the_library_run_there_too(
         ("h = model.model.embed_tokens(torch.tensor([10**9])).save()", "tokens are from 0"),
         ("h = model.model.norm(torch.zeros(3, 7, dtype=torch.bfloat16)).save()", "576"),
         ("h = model.layers[5].output.nothing.save()", "nothing"),
+        ("model.samples.output[:] = 10**9", "tokens are from 0"),
+        ("model.model.embed_tokens.input[:] = -1", "tokens are from 0"),
+        ("model.model.layers[0].self_attn.rotary_emb.input[:] = 2**40", "integers"),
         ("h = model.layers[5].output\nraise ValueError('mine')", "mine"),
     ],
 )

@@ -99,6 +99,38 @@ def test_a_sampled_token_can_be_replaced(model: VLLM) -> None:
     assert list(result.outputs[0].token_ids) == [7, 7, 7]
 
 
+@pytest.mark.parametrize(
+    ("place", "number", "why"),
+    [
+        ("samples.output", 10**9, "tokens are from 0 to 49151"),
+        ("model.embed_tokens.input", 49152, "tokens are from 0 to 49151"),
+        ("model.embed_tokens.input", -1, "tokens are from 0 to 49151"),
+        ("model.layers.0.self_attn.rotary_emb.input", 2**40, "integers that vLLM's kernels trust"),
+        ("model.layers.0.input", 0, "integers that vLLM's kernels trust"),
+    ],
+)
+def test_integers_out_of_range_do_not_reach_the_kernels(
+    model: VLLM, place: str, number: int, why: str
+) -> None:
+    before = plain_tokens(model, PROMPT, 3)
+    path, _, side = place.rpartition(".")
+    with pytest.raises(ValueError, match=why):
+        with model.trace(PROMPT, max_tokens=3, **GREEDY):
+            getattr(model.get(f"{model.path}.{path}"), side)[:] = number
+    assert plain_tokens(model, PROMPT, 3) == before
+
+
+def test_a_prompts_tokens_can_be_replaced(model: VLLM) -> None:
+    other = torch.tensor(model.tokenizer.encode("The Colosseum is in the city of"))
+    prompt = [int(other[0])] * len(other)
+    with model.trace(prompt, **GREEDY):
+        model.model.embed_tokens.input = other
+        patched = model.logits.output.save()
+    with model.trace(other.tolist(), **GREEDY):
+        logits = model.logits.output.save()
+    torch.testing.assert_close(patched, logits, rtol=1e-4, atol=1e-4)
+
+
 def test_invokes_share_variables_and_wait_for_each_other(model: VLLM) -> None:
     with model.trace(**GREEDY) as tracer:
         order = save([])

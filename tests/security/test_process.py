@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import socket
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import pytest
 from nnsight_engine.sandbox.errors import SandboxEndedError, SandboxUnavailableError
 from nnsight_engine.sandbox.forkserver import ForkServer, Sandbox
 from nnsight_engine.sandbox.seccomp import machine
+from nnsight_engine.vllm_backend.traces.sandboxed.parked import Parked
 from tests.security.attempts import Attempt, every_attempt
 from tests.security.attempts.native import DEADLY, NATIVE
 
@@ -147,6 +149,38 @@ def test_a_process_knows_nothing_of_the_one_before_it(server: ForkServer, canary
     finally:
         first.end()
         second.end()
+
+
+def test_a_process_that_died_while_it_waited_is_given_to_nobody(server: ForkServer) -> None:
+    parked = Parked(cpu_s=300)
+    first, second = server.take(), server.take()
+    parked.put("acme", first)
+    parked.put("acme", second)
+    os.kill(second.process, signal.SIGKILL)
+    _until_ended(second)
+    assert parked.take("other") is None
+    assert parked.take("acme") is first
+    assert parked.take("acme") is None
+    assert _said(first, "print", {}, patience_s=20)
+    first.end()
+
+
+def test_a_process_that_has_computed_for_long_takes_no_further_trace(server: ForkServer) -> None:
+    parked = Parked(cpu_s=1)
+    sandbox = server.take()
+    _said(sandbox, "import time\nwhile time.process_time() < 0.5: pass", {}, patience_s=20)
+    assert sandbox.cpu_s() > 0.1
+    process = sandbox.process
+    parked.put("acme", sandbox)
+    assert parked.take("acme") is None
+    _assert_gone(process)
+
+
+def _until_ended(sandbox: Sandbox) -> None:
+    give_up = time.monotonic() + 20
+    while sandbox.side.is_quiet():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
 
 
 def test_what_is_written_to_shared_memory_after_an_answer_changes_nothing(server: ForkServer) -> None:

@@ -117,7 +117,7 @@ class Board(ModuleUse):
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:  # noqa: ARG002 - each request counts for itself
         """Let the requests that wait for a value have their rows; returns it as they leave it."""
-        self.place.enter(value)
+        self.place.enter(provider, value)
         for request in self._wanting(provider):
             request.arrive(provider)
         served: dict[TracedRequest, None] = {}

@@ -85,6 +85,7 @@ class WorkerModel(StandardNames):
         mine["_kernel_probes"] = KernelProbes(_bare_kernels(points), board)
         mine["_config"] = config
         mine["_points"] = WorkerPoints(self, points)
+        mine["_vocab_size"] = points.vocab_size
 
     @property
     def tokenizer(self) -> Any:
@@ -103,6 +104,14 @@ class WorkerModel(StandardNames):
         """Return what stands for the module at a path, which may be the model's own."""
         envoy: Envoy = self if path == self.path else self.get(path)
         return envoy
+
+    def token_places(self) -> dict[str, int]:
+        """Return the places at which integers are ids of tokens, with how many there are."""
+        places = {f"{self.path}.{SAMPLES}.output": self.__dict__["_vocab_size"]}
+        for envoy in self.modules():
+            if isinstance(envoy._module, VocabParallelEmbedding):  # noqa: SLF001 - an envoy of ours
+                places[f"{envoy.path}.input"] = int(envoy._module.org_vocab_size)  # noqa: SLF001
+        return places
 
     def own_modules(self) -> list[tuple[torch.nn.Module, str]]:
         """Return the modules that are here, with their paths."""

@@ -8,6 +8,7 @@ over: the model goes on with a new tensor, in which nobody else's row has change
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,26 +33,52 @@ class Place:
     replaces some of it tells the others.
 
     Attributes:
+        provider: What the place is called.
         value: The value, as the blocks have left it so far.
         copies: What they were given of it.
+        tokens: The places at which integers are ids of tokens, with how many there are.
     """
 
-    __slots__ = ("copies", "value")
+    __slots__ = ("copies", "provider", "tokens", "value")
 
     def __init__(self) -> None:
         """Start nowhere."""
+        self.provider = ""
         self.value: Any = None
         self.copies: list[_Copy] = []
+        self.tokens: Mapping[str, int] = {}
 
-    def enter(self, value: Any) -> None:
+    def enter(self, provider: str, value: Any) -> None:
         """The model has made a value."""
-        self.value = value
+        self.provider, self.value = provider, value
 
     def leave(self) -> Any:
         """The model goes on; returns with what."""
         value, self.value = self.value, None
         self.copies.clear()
         return value
+
+    def check(self, rows: torch.Tensor) -> None:
+        """Refuse integers that the model must not go on with: kernels look up what they say, unchecked.
+
+        A position or an id out of range would have them read memory that is nobody's, or end the engine.
+
+        Raises:
+            ValueError: They are no ids of tokens, or out of range.
+        """
+        if rows.is_floating_point() or rows.is_complex():
+            return
+        num_tokens = self.tokens.get(self.provider)
+        if num_tokens is None:
+            raise ValueError(
+                f"`{self.provider}` holds integers that vLLM's kernels trust, such as positions, so no block "
+                "can change them; of integers only tokens can be: `samples.output` and the embedding's input"
+            )
+        if rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < num_tokens):
+            raise ValueError(
+                f"tokens are from 0 to {num_tokens - 1}, and `{self.provider}` was given others: "
+                f"{int(rows.min())} to {int(rows.max())}"
+            )
 
 
 def row_axis(tensor: torch.Tensor, num_rows: int) -> int | None:
@@ -201,9 +228,13 @@ class FlatBatcher(Batcher):
                 f"this request has {num_rows} row{'s' if num_rows != 1 else ''} here, so the value must be "
                 f"of shape {expected}, got {tuple(part.shape)}"
             )
+        part = part.to(whole)
+        if not whole.is_floating_point() and torch.equal(part, whole.narrow(axis, first, num_rows)):
+            return whole
+        self._place.check(part)
         self.changed = True
         after = self.total_batch_size - first - num_rows
-        pieces = [whole.narrow(axis, 0, first), part.to(whole), whole.narrow(axis, first + num_rows, after)]
+        pieces = [whole.narrow(axis, 0, first), part, whole.narrow(axis, first + num_rows, after)]
         replaced = torch.cat(pieces, dim=axis)
         for copy in self._place.copies:
             if copy.whole is whole:

@@ -16,7 +16,7 @@ def strangers_policy(limits: EngineLimits) -> Policy:
     budget = Budget(
         max_steps=limits.sandbox_fuel,
         max_bytes=_MADE_BYTES * limits.sandbox_bytes,
-        max_saved_bytes=min(limits.max_trace_bytes, limits.sandbox_bytes),
+        max_saved_bytes=limits.sandbox_message_bytes,
     )
     return restricted_policy(budget)
 

@@ -23,7 +23,6 @@ from nnsight_engine.interleaving.threads import Threads
 from nnsight_engine.remote_backend.received import failure_of, outcome_of, outcome_pieces
 from nnsight_engine.vllm_backend.compat import PROCESS, RESTRICTED
 from nnsight_engine.vllm_backend.outline import OutlineEntry, outline_of
-from nnsight_engine.vllm_backend.plain import NotPlainError, plain_saves
 from nnsight_engine.vllm_backend.traces.board import Board
 from nnsight_engine.vllm_backend.traces.context import TraceContext
 from nnsight_engine.vllm_backend.traces.edits import KeptEdits
@@ -32,8 +31,9 @@ from nnsight_engine.vllm_backend.traces.errors import TraceBytesError
 from nnsight_engine.vllm_backend.traces.holdings import Holdings
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
-from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES, place_of
+from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES
 from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
+from nnsight_engine.vllm_backend.traces.results import Result, checked, home_reference
 from nnsight_engine.vllm_backend.traces.sandboxed.cells import Cells
 from nnsight_engine.vllm_backend.traces.sandboxed.outside import open_cells
 from nnsight_engine.vllm_backend.traces.scans import first_values, scanned
@@ -94,6 +94,7 @@ class WorkerTraces:
         self._points = points
         self._config = config
         self.model = self._new_model(Names())
+        self.board.place.tokens = self.model.token_places()
         self.edits = KeptEdits(limits.max_edits, limits.max_edit_bytes)
         self._threads = Threads(limits.trace_step_s)
         self._max_bytes = limits.max_trace_bytes
@@ -141,7 +142,7 @@ class WorkerTraces:
         """Open the blocks of requests that arrived, and let go of those that finished."""
         for request_id in finished & self._live.keys():
             self._live.pop(request_id).retire()
-        self._cells.finish(finished)
+        self._cells.begin(finished)
         for request_id, plain in arrived:
             if request_id not in self._members:
                 self._arrive(request_id, plain)
@@ -376,7 +377,8 @@ class WorkerTraces:
         if self._cells.knows(key):
             pieces, spent_s = self._cells.collect(key, results, index)
             self._spent_s[key] += spent_s
-            return pieces
+            outside = next((member.error for member in members if member.error is not None), None)
+            return pieces if outside is None else [self._failed(members, outside)]
         for request_id in request_ids:
             self._live.pop(request_id, None)
         in_order = sorted(members, key=lambda one: (one.entry.index, one.choice))
@@ -399,11 +401,19 @@ class WorkerTraces:
         with self._timed(key):
             return self._encoded({"blocks": blocks, "before": before}, num_bytes, compress=compress)
 
+    def _failed(self, members: Sequence[_Member], error: BaseException) -> bytes:
+        """Tell of a trace one of whose requests never came into the process that the others are in."""
+        blocks = [
+            outcome_of(one.entry.index, {}, self._told(one.error or error), choice=one.choice)
+            for one in members
+        ]
+        return encode({"blocks": blocks, "before": None})
+
     def _closed(self, member: _Member, results: Mapping[str, Any]) -> dict[str, Any]:
         """End a block, and return what came of it."""
         error = member.error
         if member.request is not None:
-            member.request.close(_Result(results.get(f"{member.entry.index}/{member.choice}")))
+            member.request.close(Result(results.get(f"{member.entry.index}/{member.choice}")))
             error = member.request.error
         saves: dict[str, Any] = {}
         flows: dict[str, Any] = {}
@@ -411,7 +421,7 @@ class WorkerTraces:
             saves = member.context.saves(member.entry.index)
             flows = member.context.flows(member.entry.index)
         if member.entry.plain and error is None:
-            saves, error = _checked(saves)
+            saves, error = checked(saves)
         told = None if error is None else self._told(error)
         outcome = outcome_of(member.entry.index, saves, told, choice=member.choice, flows=flows)
         return outcome | {"shapes": {} if member.shapes is None else first_values(member.shapes)}
@@ -425,7 +435,7 @@ class WorkerTraces:
         stack.left_s += num_bytes / _BYTES_WRITTEN_A_SECOND
         pieces: list[Piece] | None
         pieces, error = stack.start(
-            lambda: outcome_pieces(message, _home_reference, compress=compress)
+            lambda: outcome_pieces(message, home_reference, compress=compress)
         ).empty()
         if pieces is not None:
             return pieces
@@ -462,35 +472,11 @@ class WorkerTraces:
         if len(self._by_key) <= _MAX_UNCOLLECTED:
             return
         for key in list(self._by_key):
-            if not any(request_id in self._live for request_id in self._by_key[key]):
+            if not any(map(self.takes_part, self._by_key[key])):
                 self.drop(key)
                 if len(self._by_key) <= _MAX_UNCOLLECTED:
                     return
 
 
-def _checked(saves: dict[str, Any]) -> tuple[dict[str, Any], NotPlainError | None]:
-    """Return what was saved if JSON has a place for it, nothing and why otherwise."""
-    try:
-        plain_saves(saves, lambda _tensor: None, frozenset({_Result}))
-    except NotPlainError as error:
-        return {}, error
-    return saves, None
-
-
 def _is_too_much(error: BaseException | None) -> bool:
     return isinstance(error, TraceBytesError)
-
-
-class _Result:
-    """What ``tracer.result`` is in the worker; the client puts its own in the place of a saved one."""
-
-    def __init__(self, plain: Any) -> None:
-        for name, value in (plain or {}).items():
-            setattr(self, name, value)
-
-
-def _home_reference(value: Any) -> tuple[str, ...] | None:
-    """Name a result, which need not travel back, and places in the model, which the client has."""
-    if isinstance(value, _Result):
-        return ("result", str(getattr(value, "request", "")))
-    return place_of(value)

@@ -8,6 +8,7 @@ step.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -56,6 +57,9 @@ logger = logging.getLogger(__name__)
 
 _GRACE_S: Final = 0.25
 """For a sandbox to interrupt a block itself, which tells its author where it was."""
+_READ_S: Final = 0.02
+"""For a sandbox to read one request's block, beside what all blocks may compute in a step."""
+_MAX_SAID: Final = 2000
 _SHARED: Final = (
     "`{}` holds a tensor that belongs to all requests of the step together, so a sandboxed block cannot have "
     "it. Ask for the value of a module around it."
@@ -63,6 +67,7 @@ _SHARED: Final = (
 
 
 _T = TypeVar("_T")
+_Answer = TypeVar("_Answer", bound=Go | Collected)
 
 
 class Opened(NamedTuple):
@@ -70,6 +75,7 @@ class Opened(NamedTuple):
 
     server: ForkServer
     served: ServedModules
+    places: frozenset[str]
     max_bytes: int
 
 
@@ -82,13 +88,13 @@ class Cell:
         opened: What it is run with.
         order: Which of all requests its first one is.
         tenant: Whose code runs in it.
-        budget_s: Seconds that one block may compute within one step.
+        budget_s: Seconds that its blocks may compute within one step, all together.
 
     Attributes:
         entries: Its requests.
         live: Those whose blocks are still of use.
         error: Why it was ended before its time.
-        spent_s: Seconds for which the worker has waited for it.
+        spent_s: Seconds for which the worker has waited for it, see ``take_spent``.
         finished: Requests that have ended, of which the process has not been told.
     """
 
@@ -114,11 +120,15 @@ class Cell:
         self.spent_s = 0.0
         self.finished: set[str] = set()
         self._sandbox = sandbox
+        self._cpu_s = 0.0
         self._served = opened.served
+        self._places = opened.places
         self._budget_s = budget_s
         self._left_s = 0.0
         self._max_bytes = opened.max_bytes
         self._deadline = 0.0
+        self.take_spent()  # what it computed before is not this trace's
+        self.refill()
         self._is_waiting = False
         self._wanted: list[str] = []
         self._before: list[str] = []
@@ -141,7 +151,7 @@ class Cell:
         self._settle()
         self.entries.update(arrived)
         self.live.update(name for name, _ in arrived)
-        self._refill()
+        self._left_s += _READ_S * len(arrived)
         self._guarded(lambda: self._send(Begin([(name, entry.to_plain()) for name, entry in arrived])))
         self._is_waiting = self.error is None
 
@@ -150,8 +160,8 @@ class Cell:
         if not self._is_waiting:
             return
         self._is_waiting = False
-        reply = self._guarded(self._reply)
-        if isinstance(reply, Go) and reply.live is not None:
+        reply = self._guarded(lambda: self._reply(Go))
+        if reply is not None and reply.live is not None:
             self._over |= self.live.difference(reply.live)
             self.live.intersection_update(reply.live)
 
@@ -161,14 +171,13 @@ class Cell:
         spans = [span for span in spans if span.request_id in self.live]
         if not spans or self.error is not None:
             return
-        self._refill()
         self._before, self._passed = self._passed, []
         self._spans = list(spans)
         self._parcels = Parcels(self._spans, num_rows)
         self._is_behind = False
         self.in_step = True
         told = [(span.request_id, span.num_rows, span.start, span.complete) for span in spans]
-        self._say(Step(told, self._take_finished(), self._unsaid))
+        self._go(Step(told, self._take_finished(), self._unsaid))
         self._unsaid = Passed()
 
     def _take_finished(self) -> list[str]:
@@ -193,8 +202,8 @@ class Cell:
         """End the step; returns the requests that are to end, and what is to be told of any."""
         if self.in_step:
             self.in_step = False
-            reply = self._say(End(self._newly_passed()))
-            if isinstance(reply, Go):
+            reply = self._go(End(self._newly_passed()))
+            if reply is not None:
                 self._note(reply)
         elif self._spans:
             self._unsaid = self._newly_passed()
@@ -222,11 +231,12 @@ class Cell:
     ) -> tuple[list[Piece], tuple[str, str]]:
         """Return what the trace, or one of its blocks, has saved as pieces of a message, and its prints."""
         self._settle()
-        self._refill()
-        head = self._say(Collect(key, dict(results), index, self._take_finished()))
-        if isinstance(head, Collected) and self.error is None:
+        self.refill()
+        head = self._say(Collected, Collect(key, dict(results), index, self._take_finished()))
+        if head is not None:
             self._is_collected = index is None
-            return [self._content], (head.printed, head.failure)
+            content, self._content = self._content, memoryview(b"")
+            return [content], (head.printed[:MAX_BYTES], head.failure[:_MAX_SAID])
         error = self.error or SandboxEndedError.gone()
         told = encode_error(error)
         blocks = [
@@ -245,19 +255,34 @@ class Cell:
         self._sandbox.end()
         return None
 
-    def _refill(self) -> None:
-        """Let the blocks compute for as long as one step allows."""
+    def refill(self) -> None:
+        """Let the blocks compute for as long as one step allows, all of them together: a step begins."""
         self._left_s = self._budget_s + _GRACE_S
 
-    def _say(self, head: ToSandbox, body: Sequence[Piece] = ()) -> Go | Collected | None:
+    def take_spent(self) -> float:
+        """Return the seconds that the trace took since last asked: the worker's, or the process's own."""
+        self._count_cpu()
+        spent_s, self.spent_s = self.spent_s, 0.0
+        return spent_s
+
+    def _count_cpu(self) -> None:
+        with contextlib.suppress(OSError):  # it is gone: what it used last is not known
+            before, self._cpu_s = self._cpu_s, self._sandbox.cpu_s()
+            self.spent_s = max(self.spent_s, self._cpu_s - before)
+
+    def _say(self, answer: type[_Answer], head: ToSandbox, body: Sequence[Piece] = ()) -> _Answer | None:
         """Say something, and return the answer; None if the process is at its end."""
 
-        def say() -> Go | Collected:
+        def say() -> _Answer:
             self._send(head, body)
-            return self._reply()
+            return self._reply(answer)
 
-        reply = self._guarded(say)
-        if isinstance(reply, Go) and reply.is_over and self.in_step:
+        return self._guarded(say)
+
+    def _go(self, head: ToSandbox, body: Sequence[Piece] = ()) -> Go | None:
+        """Say something to which the answer is to go on."""
+        reply = self._say(Go, head, body)
+        if reply is not None and reply.is_over and self.in_step:
             self.in_step = False
             self._note(reply)
         return reply
@@ -267,6 +292,7 @@ class Cell:
         if self.error is not None:
             return None
         started = time.monotonic()
+        self._deadline = started + self._left_s
         try:
             return act()
         except TimeoutError:
@@ -277,6 +303,8 @@ class Cell:
             self._give_up(SandboxEndedError.gone())
         except ValueError as error:  # too large to be said
             self._give_up(error)
+        except Exception as error:  # noqa: BLE001 - nothing that a process does may end the engine's step
+            self._give_up(SandboxEndedError.broken(f"what it said is of no use: {error}"))
         finally:
             spent_s = time.monotonic() - started
             self._left_s -= spent_s
@@ -284,19 +312,23 @@ class Cell:
         return None
 
     def _send(self, head: ToSandbox, body: Sequence[Piece] = ()) -> None:
-        self._deadline = time.monotonic() + self._left_s
         self._sandbox.side.send(packed(head, body), self._deadline)
 
-    def _reply(self) -> Go | Collected:
+    def _reply(self, answer: type[_Answer]) -> _Answer:
         """Make the calls that the block wants, and return the answer to what was said last."""
         while True:
             reply, content = read_by_worker(self._sandbox.side.receive(self._deadline, self._max_bytes))
             if not isinstance(reply, Call):
                 break
             self._sandbox.side.send(self._called(reply, content), self._deadline)
+        if not isinstance(reply, answer):
+            raise SandboxEndedError.broken("it answered something else than it was asked")
         if isinstance(reply, Go) and reply.wanted is not None:
             self._want(reply.wanted)
-        self._content = content
+        if isinstance(reply, Collected) or reply.changes:
+            self._content = content
+        elif content:
+            raise SandboxEndedError.broken("it sent bytes that nobody asked for")
         return reply
 
     def _called(self, call: Call, content: memoryview) -> list[bytes | memoryview]:
@@ -321,12 +353,13 @@ class Cell:
         """End the process before its time; its requests fail."""
         logger.info("a sandbox was ended: %s", error)
         self.error = error
+        self._count_cpu()
         self._sandbox.end()
         self._want([])
 
     def _want(self, wanted: Sequence[str]) -> None:
         """Note at which places the process waits."""
-        now = dict.fromkeys(wanted)
+        now = {provider: None for provider in wanted if provider in self._places}
         for provider in self._wanted:
             if provider not in now:
                 self.board.unwant(provider, self)  # type: ignore[arg-type] # stands for the requests of a trace
@@ -375,15 +408,18 @@ class Cell:
         except Exception as error:  # noqa: BLE001 - whatever the value is made of
             reason = f"`{provider}` cannot be given to a sandboxed block: {error}"
         if reason:
-            self._say(Broken(provider, self._newly_passed(), reason))
+            self._go(Broken(provider, self._newly_passed(), reason))
             return
         offer = Offer(provider, self._newly_passed(), self._is_behind, slots, is_tuple)
-        reply = self._say(offer, body)
-        if isinstance(reply, Go) and reply.changes:
+        reply = self._go(offer, body)
+        if reply is not None and reply.changes:
             try:
                 place.value = keeper.give_back(self._changed(parcels, kept, reply.changes))
             except SandboxEndedError as error:
                 self._give_up(error)
+            except Exception as error:  # noqa: BLE001 - no number that a process sends may end the model
+                self._give_up(SandboxEndedError.broken(f"it changed a value, but {error}"))
+        self._content = memoryview(b"")
 
     def _changed(self, parcels: Parcels, value: Any, slots: Sequence[Slot]) -> Any:
         """Return the model's value with what the process has changed in it.
@@ -399,6 +435,8 @@ class Cell:
                 raise SandboxEndedError.broken("it changed a value that there is not")
             if tuple(rows.shape) != parcels.shape_of(before[slot.number]):
                 raise SandboxEndedError.broken("it changed rows that are not its own")
+            if not before[slot.number].is_floating_point():
+                self.board.place.check(rows.to(before[slot.number].dtype))
             changes[slot.number] = rows
         with torch.inference_mode():
             changed = parcels.changed(value, list(changes.items()))

@@ -39,7 +39,7 @@ class Cells:
         self._by_request: dict[str, Cell] = {}
         self._left: dict[str, tuple[str, str]] = {}
         self._active: list[Cell] = []
-        self._parked = Parked()
+        self._parked = Parked(limits.sandbox_cpu_s)
 
     def open(self, server: ForkServer, served: ServedModules, max_bytes: int) -> None:
         """Run traces from now on.
@@ -49,7 +49,7 @@ class Cells:
             served: Calls modules for them.
             max_bytes: Of an answer.
         """
-        self._open = Opened(server, served, max_bytes)
+        self._open = Opened(server, served, served.places, max_bytes)
 
     @property
     def is_open(self) -> bool:
@@ -96,9 +96,10 @@ class Cells:
         self._by_request[request_id] = cell
         cell.begin([(request_id, msgspec.structs.replace(entry, sandbox_of=""))])
 
-    def finish(self, finished: set[str]) -> None:
-        """Let go of requests that have ended."""
+    def begin(self, finished: set[str]) -> None:
+        """Begin a step: let go of requests that have ended, and let the others' blocks compute again."""
         for cell in self._by_key.values():
+            cell.refill()
             ended = finished & cell.live
             cell.live -= ended
             cell.finished |= ended
@@ -150,7 +151,7 @@ class Cells:
         """
         cell = self._by_key[key]
         pieces, left = cell.collect(key, results, index)
-        spent_s, cell.spent_s = cell.spent_s, 0.0
+        spent_s = cell.take_spent()
         if index is None:
             self._left[key] = left
             self._forget(key)
@@ -159,10 +160,11 @@ class Cells:
     def drop(self, key: str) -> float:
         """End a trace that nobody will collect; returns the seconds that it took."""
         cell = self._by_key.get(key)
+        spent_s = 0.0 if cell is None else cell.take_spent()
         if cell is not None:
             self._forget(key)
         self._left.pop(key, None)
-        return 0.0 if cell is None else cell.spent_s
+        return spent_s
 
     def take_left(self, key: str) -> tuple[str, str] | None:
         """Return what a trace printed last and how it failed; None of one that is not of these."""

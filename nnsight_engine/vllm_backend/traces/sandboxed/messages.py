@@ -19,10 +19,10 @@ from nnsight_engine.sandbox.errors import SandboxEndedError
 
 _LENGTH: Final = struct.Struct("<I")
 _MAX_DIMS: Final = 16
-_MAX_ITEMS: Final = 200_000
+_MAX_ITEMS: Final = 50_000
 """Places that a cache of a whole model may watch, with room."""
 _MAX_ARGUMENTS: Final = 64
-_MAX_HEAD_BYTES: Final = 64 * 2**20
+_MAX_HEAD_BYTES: Final = 16 * 2**20
 _T = TypeVar("_T")
 _Many = Annotated[list[_T], msgspec.Meta(max_length=_MAX_ITEMS)]
 _DTYPES: Final = {

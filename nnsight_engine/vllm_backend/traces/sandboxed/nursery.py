@@ -48,7 +48,7 @@ def main(orders: socket.socket, folder: str) -> None:
     points = _points(setup)
     traces = InsideTraces(points, limits, partial(_new_model, points))
     rehearsal = Rehearsal.of(points)
-    share = Share(limits.sandbox_bytes, limits.sandbox_cpu_s)
+    share = Share(limits.sandbox_bytes - 2 * limits.sandbox_message_bytes, limits.sandbox_cpu_s)
     _warm_up()
     raise_children(orders, folder, share, partial(traces.grow_up, limits.sandbox_blocks, rehearsal.run))
 

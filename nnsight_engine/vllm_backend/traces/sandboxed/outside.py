@@ -50,7 +50,7 @@ def open_cells(
         },
         "limits": dataclasses.asdict(limits),
     }
-    half_bytes = min(limits.max_trace_bytes, limits.sandbox_bytes)
+    half_bytes = limits.sandbox_message_bytes
     command = [sys.executable, "-m", _NURSERY]
     server = ForkServer(command, encode(setup), half_bytes, _NUM_SPARE)
     max_rows = config.scheduler_config.max_num_batched_tokens

@@ -15,23 +15,35 @@ from nnsight_engine.sandbox.forkserver import Sandbox
 _MAX_PARKED: Final = 8
 _MAX_USES: Final = 64
 _MAX_GROWN_BYTES: Final = 128 * 2**20
+_MAX_CPU_SHARE: Final = 0.1
+"""Of the seconds that a process may compute in its life, when another trace begins in it."""
 
 
 class Parked:
-    """The processes of all tenants that wait."""
+    """The processes of all tenants that wait.
 
-    def __init__(self) -> None:
+    Args:
+        cpu_s: Seconds that one may compute in its life.
+    """
+
+    def __init__(self, cpu_s: float) -> None:
         """Start with none."""
+        self._max_cpu_s = _MAX_CPU_SHARE * cpu_s
         self._by_process: OrderedDict[int, tuple[str, Sandbox]] = OrderedDict()
 
     def put(self, tenant: str, sandbox: Sandbox) -> None:
         """Keep a process whose trace is over, or end it: it may be too large, or too old."""
         sandbox.num_uses += 1
         try:
-            if sandbox.num_uses >= _MAX_USES or sandbox.grown_bytes() > _MAX_GROWN_BYTES:
+            if (
+                sandbox.num_uses >= _MAX_USES
+                or sandbox.grown_bytes() > _MAX_GROWN_BYTES
+                or sandbox.cpu_s() > self._max_cpu_s
+            ):
                 sandbox.end()
                 return
             sandbox.pause()
+            sandbox.side.forget()
         except OSError:
             sandbox.end()  # it has died
             return
@@ -41,14 +53,14 @@ class Parked:
 
     def take(self, tenant: str) -> Sandbox | None:
         """Return a process of a tenant's that waits, the one used last; None if there is none."""
-        for process in reversed(self._by_process):
-            if self._by_process[process][0] == tenant:
-                _, sandbox = self._by_process.pop(process)
-                with contextlib.suppress(OSError):
+        own = [process for process, (owner, _) in self._by_process.items() if owner == tenant]
+        for process in reversed(own):
+            _, sandbox = self._by_process.pop(process)
+            with contextlib.suppress(OSError):
+                if sandbox.side.is_quiet():
                     sandbox.resume()
                     return sandbox
-                sandbox.end()
-                return None
+            sandbox.end()  # it has died, or spoken out of turn
         return None
 
 

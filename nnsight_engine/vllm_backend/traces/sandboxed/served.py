@@ -36,8 +36,8 @@ class ServedModules:
     """
 
     def __init__(self, model: WorkerModel, points: ModelPoints, max_rows: int) -> None:
-        """Look up what there is."""
-        self._model = model
+        """Look up what there is: a path that a process sends is a name in a table, and leads nowhere else."""
+        self._envoys = {str(envoy.path): envoy for envoy in model.modules()}
         self._max_rows = max_rows
         self._mlps = {
             id(points.layers[layer].get_submodule(points.family.mlp))
@@ -48,16 +48,20 @@ class ServedModules:
         weight = next(points.model.parameters())
         self._dtype, self._device = weight.dtype, weight.device
 
+    @property
+    def places(self) -> frozenset[str]:
+        """Where values can be asked for."""
+        return frozenset(f"{path}.{side}" for path in self._envoys for side in ("input", "output"))
+
     def call(self, path: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return what the module at ``path`` gives.
 
         Raises:
             SandboxedError: It is none that is called for strangers, or not with that.
         """
-        try:
-            envoy = self._model.at(path)
-        except (AttributeError, LookupError):
-            raise SandboxedError.uncalled(path, "the model has no such module") from None
+        envoy = self._envoys.get(path)
+        if envoy is None:
+            raise SandboxedError.uncalled(path, "the model has no such module")
         module = envoy._module  # noqa: SLF001 - an envoy of ours
         if kwargs or not args or not all(isinstance(one, torch.Tensor) for one in args):
             raise SandboxedError.uncalled(path, "it takes tensors of rows, in order and without names")
