@@ -1,4 +1,4 @@
-"""The model's tokenizer in restricted code: one for all requests, which no block changes or has fill the memory."""
+"""The model's tokenizer in restricted code: one for all requests, so that no block changes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nnsight_engine.wire import SandboxError
 from tests.security.host import Small, message_of, run
 
 
-class _Cached(PreTrainedTokenizerFast):  # type: ignore[misc] # it has no types
+class _Cached(PreTrainedTokenizerFast):
     """Gives out its own vocabulary and lists, as vLLM's cached tokenizer does."""
 
     vocabulary: dict[str, int] = {}  # noqa: RUF012 - it is what the test is about
@@ -82,9 +82,11 @@ def test_it_does_not_fill_the_memory_or_reach_further(model: _WithTokenizer, cal
 def test_what_blocks_do_with_it(model: _WithTokenizer) -> None:
     code = """
 t = model.tokenizer
-got = [t('a')['input_ids'], t.encode('a', add_special_tokens=False), t.decode([0]), t.decode(torch.tensor([0])),
-    t(['a', 'b'], padding=True, return_tensors='pt').input_ids.shape, t.convert_tokens_to_ids('a'), t.vocab_size,
-    t.convert_ids_to_tokens([0, 1]), t.pad_token_id, t.batch_decode([[0], [1]]), list(map(t.encode, ['a']))]
+got = [t('a')['input_ids'], t.encode('a', add_special_tokens=False), t.decode([0]),
+    t.decode(torch.tensor([0])), t(['a', 'b'], padding=True, return_tensors='pt').input_ids.shape,
+    t.convert_tokens_to_ids('a'),
+    t.vocab_size, t.convert_ids_to_tokens([0, 1]), t.pad_token_id, t.batch_decode([[0], [1]]),
+    list(map(t.encode, ['a']))]
 """.strip()
     assert got(model, code, Budget()) == [
         [0], [0], "a", "a", torch.Size([2, 1]), 0, 2, ["a", "[UNK]"], 1, ["a", "[UNK]"], [[0]],
