@@ -265,11 +265,11 @@ def test_a_call_while_reading_is_what_code_may_call() -> None:
     rules = restricted_policy(Budget()).rules
     assert isinstance(rules, RestrictedRules)
     with pytest.raises(SandboxError, match="calling `eval`"):
-        rules.call(eval)
-    assert rules.call(len) is len
-    assert rules.call([].append) is not None
+        rules.callee(eval)
+    assert rules.callee(len) is len
+    assert rules.callee([].append) is not None
     with pytest.raises(SandboxError, match="calling `__import__`"):
-        rules.call(__import__)
+        rules.callee(__import__)
 
 
 class _Thief:

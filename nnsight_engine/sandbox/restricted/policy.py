@@ -91,10 +91,8 @@ class RestrictedRules(Rules):
 
     def new(self, kind: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return an object of the code's own class, of a layer, an error, or a container."""
-        if kind is functools.partial:
-            return functools.partial(self.guards.callee(args[0]), *args[1:], **kwargs)
-        if kind is collections.defaultdict:
-            args = tuple(self.guards.callee(one) if callable(one) else one for one in args)
+        if kind is functools.partial and args:
+            args = (self.guards.callee(args[0]), *args[1:])
         if kind in self.guards.own or kind in _MADE or _is_data(kind):
             return kind.__new__(kind, *args, **kwargs)
         raise refusal(f"an object of the class `{kind.__name__}` among a block's variables")
@@ -104,6 +102,10 @@ class RestrictedRules(Rules):
         if type(name) is not str:
             raise SandboxError("an attribute's name is no string")
         return self.guards.get(owner, name)
+
+    def callee(self, function: Any) -> Any:
+        """Return what is called, which is what code could call."""
+        return self.guards.callee(function)
 
     def check_state(self, value: Any, state: Any) -> None:
         """Refuse to set attributes of anything but the code's own objects, layers and errors."""
@@ -118,10 +120,6 @@ class RestrictedRules(Rules):
             value, (torch.nn.Module, Exception, functools.partial)
         ):
             raise refusal(f"setting attributes of a `{kind.__name__}`")
-
-    def call(self, function: Any) -> Any:
-        """Return what is to be called for a function that a message calls while it is read."""
-        return self.guards.callee(function)
 
     def told(self) -> Exception:
         """Return the error that tells of the stop that is being handled."""
