@@ -13,6 +13,7 @@ from typing import Any, Self, TypeAlias
 
 import torch
 
+from nnsight_engine.core import restraint
 from nnsight_engine.envoys.aliases import Aliases, Rename, by_alias, check_aliases
 from nnsight_engine.envoys.display import NoSuchModuleError, as_html, as_text, names_of
 from nnsight_engine.envoys.eproperty import eproperty
@@ -182,6 +183,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         nobody's ``output`` is affected. ``hook=True`` makes such a call count as one of the model's, for
         modules that the model itself never calls.
         """
+        restraint.check_call(sys._getframe(1))
         interleaver = self._interleaver
         if interleaver.current is None:
             interleaver.called_directly(str(self.path))

@@ -379,4 +379,96 @@ out = save([type(x).__name__, type(1) is int, type('a') is str, type([]) == list
     "chained-assignment": "a = b = [1]\na.append(2)\n(c, d), e = (1, 2), 3\nout = save([b, c, d, e])",
     "global-names": "def f():\n    global shared\n    shared = 4\nf()\nout = save(shared)",
     "operator": "import operator\nout = save([operator.add(1, 2), operator.itemgetter(1)([5, 6]), sorted([(2, 1), (1, 2)], key=operator.itemgetter(1))])",
+    "token-ids": """
+prompt = torch.tensor([50256, 1212, 318, 257])
+batch = torch.tensor([[464, 3290, 30], [464, 2068, 7586]])
+labels = torch.as_tensor([100, 200, 300, 400, 500])
+out = save([prompt, batch, labels, x.new_tensor([10, 20, 30, 40, 50, 60, 70]), torch.tensor([torch.tensor(1.5), 2.0])])
+import numpy as np
+more = save([np.array([50256, 1212, 318]), np.asarray([[1.5, 2], [3, 4]]), np.array([np.arange(3), np.arange(3)])])
+picked = save([x[[2, 0]], x[torch.tensor([0, 1]), [1, 2]], np.arange(9)[[1, 2]], torch.tensor(range(3))])
+""",
+    "probe-trained": """
+torch.manual_seed(1)
+probe = torch.nn.Linear(4, 2)
+losses = []
+for step in range(5):
+    loss = torch.nn.functional.cross_entropy(probe(x), torch.tensor([0, 1, 0]))
+    weight, bias = torch.autograd.grad(loss, [probe.weight, probe.bias])
+    with torch.no_grad():
+        probe.weight.data -= 0.1 * weight
+        probe.bias.sub_(0.1 * bias)
+    losses.append(loss.item())
+out = save(losses)
+class Probe(torch.nn.Linear):
+    def __init__(self, width, *, scale=2.0):
+        super().__init__(width, 3, bias=False)
+        self.scale = scale
+    def forward(self, value): return super().forward(value) * self.scale
+class Same(torch.nn.Linear): pass
+net = torch.nn.Sequential(Probe(4), torch.nn.ReLU(), Same(3, 2))
+last = save([net(x), len(net), torch.nn.Embedding(9, 3)(torch.tensor([1, 8])).shape])
+""",
+    "layers-that-hold-layers": """
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Identity() for _ in range(2)])
+        self.more = torch.nn.ModuleDict({'a': torch.nn.ReLU()})
+        self._scale = 3.0
+    def forward(self, value):
+        for layer in self.layers:
+            value = layer(value) * self._scale
+        return self.more['a'](value)
+out = save(Block()(x))
+""",
+    "whole-numbers": """
+from collections import defaultdict
+counts = defaultdict(int)
+counts['a'] += 1
+out = save([int('12'), int(2.7), int('ff', 16), int(True), int(x[0, 1]), list(map(int, '123')), type(1) is int, type(True) is int,
+    isinstance(1, int), isinstance(1, int | float), isinstance('a', (int, str)), dict(counts), sum(map(int, [1.5, 2.5])), sorted(['10', '9'], key=int),
+    divmod(-7, 2), divmod(7.5, 2), round(2.5), round(-2.567, 1), round(1234, -2), abs(-3), abs(-2.5), abs(x - 5).sum(), pow(3, 100, 7), 10**20 // 7, 2**200 % 1000])
+def f(value: int, many: 'list[int] | None' = None) -> int: return value
+kept = save(f(3))
+""",
+    "enums": """
+from enum import Enum, IntEnum, auto
+class Axis(IntEnum):
+    ROW = 0
+    COLUMN = 1
+class Kind(Enum):
+    LOW = auto()
+    HIGH = 'high'
+    def __str__(self): return self.name.lower()
+    @property
+    def first(self): return self.name[0]
+    @classmethod
+    def default(cls): return cls.LOW
+out = save([x.sum(Axis.COLUMN), Axis.ROW + 1, x[Axis.COLUMN], Kind('high').name, str(Kind.LOW), Kind.HIGH.first, Kind.default() is Kind.LOW,
+    isinstance(Kind.LOW, Enum), isinstance(Axis.ROW, int), [one.value for one in Kind], Kind['LOW'].value, {Kind.LOW: 1}[Kind.LOW], torch.tensor([Axis.COLUMN])])
+""",
+    "numpy-more": """
+import numpy as np
+a = np.array([[1.0, 0.0], [3.0, 4.0]])
+out = save([np.divide(1.0, a, out=np.zeros_like(a), where=a != 0), a + [1, 2], a * 2, a @ a, a > [1, 0], a[:, [1, 0]], a[a > 1],
+    a.astype(int), a.astype('float32'), a.astype(np.float32).dtype == np.float32, np.zeros(2, dtype=int), np.einsum('ij,jk->ik', a, a),
+    np.concatenate([a, [[5, 6]]]), np.linalg.norm(a, 'fro'), np.sort(a, axis=0, kind='stable'), np.int64(3) + 1, np.float32(0.5) * a,
+    np.repeat(a, 2, axis=0), np.full((2, 2), 7), np.dtype('float32').itemsize, np.quantile(a, 0.5, method='linear'), 3 in np.array([1, 3])])
+a[0] = [9, 8]
+a[0], a[1] = a[1].copy(), a[0].copy()
+last = save(a)
+torch.manual_seed(0)
+b = torch.tensor(a)
+b[0], b[1] = b[1].clone(), b[0].clone()
+tensors = save(b)
+""",
+    "text-and-bytes": "out = save(['é'.encode(), 'a'.encode('utf-8'), b'ab'.decode(), b'ab'.decode('ascii', errors='replace'), str(b'a', 'utf-8'), bytes('a', 'latin-1'), 'a'.encode('UTF-16-LE')])",
+    "gradient-by-attribute": "w = torch.ones(4, requires_grad=True)\n(x @ w).sum().backward()\nw.grad += 1\nout = save([w.grad, x.gather(1, torch.zeros(3, 1, dtype=torch.long))])",
+    "long-lists": "keys = ["
+    + ", ".join(map(str, range(100)))
+    + "]\na, b = (1, 2), {3, 4}\nout = save([keys, {"
+    + ", ".join(f"{n}: {n}" for n in range(30))
+    + "}])",
+    "accumulate": "import itertools, math\nout = save([list(itertools.accumulate([1, 2, 3], lambda a, b: a * b)), list(itertools.accumulate('abc')), list(itertools.accumulate([1], initial=5)), math.gcd(12, 18), math.isqrt(17), math.lcm(4, 6), list(itertools.zip_longest([1], [2, 3], fillvalue=0))])",
 }

@@ -12,6 +12,7 @@ import torch
 
 from nnsight_engine import NNsight
 from nnsight_engine.sandbox.restricted import Budget, restricted_policy
+from nnsight_engine.sandbox.restricted.policy import RestrictedRules
 from nnsight_engine.wire import DecodeError, SandboxError, decode, encode
 from nnsight_engine.wire.kinds import Kind
 from tests.security.host import Small, message_of, run
@@ -339,6 +340,51 @@ def test_a_call_is_one_of_what_may_be_called() -> None:
     call = writer.add(Kind.CALL, writer.name("builtins", "eval"), writer.value(("1",)), none, *[none] * 4)
     with pytest.raises(SandboxError, match="`eval`"):
         writer.read(call)
+
+
+def test_a_call_while_reading_is_what_code_may_call() -> None:
+    rules = restricted_policy(Budget()).rules
+    assert isinstance(rules, RestrictedRules)
+    with pytest.raises(SandboxError, match="calling `eval`"):
+        rules.callee(eval)
+    assert rules.callee(len) is len
+    assert rules.callee([].append) is not None
+    with pytest.raises(SandboxError, match="calling `__import__`"):
+        rules.callee(__import__)
+
+
+class _Thief:
+    """Stands for an object of the sender's."""
+
+
+def test_a_partial_of_a_module_gives_it_tensors_alone() -> None:
+    model = NNsight(Small())
+    writer = Writer()
+    none = writer.value(None)
+    reference = writer.add(Kind.REFERENCE, writer.value("layer1"))
+    args = writer.add(Kind.TUPLE, reference)
+    made = writer.read(
+        writer.add(Kind.CALL, writer.name("functools", "partial"), args, none, *[none] * 4),
+        resolve=lambda _: model.layer1,
+    )
+    assert made(torch.ones(1, 5)).shape == (1, 10)
+    with pytest.raises(SandboxError, match="giving the model a"):
+        made(_Thief())
+
+
+@pytest.mark.parametrize("name", ["_modules", "_forward_hooks", "_forward_pre_hooks", "_parameters"])
+def test_layers_hold_layers_and_weights_alone(name: str) -> None:
+    model = NNsight(Small())
+    writer = Writer()
+    none, nothing = writer.value(None), writer.value(())
+    reference = writer.add(Kind.REFERENCE, writer.value("layer1"))
+    held = writer.add(Kind.DICT, writer.value("0"), reference)
+    state = writer.add(Kind.DICT, writer.value(name), held)
+    kind = writer.name("torch.nn", "Sequential")
+    with pytest.raises(SandboxError, match=name):
+        writer.read(
+            writer.add(Kind.NEW, kind, nothing, none, state, none, none, none), resolve=lambda _: model.layer1
+        )
 
 
 def test_ordinary_data_and_layers_arrive() -> None:

@@ -17,15 +17,30 @@ import torch
 
 from nnsight_engine.core.saves import save
 from nnsight_engine.sandbox.restricted.budget import Budget, Meter, refusal
-from nnsight_engine.sandbox.restricted.engine import NOTHING, given, is_point, of_engine
+from nnsight_engine.sandbox.restricted.engine import (
+    NOTHING,
+    TOKENIZERS_CALLS,
+    given,
+    is_point,
+    is_tokenizer,
+    of_engine,
+)
+from nnsight_engine.sandbox.restricted.layers import (
+    charge_layer,
+    check_defined,
+    check_settable,
+    is_hidden,
+    made_by_torch,
+)
 from nnsight_engine.sandbox.restricted.names import is_bindable
 from nnsight_engine.sandbox.restricted.sizes import Sizer, size_of
 from nnsight_engine.sandbox.restricted.tables import PLAIN, SETTABLE, Rules, rules_of
+from nnsight_engine.sandbox.restricted.tokenizers import Tokenizing
 from nnsight_engine.sandbox.restricted.views import Base, ClassView, KindView, ModuleView
 
 _NAMED_PART: Final = type(vars(collections.namedtuple("_NamedPart", "part"))["part"])
 _OF_SUPER: Final = frozenset({"__init__", "__repr__", "__str__", "__eq__", "__hash__", "__post_init__"})
-CLASSES: Final = frozenset({int, float, bool, complex, slice, np.dtype})
+CLASSES: Final = frozenset({float, bool, complex, slice})
 """Classes of Python and numpy that code has as they are."""
 
 
@@ -94,6 +109,8 @@ class Attributes:
             return self._of_class(owner, name)
         if name == "save":
             return functools.partial(self.save, owner)
+        if name in TOKENIZERS_CALLS and is_tokenizer(kind):
+            return Tokenizing(self, owner, name)
         found = of_engine(owner, kind, name)
         if found is not NOTHING:
             return found
@@ -131,7 +148,7 @@ class Attributes:
 
     def _of_own(self, owner: Any, kind: type, name: str) -> Any:
         """Return an attribute of an object of the code's own class."""
-        if not is_bindable(name):
+        if not is_bindable(name) or is_hidden(kind, name):
             if name == "__name__":
                 raise AttributeError(name)
             raise refusal(f"the attribute `{name}`")
@@ -157,7 +174,7 @@ class Attributes:
         """Return an attribute of one of the code's own classes, or of an error's."""
         if name == "__name__":
             return str(kind.__name__)
-        if kind in self.own and is_bindable(name):
+        if kind in self.own and is_bindable(name) and not is_hidden(kind, name):
             for base in kind.__mro__:
                 if name in vars(base):
                     if base in self.own:
@@ -188,10 +205,30 @@ class Attributes:
         for base in bases[bases.index(start) + 1 :]:
             if name in vars(base):
                 allowed = base in self.own or name in _OF_SUPER or name in rules_of(base)
-                if not allowed:
+                if not allowed or is_hidden(base, name):
                     break
+                if name == "__init__" and issubclass(base, torch.nn.Module) and base not in self.own:
+                    return functools.partial(self._init_layer, base, above)
                 return getattr(above, name)
         raise refusal(f"`super().{name}`")
+
+    def _init_layer(self, base: type[torch.nn.Module], above: Any, *args: Any, **kwargs: Any) -> None:
+        """Do what a layer's ``__init__`` does, if its weights are not too large."""
+        if base is not torch.nn.Module:
+            charge_layer(self.meter, base, args, kwargs)
+        above.__init__(*args, **kwargs)
+
+    def maker(self, kind: type) -> Callable[..., Any]:
+        """Return what makes objects of a class of the code's own: itself, unless it is a layer of torch's."""
+        base = made_by_torch(kind) if issubclass(kind, torch.nn.Module) else None
+        if base is None:
+            return kind
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            charge_layer(self.meter, base, args, kwargs)
+            return kind(*args, **kwargs)
+
+        return make
 
     def guarded_getattr(self, owner: Any, name: Any, *default: Any) -> Any:
         """Do what ``getattr`` does."""
@@ -220,6 +257,7 @@ class Attributes:
         kind = type(owner)
         is_own = kind in self.own or (isinstance(owner, type) and owner in self.own)
         if is_own and is_bindable(name):
+            check_settable(owner, name)
             return owner
         if any(
             name in names and issubclass(kind, base)
@@ -234,6 +272,7 @@ class Attributes:
     def deletable(self, owner: Any, name: str) -> Any:
         """Return the owner if its attribute may be deleted: of the code's own objects."""
         if type(owner) in self.own and is_bindable(name):
+            check_settable(owner, name)
             return owner
         raise refusal(f"deleting the attribute `{name}` of a `{type(owner).__name__}`")
 
@@ -273,6 +312,7 @@ class Attributes:
         """Take note of a class of the code's own."""
         if not isinstance(kind, type):
             raise TypeError("a class statement made no class")
+        check_defined(kind)
         self.own.add(kind)
         self._rules.pop(kind, None)
         return kind
@@ -298,7 +338,7 @@ class Attributes:
         if more:
             raise refusal("`type` with three arguments", "write a `class` statement")
         kind = type(value)
-        if kind in self.own or kind in CLASSES or issubclass(kind, Exception | np.generic):
+        if kind in self.own or kind in CLASSES or issubclass(kind, Exception | np.number | np.bool_):
             return kind
         return self.classes.get(kind) or KindView(kind)
 

@@ -6,19 +6,28 @@ import builtins
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
+import torch
+
 from nnsight_engine.sandbox.restricted import names
 from nnsight_engine.sandbox.restricted.budget import Stop, refusal
+from nnsight_engine.sandbox.restricted.codecs import check_codec
 from nnsight_engine.sandbox.restricted.guards import Guards
 from nnsight_engine.sandbox.restricted.names import names_in
-from nnsight_engine.sandbox.restricted.sizes import check_int
 from nnsight_engine.sandbox.restricted.views import ClassView, real
+from nnsight_engine.sandbox.restricted.whole_numbers import (
+    divide_with_rest,
+    make_int,
+    power_modulo,
+    rounded,
+)
 
 _AS_THEY_ARE: Final = names_in(
     """
-    abs ascii bin bool callable chr complex divmod float hash hex id int next oct ord round slice
+    ascii bin bool callable chr complex float hash hex id next oct ord slice
     NotImplemented Ellipsis True False None __build_class__ super
     """
 )
+_NUMBERS: Final = frozenset({int, float, bool})
 _NOT_FOR_CODE: Final = frozenset({"BaseExceptionGroup", "ExceptionGroup"})
 
 
@@ -33,6 +42,7 @@ def builtins_for(guards: Guards) -> dict[str, Any]:
         if isinstance(kind, type) and issubclass(kind, Exception) and name not in _NOT_FOR_CODE
     }
     found |= {name: getattr(builtins, name) for name in _AS_THEY_ARE}
+    guards.hand_out(getattr(builtins, name) for name in [*_AS_THEY_ARE, "len"])
     guards.builtins |= found | _classes(guards) | _functions(guards) | _guards(guards)
     return guards.builtins
 
@@ -80,6 +90,9 @@ def _guards(guards: Guards) -> dict[str, Any]:
         names.STOP: Stop,
         names.TOLD: guards.meter.told,
         names.DONE: guards.meter.finish,
+        names.SEVERAL: guards.several,
+        names.DISPLAYED: guards.displayed,
+        names.REFUSE_CALL: guards.refuse_call,
     }
 
 
@@ -96,11 +109,15 @@ def _classes(guards: Guards) -> dict[str, Any]:  # noqa: C901 - of many small fu
         return guards.counted(dict(*map(guards.spread, args), **kwargs))
 
     def make_str(value: Any = "", *rest: Any, **kwargs: Any) -> str:
+        if rest or kwargs:
+            check_codec(*rest, **kwargs)
         return str(guards.counted(str(value, *rest, **kwargs)))
 
     def make_bytes(value: Any = b"", *rest: Any) -> bytes:
         if isinstance(value, int):
             guards.meter.charge(max(value, 0))
+        elif isinstance(value, str):
+            check_codec(*rest)
         return bytes(value, *rest) if isinstance(value, int | str | bytes) else bytes(guards.listed(value))
 
     def make_range(*args: Any) -> range:
@@ -127,6 +144,7 @@ def _classes(guards: Guards) -> dict[str, Any]:  # noqa: C901 - of many small fu
         "dict": ClassView(dict, make_dict, {"fromkeys": fromkeys}),
         "str": ClassView(str, make_str),
         "bytes": ClassView(bytes, make_bytes),
+        "int": ClassView(int, make_int),
         "range": ClassView(range, make_range),
         "object": ClassView(object, object, is_base=True),
         "property": ClassView(property, make_property),
@@ -175,10 +193,21 @@ def _functions(guards: Guards) -> dict[str, Any]:  # noqa: C901 - the same
 
     def power(base: Any, exponent: Any, modulus: Any = None) -> Any:
         return (
-            guards.binary("**", base, exponent)
-            if modulus is None
-            else pow(base, exponent, check_int(modulus))
+            guards.binary("**", base, exponent) if modulus is None else power_modulo(base, exponent, modulus)
         )
+
+    def absolute(value: Any) -> Any:
+        return abs(value) if type(value) in _NUMBERS else guards.counted(abs(value))
+
+    def round_(value: Any, *places: Any, **named: Any) -> Any:
+        if type(value) is float and not places and not named:
+            return round(value)
+        return guards.counted(rounded(value, *places, *named.values()))
+
+    def divmod_(left: Any, right: Any) -> Any:
+        if isinstance(left, int | float) and isinstance(right, int | float):
+            return divide_with_rest(left, right)
+        return guards.binary("//", left, right), guards.binary("%", left, right)
 
     def kind_check(function: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
         def check(value: Any, kind: Any) -> bool:
@@ -193,13 +222,17 @@ def _functions(guards: Guards) -> dict[str, Any]:  # noqa: C901 - the same
     def vars_of(value: Any) -> dict[str, Any]:
         if type(value) not in guards.own:
             raise refusal("`vars` of what is not an object of your own class")
+        if isinstance(value, torch.nn.Module):
+            raise refusal("`vars` of a layer", "name the attribute")
         return dict(vars(value))
 
     return {
+        "abs": absolute,
         "all": every,
         "any": some,
         "delattr": lambda owner, name: delattr(guards.deletable(owner, name), name),
         "dir": guards.names_of,
+        "divmod": divmod_,
         "enumerate": lambda values, start=0: guards.lazily(enumerate(values, start)),
         "filter": keep,
         "format": lambda value, spec="": guards.formatted(value, -1, spec),
@@ -216,6 +249,7 @@ def _functions(guards: Guards) -> dict[str, Any]:  # noqa: C901 - the same
         "print": say,
         "repr": lambda value: guards.counted(repr(value)),
         "reversed": lambda values: guards.lazily(reversed(values)),
+        "round": round_,
         "setattr": guards.guarded_setattr,
         "sorted": ordered,
         "sum": total,

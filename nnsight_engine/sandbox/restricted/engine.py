@@ -20,6 +20,7 @@ from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.eproperty import eproperty
 from nnsight_engine.sandbox.restricted.budget import refusal
 from nnsight_engine.sandbox.restricted.names import is_bindable, names_in
+from nnsight_engine.sandbox.restricted.tokenizers import copied
 
 NOTHING: Final = object()
 """There is no such attribute of the model's side."""
@@ -32,10 +33,15 @@ _CONFIGS: Final = frozenset({"PretrainedConfig", "PreTrainedConfig"})
 _TOKENIZERS: Final = frozenset({"PreTrainedTokenizerBase"})
 _TOKENIZER: Final = names_in(
     """
-    encode decode batch_decode convert_ids_to_tokens convert_tokens_to_ids convert_tokens_to_string
-    tokenize get_vocab vocab_size all_special_ids all_special_tokens bos_token bos_token_id eos_token
+    vocab_size all_special_ids all_special_tokens bos_token bos_token_id eos_token
     eos_token_id pad_token pad_token_id unk_token unk_token_id mask_token mask_token_id padding_side
     model_max_length
+    """
+)
+TOKENIZERS_CALLS: Final = names_in(
+    """
+    encode decode batch_decode convert_ids_to_tokens convert_tokens_to_ids convert_tokens_to_string
+    tokenize get_vocab
     """
 )
 _OUTPUTS: Final = frozenset({"ModelOutput", "BatchEncoding"})
@@ -98,7 +104,7 @@ def _simple(value: Any, name: str) -> Any:
     raise refusal(f"`{name}`, a `{kind.__name__}` of the model,")
 
 
-def _of_transformers(owner: Any, kind: type, name: str) -> Any:
+def _of_transformers(owner: Any, kind: type, name: str) -> Any:  # noqa: PLR0911 - the same
     if name.startswith("_") or not any(base.__module__.startswith("transformers.") for base in kind.__mro__):
         return NOTHING
     if _is_of_transformers(kind, _CONFIGS):
@@ -109,9 +115,10 @@ def _of_transformers(owner: Any, kind: type, name: str) -> Any:
             return type(value)(value)
         if type(value) is dict and all(isinstance(one, _PLAIN) for one in value.values()):
             return dict(value)
-    elif (_is_of_transformers(kind, _TOKENIZERS) and name in _TOKENIZER) or (
-        _is_of_transformers(kind, _OUTPUTS)
-        and (name in owner or name in {"keys", "values", "items", "to_tuple"})
+    elif _is_of_transformers(kind, _TOKENIZERS) and name in _TOKENIZER:
+        return copied(getattr(owner, name))
+    elif _is_of_transformers(kind, _OUTPUTS) and (
+        name in owner or name in {"keys", "values", "items", "to_tuple"}
     ):
         return getattr(owner, name)
     return NOTHING

@@ -7,24 +7,31 @@ from __future__ import annotations
 
 import functools
 import operator
+import random
 import string
 import types
 from _string import formatter_field_name_split  # type: ignore[import-not-found] # as `string` does
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 import torch
 
+from nnsight_engine.core import restraint
 from nnsight_engine.envoys.architectures.named_points import NamedPoints, PointGroup
 from nnsight_engine.envoys.cache import CacheView
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.interleaving.barrier import Barrier
+from nnsight_engine.sandbox.restricted.arguments import plain
 from nnsight_engine.sandbox.restricted.attributes import CLASSES, Attributes
 from nnsight_engine.sandbox.restricted.budget import Budget, refusal
 from nnsight_engine.sandbox.restricted.engine import given, is_tokenizer, taken
+from nnsight_engine.sandbox.restricted.names import MAGIC
 from nnsight_engine.sandbox.restricted.sizes import charge_result, check_format, size_of
+from nnsight_engine.sandbox.restricted.tables import PLAIN
+from nnsight_engine.sandbox.restricted.tokenizers import Tokenizing
 from nnsight_engine.sandbox.restricted.views import ClassView, Lazy
+from nnsight_engine.sandbox.restricted.whole_numbers import SLOW
 
 _BINARY: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "//": operator.floordiv,
@@ -49,9 +56,7 @@ _FREE: Final = frozenset({float, bool, type(None), complex})
 _SMALL_INT: Final = 2**31
 _COPIED: Final = (list, tuple, str, bytes)
 _LARGE_IN_A_CHAIN: Final = 1024
-_CALLABLE: Final = frozenset(
-    {types.BuiltinFunctionType, types.MethodWrapperType, functools.partial, ClassView}
-)
+_CALLABLE: Final = frozenset({functools.partial, ClassView})
 _FOR_CODE: Final = frozenset(
     {
         "abc", "contextlib", "dataclasses", "enum", "functools", "operator", "random", "statistics", "typing",
@@ -71,13 +76,21 @@ class Guards(Attributes):
 
     Attributes:
         builtins: What its functions find under names that are neither theirs nor their module's.
+        handed_out: Functions written in C that were given to it, by identity, such as builtins.
     """
 
     def __init__(self, budget: Budget, engine: Mapping[type, Collection[str]]) -> None:
         """Begin with no code; the arguments are those of ``Attributes``."""
         super().__init__(budget, engine)
         self.builtins: dict[str, Any] = {}
+        self.handed_out: set[int] = set()
         self._formatter = _Formatter(self)
+        self._functions: dict[type, Callable[[Any], bool]] = {
+            types.BuiltinFunctionType: self._is_builtin,
+            types.FunctionType: self._is_function,
+            types.MethodType: self._is_method,
+            types.MethodWrapperType: lambda function: function.__name__ in MAGIC,
+        }
 
     # Items, operators, calls.
 
@@ -93,7 +106,7 @@ class Guards(Attributes):
         if kind in _COPIED:
             return charge_result(self.meter, owner[key]) if type(key) is slice else owner[key]
         if isinstance(owner, np.ndarray):
-            return charge_result(self.meter, owner[key])
+            return charge_result(self.meter, owner[plain(key, self.meter, of_numpy=True)])
         if issubclass(kind, Envoy) and isinstance(key, str):
             return self.get(owner, key)
         if (
@@ -108,9 +121,17 @@ class Guards(Attributes):
         """Assign an item."""
         if type(owner) is list and type(key) is slice:
             value = self.spread(value)
-        if isinstance(owner, NamedPoints) or type(owner).__module__.startswith("transformers."):
+        if isinstance(owner, torch.Tensor | np.ndarray):
+            of_numpy = not isinstance(owner, torch.Tensor)
+            key = plain(key, self.meter, of_numpy=of_numpy)
+            value = plain(value, self.meter, of_numpy=of_numpy)
+        elif isinstance(owner, NamedPoints) or type(owner).__module__.startswith("transformers."):
             value = given(value, self.own)
         owner[key] = value
+
+    def several(self, owner: Any) -> Any:
+        """Return what takes an item for an owner when several things are assigned at once."""
+        return owner if type(owner) in {list, dict} or type(owner) in self.own else _Storing(self, owner)
 
     def one(self, key: Any) -> Any:
         """Return the key of an item that is assigned together with others."""
@@ -135,20 +156,20 @@ class Guards(Attributes):
         if left_kind in _FREE and right_kind in _FREE:
             return
         if left_kind is int and right_kind is int and sign not in {"**", "<<"}:  # noqa: SIM102 - as below
-            if sign != "*" or (-_SMALL_INT < left < _SMALL_INT and -_SMALL_INT < right < _SMALL_INT):
+            if sign not in SLOW or (-_SMALL_INT < left < _SMALL_INT and -_SMALL_INT < right < _SMALL_INT):
                 return
         self.sizer.operands(sign, left, right)
 
     def unary(self, sign: str, value: Any) -> Any:
         """Return ``-value``, and so on."""
-        if isinstance(value, torch.Tensor | np.ndarray):
-            self.meter.charge(size_of(value))
-        return _UNARY[sign](value)
+        return self.counted(_UNARY[sign](value))
 
     def compare(self, sign: str, left: Any, right: Any) -> Any:
         """Return ``left < right``, and so on."""
         if isinstance(left, torch.Tensor | np.ndarray) or isinstance(right, torch.Tensor | np.ndarray):
             many = (torch.Tensor, np.ndarray)
+            if isinstance(right, np.ndarray) or (isinstance(left, np.ndarray) and not sign.endswith("in")):
+                left, right = (plain(one, self.meter, of_numpy=True) for one in (left, right))
             if isinstance(left, (*many, int, float)) and isinstance(right, (*many, int, float)):
                 self.sizer.operands("+", left, right)
         elif sign in {"in", "not in"} and isinstance(right, _COPIED):
@@ -189,31 +210,67 @@ class Guards(Attributes):
         kind = type(function)
         if kind in _CALLABLE or kind in self.own:
             return function
-        if kind is types.FunctionType:
-            is_own = function.__builtins__ is self.builtins
-            if is_own or _is_for_code(function.__globals__.get("__name__")):
-                return function
-        elif kind is types.MethodType:
-            owner = function.__self__
-            known = (
-                type(owner) in self._rules or type(owner) in self.own or _is_for_code(type(owner).__module__)
-            )
-            if known or (isinstance(owner, type) and owner in self.own):
-                return function
-        elif issubclass(kind, (Envoy, PointGroup, torch.nn.Module, *self._engine)):
-            return functools.partial(self._applied, function)
-        elif issubclass(kind, type):
-            if function in self.own or issubclass(function, Exception | np.generic) or function in CLASSES:
-                return function
-        elif (
-            _is_for_code(kind.__module__)
-            or not callable(function)
-            or issubclass(kind, Barrier)
-            or is_tokenizer(kind)
-        ):
+        is_allowed = self._functions.get(kind)
+        if is_allowed is None:
+            found = self._stand_in(function, kind)
+            if found is not None:
+                return found
+        elif is_allowed(function):
             return function
-        raise refusal(f"calling a `{kind.__name__}`")
+        what = f"`{function.__name__}`" if is_allowed is not None else f"a `{kind.__name__}`"
+        raise refusal(f"calling {what}")
 
+    def _stand_in(self, function: Any, kind: type) -> Any:
+        """Return what is called for an object that is no function; None if nothing is."""
+        if issubclass(kind, (Envoy, PointGroup, torch.nn.Module, *self._engine)):
+            return functools.partial(self._applied, function)
+        if issubclass(kind, type):
+            if function in self.own:
+                return self.maker(function)
+            is_known = issubclass(function, Exception | np.number | np.bool_) or function in CLASSES
+            return function if is_known else None
+        if is_tokenizer(kind):
+            return Tokenizing(self, function, "__call__")
+        is_known = _is_for_code(kind.__module__) or not callable(function) or issubclass(kind, Barrier)
+        return function if is_known else None
+
+    def _is_function(self, function: types.FunctionType) -> bool:
+        """Tell whether a function is the code's own, or one that was given to it."""
+        is_own = function.__builtins__ is self.builtins  # type: ignore[attr-defined] # functions have them
+        return is_own or _is_for_code(function.__globals__.get("__name__"))
+
+    def _is_method(self, function: types.MethodType) -> bool:
+        """Tell whether a method is of an object that is the code's own, or that it was given."""
+        owner = function.__self__
+        kind = type(owner)
+        if kind in self._rules or kind in self.own or _is_for_code(kind.__module__):
+            return True
+        return isinstance(owner, type) and owner in self.own
+
+    def hand_out(self, functions: Iterable[Any]) -> None:
+        """Let functions written in C be called."""
+        self.handed_out.update(map(id, functions))
+
+    def refuse_call(self) -> NoReturn:
+        """Refuse a call of one of the model's modules that a library made for the code.
+
+        Raises:
+            SandboxError: Always.
+        """
+        raise refusal("having a library call a module of the model", "call it yourself")
+
+    def _is_builtin(self, function: types.BuiltinFunctionType) -> bool:
+        """Tell whether a function written in C was handed out, or is an object's that code may have."""
+        if id(function) in self.handed_out:
+            return True
+        owner = function.__self__
+        kind = type(owner)
+        rules = self._rules.get(kind)
+        if rules is None:
+            rules = self._learn(kind)
+        return rules.get(function.__name__) is PLAIN or kind is random.Random
+
+    @restraint.vetting
     def _applied(self, envoy: Any, *args: Any, **kwargs: Any) -> Any:
         """Apply a module of the model to tensors and numbers."""
         args, kwargs = given(args, self.own), given(kwargs, self.own)
@@ -234,7 +291,7 @@ class Guards(Attributes):
         elif conversion == ord("a"):
             value = ascii(value)
         if spec:
-            check_format(spec)
+            self.meter.charge(check_format(spec))
         return str(self.counted(format(value, spec)))
 
     def joined(self, parts: tuple[str, ...]) -> str:
@@ -244,9 +301,13 @@ class Guards(Attributes):
 
     def formatted_text(self, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """Return ``text.format(...)``, whose fields are asked for like any others."""
-        check_format(text)
-        self.meter.charge(len(text) + 64 * text.count("{"))
+        self.meter.charge(check_format(text) + len(text) + 64 * text.count("{"))
         return str(self.counted(self._formatter.vformat(text, args, kwargs)))
+
+    def displayed(self, num: int, value: Any) -> Any:
+        """Count a list, tuple, set or dict that is written out, of so many items."""
+        self.meter.charge(num * 8)
+        return value
 
     def spread(self, values: Any) -> Any:
         """Return the items of ``*values``, counted."""
@@ -272,6 +333,19 @@ class Guards(Attributes):
         return Lazy(values, self.step)
 
 
+class _Storing:
+    """Takes an item for an owner that is not to be given just any."""
+
+    __slots__ = ("_guards", "_owner")
+
+    def __init__(self, guards: Guards, owner: Any) -> None:
+        self._guards = guards
+        self._owner = owner
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._guards.store_item(value, self._owner, key)
+
+
 def _is_many(part: Any) -> bool:
     """Tell whether a part of an index picks many items by their numbers."""
     return not (type(part) in {int, slice} or part is None or part is ...)
@@ -293,7 +367,7 @@ class _Formatter(string.Formatter):
 
     def format_field(self, value: Any, format_spec: str) -> str:
         """Format a value, not too wide."""
-        check_format(format_spec)
+        self._guards.meter.charge(check_format(format_spec))
         return str(format(value, format_spec))
 
 

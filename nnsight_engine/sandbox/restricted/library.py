@@ -19,10 +19,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Final
 
+import torch
+
 from nnsight_engine.sandbox.restricted.budget import refusal
 from nnsight_engine.sandbox.restricted.guards import Guards
 from nnsight_engine.sandbox.restricted.names import names_in
 from nnsight_engine.sandbox.restricted.views import Base, ClassView
+from nnsight_engine.sandbox.restricted.whole_numbers import check_int
 
 
 class Library:
@@ -43,7 +46,7 @@ class Library:
             "functools": lambda name: self._functools()[name],
             "operator": self._of_operator,
             "typing": self._of_typing,
-            "time": lambda name: {one: getattr(time, one) for one in _TIME}[name],
+            "time": lambda name: self._handed_out({one: getattr(time, one) for one in _TIME}[name]),
             "random": self._of_random,
             "statistics": lambda name: {one: getattr(statistics, one) for one in _STATISTICS}[name],
             "dataclasses": lambda name: self._dataclasses()[name],
@@ -68,7 +71,20 @@ class Library:
             raise KeyError(name)
         if name.startswith("_"):
             raise KeyError(name)
-        return vars(math)[name]
+        if name in {"gcd", "lcm", "isqrt"}:
+            return self._of_short_ints(getattr(math, name))
+        return self._handed_out(vars(math)[name])
+
+    def _of_short_ints(self, function: Callable[..., int]) -> Callable[..., int]:
+        def call(*args: Any) -> int:
+            return int(check_int(function(*map(check_int, args))))
+
+        return call
+
+    def _handed_out(self, function: Any) -> Any:
+        if isinstance(function, types.BuiltinFunctionType):
+            self._guards.hand_out([function])
+        return function
 
     def _collections(self) -> dict[str, Any]:
         guards = self._guards
@@ -119,6 +135,9 @@ class Library:
                 args = tuple(one if isinstance(one, int) else guards.listed(one) for one in args)
                 if any(isinstance(one, int) and one > _MOST_AT_ONCE for one in (*args, *kwargs.values())):
                     raise refusal(f"`itertools.{name}` of more than {_MOST_AT_ONCE} at once")
+            if name == "accumulate" and len(args) == 1 and kwargs.get("func") is None:
+                kwargs["func"] = functools.partial(guards.binary, "+")
+            kwargs = {key: guards.callee(one) for key, one in kwargs.items()}
             return guards.lazily(function(*(guards.callee(one) for one in args), **kwargs))
 
         if name == "chain":
@@ -195,8 +214,8 @@ class Library:
                 raise refusal("this option of `dataclass`")
             if kind is None:
                 return functools.partial(dataclass, **options)
-            if kind not in guards.own:
-                raise refusal("`dataclass` of a class that is not your own")
+            if kind not in guards.own or issubclass(kind, torch.nn.Module):
+                raise refusal("`dataclass` of a class that is not your own, or of a layer")
             return dataclasses.dataclass(**options)(kind)
 
         def of_own(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -234,10 +253,31 @@ class Library:
 
     def _enum(self) -> dict[str, Any]:
         return {
-            "Enum": ClassView(enum.Enum, _no_enum, is_base=True),
-            "IntEnum": ClassView(enum.IntEnum, _no_enum, is_base=True),
+            "Enum": ClassView(Enum, _no_enum, is_base=True),
+            "IntEnum": ClassView(IntEnum, _no_enum, is_base=True),
             "auto": functools.partial(enum.auto),
         }
+
+
+class _ByValue(enum.EnumMeta):
+    """Calls an enum with a value alone: with names it would make another class, with methods of any name."""
+
+    def __call__(cls, value: Any, *names: Any, **how: Any) -> Any:
+        if names or how:
+            raise refusal(f"`{cls.__name__}(...)` with names", "write a `class` statement")
+        return super().__call__(value)
+
+
+class Enum(enum.Enum, metaclass=_ByValue):
+    """``enum.Enum`` for code."""
+
+
+class IntEnum(enum.IntEnum, metaclass=_ByValue):
+    """``enum.IntEnum`` for code."""
+
+
+for _kind in (Enum, IntEnum):
+    _kind.__module__ = "enum"  # as which it travels
 
 
 class _Annotation:
@@ -285,7 +325,7 @@ def _no_enum(*_args: Any, **_kwargs: Any) -> None:
     raise refusal("`Enum(...)`", "write a `class` statement")
 
 
-_PLAIN_FACTORIES: Final = frozenset({list, dict, set, tuple, str})
+_PLAIN_FACTORIES: Final = frozenset({list, dict, set, tuple, str, int})
 
 
 _MOST_FACTORS: Final = 5000

@@ -16,10 +16,12 @@ import numpy as np
 import torch
 
 from nnsight_engine.sandbox.restricted import torch_names
+from nnsight_engine.sandbox.restricted.arguments import of_numbers
 from nnsight_engine.sandbox.restricted.budget import refusal
 from nnsight_engine.sandbox.restricted.guards import Guards
+from nnsight_engine.sandbox.restricted.layers import charge_layer
 from nnsight_engine.sandbox.restricted.library import Library
-from nnsight_engine.sandbox.restricted.views import ModuleView
+from nnsight_engine.sandbox.restricted.views import ModuleView, real
 
 _HOMES: Final[Mapping[str, str]] = {
     "_collections": "collections", "_functools": "functools", "_operator": "operator", "_random": "random",
@@ -167,22 +169,18 @@ class Modules:
 
     def _layer(self, kind: type[torch.nn.Module], *args: Any, **kwargs: Any) -> torch.nn.Module:
         """Make a layer whose weights are not too large."""
-        if any(type(one) is int and abs(one) > 1 for one in (*args, *kwargs.values())):
-            try:
-                shape_only = kind(*args, **{**kwargs, "device": "meta"})
-                num_bytes = sum(one.numel() * one.element_size() for one in shape_only.parameters())
-            except TypeError:
-                num_bytes = 0  # one without weights
-            self._guards.meter.charge(num_bytes)
+        charge_layer(self._guards.meter, kind, args, kwargs)
         return kind(*args, **kwargs)
 
-    def _of_numpy(self, name: str) -> Any:
+    def _of_numpy(self, name: str) -> Any:  # noqa: PLR0911 - one for each kind of member
         if name in torch_names.NUMPY_EMPTY:
             return self._call(name, getattr(np, torch_names.NUMPY_EMPTY[name]))
         if name == "arange":
             return self._arange
         if name in torch_names.NUMPY_FUNCTIONS:
             return self._call(name, getattr(np, name))
+        if name == "dtype":
+            return self._guards.viewed(np.dtype, _number_type)
         if name in torch_names.NUMPY_TYPES:
             return getattr(np, name)
         if name == "ndarray":
@@ -215,6 +213,11 @@ def _public(found: Mapping[str, Any], name: str) -> Any:
     if not name.isidentifier() or name.startswith("_"):
         raise KeyError(name)
     return found[name]
+
+
+def _number_type(value: Any) -> Any:
+    """Return a type of numbers."""
+    return of_numbers(np.dtype(real(value)))
 
 
 def _refuse_array() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from nnsight_engine.core import restraint
+
 
 def names_in(text: str) -> frozenset[str]:
     """Return the words of a text, which is how lists of names are written here."""
@@ -44,6 +46,9 @@ LEAVING: Final = "leaving!"
 STOP: Final = "stop!"
 TOLD: Final = "told!"
 DONE: Final = "done!"
+SEVERAL: Final = "several!"
+DISPLAYED: Final = "displayed!"
+REFUSE_CALL: Final = restraint.REFUSE
 
 MAGIC: Final = names_in(
     """
@@ -51,11 +56,12 @@ MAGIC: Final = names_in(
     __setitem__ __delitem__ __enter__ __exit__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __hash__
     __add__ __radd__ __iadd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__
     __mod__ __pow__ __matmul__ __rmatmul__ __neg__ __pos__ __abs__ __invert__ __and__ __or__ __xor__
-    __post_init__ __float__ __int__
+    __post_init__
     """
 )
 """Methods with names of Python's own that a class may define. None of those by which objects are made, copied
-or looked up, or by which libraries are told where an object's memory is."""
+or looked up, by which libraries are told where an object's memory is, or what number it is: torch asks for
+those while it goes through a list in C."""
 
 
 def is_bindable(name: object) -> bool:

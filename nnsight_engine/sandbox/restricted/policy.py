@@ -14,6 +14,7 @@ from nnsight_engine.sandbox.restricted import names
 from nnsight_engine.sandbox.restricted.budget import Budget, Stop, refusal
 from nnsight_engine.sandbox.restricted.builtin_names import builtins_for
 from nnsight_engine.sandbox.restricted.guards import Guards
+from nnsight_engine.sandbox.restricted.layers import check_layer_state
 from nnsight_engine.sandbox.restricted.modules import Modules
 from nnsight_engine.sandbox.restricted.rewriting import restrict
 from nnsight_engine.sandbox.restricted.views import ClassView, real
@@ -123,6 +124,8 @@ class RestrictedRules(Rules):
             if type(state) is not tuple or not state or self.guards.callee(state[0]) is not state[0]:
                 raise refusal("a `functools.partial` of this")
             return
+        if isinstance(value, torch.nn.Module):
+            check_layer_state(state)
         if kind not in self.guards.own and not isinstance(
             value, (torch.nn.Module, Exception, functools.partial)
         ):

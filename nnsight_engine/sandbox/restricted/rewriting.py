@@ -29,6 +29,9 @@ _OPERATORS: Final[dict[type[ast.AST], str]] = {
 _READABLE: Final = frozenset({"__name__"})
 """The one name of Python's own that may be read: of a class or a function."""
 
+_SHORT: Final = 16
+"""Items of a container that is written out and not counted: it is no larger than its text."""
+_LOAD: Final = ast.Load()
 _ENDING: Final = frozenset(
     {
         "BaseException",
@@ -208,6 +211,7 @@ class _Restricting(RestrictingNodeTransformer):
         if isinstance(node.ctx, ast.Del):
             return node
         if isinstance(node.ctx, ast.Store):
+            node.value = _placed(_call(names.SEVERAL, node.value), node.value)
             node.slice = _placed(_call(names.ONE, _as_value(node.slice)), node.slice)
             return node
         return _placed(_call(names.ITEM, node.value, _as_value(node.slice)), node)
@@ -310,7 +314,19 @@ class _Restricting(RestrictingNodeTransformer):
             for key, value in zip(node.keys, node.values, strict=True)
         ]
         node.keys = [self.visit(key) if key is not None else None for key in node.keys]
-        return node
+        return _counted(node, 8 * len(node.keys))
+
+    def visit_List(self, node: ast.List) -> ast.AST:
+        """Count a list that is written out."""
+        return _counted(self.node_contents_visit(node), len(node.elts))
+
+    def visit_Tuple(self, node: ast.Tuple) -> ast.AST:
+        """Count a tuple that is written out."""
+        return _counted(self.node_contents_visit(node), len(node.elts))
+
+    def visit_Set(self, node: ast.Set) -> ast.AST:
+        """Count a set that is written out."""
+        return _counted(self.node_contents_visit(node), 8 * len(node.elts))
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """Check the parts of a call: whatever can be had may be called."""
@@ -438,6 +454,13 @@ class _Restricting(RestrictingNodeTransformer):
 
     def _check_decorators(self, node: ast.FunctionDef | ast.ClassDef) -> None:
         node.decorator_list = [_placed(_call(names.CALLEE, one), one) for one in node.decorator_list]
+
+
+def _counted(node: Any, num: int) -> ast.AST:
+    """Have a container that is written out counted if it is not short."""
+    if num <= _SHORT or not isinstance(getattr(node, "ctx", _LOAD), ast.Load):
+        return node  # type: ignore[no-any-return] # the transformer's nodes are untyped
+    return _placed(_call(names.DISPLAYED, ast.Constant(value=num), node), node)
 
 
 def _as_value(node: ast.expr) -> ast.expr:

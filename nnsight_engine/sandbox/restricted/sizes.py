@@ -9,28 +9,47 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any, Final
 
 import numpy as np
 import torch
 
+from nnsight_engine.sandbox.restricted.arguments import (
+    AS_IT_IS,
+    BY_PLACE,
+    as_sizes,
+    check_numpy,
+    check_torch,
+    dense,
+    of_numbers,
+    plain,
+)
 from nnsight_engine.sandbox.restricted.budget import Meter, refusal
 from nnsight_engine.sandbox.restricted.names import names_in
+from nnsight_engine.sandbox.restricted.whole_numbers import check_ints
 
 _WIDEST: Final = 16
 """Bytes of the widest number."""
 _ITEM: Final = 8
 """Bytes that a container needs for an item."""
-_FREE_BYTES: Final = 2**16
-"""Results up to this are not worth counting one by one; steps bound their number."""
-_MAX_INT_BITS: Final = 100_000
+_OBJECT: Final = 256
+"""Bytes that a tensor or an array needs beside its numbers."""
 _MOST_SIZES: Final = 12
 _MOST_TENSORS: Final = 4096
 _MAX_FREE_BOUND: Final = 2**22
 """Numbers in a result that need no second look."""
 
 _OF_ARRAYS: Final = (np.ndarray, np.generic)
+_SEQUENCES: Final = (list, tuple, str, bytes)
+_NUMBERS_IN_TEXT: Final = re.compile(r"\d+")
+_MOST_DIGITS: Final = 4
+_EXACT: Final = frozenset({Fraction, Decimal})
+"""Numbers that ``statistics`` may give to code, and that grow without end."""
+_NUMBER_KINDS: Final = frozenset({int, float, bool})
 _SQUARING: Final = names_in(
     """
     block_diag cartesian_prod combinations corrcoef cov diag diag_embed diagflat eye fold identity
@@ -44,6 +63,8 @@ _SQUARING: Final = names_in(
     """
 )
 """Calls whose result may exceed the product of what they are given, or whose numbers are sizes: tried out."""
+_SQUARES: Final = frozenset({"eye", "identity", "diag", "cov", "corrcoef"})
+"""Those of numpy that make a matrix as wide as it is high."""
 _BY_CONTENT: Final = names_in(
     """
     argwhere bincount eig eigvals histc histogram is_nonzero item masked_select multinomial nonzero
@@ -86,8 +107,17 @@ def size_of(value: Any) -> int:
 
 def charge_result(meter: Meter, value: Any) -> Any:
     """Count a result's bytes, and return it."""
+    if isinstance(value, torch.Tensor):
+        meter.charge(dense(value).numel() * value.element_size() + _OBJECT)
+        return value
+    if isinstance(value, np.ndarray):
+        of_numbers(value)
+    elif type(value) is tuple:
+        for one in value:
+            if isinstance(one, torch.Tensor):
+                dense(one)
     num_bytes = size_of(value)
-    if num_bytes > 256:
+    if num_bytes > _OBJECT:
         meter.charge(num_bytes)
     return value
 
@@ -106,11 +136,43 @@ class Sizer:
 
         Raises:
             Stop: It is.
+            SandboxError: The arguments are not for functions of C.
         """
-        bound = _bound(args) * _bound(kwargs.values()) if kwargs else _bound(args)
-        if bound > _MAX_FREE_BOUND or name in _SQUARING or name in _GROWING:
-            self._try_out(name, function, args, kwargs, bound)
+        of_numpy = _is_of_numpy(function, args)
+        if of_numpy:
+            check_numpy(name, function, args, kwargs)
+        elif kwargs or name in BY_PLACE:
+            check_torch(name, args, kwargs)
+        for one in args:
+            if type(one) not in AS_IT_IS:
+                args = tuple([plain(one, self._meter, of_numpy=of_numpy) for one in args])
+                break
+        if kwargs:
+            kwargs = {key: plain(one, self._meter, of_numpy=of_numpy) for key, one in kwargs.items()}
+        if name in _AS_GIVEN:
+            self._meter.charge(sum(map(_put_together, (*args, *kwargs.values()))))
+        else:
+            self._check_size(name, function, args, kwargs, of_numpy=of_numpy)
         return charge_result(self._meter, function(*args, **kwargs))
+
+    def _check_size(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        of_numpy: bool,
+    ) -> None:
+        """Stop if the result will be too large."""
+        has_sizes = name in _SQUARING or name in _GROWING
+        if has_sizes or of_numpy:
+            first = () if name not in _BY_CONTENT else args[:1]
+            args = (*first, *as_sizes(args[len(first) :]))
+            kwargs = dict(zip(kwargs, as_sizes(kwargs.values()), strict=True))
+        bound = _bound(args) * _bound(kwargs.values()) if kwargs else _bound(args)
+        if bound > _MAX_FREE_BOUND or has_sizes:
+            self._try_out(name, function, args, kwargs, bound, of_numpy=of_numpy)
 
     def method(self, owner: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a method of a tensor or an array whose result is not too large."""
@@ -123,20 +185,19 @@ class Sizer:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         bound: float,
+        *,
+        of_numpy: bool,
     ) -> None:
         left = self._meter.bytes_left
+        if of_numpy and name == "repeat":
+            name = "repeat_interleave"
         if name in _BY_CONTENT or (name == "where" and len(args) + len(kwargs) == 1):
             self._look_at_content(name, args, kwargs)
-            return
-        if name in _AS_GIVEN:
-            self._meter.charge(int(min(bound * _ITEM, 2**62)))
             return
         same = _same_shapes((*args, *kwargs.values()))
         if same and name not in _SQUARING and name not in _PRODUCTS and same * _WIDEST <= left:
             return
-        if any(isinstance(one, _OF_ARRAYS) for one in args) or getattr(function, "__module__", "").startswith(
-            "numpy"
-        ):
+        if of_numpy or any(isinstance(one, _OF_ARRAYS) for one in args):
             self._meter.charge(_of_arrays(name, args, kwargs, bound, left))
             return
         try:
@@ -155,6 +216,8 @@ class Sizer:
     def _look_at_content(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Bound results that depend on numbers in tensors."""
         first = args[0] if args else kwargs.get("input")
+        if isinstance(first, list | tuple | int | float):
+            first = np.asarray(first)
         if not isinstance(first, torch.Tensor | np.ndarray):
             return
         num = math.prod(first.shape)
@@ -177,21 +240,23 @@ class Sizer:
 
     def operands(self, operator: str, left: Any, right: Any) -> None:
         """Check that an operator's result is not too large."""
-        kinds = (type(left), type(right))
-        if torch.Tensor in kinds or isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+            left, right = (plain(one, self._meter, of_numpy=True) for one in (left, right))
+            self._meter.charge(_of_pair(operator, np.shape(left), np.shape(right)) * _WIDEST + _OBJECT)
+        elif isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
             self._of_tensors(operator, left, right)
-        elif isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
-            self._meter.charge(_of_pair(operator, np.shape(left), np.shape(right)) * _ITEM)
         elif isinstance(left, str | bytes) and operator == "%":
             self._of_percent(left, right)
         elif isinstance(left, str | bytes | list | tuple) or isinstance(right, str | bytes | list | tuple):
             self._of_sequences(operator, left, right)
         elif isinstance(left, int) and isinstance(right, int):
-            _check_ints(operator, left, right)
+            check_ints(operator, left, right)
+        elif type(left) in _EXACT or type(right) in _EXACT:
+            raise refusal("an operator on fractions", "make them floats first")
 
     def _of_tensors(self, operator: str, left: Any, right: Any) -> None:
         left_shape, right_shape = getattr(left, "shape", ()), getattr(right, "shape", ())
-        if isinstance(left, list | tuple) or isinstance(right, list | tuple):
+        if isinstance(left, _SEQUENCES) or isinstance(right, _SEQUENCES):
             raise refusal("an operator between a tensor and a list", "make the list a tensor first")
         num = (
             math.prod(left_shape)
@@ -199,21 +264,20 @@ class Sizer:
             else _of_pair(operator, left_shape, right_shape)
         )
         width = max(one.element_size() for one in (left, right) if isinstance(one, torch.Tensor))
-        if num * width > _FREE_BYTES:
-            self._meter.charge(num * width)
+        self._meter.charge(num * width + _OBJECT)
 
     def _of_sequences(self, operator: str, left: Any, right: Any) -> None:
         if operator == "+":
             self._meter.charge(_len(left) + _len(right))
         elif operator == "*":
-            sequence, times = (left, right) if not isinstance(left, int) else (right, left)
-            if isinstance(times, int):
-                self._meter.charge(_len(sequence) * max(times, 0))
+            sequence, times = (left, right) if not isinstance(left, int | np.integer) else (right, left)
+            if isinstance(times, int | np.integer):
+                self._meter.charge(_len(sequence) * max(int(times), 0))
 
     def _of_percent(self, text: str | bytes, values: Any) -> None:
-        plain = text.decode("latin-1") if isinstance(text, bytes) else text
-        check_format(plain)
-        if "*" in plain:
+        pattern = text.decode("latin-1") if isinstance(text, bytes) else text
+        self._meter.charge(check_format(pattern))
+        if "*" in pattern:
             raise refusal("`%` with a width that is a `*`", "write an f-string")
         every = (
             values
@@ -222,7 +286,7 @@ class Sizer:
             if isinstance(values, dict)
             else (values,)
         )
-        self._meter.charge(len(plain) + sum(_len(one) for one in every) * max(1, plain.count("%")))
+        self._meter.charge(len(pattern) + sum(_len(one) for one in every) * max(1, pattern.count("%")))
 
 
 class _Method:
@@ -246,33 +310,12 @@ _PRODUCTS: Final = names_in(
 """Calls on tensors of one shape whose result may be larger than them together."""
 
 
-def check_format(text: str) -> None:
-    """Refuse widths that fill the memory, in a format of any kind."""
-    digits = 0
-    for letter in text:
-        digits = digits + 1 if letter.isdigit() else 0
-        if digits > 4:
-            raise refusal("a format with a number of more than four digits")
-
-
-def check_int(value: int) -> int:
-    """Refuse numbers that are too long, and return the others."""
-    if value.bit_length() > _MAX_INT_BITS:
-        raise refusal(f"a whole number of more than {_MAX_INT_BITS:,} bits", "use a float")
-    return value
-
-
-def _check_ints(operator: str, left: int, right: int) -> None:
-    if operator == "**":
-        num_bits = left.bit_length() * right if right > 0 and abs(left) > 1 else 0
-    elif operator == "*":
-        num_bits = left.bit_length() + right.bit_length()
-    elif operator == "<<":
-        num_bits = left.bit_length() + right if left else 0
-    else:
-        return
-    if num_bits > _MAX_INT_BITS:
-        raise refusal(f"a whole number of more than {_MAX_INT_BITS:,} bits", "use a float")
+def check_format(text: str) -> int:
+    """Refuse widths that fill the memory, in a format of any kind; returns all of them together."""
+    widths = _NUMBERS_IN_TEXT.findall(text)
+    if any(len(one) > _MOST_DIGITS for one in widths):
+        raise refusal("a format with a number of more than four digits")
+    return sum(map(int, widths))
 
 
 def _len(value: Any) -> int:
@@ -281,14 +324,32 @@ def _len(value: Any) -> int:
     return len(value) * _ITEM if isinstance(value, list | tuple | dict | set | frozenset) else 32
 
 
+def _is_of_numpy(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Tell whether a function is numpy's, or a method that an array has."""
+    if type(function) is _Method:
+        return isinstance(args[0], _OF_ARRAYS)
+    return (getattr(function, "__module__", None) or "").startswith("numpy")
+
+
+def _put_together(value: Any) -> int:
+    """Return the bytes of what an argument makes when it is put into one tensor."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return int(value.nbytes)
+    if isinstance(value, list | tuple):
+        if set(map(type, value)) <= _NUMBER_KINDS:
+            return len(value) * _ITEM
+        return sum(map(_put_together, value))
+    return len(value) * _ITEM if isinstance(value, range) else _ITEM
+
+
 def _bound(values: Iterable[Any]) -> float:
     """Return a number that the items of a result hardly exceed."""
     bound = 1.0
     for value in values:
         if isinstance(value, torch.Tensor | np.ndarray):
             bound *= max(int(math.prod(value.shape)), 1)
-        elif isinstance(value, int | float):
-            bound *= max(abs(value), 1.0) if value == value else 1.0
+        elif isinstance(value, int | float | np.number):
+            bound *= max(abs(float(value)), 1.0) if value == value else 1.0
         elif isinstance(value, list | tuple):
             bound *= max(_of_list(value), 1.0)
         elif isinstance(value, str | slice | torch.dtype | torch.device | bool) or value is None:
@@ -344,6 +405,9 @@ def _of_pair(operator: str, left: tuple[int, ...], right: tuple[int, ...]) -> in
 
 def _of_arrays(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], bound: float, left: int) -> int:
     """Return the bytes of the result of a function of numpy."""
+    if name in _SQUARES:
+        num = _of_square(args, kwargs) * _ITEM
+        return num if num > left else 0
     if bound * _ITEM <= left and name not in _SQUARING:
         return 0
     shapes = [np.shape(one) for one in (*args, *kwargs.values()) if isinstance(one, np.ndarray)]
@@ -355,6 +419,15 @@ def _of_arrays(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], boun
     if bound * bound * _ITEM > left and (bound * _ITEM > left or (name in _SQUARING and bound > 2**15)):
         raise refusal(f"`{name}` of numpy on so much", "use torch")
     return 0
+
+
+def _of_square(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Return how many numbers a matrix made from one or two sizes, or from the rows of another, may have."""
+    first, *rest = args or (0,)
+    if isinstance(first, int):
+        second = kwargs.get("M") or next((one for one in rest[:1] if isinstance(one, int)), None)
+        return abs(first * (first if second is None else second))
+    return int(max(np.shape(first), default=1)) ** 2
 
 
 def _could_grow(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -383,7 +456,7 @@ def _largest(*values: Any) -> list[int]:
     """Return the largest number in each tensor of whole numbers."""
     return [
         int(one.max())
-        for one in values
+        for one in (np.asarray(value) if type(value) in {list, tuple} else value for value in values)
         if isinstance(one, torch.Tensor | np.ndarray)
         and 0 not in tuple(one.shape)
         and "float" not in str(one.dtype)

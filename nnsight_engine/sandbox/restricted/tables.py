@@ -20,7 +20,9 @@ from nnsight_engine.envoys.architectures.named_points import NamedPoints, PointG
 from nnsight_engine.envoys.cache import CacheView, Entry
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+from nnsight_engine.sandbox.restricted.arguments import dense
 from nnsight_engine.sandbox.restricted.budget import refusal
+from nnsight_engine.sandbox.restricted.codecs import check_codec
 from nnsight_engine.sandbox.restricted.engine import given, taken
 from nnsight_engine.sandbox.restricted.views import ClassView, KindView
 
@@ -104,6 +106,23 @@ def _formatting(guards: Any, owner: Any, _name: str) -> Any:
         return guards.formatted_text(owner, args, kwargs)
 
     return format_
+
+
+def _coding(guards: Any, owner: Any, name: str) -> Any:
+    """Return a method that turns text into bytes, or back."""
+    method = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        check_codec(*args, **kwargs)
+        return guards.counted(method(*args, **kwargs))
+
+    return call
+
+
+def _dense(_guards: Any, owner: Any, name: str) -> Any:
+    """Return a tensor's gradient, unless it is sparse."""
+    found = getattr(owner, name)
+    return dense(found) if isinstance(found, torch.Tensor) else found
 
 
 def _extending(guards: Any, owner: Any, name: str) -> Any:
@@ -190,7 +209,7 @@ _NAMED: Final = {"__name__": _name_of}
 _TENSOR_PLAIN: Final = _plain(
     """
         H T mT mH adjoint backward chunk conj data detach detach_ device diagonal dim dim_order
-        dsplit dtype element_size equal expand expand_as get_device grad hsplit imag is_complex
+        dsplit dtype element_size equal expand expand_as get_device hsplit imag is_complex
         is_conj is_contiguous is_cpu is_cuda is_floating_point is_inference is_leaf is_meta is_neg
         is_nonzero is_quantized is_same_size is_signed is_sparse item itemsize layout moveaxis
         movedim narrow nbytes ndim ndimension nelement numel permute real requires_grad
@@ -261,13 +280,13 @@ TABLE: Final[dict[type, Rules]] = {
     | _each(
         _counted,
         """
-        capitalize encode lower lstrip partition removeprefix removesuffix rpartition rsplit rstrip
+        capitalize lower lstrip partition removeprefix removesuffix rpartition rsplit rstrip
         split splitlines strip swapcase title upper
         """,
     )
     | _each(_wide, "center expandtabs ljust rjust zfill")
-    | {"join": _joining, "replace": _replacing, "format": _formatting},
-    bytes: _plain("count decode endswith find hex index startswith") | {"join": _joining},
+    | {"join": _joining, "replace": _replacing, "format": _formatting, "encode": _coding},
+    bytes: _plain("count endswith find hex index startswith") | {"join": _joining, "decode": _coding},
     list: _plain("append clear insert pop")
     | _each(_of_list, "count index remove reverse sort")
     | _each(_counted, "copy")
@@ -304,7 +323,9 @@ TABLE: Final[dict[type, Rules]] = {
     torch.finfo: _plain("bits eps max min tiny dtype smallest_normal resolution"),
     torch.iinfo: _plain("bits max min dtype"),
     torch.Generator: _plain("manual_seed initial_seed device"),
-    torch.Tensor: _TENSOR_PLAIN | _TENSOR_MEASURED | {"tolist": _numbers, "new_empty": _zeroed},
+    torch.Tensor: _TENSOR_PLAIN
+    | _TENSOR_MEASURED
+    | {"tolist": _numbers, "new_empty": _zeroed, "grad": _dense},
     torch.nn.Module: _MODULE,
     np.ndarray: _plain(
         "T mT dtype flatten itemsize nbytes ndim real imag shape size squeeze swapaxes transpose item fill"

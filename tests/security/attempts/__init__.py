@@ -31,6 +31,7 @@ class Attempt:
 def every_attempt() -> list[Attempt]:
     """Return all of them."""
     from tests.security.attempts import (  # noqa: PLC0415 - they import this
+        beneath,
         budgets,
         classes,
         engine,
@@ -40,7 +41,7 @@ def every_attempt() -> list[Attempt]:
     )
 
     found: list[Attempt] = []
-    for module in (walks, escapes, classes, libraries, engine, budgets):
+    for module in (walks, escapes, classes, libraries, engine, budgets, beneath):
         kind = module.__name__.rpartition(".")[2]
         found += [Attempt(f"{kind}-{name}", code.strip("\n")) for name, code in module.ATTEMPTS.items()]
         found += [
