@@ -24,7 +24,8 @@ class AuditEntry(BaseModel):
         code_sha256: Of code, as it was sent: a trace's message of its blocks, or an operation's text.
         code_bytes: Its size.
         status: The answer's; null if there was none.
-        error: Its code, also where it came after the status; `client_left` where nobody waited for the end.
+        error: Its code, also where it came after the status; `client_left` where nobody waited for the end,
+            `under_way` until there is one.
         tokens: Of prompts, and generated; null where the request generates none.
         captured_bytes: Of captures and saves; null likewise.
         intervention_s: How long its operations and blocks had the engine to themselves; null likewise.

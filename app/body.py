@@ -17,6 +17,7 @@ import numpy as np
 from starlette.requests import Request
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.receiving import intake_of
 
 _QUOTE: Final = ord('"')
 _IRRELEVANT: Final = bytes(set(range(256)) - set(b'[]{}"'))
@@ -113,11 +114,14 @@ async def read_bytes(request: Request, max_bytes: int, idle_s: float | None = No
         idle_s: How long it may pause: whoever vanished in the middle does not say so.
 
     Raises:
-        ApiError: ``body_too_large``, ``upload_timed_out``.
+        ApiError: ``body_too_large``, ``upload_timed_out``, ``rate_limit_exceeded`` (as much is held already).
         ClientDisconnect: The client went away before the end.
     """
     body = bytearray()  # which grows in place: a list of chunks, joined, would take its size twice
+    intake = intake_of(request.scope)
     async for chunk in stream_bytes(request, max_bytes, idle_s):
+        if intake is not None:
+            intake.add(len(chunk))
         body += chunk
     return body
 
@@ -125,7 +129,7 @@ async def read_bytes(request: Request, max_bytes: int, idle_s: float | None = No
 async def stream_bytes(
     request: Request, max_bytes: int, idle_s: float | None = None
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the request's body as it comes; raises as ``read_bytes`` does."""
+    """Yield the request's body as it comes, for whoever does not hold it; raises as ``read_bytes`` does."""
     # An over-long body is answered without being read; the server discards the rest of it, so that
     # clients which write before they read still see the answer.
     declared = request.headers.get("content-length", "")

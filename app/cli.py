@@ -57,6 +57,7 @@ vLLM's own arguments: vllm serve --help=all
 
 _USAGE_ERROR: Final = 2
 _DEMO_AXIS: Final = 464
+_MAX_SOCKET_MESSAGE_BYTES: Final = 2 * 2**20
 """A unit of the bundled model's residual stream along which steering reads well."""
 
 _OWN_OPTIONS: Final = {
@@ -180,7 +181,13 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
 
     app = create_app(settings, engine, store, on_engine_failure=stop, local=_local_engine(args, settings))
     config = uvicorn.Config(
-        app, host=settings.host, port=settings.port, log_level="warning", timeout_keep_alive=75
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_level="warning",
+        timeout_keep_alive=75,
+        # What a WebSocket has of one message is in no count of ours; clients send pieces of a mebibyte.
+        ws_max_size=_MAX_SOCKET_MESSAGE_BYTES,
     )
     server = _Server(config)
     # Bound before the model is loaded: a port that is taken is known at once.

@@ -21,6 +21,7 @@ from app.auth.principal import Principal
 from app.engine.client import EngineClient
 from app.engine.trace_processes import TraceProcesses
 from app.lifecycle import Lifecycle
+from app.receiving import INTAKE, Receiving
 from app.services.code_policy import check_name, is_from_elsewhere
 from app.services.job_callers import learn
 from app.services.jobs import JobService
@@ -53,6 +54,7 @@ class Context:
     log: AuditLog
     vectors: VectorService
     trainer: Trainer
+    receiving: Receiving
     processes: Sequence[TraceProcesses] = ()
 
 
@@ -84,6 +86,8 @@ async def _caller_of(
     principal = await context.keys.principal(authorization, address)
     note_caller(principal, connection)
     principal.check(*map(Scope, scopes.scopes))
+    if INTAKE not in connection.scope:
+        connection.scope[INTAKE] = context.receiving.intake(principal.tenant)
     if not principal.has_key and Scope.CODE in scopes.scopes:
         check_name(context.settings, connection)
     if principal.has_key and ADMITTED not in connection.scope:

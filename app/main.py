@@ -22,6 +22,7 @@ from app.errors import install_error_handlers
 from app.lifecycle import Lifecycle
 from app.middleware import GateMiddleware
 from app.openapi import DocumentedApp
+from app.receiving import Receiving
 from app.routes import (
     audit,
     capabilities,
@@ -117,6 +118,7 @@ def create_app(
         log,
         vector_service,
         Trainer(settings, engine, vector_service),
+        Receiving(settings.max_received_bytes, settings.tenant_share),
         beside,
     )
     app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)

@@ -16,6 +16,7 @@ from api_schemas.errors import ApiError
 from app.admission.rates import ADMITTED, Admitted
 from app.errors import error_response, internal_error
 from app.lifecycle import Lifecycle, Phase
+from app.receiving import intake_of
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,9 @@ class GateMiddleware:
             admitted: Admitted | None = scope.get(ADMITTED)
             if admitted is not None:
                 admitted.release()
+            intake = intake_of(scope)
+            if intake is not None:
+                intake.close()
 
 
 def _add_headers(start: Message, admitted: Admitted | None) -> None:

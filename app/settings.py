@@ -41,6 +41,11 @@ class Settings(BaseSettings):
         ge=1024,
         description="Largest request body, counted while it is read. Base64 adds a third to a tensor's size.",
     )
+    max_received_bytes: int = Field(
+        default=4 * GIB,
+        ge=1024,
+        description="Most bytes of bodies that the server holds: of requests being sent or answered.",
+    )
     max_json_depth: int = Field(
         default=64, ge=4, le=256, description="Deepest nesting of arrays and objects in a request's JSON."
     )
@@ -184,7 +189,7 @@ class Settings(BaseSettings):
         default=86400.0, gt=0, description="How long a job is kept after its end, with its result."
     )
     job_store_bytes: int = Field(
-        default=20 * GIB, ge=0, description="Most bytes of all jobs' requests and results."
+        default=20 * GIB, ge=0, description="Most bytes of all jobs: requests, results, what they printed."
     )
     vector_store_bytes: int = Field(
         default=4 * GIB, ge=0, description="Most bytes of all vectors that the server keeps."
@@ -205,8 +210,8 @@ class Settings(BaseSettings):
         default=0.5,
         gt=0,
         le=1,
-        description="The part of the jobs that wait, and of the bytes of jobs, result files and vectors, "
-        "that one tenant may have.",
+        description="The part of the jobs that wait, and of the bytes of jobs, result files, vectors and "
+        "bodies, that one tenant may have.",
     )
     upload_idle_timeout_s: float = Field(
         default=30.0, gt=0, description="How long a request's body may pause while it is sent."

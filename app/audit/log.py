@@ -1,15 +1,19 @@
 """Records on their way to the database: nobody waits for it, and no more are kept than fit.
 
-A task writes what came within a second in one transaction. Where the database does not take them they are
-kept up to a limit; how many were lost beyond it is a record too. ``create_app`` owns the one instance.
+A task writes what came within a second in one transaction. What runs for longer is written down before it
+has ended, and again then: a server that dies of a request does not take the record of it along. Where the
+database does not take them they are kept up to a limit; how many were lost beyond it is a record too.
+``create_app`` owns the one instance.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
+from collections.abc import Coroutine, Sequence
 from typing import Any, Final
 
 from app.audit.records import Record
@@ -22,6 +26,29 @@ _MAX_PENDING: Final = 20_000
 _MAX_BATCH: Final = 1000
 _RETRY_S: Final = 5.0
 _SWEEP_S: Final = 3600.0
+_UNDER_WAY: Final = "under_way"
+_KNOWN: Final = ("tenant", "key_id", "route", "subject", "model", "operations", "code_sha256")
+"""What is learned of a request while it runs, and written down again when it changes."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Entry:
+    """A record, and what the database has of it.
+
+    Attributes:
+        record: It.
+        row: What is to be written, once it has ended.
+        number: Its place in the log, once it has one.
+        known: What was known when it was written last.
+    """
+
+    record: Record
+    row: dict[str, Any] = dataclasses.field(default_factory=dict)
+    number: int | None = None
+    known: tuple[Any, ...] | None = None
+
+    def learned(self) -> tuple[Any, ...]:
+        return tuple(getattr(self.record, name) for name in _KNOWN)
 
 
 class AuditLog:
@@ -36,7 +63,8 @@ class AuditLog:
         """Begin without records."""
         self._store = store
         self._ttl_s = ttl_s
-        self._pending: list[dict[str, Any]] = []
+        self._pending: list[_Entry] = []
+        self._running: dict[str, _Entry] = {}
         self._num_lost = 0
         self._come = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -47,15 +75,33 @@ class AuditLog:
         """Whether anything is written down."""
         return self._ttl_s > 0
 
+    def begin(self, record: Record) -> None:
+        """Take note of something that begins; ``add`` or ``drop`` its record in the end."""
+        if self.is_on:
+            self._running[record.request_id] = _Entry(record)
+            self._come.set()
+
     def add(self, record: Record) -> None:
-        """Have a record written down soon."""
+        """Have a record written down soon, of something that has ended."""
         if not self.is_on:
             return
+        entry = self._running.pop(record.request_id, None) or _Entry(record)
         if len(self._pending) >= _MAX_PENDING:
             self._num_lost += 1
             return
-        self._pending.append(record.row())
+        entry.row = record.row()
+        self._pending.append(entry)
         self._come.set()
+
+    def drop(self, record: Record) -> None:
+        """Forget what began and is not worth a record, unless it has one by now; harmless after ``add``."""
+        entry = self._running.get(record.request_id)
+        if entry is None:
+            return
+        if entry.known is None:
+            del self._running[record.request_id]
+        else:
+            self.add(record)
 
     def start(self) -> None:
         """Begin to write; called inside the running event loop, with the database open."""
@@ -81,17 +127,34 @@ class AuditLog:
     async def _flush(self) -> None:
         if self._num_lost:
             lost, self._num_lost = self._num_lost, 0
-            self._pending.append(Record("", route="lost", details={"records": lost}).row())
+            record = Record("", route="lost", details={"records": lost})
+            self._pending.append(_Entry(record, record.row()))
+        if begun := [entry for entry in self._running.values() if _is_news(entry)]:
+            await _to_its_end(self._write_begun(begun))
         while batch := self._pending[:_MAX_BATCH]:
-            writing = asyncio.ensure_future(self._store.write(batch))
-            try:
-                await asyncio.shield(writing)
-            except asyncio.CancelledError:
-                # What is on its way gets there, and must not be written a second time.
-                await writing
-                del self._pending[: len(batch)]
-                raise
-            del self._pending[: len(batch)]
+            await _to_its_end(self._write_ended(batch))
+
+    async def _write_begun(self, entries: Sequence[_Entry]) -> None:
+        for entry in entries:
+            entry.known = entry.learned()
+            entry.row = entry.record.row() | {"error": entry.record.error or _UNDER_WAY}
+        try:
+            await self._write(entries)
+        except BaseException:
+            for entry in entries:
+                entry.known = None
+            raise
+
+    async def _write_ended(self, entries: Sequence[_Entry]) -> None:
+        await self._write(entries)
+        del self._pending[: len(entries)]
+
+    async def _write(self, entries: Sequence[_Entry]) -> None:
+        new = [entry for entry in entries if entry.number is None]
+        changed = [{**entry.row, "number": entry.number} for entry in entries if entry.number is not None]
+        numbers = await self._store.write([entry.row for entry in new], changed)
+        for entry, number in zip(new, numbers, strict=True):
+            entry.number = number
 
     async def _keep(self) -> None:
         swept_at = -_SWEEP_S
@@ -105,10 +168,30 @@ class AuditLog:
                 await asyncio.sleep(_GATHER_S)
                 self._come.clear()
                 await self.flush()
+                if self._running:
+                    self._come.set()
             except Exception:
                 logger.exception("the audit log could not be written; trying again")
                 self._come.set()
                 await asyncio.sleep(_RETRY_S)
+
+
+def _is_news(entry: _Entry) -> bool:
+    """Tell whether something has run for so long, for somebody who is known, that it is written down now."""
+    record = entry.record
+    if not record.key_id or time.time() - record.time < _GATHER_S:
+        return False
+    return entry.known != entry.learned()
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await what must not be done half: what is on its way gets there, and is not written a second time."""
+    writing = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await writing
+        raise
 
 
 __all__ = ["AuditLog"]

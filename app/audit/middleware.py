@@ -41,6 +41,7 @@ class AuditMiddleware:
     async def _recorded(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = Record(str(scope["method"]))
         token = RECORD.set(record)
+        self._log.begin(record)
         start, is_whole = time.perf_counter(), False
 
         async def counted_receive() -> Message:
@@ -76,6 +77,8 @@ class AuditMiddleware:
                 record.error = record.error or _UNFINISHED
             if record.key_id and record.error not in _NOT_RUN:
                 self._log.add(record)
+            else:
+                self._log.drop(record)
 
 
 __all__ = ["AuditMiddleware"]

@@ -48,6 +48,7 @@ from app.services.served_model import ServedModel
 from app.settings import Settings
 from app.storage.process_folders import ProcessFolder, claim_memory_folder
 from app.storage.results import ResultStore
+from nnsight_engine.plans.collected import CollectedResults
 from nnsight_engine.remote_backend.identity import fingerprint_of
 from nnsight_engine.vllm_backend.answers import answer
 from nnsight_engine.vllm_backend.async_engine import SENDER, InterventionAsyncLLM
@@ -350,9 +351,14 @@ class VLLMEngineClient:
         if "error" in chunk:
             return frame if call.failure is None else error_frame(call.failure)
         for choice in chunk.get("choices", ()):
-            is_last = choice.get("finish_reason") is not None
-            take = call.take_final if is_last else call.take_part
-            collected = take(choice["index"], num_choices)
+            index = choice["index"]
+            collected: CollectedResults | None
+            if choice.get("finish_reason") is not None:
+                collected = call.take_final(index, num_choices)
+            elif isinstance(call, TraceCall):
+                collected = await call.take_part(index, num_choices)
+            else:
+                collected = call.take_part(index, num_choices)
             if collected is not None:
                 choice["interventions"] = await self._choice_json(collected, call, owner)
         return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"

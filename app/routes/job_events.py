@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
-from functools import partial
+from collections.abc import AsyncGenerator
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -17,10 +16,12 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from api_schemas.errors import ApiError
 from api_schemas.jobs import JobEvent
+from app.auth.principal import Principal
 from app.context import Coder, Context, Served
 from app.errors import error_response
 from app.openapi import EVENTS_TYPE, JOB_EVENTS, error_responses
-from nnsight_engine.remote_backend.frames import Frame, FrameReader
+from app.services.local_answers import LocalAnswers
+from nnsight_engine.remote_backend.frames import Frame
 from nnsight_engine.wire import DecodeError
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -28,7 +29,7 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 _PING_S: Final = 15
 _SEND_TIMEOUT_S: Final = 60.0
 _MAX_SEQ: Final = 2**31 - 1
-_NORMAL, _GOING_AWAY, _UNSUPPORTED = 1000, 1001, 1003
+_NORMAL, _GOING_AWAY, _UNSUPPORTED, _TRY_AGAIN_LATER = 1000, 1001, 1003, 1013
 
 After = Annotated[int, Query(ge=0, le=_MAX_SEQ, description="The id of the last event that is known.")]
 
@@ -83,17 +84,31 @@ async def follow_job_by_websocket(
     With `local=true` come the job's calls of `tracer.local()` too, and answers are taken: `LOCAL` frames in
     binary messages.
     """
-    try:
-        events = await context.jobs.follow(job_id, caller.tenant, after)
-    except ApiError as error:
-        await websocket.send_denial_response(error_response(error))
-        return
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(context.receiving.socket(caller.tenant))
+            events = await context.jobs.follow(job_id, caller.tenant, after)
+        except ApiError as error:
+            await websocket.send_denial_response(error_response(error))
+            return
+        await _follow(websocket, job_id, events, context, caller, local=local)
+
+
+async def _follow(
+    websocket: WebSocket,
+    job_id: str,
+    events: AsyncGenerator[JobEvent, None],
+    context: Context,
+    caller: Principal,
+    *,
+    local: bool,
+) -> None:
     await websocket.accept()
     telling = asyncio.create_task(_tell(websocket, events), name=f"tell-{job_id}")
     calls = context.jobs.local_calls
-    take = partial(calls.answer, job_id) if local else None
-    reader = FrameReader(context.settings.max_trace_request_bytes)
-    listening = asyncio.create_task(_listen(websocket, reader, take))
+    intake = context.receiving.intake(caller.tenant)
+    answers = LocalAnswers(calls, job_id, intake, context.settings.max_trace_request_bytes)
+    listening = asyncio.create_task(_listen(websocket, answers if local else None))
     tasks = [telling, listening]
     if local:
         tasks.append(asyncio.create_task(_ask(websocket, calls.frames(job_id)), name=f"ask-{job_id}"))
@@ -107,6 +122,7 @@ async def follow_job_by_websocket(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        answers.close()
     if code is not None:
         with contextlib.suppress(WebSocketDisconnect):  # it knew from the last event
             await websocket.close(code)
@@ -141,18 +157,17 @@ async def _ask(websocket: WebSocket, frames: AsyncGenerator[Frame, None]) -> Non
                 await websocket.send_bytes(piece)
 
 
-async def _listen(
-    websocket: WebSocket, reader: FrameReader, take: Callable[[Frame], None] | None
-) -> int | None:
+async def _listen(websocket: WebSocket, answers: LocalAnswers | None) -> int | None:
     """Answer what the client sends; returns the code to close with, None where the client is gone."""
     while (message := await websocket.receive())["type"] != "websocket.disconnect":
         try:
-            if take is not None and message.get("bytes") is not None:
-                for frame in reader.feed(message["bytes"]):
-                    take(frame)
+            if answers is not None and message.get("bytes") is not None:
+                answers.feed(message["bytes"])
                 continue
             msgspec.json.decode(message.get("text") or b"", type=_Ping)
         except (msgspec.DecodeError, RecursionError, DecodeError):
             return _UNSUPPORTED
+        except ApiError:
+            return _TRY_AGAIN_LATER
         await websocket.send_json({"type": "pong"})
     return None

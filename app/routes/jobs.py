@@ -142,7 +142,7 @@ async def rerun_job(job_id: str, request: Request, context: Served, caller: Code
             "description": "The part that `Range` asks for.",
             "content": {FRAMES_TYPE: {"schema": BINARY}},
         },
-        **error_responses(404, 409, 416),
+        **error_responses(404, 409, 416, 429),
     },
 )
 async def get_job_result(job_id: str, request: Request, context: Served, caller: Coder) -> Response:

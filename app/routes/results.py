@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from app.context import Intervener, Served
 from app.openapi import BINARY, error_responses
-from app.services.streaming import ClosingStream
+from app.services.streaming import DOWNLOAD_STALL_S, ClosingStream
 
 router = APIRouter(tags=["interventions"])
 
@@ -21,7 +21,7 @@ router = APIRouter(tags=["interventions"])
             "description": "A safetensors file.",
             "content": {"application/safetensors": {"schema": BINARY}},
         },
-        **error_responses(404, 503),
+        **error_responses(404, 429, 503),
     },
 )
 async def get_result(result_id: str, context: Served, caller: Intervener) -> Response:
@@ -32,4 +32,5 @@ async def get_result(result_id: str, context: Served, caller: Intervener) -> Res
         media_type="application/safetensors",
         headers={"Content-Length": str(result.num_bytes), "Cache-Control": "private, no-store"},
         on_close=result.close,
+        stall_s=DOWNLOAD_STALL_S,
     )

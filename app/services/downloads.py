@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from api_schemas.errors import ApiError, ErrorCode
 from app.errors import error_response
-from app.services.streaming import ClosingStream
-from app.storage.results import OpenResult
+from app.services.streaming import DOWNLOAD_STALL_S, ClosingStream
+from app.storage.open_files import OpenResult
 
 _RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
 
@@ -43,6 +43,7 @@ async def download(request: Request, file: OpenResult, *, media_type: str, tag: 
         media_type=media_type,
         headers={**headers, "Content-Length": str(stop - start)},
         on_close=file.close,
+        stall_s=DOWNLOAD_STALL_S,
     )
 
 

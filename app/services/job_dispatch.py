@@ -21,7 +21,7 @@ from app.admission.estimates import Estimate
 from app.auth.principal import EVERYBODY, Principal
 from app.lifecycle import Lifecycle, Phase
 from app.services.job_callers import JobCallers
-from app.services.job_runs import Ending, JobRun, JobTools
+from app.services.job_runs import Ending, JobRun, JobTools, note_interrupted
 from app.services.job_slots import JobSlots, Slot
 from app.storage.job_leases import LEASE_S
 from app.storage.jobs import JobStore
@@ -252,9 +252,10 @@ class JobDispatcher:
 
     async def _recover(self) -> None:
         lost = await self._tools.leases.recover(own=self.running)
-        await self._tools.files.remove_results(lost)
-        for job_id, _ in lost:
-            self._tools.told(job_id)
+        note_interrupted(lost, self._tools.log)
+        await self._tools.files.remove_results([(job.id, job.attempt) for job in lost])
+        for job in lost:
+            self._tools.told(job.id)
         if lost:
             self.wake()
 

@@ -15,7 +15,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -26,6 +26,7 @@ from app.admission.estimates import Estimate, of_trace
 from app.audit.log import AuditLog
 from app.audit.records import Record, note_trace
 from app.errors import internal_error
+from app.services.job_prints import JobPrints
 from app.services.job_slots import Slot
 from app.services.local_calls import LocalCalls
 from app.services.traces import TraceService
@@ -41,9 +42,6 @@ from nnsight_engine.wire import DecodeError
 
 logger = logging.getLogger(__name__)
 
-_MAX_LOGS: Final = 10_000
-_MAX_LOG_CHARS: Final = 16 * 2**20
-_TOO_MANY_LOGS: Final = "… (what the block prints from here on is not kept)"
 _MAX_PENDING: Final = 500
 _TAKEN_S: Final = 0.2
 """An engine that has not refused a job for so long has taken it, though it says nothing yet."""
@@ -119,13 +117,10 @@ class JobRun:
         self._slot = slot
         self._refusal = refusal
         self._set_aside = set_aside
-        self._record = Record(
-            "RUN", "/v1/jobs/{job_id}", job.owner, job.key_id, subject=job.id, model=job.model
-        )
+        self._record = run_record(job)
         self._dispatched: JobEvent | None = None
         self._events = _Batches(self._tell)
-        self._num_logs = 0
-        self._num_log_chars = 0
+        self._prints = JobPrints(tools.files.space, job.holder)
         self._has_result = False
         self._failure: JobEnd | None = None
         self._task: asyncio.Task[None] | None = None
@@ -154,6 +149,7 @@ class JobRun:
             self._task.cancel()  # it was ended before its first step
         result = self._tools.files.new_result(self._job.id, self._job.attempt, self._job.holder)
         has_result = False
+        self._tools.log.begin(self._record)
         try:
             end = await self._finished(await self._end(result), result)
             has_result = end is not None and end.result_bytes is not None
@@ -165,11 +161,14 @@ class JobRun:
         except LeaseLostError:
             logger.warning("job %s is run by another server now, which took this one for dead", self._job.id)
             has_result &= self._is_unsure
+            self._note_run(None)
         finally:
+            self._tools.log.drop(self._record)
             if has_result:
                 result.leave()
             else:
                 await result.discard()
+            self._prints.close()
             self._tools.told(self._job.id)
 
     def _note_run(self, end: JobEnd | None) -> None:
@@ -300,19 +299,10 @@ class JobRun:
             # A block's own error: the result that tells of it follows, and the job has ended only then.
             self._failure = JobEnd(JobStatus.ERROR, event.message, ErrorCode.BLOCK_FAILED)
         elif event.status is JobStatus.LOG:
-            await self._take_log(event)
+            if self._prints.admit(event):
+                await self._events.add(event)
         elif not event.status.is_final and event.status is not JobStatus.RECEIVED:
             await self._events.add(event)
-
-    async def _take_log(self, event: JobEvent) -> None:
-        if self._num_logs > _MAX_LOGS:
-            return
-        self._num_logs += 1
-        self._num_log_chars += len(event.message or "")
-        if self._num_logs > _MAX_LOGS or self._num_log_chars > _MAX_LOG_CHARS:
-            self._num_logs = _MAX_LOGS + 1
-            event.message = _TOO_MANY_LOGS
-        await self._events.add(event)
 
     def _refused(self, error: ApiError) -> JobEnd | None:
         """Return how a job ended that its engine did not run, or not to its end."""
@@ -357,10 +347,11 @@ class JobRun:
         if end is None:
             await self._tools.leases.give_back(self._job, was_interrupted=self._was_interrupted)
         else:
-            await self._tools.leases.end(self._job, end)
+            self._prints.written([await self._tools.leases.end(self._job, end)])
 
     async def _tell(self, events: list[JobEvent]) -> None:
         await self._tools.leases.tell(self._job, events)
+        self._prints.written(events)
         self._tools.told(self._job.id)
 
 
@@ -411,6 +402,20 @@ class _Batches:
             del self._pending[: len(batch)]
 
 
+def run_record(job: JobRow, error: str = "") -> Record:
+    """Return the record of a job's run."""
+    return Record(
+        "RUN", "/v1/jobs/{job_id}", job.owner, job.key_id, subject=job.id, model=job.model, error=error
+    )
+
+
+def note_interrupted(jobs: Sequence[JobRow], log: AuditLog) -> None:
+    """Have it written down which tenants' jobs ran on servers that died."""
+    for job in jobs:
+        if job.owner and job.started_at is not None:
+            log.add(run_record(job, ErrorCode.INTERRUPTED))
+
+
 def _failure_of(body: Any) -> JobEnd:
     """Return the end of a job whose engine sent OpenAI's error object."""
     try:
@@ -420,4 +425,4 @@ def _failure_of(body: Any) -> JobEnd:
         return JobEnd(JobStatus.ERROR, "The engine failed and did not say why.", ErrorCode.INTERNAL)
 
 
-__all__ = ["Ending", "JobRun", "JobTools"]
+__all__ = ["Ending", "JobRun", "JobTools", "note_interrupted", "run_record"]

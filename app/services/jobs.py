@@ -25,7 +25,7 @@ from app.lifecycle import Lifecycle
 from app.services.job_callers import JobCallers
 from app.services.job_dispatch import JobDispatcher
 from app.services.job_feed import JobFeed
-from app.services.job_runs import JobTools
+from app.services.job_runs import JobTools, note_interrupted
 from app.services.local_calls import LocalCalls
 from app.services.served_model import ServedModel
 from app.services.trace_admission import check_still_taken
@@ -35,10 +35,10 @@ from app.storage.database import Database
 from app.storage.engines import place_of
 from app.storage.job_files import ORPHAN_S, JobFiles
 from app.storage.job_leases import JobLeases
-from app.storage.job_space import Space
+from app.storage.job_space import JOB_BYTES, Space
 from app.storage.jobs import Accepted, Gone, JobStore, NewJob
 from app.storage.kept import Holder, StoredBytes
-from app.storage.results import OpenResult
+from app.storage.open_files import OpenResult
 from app.storage.tables import JobRow
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceHead
@@ -149,7 +149,9 @@ class JobService:
         try:
             own = await self._files.start()
             leases = JobLeases(self._database, holder=own.path.name, ttl_s=self._settings.job_ttl_s)
-            await self._files.remove_results(await leases.recover(dead=own.dead))
+            lost = await leases.recover(dead=own.dead)
+            note_interrupted(lost, self._log)
+            await self._files.remove_results([(job.id, job.attempt) for job in lost])
             await self._files.remove_others(await self._store.known())
             self._files.space.set_stored(await self._store.used_bytes())
         except BaseException:
@@ -238,13 +240,14 @@ class JobService:
 
     async def _accept(self, new: NewJob) -> Accepted:
         """Write down a job whose request lies in its folder, or remove that."""
+        never_was = Gone([new.id], [(new.holder, JOB_BYTES + new.request_bytes)])
         try:
             accepted = await self._store.accept(new)
         except Exception:
-            await self._forget(Gone([new.id], [(new.holder, new.request_bytes)]))
+            await self._forget(never_was)
             raise
         if not accepted.is_new:
-            await self._forget(Gone([new.id], [(new.holder, new.request_bytes)]))
+            await self._forget(never_was)
         self._wake()
         return accepted
 
@@ -304,7 +307,8 @@ class JobService:
         """Return the frames that a job ended with.
 
         Raises:
-            ApiError: ``job_not_found``, ``job_not_finished``, ``result_not_found`` (its file was taken away).
+            ApiError: ``job_not_found``, ``job_not_finished``, ``result_not_found`` (its file was taken away),
+                ``rate_limit_exceeded`` (too many are read at once).
         """
         row = await self._store.get(job_id, owner)
         if not JobStatus(row.status).is_final:
@@ -316,12 +320,13 @@ class JobService:
         if row.result_bytes is None:
             return JobResult(tag, frame=_error_frame(row))
         try:
-            return JobResult(tag, await self._files.result(job_id, row.attempt))
+            opened = await self._files.result(job_id, row.attempt, row.result_bytes, row.holder)
         except FileNotFoundError as error:
             raise ApiError(
                 ErrorCode.RESULT_NOT_FOUND,
                 "The job's result was removed from the server's disk; run it again.",
             ) from error
+        return JobResult(tag, opened)
 
     async def follow(self, job_id: str, owner: str, after: int) -> AsyncGenerator[JobEvent, None]:
         """Return a job's events after its event number ``after``, as they happen, up to its end.

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 from collections.abc import AsyncGenerator, Iterator
 
-from nnsight_engine.remote_backend.frames import Frame, called, calling
+from nnsight_engine.remote_backend.frames import Frame, calling
 
 Bytes = bytes | bytearray | memoryview
 
@@ -81,16 +81,15 @@ class LocalCalls:
                 else:
                     await news.wait()
 
-    def answer(self, job_id: str, frame: Frame) -> None:
-        """Take a client's answer; one that nobody waits for any more is dropped.
-
-        Raises:
-            DecodeError: It is no answer.
-        """
-        number, data = called(frame)
+    def is_waiting(self, job_id: str, number: int) -> bool:
+        """Tell whether a call of a job still waits for its answer."""
         call = self._pending.get(job_id)
-        if call is not None and call.number == number and not call.answer.done():
-            call.answer.set_result(data)
+        return call is not None and call.number == number and not call.answer.done()
+
+    def answer(self, job_id: str, number: int, data: Bytes) -> None:
+        """Take a client's answer; one that nobody waits for any more is dropped."""
+        if self.is_waiting(job_id, number):
+            self._pending[job_id].answer.set_result(data)
 
     @contextlib.contextmanager
     def _listening(self, job_id: str) -> Iterator[asyncio.Event]:

@@ -6,18 +6,23 @@ OpenAI's error shape and ``[DONE]``, as in vLLM. A client that leaves ends the s
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Final
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from api_schemas.errors import ApiError
 from app.errors import DONE_FRAME, error_frame, internal_error
 from app.services.disconnect import while_connected
 
 logger = logging.getLogger(__name__)
+
+DOWNLOAD_STALL_S: Final = 60.0
+"""A file that is removed keeps its room for as long as it is read, so nobody reads one for ever."""
 
 
 class ClosingStream(StreamingResponse):
@@ -30,6 +35,8 @@ class ClosingStream(StreamingResponse):
         on_close: Awaited last. A generator that was never started has no ``finally`` to run, so what it
             was to close must be closed here.
         status_code: HTTP status.
+        stall_s: How long the client may take none of it before it counts as gone; None for as long as it
+            likes.
     """
 
     def __init__(
@@ -42,19 +49,26 @@ class ClosingStream(StreamingResponse):
         headers: dict[str, str] | None = None,
         on_close: Callable[[], Awaitable[None]] | None = None,
         status_code: int = 200,
+        stall_s: float | None = None,
     ) -> None:
         """Take over ``source``."""
         super().__init__(source, status_code, headers=headers, media_type=media_type)
         self._source = source
         self._on_close = on_close
+        self._stall_s = stall_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream until it ends or the client leaves."""
         del scope
+
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(self._stall_s):
+                await send(message)
+
         try:
-            await while_connected(receive, self.stream_response(send))
+            await while_connected(receive, self.stream_response(send_in_time))
         except OSError as error:
-            # Servers of newer ASGI versions say so when they can send no more.
+            # It took nothing for too long, or the server, of a newer ASGI version, can send no more.
             raise ClientDisconnect from error
         finally:
             await self._source.aclose()

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, delete, insert, select
+from sqlalchemy import ColumnElement, delete, insert, select, update
 from sqlalchemy.orm import Session
 
 from api_schemas.audit import AuditEntry
@@ -56,9 +56,28 @@ class AuditStore:
         """Keep the database."""
         self._database = database
 
-    async def write(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Write records down, all or none."""
-        await self._database.write(lambda session: session.execute(insert(AuditRow), list(rows)))
+    async def write(
+        self, rows: Sequence[dict[str, Any]], changed: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
+        """Write records down, all or none.
+
+        Args:
+            rows: New ones.
+            changed: Those that are there, with their ``number``.
+
+        Returns:
+            The new ones' numbers.
+        """
+
+        def write(session: Session) -> list[int]:
+            if changed:
+                session.execute(update(AuditRow), list(changed))
+            if not rows:
+                return []
+            adding = insert(AuditRow).returning(AuditRow.number, sort_by_parameter_order=True)
+            return list(session.scalars(adding, list(rows)))
+
+        return await self._database.write(write)
 
     async def page(self, wanted: Wanted, *, limit: int) -> tuple[list[AuditEntry], bool]:
         """Return entries, the newest first, and whether there are more."""

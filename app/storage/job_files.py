@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import logging
 import mmap
@@ -18,15 +19,15 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from app.storage.job_results import ResultFile
-from app.storage.job_space import Space, on_disk, sync_folder
+from app.storage.job_space import JOB_BYTES, Space, on_disk, sync_folder
 from app.storage.kept import NOBODY, Holder
+from app.storage.open_files import OpenFiles, OpenResult
 from app.storage.process_folders import ProcessFolder, claim_folder
-from app.storage.results import OpenResult
 from nnsight_engine.remote_backend.messages import TraceRequest
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class JobFiles:
         self.space = space
         self._directory = directory
         self._own: ProcessFolder | None = None
+        self._open = OpenFiles()
 
     async def start(self) -> ProcessFolder:
         """Make this process's folder; it says which processes have died."""
@@ -95,6 +97,7 @@ class JobFiles:
             raise RuntimeError("the files must be started before they are used; call start()")
         path = self._own.path / secrets.token_hex(16)
         upload = Upload(path, 0, "", holder)
+        self.space.take(JOB_BYTES, holder)
         try:
             digest = hashlib.sha256()
             with on_disk(_A_REQUEST):
@@ -111,7 +114,7 @@ class JobFiles:
             yield upload
         finally:
             if not upload.is_adopted:
-                self.space.give_up(upload.num_bytes, holder)
+                self.space.give_up(JOB_BYTES + upload.num_bytes, holder)
                 await asyncio.to_thread(path.unlink, missing_ok=True)
 
     async def head_of(self, upload: Upload) -> TraceRequest:
@@ -139,7 +142,7 @@ class JobFiles:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             raise
         upload.is_adopted = True
-        self.space.keep(upload.num_bytes, upload.holder)
+        self.space.keep(JOB_BYTES + upload.num_bytes, upload.holder)
 
     async def request(self, job_id: str) -> TraceRequest:
         """Read a job's request; its parts are views of the file, not of memory.
@@ -154,22 +157,39 @@ class JobFiles:
         """Return a result to be written."""
         return ResultFile(self._result(job_id, attempt), self.space, holder)
 
-    async def result(self, job_id: str, attempt: int) -> OpenResult:
-        """Open a result.
+    async def result(self, job_id: str, attempt: int, num_bytes: int, holder: Holder = NOBODY) -> OpenResult:
+        """Open a result of so many bytes; it counts for as long as it is read, also when its job is gone.
 
         Raises:
+            ApiError: ``rate_limit_exceeded``: the tenant reads too many at once.
             FileNotFoundError: It is gone.
         """
-        file = await asyncio.to_thread(self._result(job_id, attempt).open, "rb")
-        return OpenResult(file, os.fstat(file.fileno()).st_size)
+        reading = self._open.begin((job_id, attempt), holder, num_bytes)
+        try:
+            return OpenResult(await asyncio.to_thread(self._result(job_id, attempt).open, "rb"), reading)
+        except BaseException:
+            reading.close()
+            raise
 
     async def remove_results(self, attempts: Iterable[tuple[str, int]]) -> None:
         """Remove whatever there is of the results of these attempts at these jobs."""
-        await asyncio.to_thread(self._remove_results, list(attempts))
+        removed = list(attempts)
+        self._hold(lambda job_id, attempt: (job_id, attempt) in removed)
+        await asyncio.to_thread(self._remove_results, removed)
 
     async def remove(self, ids: Iterable[str]) -> None:
         """Remove all that jobs have."""
-        await asyncio.to_thread(self._remove_folders, list(ids))
+        removed = list(ids)
+        self._hold(lambda job_id, _: job_id in removed)
+        await asyncio.to_thread(self._remove_folders, removed)
+
+    def _hold(self, is_removed: Callable[[str, int], bool]) -> None:
+        """Count on what is removed and still read."""
+        for reading in self._open.all():
+            if is_removed(*reading.key):
+                self.space.hold(reading.num_bytes, reading.holder)
+                let_go = functools.partial(self.space.hold, -reading.num_bytes, reading.holder)
+                self._open.when_closed(reading.key, let_go)
 
     async def remove_others(self, known: Collection[str]) -> None:
         """Remove folders of jobs that are not in the database."""

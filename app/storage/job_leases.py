@@ -137,14 +137,18 @@ class JobLeases:
                 values["started_at"] = job.started_at = event.time
         await self._change(job, events, **values)
 
-    async def end(self, job: JobRow, end: JobEnd) -> None:
+    async def end(self, job: JobRow, end: JobEnd) -> JobEvent:
         """Write down how a job ended, and give up its lease.
+
+        Returns:
+            The event that tells of it.
 
         Raises:
             LeaseLostError: It was no longer ours.
         """
         event, values = ended(end.status, self._ttl_s, code=end.code, message=end.message)
         await self._change(job, [event], result_bytes=end.result_bytes, **values)
+        return event
 
     async def give_back(self, job: JobRow, *, was_interrupted: bool) -> None:
         """Let a job wait again, so that another server, or this one after a restart, runs it.
@@ -202,9 +206,7 @@ class JobLeases:
         rows = await self._database.read(lambda session: session.execute(mine).all())
         return {row.id: row.cancel_requested for row in rows}
 
-    async def recover(
-        self, *, dead: Collection[str] = (), own: Collection[str] = ()
-    ) -> list[tuple[str, int]]:
+    async def recover(self, *, dead: Collection[str] = (), own: Collection[str] = ()) -> list[JobRow]:
         """Take the jobs of dead servers in hand: those that had begun have failed, the others wait again.
 
         Args:
@@ -212,7 +214,7 @@ class JobLeases:
             own: Jobs that this process runs; its other leases are left over from a fault.
 
         Returns:
-            The jobs and their attempts; what these had written of a result is not whole.
+            The jobs as they were; what their last attempts had written of a result is not whole.
         """
         lost = (
             or_(
@@ -229,9 +231,9 @@ class JobLeases:
         if not await self._database.read(lambda session: session.scalar(select(func.count()).where(*lost))):
             return []
 
-        def write(session: Session) -> list[tuple[str, int]]:
+        def write(session: Session) -> list[JobRow]:
             jobs = session.scalars(select(JobRow).where(*lost)).all()
-            return [(job.id, job.attempt) for job in jobs if self._recover(session, job)]
+            return [job for job in jobs if self._recover(session, job)]
 
         return await self._database.write(write)
 

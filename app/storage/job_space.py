@@ -1,7 +1,7 @@
 """The room that jobs have on disk: what they may have together, and what is said where it takes no more.
 
-Files of jobs (``job_files``, ``job_results``) are counted here before they are written, and given up or kept
-exactly once.
+Files of jobs (``job_files``, ``job_results``) and what they print (``job_prints``) are counted here before
+they are written, and given up or kept exactly once.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from api_schemas.errors import ApiError, ErrorCode
 from app.storage.kept import NOBODY, Holder, StoredBytes
 
 logger = logging.getLogger(__name__)
+
+JOB_BYTES: Final = 8 * 1024
+"""What a job takes beside its files and events, however small it is: a folder, blocks of the disk, rows."""
 
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -40,6 +43,7 @@ class Space:
         self._max_tenant_bytes = int(max_bytes * share)
         self._limits = limits or StoredBytes()
         self._stored, self._written = self._limits.place(), self._limits.place()
+        self._held = self._limits.place()
 
     def take(self, num_bytes: int, holder: Holder = NOBODY) -> None:
         """Count bytes that are about to be written.
@@ -55,7 +59,7 @@ class Space:
         self._written.add(holder, num_bytes)
 
     def _total(self, name: str | None) -> int:
-        places = (self._stored, self._written)
+        places = (self._stored, self._written, self._held)
         return sum(place.total if name is None else place.of(name) for place in places)
 
     @staticmethod
@@ -76,9 +80,17 @@ class Space:
         self._written.add(holder, -num_bytes)
         self._stored.add(holder, num_bytes)
 
+    def add(self, num_bytes: int, holder: Holder = NOBODY) -> None:
+        """Count bytes as stored that have to be, whether or not there is room."""
+        self._stored.add(holder, num_bytes)
+
     def free(self, num_bytes: int, holder: Holder = NOBODY) -> None:
         """Forget bytes that were stored and are gone."""
         self._stored.add(holder, -num_bytes)
+
+    def hold(self, num_bytes: int, holder: Holder = NOBODY) -> None:
+        """Count bytes that no job has any more and that are still there; less than none when they go."""
+        self._held.add(holder, num_bytes)
 
     def set_stored(self, counts: Mapping[Holder, int]) -> None:
         """Learn what the database says."""
@@ -111,4 +123,4 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-__all__ = ["Space", "on_disk", "sync_folder"]
+__all__ = ["JOB_BYTES", "Space", "on_disk", "sync_folder"]

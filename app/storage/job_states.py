@@ -18,6 +18,9 @@ from api_schemas.jobs import JobEvent, JobStatus
 from app.errors import printable
 from app.storage.tables import EventRow, JobRow
 
+EVENT_BYTES: Final = 128
+"""What an event takes in the database beside its message."""
+
 CANCELLED_MESSAGE: Final = "The job was cancelled."
 FINAL: Final = [status.value for status in JobStatus if status.is_final]
 MAX_MESSAGE_CHARS: Final = 64 * 1024
@@ -37,7 +40,11 @@ def change(
     changed = session.execute(
         update(JobRow)
         .where(JobRow.number == number, *conditions)
-        .values(num_events=JobRow.num_events + len(events), **values)
+        .values(
+            num_events=JobRow.num_events + len(events),
+            event_bytes=JobRow.event_bytes + size_of(events),
+            **values,
+        )
         .returning(JobRow.num_events)
         .execution_options(synchronize_session=False)
     ).all()
@@ -64,6 +71,14 @@ def add_events(session: Session, number: int, num_before: int, events: Sequence[
                 for count, event in enumerate(events, 1)
             ],
         )
+
+
+def size_of(events: Sequence[JobEvent]) -> int:
+    """Return how many bytes events count as; the message of an end is kept with the job too."""
+    return sum(
+        EVENT_BYTES + len((storable(event.message) or "").encode()) * (2 if event.status.is_final else 1)
+        for event in events
+    )
 
 
 def ended(

@@ -16,11 +16,15 @@ from sqlalchemy.orm import Session
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
 from app.storage.database import Database
+from app.storage.job_space import JOB_BYTES
 from app.storage.job_states import FINAL, add_events, cancelled, change, now, row_of
 from app.storage.kept import Holder
 from app.storage.tables import EventRow, JobRow
 
 _MAX_EXPIRED: Final = 200
+_MAX_PAGE_CHARS: Final = 256 * 1024
+"""Of a page of events: each follower holds one while its client reads."""
+_FETCHED: Final = 20
 _RERUNNABLE: Final = [JobStatus.ERROR.value, JobStatus.CANCELLED.value]
 
 
@@ -63,7 +67,7 @@ class EventPage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gone:
-    """Jobs that were removed, and how many bytes the files of each had, and whose."""
+    """Jobs that were removed, and how many bytes each had, and whose."""
 
     ids: list[str]
     freed: list[tuple[Holder, int]]
@@ -142,7 +146,7 @@ class JobStore:
         return rows[:limit], len(rows) > limit
 
     async def events(self, job_id: str, owner: str, *, after: int, limit: int) -> EventPage:
-        """Return what happened to a job after its event number ``after``.
+        """Return what happened to a job after its event number ``after``, less than ``limit`` if it is large.
 
         Raises:
             ApiError: ``job_not_found``.
@@ -158,18 +162,14 @@ class JobStore:
                 .where(EventRow.job_number == job.number, EventRow.seq > after)
                 .order_by(EventRow.seq)
                 .limit(limit)
+                .execution_options(yield_per=_FETCHED)
             )
-            events = [
-                JobEvent(
-                    id=row.seq,
-                    job=job_id,
-                    status=JobStatus(row.status),
-                    time=row.time,
-                    message=row.message,
-                    engine=row.engine,
-                )
-                for row in rows
-            ]
+            events, num_chars = [], 0
+            for row in rows:
+                events.append(_told(row, job_id))
+                num_chars += len(row.message or "")
+                if num_chars > _MAX_PAGE_CHARS:
+                    break
             last = events[-1].id if events else after
             is_last = JobStatus(job.status).is_final and last >= job.num_events
             return EventPage(events, job.num_events, is_last)
@@ -286,8 +286,9 @@ class JobStore:
         return set(await self._database.read(lambda session: session.scalars(select(JobRow.id)).all()))
 
     async def used_bytes(self) -> dict[Holder, int]:
-        """Return how many bytes the files of all jobs have, by whose they are."""
-        total = func.sum(JobRow.request_bytes + func.coalesce(JobRow.result_bytes, 0))
+        """Return how many bytes all jobs have, by whose they are."""
+        of_files = JobRow.request_bytes + func.coalesce(JobRow.result_bytes, 0)
+        total = func.sum(of_files + JobRow.event_bytes + JOB_BYTES)
         wanted = select(JobRow.owner, JobRow.key_id, total).group_by(JobRow.owner, JobRow.key_id)
         rows = await self._database.read(lambda session: session.execute(wanted).all())
         return {Holder(row[0], row[1]): int(row[2] or 0) for row in rows}
@@ -359,6 +360,17 @@ def _not_rerunnable(job: JobRow) -> ApiError:
     )
 
 
+def _told(row: EventRow, job_id: str) -> JobEvent:
+    return JobEvent(
+        id=row.seq,
+        job=job_id,
+        status=JobStatus(row.status),
+        time=row.time,
+        message=row.message,
+        engine=row.engine,
+    )
+
+
 def _num_waiting(session: Session, model: str, owner: str | None = None) -> int:
     waiting = select(func.count()).where(
         JobRow.status == JobStatus.QUEUED.value, JobRow.model == model, JobRow.lease_by.is_(None)
@@ -395,10 +407,23 @@ def _removed(session: Session, jobs: list[JobRow]) -> Gone:
     gone = session.execute(
         delete(JobRow)
         .where(JobRow.number.in_([job.number for job in jobs]), JobRow.status.in_(FINAL))
-        .returning(JobRow.id, JobRow.request_bytes, JobRow.result_bytes, JobRow.owner, JobRow.key_id)
+        .returning(
+            JobRow.id,
+            JobRow.owner,
+            JobRow.key_id,
+            JobRow.request_bytes,
+            JobRow.result_bytes,
+            JobRow.event_bytes,
+        )
         .execution_options(synchronize_session=False)
     ).all()
-    freed = [(Holder(job.owner, job.key_id), job.request_bytes + (job.result_bytes or 0)) for job in gone]
+    freed = [
+        (
+            Holder(job.owner, job.key_id),
+            job.request_bytes + (job.result_bytes or 0) + job.event_bytes + JOB_BYTES,
+        )
+        for job in gone
+    ]
     return Gone([job.id for job in gone], freed)
 
 

@@ -136,16 +136,21 @@ class KeyStore:
         return await self._database.read(read)
 
     async def heir(self, key_id: str) -> tuple[KeyRow, Limits] | None:
-        """Return a key that opens something or, where it was replaced and not revoked, the one that does."""
+        """Return a key that opens something or, where it was replaced, the newest successor that does."""
 
         def read(session: Session) -> tuple[KeyRow, Limits] | None:
             moment = time.time()
             row = session.get(KeyRow, key_id)
-            while row is not None and row.revoked_at is None:
+            left = [] if row is None else [row]
+            while left:
+                row = left.pop()
+                if row.revoked_at is not None:
+                    continue
                 if is_open(row, moment):
                     return row, Limits.model_validate(session.get_one(TenantRow, row.tenant).limits)
-                newest = select(KeyRow).where(KeyRow.replaces == row.id).order_by(KeyRow.created_at.desc())
-                row = session.scalar(newest.limit(1))
+                # It may have been replaced more than once: where the first answer was lost, for one.
+                successors = select(KeyRow).where(KeyRow.replaces == row.id).order_by(KeyRow.created_at)
+                left.extend(session.scalars(successors))
             return None
 
         return await self._database.read(read)

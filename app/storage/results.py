@@ -1,7 +1,8 @@
 """Large results as files that expire, so that captured tensors need not travel inside JSON.
 
 The store never holds more than its byte limit: the oldest files go first, of whichever tenant has
-the most; nor more than its share of one tenant, whose own oldest go for its new ones. An id cannot be
+the most; nor more than its share of one tenant, whose own oldest go for its new ones. What is being read
+does not go, and counts until nobody reads it. An id cannot be
 guessed and never becomes a path unless the store made it. Each process writes into a folder
 of its own, locked for as long as it lives; a folder without a holder is a dead process's and
 is removed at the next start. All disk work runs in threads.
@@ -15,19 +16,20 @@ import logging
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from app.storage.kept import Holder, StoredBytes
+from app.storage.open_files import OpenFiles, OpenResult
 from app.storage.process_folders import ProcessFolder, claim_folder
 from app.storage.safetensors_file import layout, write
 from nnsight_engine.plans.collected import TensorResult
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_BYTES: Final = 1024 * 1024
 _ID_BYTES: Final = 24
 _MAX_SWEEP_S: Final = 30.0
 
@@ -40,31 +42,6 @@ class StoredResult:
     num_bytes: int
     expires_at: float
     holder: Holder
-
-
-class OpenResult:
-    """A stored file open for reading; once open it is read to its end, whatever becomes of it meanwhile."""
-
-    def __init__(self, file: BinaryIO, num_bytes: int) -> None:
-        """Take over ``file``; ``close`` or the end of ``chunks`` releases it."""
-        self._file = file
-        self.num_bytes = num_bytes
-
-    async def chunks(self, start: int = 0, stop: int | None = None) -> AsyncGenerator[bytes, None]:
-        """Yield the bytes from ``start`` to ``stop``, and close the file at the end or when left early."""
-        rest = (self.num_bytes if stop is None else stop) - start
-        try:
-            self._file.seek(start)
-            while rest > 0 and (chunk := await asyncio.to_thread(self._file.read, min(rest, _CHUNK_BYTES))):
-                rest -= len(chunk)
-                yield chunk
-        finally:
-            await self.close()
-
-    async def close(self) -> None:
-        """Release the file; harmless when repeated."""
-        # Closing a file opened for reading only has nothing to flush, so it needs no thread.
-        self._file.close()
 
 
 class ResultStore:
@@ -98,6 +75,7 @@ class ResultStore:
         self._clock = clock
         self._folder: ProcessFolder | None = None
         self._entries: dict[str, StoredResult] = {}
+        self._open = OpenFiles()
         self.stored = StoredBytes()
         self._kept = self.stored.place()
         self._writes: set[asyncio.Task[StoredResult]] = set()
@@ -156,7 +134,8 @@ class ResultStore:
         """Open a stored file of a tenant's.
 
         Raises:
-            ApiError: ``result_not_found``, the same for ids that never were, that expired, and of others.
+            ApiError: ``result_not_found``, the same for ids that never were, that expired, and of others;
+                ``rate_limit_exceeded``: the tenant reads too many at once.
         """
         entry = self._entries.get(result_id)
         if entry is not None and entry.holder.tenant != owner:
@@ -166,11 +145,15 @@ class ResultStore:
             entry = None
         if entry is None:
             raise _not_found()
+        reading = self._open.begin((entry.id, 0), entry.holder, entry.num_bytes)
         try:
             file = await asyncio.to_thread(self._path(result_id).open, "rb")
-        except FileNotFoundError as error:
+        except BaseException as error:
+            reading.close()
+            if not isinstance(error, FileNotFoundError):
+                raise
             raise _not_found() from error
-        return OpenResult(file, entry.num_bytes)
+        return OpenResult(file, reading)
 
     async def _put(self, tensors: Mapping[str, TensorResult], holder: Holder) -> StoredResult:
         head, order = layout(tensors)
@@ -203,7 +186,8 @@ class ResultStore:
                 f"A stored result may have {most} bytes, this one has {num_bytes}; "
                 "capture fewer points or positions, or use 'reduce'.",
             )
-        leaving = _Leaving(self._entries.values())
+        # One that is being read would give back nothing now.
+        leaving = _Leaving(entry for entry in self._entries.values() if not self._open.is_open((entry.id, 0)))
         for name in holder.names:
             if not leaving.add(self.stored.excess(name, num_bytes), name):
                 raise self.stored.full(name, num_bytes)
@@ -215,7 +199,7 @@ class ResultStore:
             raise ApiError(
                 ErrorCode.ENGINE_CAPTURE_FULL,
                 f"The result store (limit {most} bytes) has no room for {num_bytes} bytes while "
-                "other results are being written; send the request again later.",
+                "other results are being written or read; send the request again later.",
             )
         self._kept.add(holder, num_bytes)
         return self._forget(leaving.entries)
@@ -224,7 +208,7 @@ class ResultStore:
         """Drop entries from the index and return their files, which are still on disk."""
         gone = [entry for entry in entries if self._entries.pop(entry.id, None) is not None]
         for entry in gone:
-            self._kept.add(entry.holder, -entry.num_bytes)
+            self._open.when_closed((entry.id, 0), partial(self._kept.add, entry.holder, -entry.num_bytes))
         return [self._path(entry.id) for entry in gone]
 
     async def _sweep(self) -> None:

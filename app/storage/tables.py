@@ -68,6 +68,7 @@ class JobRow(Base):
         digest: SHA-256 of the request, hexadecimal.
         request_bytes: Size of the request.
         result_bytes: Size of the result; None where there is none. A file of a job without it is not whole.
+        event_bytes: Size of its events, what its blocks printed above all, see ``job_states``.
         attempt: How often it was begun.
         num_interruptions: How often the server died while it ran.
         num_events: How many events it has; the number of the last one.
@@ -106,6 +107,7 @@ class JobRow(Base):
     digest: Mapped[str] = mapped_column(String(64))
     request_bytes: Mapped[int] = mapped_column(BigInteger)
     result_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    event_bytes: Mapped[int] = mapped_column(BigInteger, default=0)
     attempt: Mapped[int] = mapped_column(default=0)
     num_interruptions: Mapped[int] = mapped_column(default=0)
     num_events: Mapped[int] = mapped_column(default=0)
@@ -209,13 +211,19 @@ class AuditRow(Base):
 
 
 class VectorNameRow(Base):
-    """A tenant's name for vectors; ``versions`` counts those ever made: none comes back as another."""
+    """A tenant's name for vectors, which stays when they are gone: no version comes back as another.
+
+    Attributes:
+        versions: How many were ever made.
+        shared: Whether one was ever shared: then the name is this tenant's for all who have none of it.
+    """
 
     __tablename__ = "vector_names"
 
     tenant: Mapped[str] = mapped_column(String(64), primary_key=True)
     name: Mapped[str] = mapped_column(String(64), primary_key=True)
     versions: Mapped[int] = mapped_column(default=0)
+    shared: Mapped[bool] = mapped_column(default=False)
 
 
 class VectorRow(Base):

@@ -2,7 +2,9 @@
 
 The numbers lie in the database too, a few megabytes at most: every server that shares it sees each vector the
 moment that it is there. A tenant sees its own vectors and those that are shared. A version, once made, never
-changes, and its number is never given again.
+changes, and its number is never given again. A name that a tenant has used is its own from then on, also when
+its vectors are gone, and a name that was shared stays with the tenant that shared it: neither comes to mean
+another's numbers because something was removed.
 """
 
 from __future__ import annotations
@@ -100,7 +102,7 @@ class VectorStore:
         """Keep a vector, as the next version of its name.
 
         Raises:
-            ApiError: ``vector_store_full``; ``vector_name_taken``: another tenant shares one of this name.
+            ApiError: ``vector_store_full``; ``vector_name_taken``: another tenant has shared one of the name.
         """
 
         def write(session: Session) -> Vector:
@@ -172,7 +174,7 @@ class VectorStore:
     async def find(
         self, name: str, version: int | None, tenant: str, models: Sequence[str]
     ) -> FoundVector | None:
-        """Return the vector that a name means to a tenant: its own, or else a shared one.
+        """Return the vector that a name means to a tenant: its own if it ever had one, or else a shared one.
 
         Args:
             name: The name.
@@ -183,14 +185,12 @@ class VectorStore:
         """
 
         def read(session: Session) -> FoundVector | None:
-            wanted = [VectorRow.name == name, _seen_by(tenant)]
+            is_own = session.get(VectorNameRow, (tenant, name)) is not None
+            of_whom = VectorRow.tenant == tenant if is_own else VectorRow.shared.is_(True)
+            wanted = [VectorRow.name == name, of_whom]
             if version is not None:
                 wanted.append(VectorRow.version == version)
-            best_first = (
-                VectorRow.model.in_(models).desc(),
-                (VectorRow.tenant == tenant).desc(),
-                VectorRow.version.desc(),
-            )
+            best_first = VectorRow.model.in_(models).desc(), VectorRow.version.desc()
             row = session.scalars(select(VectorRow).where(*wanted).order_by(*best_first).limit(1)).first()
             return None if row is None else _found(row)
 
@@ -272,14 +272,14 @@ def _row(session: Session, vector_id: str, tenant: str, param: str | None = None
 
 
 def _check_name(session: Session, new: NewRow) -> None:
-    """Refuse a name that would mean vectors of two tenants to everybody else."""
-    others = select(VectorRow.id).where(
-        VectorRow.name == new.name, VectorRow.shared.is_(True), VectorRow.tenant != new.tenant
+    """Refuse a name that would mean vectors of two tenants to everybody else, now or one after the other."""
+    others = select(VectorNameRow.tenant).where(
+        VectorNameRow.name == new.name, VectorNameRow.shared.is_(True), VectorNameRow.tenant != new.tenant
     )
     if session.scalars(others.limit(1)).first() is not None:
         raise ApiError(
             ErrorCode.VECTOR_NAME_TAKEN,
-            f"Another tenant shares a vector {new.name!r}; share this one by another name.",
+            f"Another tenant has shared a vector {new.name!r}; share this one by another name.",
             "name",
         )
 
@@ -287,9 +287,10 @@ def _check_name(session: Session, new: NewRow) -> None:
 def _next_version(session: Session, new: NewRow) -> int:
     name = session.get(VectorNameRow, (new.tenant, new.name), with_for_update=True)
     if name is None:
-        name = VectorNameRow(tenant=new.tenant, name=new.name, versions=0)
+        name = VectorNameRow(tenant=new.tenant, name=new.name, versions=0, shared=False)
         session.add(name)
     name.versions += 1
+    name.shared |= new.shared
     return name.versions
 
 

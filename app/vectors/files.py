@@ -126,11 +126,12 @@ def _read_safetensors(data: bytes) -> Tensors:
         )
     try:
         entries = safetensors.deserialize(data)  # type: ignore[no-untyped-call]  # it has no types
-    except safetensors.SafetensorError as error:
+        return {name: _tensor(name, entry) for name, entry in entries}
+    except (safetensors.SafetensorError, ValueError, OverflowError) as error:
+        # numpy knows fewer shapes than safetensors: of so many dimensions, or so long beside an empty one.
         raise ApiError(
-            ErrorCode.INVALID_VECTOR_FILE, f"The safetensors file is broken: {error}.", PARAM
+            ErrorCode.INVALID_VECTOR_FILE, f"The safetensors file is broken: {clip(str(error))}.", PARAM
         ) from error
-    return {name: _tensor(name, entry) for name, entry in entries}
 
 
 def _tensor(name: str, entry: dict[str, Any]) -> npt.NDArray[Any]:

@@ -37,9 +37,8 @@ _HEADERS: Final[dict[tuple[int, int], Callable[[io.BytesIO], Any]]] = {
     (2, 0): np.lib.format.read_array_header_2_0,
 }
 _BROKEN: Final = (
-    zipfile.BadZipFile, zlib.error, EOFError, MemoryError, NotImplementedError, OSError, RuntimeError,
-    SyntaxError,
-    TypeError, ValueError,
+    zipfile.BadZipFile, zlib.error, EOFError, MemoryError, NotImplementedError, OSError, OverflowError,
+    RuntimeError, SyntaxError, TypeError, ValueError,
 )  # fmt: skip
 """What zipfile and numpy raise where a file is not what it says."""
 

@@ -20,6 +20,8 @@ MEDIA_TYPE: Final = "application/vnd.nnsight.frames"
 _HEAD: Final = struct.Struct("<BQ")
 _NUMBER: Final = struct.Struct("<Q")
 HEAD_BYTES: Final = _HEAD.size
+ANSWER_HEAD_BYTES: Final = HEAD_BYTES + _NUMBER.size
+"""Of a ``LOCAL`` frame, what comes before the message."""
 _SMALL_BYTES: Final = 2**20
 
 
@@ -89,6 +91,28 @@ def called(frame: Frame) -> tuple[int, memoryview]:
         raise DecodeError(f"a {frame.kind.name} frame of {len(frame.data):,} bytes is no call of a client")
     (number,) = _NUMBER.unpack_from(frame.data)
     return number, memoryview(frame.data)[_NUMBER.size :]
+
+
+def answer_head(head: bytes | bytearray, max_bytes: int) -> tuple[int, int] | None:
+    """Return which call the ``LOCAL`` frame is of that begins so, and how many bytes of its message follow.
+
+    None where more bytes of it are needed, ``ANSWER_HEAD_BYTES`` in all.
+
+    Raises:
+        DecodeError: It is no such frame, or has more than ``max_bytes``.
+    """
+    if len(head) < HEAD_BYTES:
+        return None
+    kind, size = _HEAD.unpack_from(head)
+    if kind != FrameKind.LOCAL or not _NUMBER.size <= size <= max_bytes:
+        raise DecodeError(
+            f"a frame of kind {kind} and {size:,} bytes is no answer to a call of a client; one may have "
+            f"{max_bytes:,} bytes"
+        )
+    if len(head) < ANSWER_HEAD_BYTES:
+        return None
+    (number,) = _NUMBER.unpack_from(head, HEAD_BYTES)
+    return number, size - _NUMBER.size
 
 
 def json_frame(kind: FrameKind, value: Any) -> Frame:
@@ -183,11 +207,13 @@ def _room(num_bytes: int) -> bytearray | memoryview:
 
 
 __all__ = [
+    "ANSWER_HEAD_BYTES",
     "HEAD_BYTES",
     "MEDIA_TYPE",
     "Frame",
     "FrameKind",
     "FrameReader",
+    "answer_head",
     "called",
     "calling",
     "head_of",

@@ -19,6 +19,14 @@ class SandboxEndedError(RuntimeError):
         )
 
     @classmethod
+    def long(cls) -> SandboxEndedError:
+        """It has taken all that one trace may."""
+        return cls(
+            "The engine has waited for this trace's sandbox for as long as it does for one trace, so it was "
+            "ended. Compute less in each step, or ask the operator for a larger budget."
+        )
+
+    @classmethod
     def gone(cls) -> SandboxEndedError:
         """It has died."""
         return cls(

@@ -2,13 +2,17 @@
 
 To vLLM's serving classes it is a ticket like other calls (``call``). The engine begins each prompt here and
 ends it here, when the worker has said what came of its block; the answers' choices take their results here.
+What is read here may be a stranger's bytes: of a process whose code is nobody's but theirs. They are read as
+data of a size that is known before, and what cannot be read is the failure of its own request.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
@@ -21,7 +25,7 @@ from nnsight_engine.tracing.given_text import NUM_LINES_BEFORE
 from nnsight_engine.vllm_backend.plain import NotPlainError, plain_saves
 from nnsight_engine.vllm_backend.traced_requests import results_of
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
-from nnsight_engine.wire import DecodeError, decode
+from nnsight_engine.wire import DecodeError, Limits, decode
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -33,6 +37,12 @@ _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _AS_INT64: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32})
 _NO_SANDBOX: Final = (SandboxUnavailableError.__module__, SandboxUnavailableError.__qualname__)
 MAX_PENDING_BYTES: Final = 256 * 2**20
+# Neither is ever compressed for a call: its values are made JSON here.
+_NEWS: Final = Limits(max_bytes=MAX_PENDING_BYTES, max_nodes=1_000_000, compressed=False)
+_RESULTS: Final = Limits(compressed=False)
+_UNREADABLE: Final = (DecodeError, LookupError, TypeError, ValueError, AttributeError)
+"""What reading raises where a message is not what it should be."""
+_SLOW_BYTES: Final = 2**20
 
 
 @dataclasses.dataclass(slots=True)
@@ -68,28 +78,31 @@ class _Choice:
         self.news[:] = [None]
         self.num_pending = 0
 
-    def take_news(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what is new since the last call in JSON's types: values, and items that lists grew by."""
+    def take_unread(self) -> list[bytes | None]:
+        """Return what waits; what is told from now on waits for the next chunk."""
+        unread, self.news, self.num_pending = self.news, [], 0
+        return unread
+
+    def read(self, unread: Sequence[bytes | None]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what is new in JSON's types: values, and items that lists grew by."""
         saves: dict[str, Any] = {}
         grown: dict[str, list[Any]] = {}
-        for data in self.news:
+        for data in unread:
             if data is None:
                 self.sent.clear()
                 continue
-            message = decode(data)
-            for name, value in message["whole"].items():
+            message = decode(data, limits=_NEWS)
+            for name, value in _named(message["whole"]).items():
                 saves[name] = value
                 grown.pop(name, None)
                 self.sent.add(name)
-            for name, items in message["grown"].items():
+            for name, items in _named(message["grown"]).items():
                 if name not in self.sent:
                     continue  # those before them are missing
                 if name in saves:
                     saves[name] = [*saves[name], *items]
                 else:
                     grown.setdefault(name, []).extend(items)
-        self.news.clear()
-        self.num_pending = 0
         return self._plain(saves), self._plain(grown)
 
     def _plain(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,10 +182,30 @@ class TracedPrompt:
         for choice in self.choices:
             choice.drop()
 
-    def take_news(self, choice: _Choice) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what a choice has told since the last call."""
-        self.share.take(choice.num_pending)
-        return choice.take_news()
+    async def take_news(self, choice: _Choice) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what a choice has told since the last call.
+
+        Raises:
+            ApiError: ``trace_failed``: it cannot be read.
+        """
+        num_bytes = choice.num_pending
+        self.share.take(num_bytes)
+        unread = choice.take_unread()
+        with self._read("told"):
+            if num_bytes < _SLOW_BYTES:
+                return choice.read(unread)
+            return await asyncio.to_thread(choice.read, unread)
+
+    @contextlib.contextmanager
+    def _read(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except _UNREADABLE as error:
+            raise ApiError(
+                ErrorCode.TRACE_FAILED,
+                f"What the trace {what} cannot be read: {error}. This request only is concerned.",
+                self._call.param,
+            ) from error
 
     def finish(self, data: bytes | memoryview, printed: str, output: RequestOutput) -> None:
         """Take what came of the block; may take long, and is called on a thread.
@@ -181,21 +214,12 @@ class TracedPrompt:
             ApiError: The block failed, or there is nothing of it.
         """
         results = results_of({0: output})
-        try:
-            message = decode(data, resolve=lambda _: next(iter(results.values()), None))
-            blocks: list[dict[str, Any]] = message["blocks"]
-            for block in blocks:
+        with self._read("left behind"):
+            message = decode(data, resolve=lambda _: next(iter(results.values()), None), limits=_RESULTS)
+            for block in message["blocks"]:
                 if block["error"] is not None:
                     raise self._call.failed(block["error"])
-                self.choices[block["choice"]].saves = plain_saves(block["saves"], _tensor)
-        except NotPlainError as error:
-            raise ApiError(ErrorCode.TRACE_FAILED, str(error), self._call.param) from error
-        except (DecodeError, LookupError, TypeError, AttributeError) as error:
-            raise ApiError(
-                ErrorCode.INTERVENTION_FAILED,
-                f"What the trace left behind cannot be read: {error}. This request only is concerned.",
-                self._call.param,
-            ) from error
+                self._keep(self.choices[block["choice"]], _named(block["saves"]))
         if any(choice.saves is None for choice in self.choices):
             raise ApiError(
                 ErrorCode.INTERVENTION_FAILED,
@@ -203,6 +227,12 @@ class TracedPrompt:
                 self._call.param,
             )
         self.choices[0].printed.append(printed)
+
+    def _keep(self, choice: _Choice, saves: dict[str, Any]) -> None:
+        try:
+            choice.saves = plain_saves(saves, _tensor)
+        except NotPlainError as error:
+            raise ApiError(ErrorCode.TRACE_FAILED, str(error), self._call.param) from error
 
 
 class TraceCall:
@@ -273,10 +303,14 @@ class TraceCall:
         self.prompts.append(prompt)
         return prompt
 
-    def take_part(self, choice: int, num_choices: int) -> CollectedResults | None:
-        """Return what is new of a choice since the last call; None where nothing is."""
+    async def take_part(self, choice: int, num_choices: int) -> CollectedResults | None:
+        """Return what is new of a choice since the last call; None where nothing is.
+
+        Raises:
+            ApiError: ``trace_failed``: it cannot be read.
+        """
         prompt, found = self._choice(choice, num_choices)
-        saves, grown = prompt.take_news(found)
+        saves, grown = await prompt.take_news(found)
         printed = found.take_printed()
         if not (saves or grown or printed):
             return None
@@ -315,6 +349,13 @@ class TraceCall:
 
     def _collected(self, result: TraceResult) -> CollectedResults:
         return CollectedResults([result], final=False)
+
+
+def _named(values: Any) -> dict[str, Any]:
+    """Return values by variable, as they should be."""
+    if type(values) is not dict or not all(type(name) is str for name in values):
+        raise DecodeError("its values have no names")
+    return values
 
 
 def _tensor(value: torch.Tensor) -> TensorResult:

@@ -49,6 +49,7 @@ class Limits:
         max_key_work: Objects that hashing the keys of one dict or set passes through, repeated ones counted.
         max_equal_hashes: Keys of one dict or set that share a hash; filling it takes their number squared.
         max_lines: Line number that a piece of source may claim.
+        compressed: Whether it may be compressed: a small message then becomes as large as it may be.
     """
 
     max_bytes: int = 16 * 2**30
@@ -58,6 +59,7 @@ class Limits:
     max_key_work: int = 10_000_000
     max_equal_hashes: int = 100
     max_lines: int = 1_000_000
+    compressed: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -64,8 +64,8 @@ class ScriptedEngine:
     async def _played(self, script: str, number: int) -> AsyncGenerator[Frame, None]:
         if script == "hang":
             await self.released.wait()
-        for count in range(number if script == "logs" else 0):
-            yield event_frame(JobStatus.LOG, message=f"line {count}")
+        for count in range(number if script in {"logs", "prints"} else 0):
+            yield event_frame(JobStatus.LOG, message=f"line {count}" + "x" * 10_000 * (script == "prints"))
         if script == "odd":
             yield event_frame(JobStatus.LOG, message="a\0b" + "x" * 100_000)
         if script == "refused":

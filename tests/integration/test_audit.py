@@ -12,11 +12,17 @@ from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import update
 
+from api_schemas.jobs import JobEvent, JobStatus, JobSummary
 from api_schemas.keys import Limits, Scope
 from app.audit import log as audit_log
 from app.cli import main
 from app.storage.audit import AuditStore, Wanted
+from app.storage.database import Database
+from app.storage.job_leases import JobLeases
+from app.storage.jobs import JobStore, NewJob
+from app.storage.tables import JobRow
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.tenants import Tenants
 from tests.integration.trace_messages import HEADERS, message
@@ -101,6 +107,54 @@ async def test_a_job_is_written_down_when_it_comes_and_when_it_was_run(tenants: 
     assert run["code_sha256"] == hashlib.sha256(b"blocks").hexdigest()
     (came,) = [one for one in await entries(tenants.server) if one["route"] == "/v1/jobs"]
     assert (came["subject"], came["status"]) == (job_id, 202)
+
+
+@pytest.mark.both_databases
+async def test_what_runs_long_is_written_down_before_it_ends(
+    tenants: Tenants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit_log, "_GATHER_S", 0.05)
+    headers = await tenants.headers("acme")
+    tenants.server.engine.behaviour.delay_s = 0.3
+    code = "hidden = model.layers[1].output.save()"
+    running = asyncio.create_task(
+        complete(tenants, headers, interventions=[{"op": "trace", "code": code}], max_tokens=3)
+    )
+    await until_async(lambda: _any(entries(tenants.server)))
+    # As it would be found if the server died now.
+    (begun,) = await entries(tenants.server)
+    assert (begun["status"], begun["error"], begun["tenant"]) == (None, "under_way", "acme")
+    assert begun["code_sha256"] == hashlib.sha256(code.encode()).hexdigest()
+    assert not running.done()
+    answer = await running
+    (ended,) = await entries(tenants.server)
+    assert (ended["number"], ended["request_id"]) == (begun["number"], answer.headers["x-request-id"])
+    assert (ended["status"], ended["error"]) == (answer.status_code, "")
+    assert ended["duration_s"] > 0.2
+
+
+@pytest.mark.both_databases
+async def test_a_job_whose_server_died_is_written_down_by_the_next(
+    serve: Serve, tmp_path: Path, database_url: str
+) -> None:
+    database = Database(tmp_path / "data", database_url)
+    await database.start()
+    summary = JobSummary(
+        model="fake-model", dialect="vllm", kind="trace", num_blocks=1, python="3", client=""
+    )
+    values: dict[str, Any] = {"digest": "0", "request_bytes": 1, "idempotency_key": None, "reruns": False}
+    dead = JobLeases(database, holder="dead", ttl_s=60)
+    for name in ("waits", "runs"):
+        new = NewJob(id=name, owner="acme", model="fake-model", summary=summary, key_id="k", **values)
+        await JobStore(database, max_queued=10, ttl_s=60).accept(new)
+    job = await dead.claim("fake-model", {})
+    assert job is not None
+    await dead.tell(job, [JobEvent(status=JobStatus.RUNNING, time=1.0)])
+    await database.write(lambda session: session.execute(update(JobRow).values(lease_until=1.0)))
+    await database.close()
+    async with serve(database_url=database_url) as server:
+        (entry,) = [one for one in await entries(server) if one["error"] == "interrupted"]
+        assert (entry["method"], entry["tenant"], entry["subject"]) == ("RUN", "acme", job.id)
 
 
 async def test_keys_are_accounted_for_over_http_and_by_command(

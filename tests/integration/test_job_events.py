@@ -48,8 +48,8 @@ class Live:
                 if line.startswith("data: "):
                     yield json.loads(line.removeprefix("data: "))
 
-    def socket(self, job_id: str, after: int = 0) -> connect:
-        return connect(f"ws://{self._address}/v1/jobs/{job_id}/events?after={after}")
+    def socket(self, job_id: str, after: int = 0, *, local: bool = False) -> connect:
+        return connect(f"ws://{self._address}/v1/jobs/{job_id}/events?after={after}&local={local}")
 
     async def ws(self, job_id: str, after: int = 0) -> AsyncGenerator[dict[str, Any], None]:
         async with self.socket(job_id, after) as socket:

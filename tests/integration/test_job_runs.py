@@ -24,7 +24,7 @@ from app.storage.audit import AuditStore
 from app.storage.database import Database
 from app.storage.job_files import JobFiles
 from app.storage.job_leases import JobEnd, JobLeases
-from app.storage.job_space import Space, sync_folder
+from app.storage.job_space import JOB_BYTES, Space, sync_folder
 from app.storage.jobs import JobStore, NewJob
 from app.storage.tables import JobRow
 from nnsight_engine.remote_backend.frames import Frame
@@ -67,12 +67,13 @@ class FailingLeases(JobLeases):
     has_failed = False
     is_written = False
 
-    async def end(self, job: JobRow, end: JobEnd) -> None:
-        if self.has_failed or self.is_written:
+    async def end(self, job: JobRow, end: JobEnd) -> JobEvent:
+        if self.has_failed:
+            return await super().end(job, end)
+        self.has_failed = True
+        if self.is_written:
             await super().end(job, end)
-        if not self.has_failed:
-            self.has_failed = True
-            raise ConnectionError
+        raise ConnectionError
 
 
 class DeafLeases(JobLeases):
@@ -185,7 +186,7 @@ async def test_a_result_that_the_disk_does_not_take_ends_its_job_and_says_so(
     assert (row.status, row.code, row.result_bytes, row.lease_by) == ("ERROR", code, None, None)
     assert message in str(row.message)
     assert not file.is_symlink()
-    assert bench.room() == room
+    assert bench.room() == room - row.event_bytes
 
 
 @pytest.mark.parametrize("is_written", [True, False])
@@ -271,7 +272,7 @@ async def test_a_request_that_could_not_be_adopted_leaves_no_file_and_takes_no_r
     monkeypatch.undo()
     assert bench.room() == room
     row = await bench.claimed()
-    assert bench.room() == room - row.request_bytes
+    assert bench.room() == room - row.request_bytes - JOB_BYTES
 
 
 async def test_a_request_whose_sender_leaves_while_it_is_adopted_takes_no_room(bench: Bench, tmp_path: Path):
@@ -284,6 +285,6 @@ async def test_a_request_whose_sender_leaves_while_it_is_adopted_takes_no_room(b
             await asyncio.gather(adopting, return_exceptions=True)
             is_there = upload.is_adopted
         assert (tmp_path / f"jobs/job-{count}").exists() == is_there
-        assert bench.room() == room - is_there * upload.num_bytes
+        assert bench.room() == room - is_there * (upload.num_bytes + JOB_BYTES)
         room = bench.room()
     assert [path.name for path in (tmp_path / "servers").glob("*/*")] == [".lock"]

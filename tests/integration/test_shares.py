@@ -12,7 +12,7 @@ import pytest
 from api_schemas.keys import Limits, Scope
 from tests.integration.conftest import ErrorCheck
 from tests.integration.scripted_traces import HEADERS, trace
-from tests.integration.served_jobs import Jobs
+from tests.integration.served_jobs import Jobs, sent_events
 from tests.integration.tenants import Tenants
 from tests.integration.waiting import until_async
 
@@ -105,7 +105,7 @@ async def test_no_tenant_fills_the_queue_and_each_is_told_of_its_own(
 
 
 async def test_without_keys_nobody_shares(with_jobs: Any) -> None:
-    async with with_jobs(max_running_jobs=1, max_queued_jobs=4, job_store_bytes=4000) as jobs:
+    async with with_jobs(max_running_jobs=1, max_queued_jobs=4, job_store_bytes=60_000) as jobs:
         await jobs.until(await jobs.submit("hang"), "RUNNING")
         for _ in range(4):
             await jobs.submit()
@@ -113,37 +113,65 @@ async def test_without_keys_nobody_shares(with_jobs: Any) -> None:
 
 
 async def test_no_tenant_fills_the_store_of_jobs(teams: Teams, error_of: ErrorCheck) -> None:
-    async with teams(job_store_bytes=10_000) as team:
+    async with teams(job_store_bytes=100_000) as team:
         ours, theirs = await team("acme"), await team("rival")
         ours.engine.released.set()
-        job = await ours.submit(payload=bytes(4000))
-        told = error_of(await ours.post(payload=bytes(4000)), 503, "job_store_full")
-        assert "tenant 'acme' may have 5000 bytes" in told
-        await theirs.submit(payload=bytes(4000))
+        job = await ours.submit(payload=bytes(40_000))
+        told = error_of(await ours.post(payload=bytes(40_000)), 503, "job_store_full")
+        assert "tenant 'acme' may have 50000 bytes" in told
+        await theirs.submit(payload=bytes(40_000))
         await ours.end(job)
         await ours.client.delete(f"/v1/jobs/{job}", headers=ours.headers)
-        await ours.submit(payload=bytes(4000))
+        await ours.submit(payload=bytes(40_000))
+
+
+@pytest.mark.both_databases
+async def test_what_jobs_print_counts_and_so_does_their_number(teams: Teams, error_of: ErrorCheck) -> None:
+    async with teams(job_store_bytes=400_000) as team:
+        ours, theirs = await team("acme"), await team("rival")
+        jobs = ours.server.context.jobs
+        printing = await ours.submit("prints:50")
+        assert (await ours.end(printing)).status == "COMPLETED"
+        answer = await ours.client.get(f"/v1/jobs/{printing}/events", headers=ours.headers)
+        lines = [event["message"] for event in sent_events(answer.text) if event["status"] == "LOG"]
+        # As much as fits is kept, and then what became of the rest is told.
+        assert 10 < len(lines) < 25
+        assert "not kept" in lines[-1]
+        assert "tenant 'acme' may have 200000 bytes" in lines[-1]
+        # The end is written down all the same, and what is counted is what is there.
+        known = sum((await jobs._store.used_bytes()).values())
+        assert jobs._files.space._total("tenant:acme") == known
+        assert 180_000 < known < 220_000
+        error_of(await ours.post(), 503, "job_store_full")
+        other = await theirs.submit("prints:5")
+        await theirs.end(other)
+        await ours.client.delete(f"/v1/jobs/{printing}", headers=ours.headers)
+        assert jobs._files.space._total("tenant:acme") == 0
+        # Jobs that are nothing but many count as well.
+        for _ in range(20):
+            await ours.submit()
+        error_of(await ours.post(payload=bytes(40_000)), 503, "job_store_full")
 
 
 @pytest.mark.both_databases
 async def test_stored_bytes_are_limited_by_key_and_tenant(teams: Teams, error_of: ErrorCheck) -> None:
     async with teams() as team:
-        ours, colleague = await team("acme", stored_bytes=5000), await team("acme")
+        ours, colleague = await team("acme", stored_bytes=50_000), await team("acme")
         ours.engine.released.set()
-        job = await ours.submit(payload=bytes(4000))
-        told = error_of(await ours.post(payload=bytes(4000)), 403, "stored_bytes_full")
+        job = await ours.submit(payload=bytes(40_000))
+        told = error_of(await ours.post(payload=bytes(40_000)), 403, "stored_bytes_full")
         assert "DELETE /v1/jobs" in told
         await ours.end(job)
-        other = await colleague.submit(payload=bytes(4000))
+        other = await colleague.submit(payload=bytes(40_000))
         await colleague.end(other)
         admin = await team("op", Scope.ADMIN)
-        limits = {"stored_bytes": 10_000}
+        limits = {"stored_bytes": 110_000}
         await ours.client.put("/v1/admin/tenants/acme/limits", json=limits, headers=admin.headers)
-        assert (await colleague.post(payload=bytes(4000))).status_code == 403
+        assert (await colleague.post(payload=bytes(40_000))).status_code == 403
         await colleague.client.delete(f"/v1/jobs/{job}", headers=colleague.headers)  # all are the tenant's
-        assert (await colleague.post(payload=bytes(4000))).status_code == 202
+        assert (await colleague.post(payload=bytes(40_000))).status_code == 202
         # A result that has no room fails its job, and says so.
-        big = await ours.submit("big:3000", payload=bytes(100))
+        big = await ours.submit("big:30000", payload=bytes(100))
         ended = await ours.end(big)
         assert (ended.status, ended.error["code"]) == ("ERROR", "stored_bytes_full")
         # What was counted is what is there.
@@ -152,6 +180,24 @@ async def test_stored_bytes_are_limited_by_key_and_tenant(teams: Teams, error_of
         counted = {name: jobs._files.space._total(name) for name in ("tenant:acme", "tenant:op")}
         known = await jobs._store.used_bytes()
         assert counted == {"tenant:acme": sum(known.values()), "tenant:op": 0}
+
+
+async def test_a_job_s_result_counts_for_as_long_as_it_is_read(teams: Teams) -> None:
+    async with teams() as team:
+        ours = await team("acme")
+        jobs = ours.server.context.jobs
+        counted = jobs._files.space._total
+        job = await ours.submit("big:30000")
+        await ours.end(job)
+        readers = [(await jobs.result(job, "acme")).file for _ in range(2)]
+        await ours.client.delete(f"/v1/jobs/{job}", headers=ours.headers)
+        assert 30_000 < counted("tenant:acme") < 31_000
+        jobs._files.space.set_stored(await jobs._store.used_bytes())
+        assert 30_000 < counted("tenant:acme") < 31_000
+        assert b"".join([chunk async for chunk in readers[0].chunks()])[-30_000:] == bytes(30_000)
+        assert counted("tenant:acme")
+        await readers[1].close()
+        assert counted("tenant:acme") == 0
 
 
 async def test_results_make_room_for_results_of_the_same_holder_alone(

@@ -151,8 +151,41 @@ async def test_a_tenant_uses_its_own_first_and_shared_ones_else(
         assert applied[0]["vector"]["id"] == made["id"]
     error_of(await used(other, "joy@2"), 400, "unknown_vector")
     assert (await server.client.delete(f"/v1/vectors/{own['id']}", headers=acme)).status_code == 204
-    applied = (await used(acme)).json()["choices"][0]["interventions"]["applied"]
-    assert applied[0]["vector"]["id"] == shared["id"]
+    for name in ("joy", "joy@1"):
+        error_of(await used(acme, name), 400, "unknown_vector")
+
+
+@pytest.mark.both_databases
+async def test_a_version_never_comes_to_mean_other_numbers(tenants: Tenants, error_of: ErrorCheck) -> None:
+    server, client = tenants.server, tenants.server.client
+    scopes = Scope.COMPLETIONS, Scope.INTERVENTIONS
+    operator, second = [await tenants.headers(name) for name in ("operator", "second-operator")]
+    acme, other = [await tenants.headers(name, *scopes) for name in ("acme", "other")]
+
+    async def meant(headers: dict[str, str], name: str) -> str | None:
+        body = {"prompt": "one two", "interventions": [steer({"name": name})]}
+        answer = await tenants.send("POST", "/v1/completions", headers, json=body)
+        if answer.status_code != 200:
+            error_of(answer, 400, "unknown_vector")
+            return None
+        return str(answer.json()["choices"][0]["interventions"]["applied"][0]["vector"]["id"])
+
+    shared = [(await make(server, operator, shared=True))["id"] for _ in range(2)]
+    assert [await meant(acme, f"joy@{version}") for version in (1, 2)] == shared
+    own = (await make(server, acme))["id"]
+    # The name is acme's now, and all its versions are.
+    assert [await meant(acme, name) for name in ("joy", "joy@1", "joy@2")] == [own, own, None]
+    own = [own, (await make(server, acme))["id"]]
+    assert (await client.delete(f"/v1/vectors/{own[1]}", headers=acme)).status_code == 204
+    assert [await meant(acme, name) for name in ("joy", "joy@1", "joy@2")] == [own[0], own[0], None]
+    assert [await meant(other, f"joy@{version}") for version in (1, 2)] == shared
+    # Nor does a shared one, once it is gone, become somebody else's.
+    for vector_id in shared:
+        assert (await client.delete(f"/v1/vectors/{vector_id}", headers=operator)).status_code == 204
+    body = {"name": "joy", "vectors": {"1": [0.5] * 8}, "shared": True}
+    error_of(await client.post("/v1/vectors", json=body, headers=second), 409, "vector_name_taken")
+    assert await meant(other, "joy@1") is None
+    assert (await client.post("/v1/vectors", json=body, headers=operator)).json()["version"] == 3
 
 
 async def test_a_hot_vectors_numbers_are_read_once(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,19 @@ def pickled_zip() -> bytes:
     return file.getvalue()
 
 
+def elsewhere(content: bytes, offset: int) -> bytes:
+    """Return a zip file whose first entry is said to lie at an offset of 64 bits."""
+    start, end = content.index(b"PK\x01\x02"), content.rindex(b"PK\x05\x06")
+    entry, extra = bytearray(content[start:end]), struct.pack("<HHQ", 1, 8, offset)
+    name_bytes, extra_bytes = struct.unpack_from("<HH", entry, 28)
+    entry[42:46] = b"\xff" * 4
+    entry[30:32] = struct.pack("<H", len(extra) + extra_bytes)
+    entry[46 + name_bytes : 46 + name_bytes] = extra
+    tail = bytearray(content[end:])
+    tail[12:16] = struct.pack("<I", len(entry))
+    return content[:start] + bytes(entry) + bytes(tail)
+
+
 def bad_files(folder: Path) -> dict[str, tuple[str, bytes, int, str, str]]:
     """Return what is refused, by case: the file's name and content, status, code, part of the message."""
     good, zip_ = as_safetensors(), as_npz()
@@ -181,6 +194,16 @@ def bad_files(folder: Path) -> dict[str, tuple[str, bytes, int, str, str]]:
             *broken,
             "broken",
         ),
+        **{
+            f"a shape that numpy has not, {case}": ("j", safetensors_of(*content), *broken, "broken")
+            for case, content in {
+                "65 dimensions": (tensor.format("F32", [1] * 64 + [8], 32), b"\0" * 32),
+                "65 dimensions of bfloat16": (tensor.format("BF16", [1] * 64 + [8], 16), b"\0" * 16),
+                "2**62 of nothing": (tensor.format("F32", [0, 2**62], 0), b""),
+                "2**63 of nothing": (tensor.format("F32", [0, 2**63], 0), b""),
+            }.items()
+        },
+        "an entry far behind the end": ("j.npz", elsewhere(zip_, 2**63), *broken, "broken"),
         "no tensor at all": ("j", safetensors_of("{}"), *broken, "at least one tensor"),
         "integers": (
             "j",

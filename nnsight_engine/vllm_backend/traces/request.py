@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +23,7 @@ from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.interleaver import Interleaver, Watcher
 from nnsight_engine.interleaving.mediator import Mediator, Raise
+from nnsight_engine.interleaving.threads import TimeBudgetError
 from nnsight_engine.vllm_backend.traces.caches import RequestCaches
 from nnsight_engine.vllm_backend.traces.chunks import PromptChunks
 from nnsight_engine.vllm_backend.traces.holdings import Holdings
@@ -75,6 +77,7 @@ class TracedRequest(Interleaver):
         last_label: What the block that ran last is called in errors; None for the request's own.
         is_rehearsal: Whether the request ends as soon as its blocks have nothing new to ask for. A block that
             is in a loop over all steps is left there, since what follows may count on all of them.
+        max_spent_s: Seconds that its blocks may compute in all steps.
     """
 
     batcher: FlatBatcher
@@ -108,6 +111,7 @@ class TracedRequest(Interleaver):
         self.caches = RequestCaches(holdings)
         self.last_label: str | None = None
         self.is_rehearsal = False
+        self.max_spent_s = math.inf
         self._has_rehearsed = False
         self._chunks = PromptChunks(self)
         self._skips: dict[str, Any] = {}
@@ -200,6 +204,9 @@ class TracedRequest(Interleaver):
         """Leave the step."""
         self.in_step = False
         self._writes.end()
+        if self.spent_s > self.max_spent_s and not self.is_over:
+            self.failed(TimeBudgetError(f"The block ran longer than {self.max_spent_s:g} s in all steps."))
+            self.wanted.clear()
         if self.num_new:
             self.done = self.start + self.num_new
             if self.partial:

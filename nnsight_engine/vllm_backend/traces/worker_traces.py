@@ -97,6 +97,7 @@ class WorkerTraces:
         self.board.place.tokens = self.model.token_places()
         self.edits = KeptEdits(limits.max_edits, limits.max_edit_bytes)
         self._threads = Threads(limits.trace_step_s)
+        self._strangers_threads = Threads(limits.sandbox_step_s)
         self._max_bytes = limits.max_trace_bytes
         self._members: dict[str, _Member] = {}
         self._contexts: dict[tuple[str, int], TraceContext] = {}
@@ -169,15 +170,18 @@ class WorkerTraces:
                 self._ended.append(request_id)
                 return
             enter = self.telling.open(request_id, entry)
-            mediator = member.context.mediator(entry.index, member.choice, self._threads, enter)
+            threads = self._threads_for(entry)
+            mediator = member.context.mediator(entry.index, member.choice, threads, enter)
             holdings = Holdings(self._max_bytes, partial(member.context.marked, entry.index))
             policy = self._policy(entry) or TRUSTED
-            edits = self.edits.mediators(entry, member.choice, self.model, self._threads, enter, policy)
+            edits = self.edits.mediators(entry, member.choice, self.model, threads, enter, policy)
             member.request = TracedRequest(self.board, mediator, self._num_arrived, holdings, edits)
             for before, edit in enumerate(edits):
                 edit.idx = before - len(edits)
             mediator.idx = entry.index
             member.request.is_rehearsal = entry.is_rehearsal
+            if self._is_restricted(entry):
+                member.request.max_spent_s = self._limits.sandbox_cpu_s
             if entry.is_scan:
                 member.shapes = scanned(member.request, self.model)
             member.request.open()
@@ -199,8 +203,13 @@ class WorkerTraces:
 
     def _policy(self, entry: TraceEntry) -> Policy | None:
         """Return what a request's blocks may do; None for those of trusted senders."""
-        is_restricted = entry.sandbox_of and self._limits.sandbox == RESTRICTED
-        return strangers_policy(self._limits) if is_restricted else None
+        return strangers_policy(self._limits) if self._is_restricted(entry) else None
+
+    def _threads_for(self, entry: TraceEntry) -> Threads:
+        return self._strangers_threads if self._is_restricted(entry) else self._threads
+
+    def _is_restricted(self, entry: TraceEntry) -> bool:
+        return bool(entry.sandbox_of) and self._limits.sandbox == RESTRICTED
 
     def prepare_sandbox(self) -> bool:
         """Begin to start sandboxes, if blocks of strangers run in them; returns whether there is one now.
@@ -229,7 +238,7 @@ class WorkerTraces:
         # On a thread, because reading a trace runs code of its sender's, and outside of inference mode.
         with self._timed(entry.key):
             context, error = (
-                self._threads.take().start(lambda: TraceContext(entry, self.model, policy)).empty()
+                self._threads_for(entry).take().start(lambda: TraceContext(entry, self.model, policy)).empty()
             )
         if context is not None:
             self._contexts[(entry.key, choice)] = context
@@ -420,8 +429,8 @@ class WorkerTraces:
         if member.context is not None and member.request is not None and not _is_too_much(error):
             saves = member.context.saves(member.entry.index)
             flows = member.context.flows(member.entry.index)
-        if member.entry.plain and error is None:
-            saves, error = checked(saves)
+        if member.entry.plain:
+            saves, error = ({}, error) if error is not None else checked(saves)
         told = None if error is None else self._told(error)
         outcome = outcome_of(member.entry.index, saves, told, choice=member.choice, flows=flows)
         return outcome | {"shapes": {} if member.shapes is None else first_values(member.shapes)}

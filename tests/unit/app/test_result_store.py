@@ -235,3 +235,42 @@ async def test_a_tenants_share_is_its_own_and_the_largest_gives_way(tmp_path: Pa
         assert all(one in store._entries for one in (*small, *another))
         with pytest.raises(ApiError, match="5000 bytes"):
             await store.put({"a": tensor(1400)}, "acme")
+
+
+async def test_what_is_read_counts_until_it_is_closed(tmp_path: Path):
+    clock = Clock()
+    store = ResultStore(tmp_path, ttl_s=60, max_bytes=10_000, share=0.5, clock=clock)
+    async with started(store):
+        ids = [(await store.put({"a": tensor(500)}, "acme")).id for _ in range(2)]
+        readers = [await store.open(result_id, "acme") for result_id in (*ids, ids[1])]
+        used = store.used_bytes
+        # Neither is one of them taken from its reader for a new one, nor is there room for more.
+        with pytest.raises(ApiError) as caught:
+            await store.put({"a": tensor(500)}, "acme")
+        assert caught.value.code == "engine_capture_full"
+        await store.put({"a": tensor(500)}, "rival")
+        await readers[0].close()
+        await store.put({"a": tensor(500)}, "acme")
+        await assert_gone(store, ids[0])
+        # Time takes all, but what is read is still there.
+        clock.now += 61
+        await assert_gone(store, ids[1])
+        assert store.used_bytes == 3 * used // 2
+        for reader in readers[1:]:
+            await reader.close()
+            await reader.close()
+        assert store.used_bytes == used
+
+
+async def test_one_tenant_reads_so_many_at_once(tmp_path: Path):
+    store = ResultStore(tmp_path, ttl_s=60, max_bytes=10_000)
+    async with started(store):
+        ids = {name: (await store.put({"a": tensor(10)}, name)).id for name in ("acme", "rival")}
+        readers = [await store.open(ids["acme"], "acme") for _ in range(64)]
+        with pytest.raises(ApiError) as caught:
+            await store.open(ids["acme"], "acme")
+        assert (caught.value.code, caught.value.status) == ("rate_limit_exceeded", 429)
+        await (await store.open(ids["rival"], "rival")).close()
+        for reader in readers:
+            await reader.close()
+        await (await store.open(ids["acme"], "acme")).close()

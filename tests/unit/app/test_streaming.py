@@ -42,6 +42,26 @@ async def gone() -> Message:
     return {"type": "http.disconnect"}
 
 
+async def test_who_takes_nothing_of_a_download_is_taken_for_gone():
+    async def content() -> AsyncGenerator[bytes, None]:
+        for _ in range(10):
+            yield bytes(1000)
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    closed = []
+
+    async def on_close() -> None:
+        closed.append(True)
+
+    stream = ClosingStream(content(), media_type="text/plain", on_close=on_close, stall_s=0.01)
+    with pytest.raises(ClientDisconnect):
+        await stream({}, never, send)
+    assert closed == [True]
+
+
 async def test_events_end_and_close():
     source = Source("a", "b")
     assert [event async for event in events(await first_event(source), source)] == ["a", "b"]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
-from api_schemas.errors import ErrorCode
+import pytest
+import torch
+
+from api_schemas.errors import ApiError, ErrorCode
 from nnsight_engine.plans.collected import TraceResult
 from nnsight_engine.remote_backend.unread import Unread
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
@@ -24,12 +29,15 @@ class Stream:
         traced = self.traced
         traced.share = self.router.open(traced.key, traced.hear, traced.drop, max_bytes=max_bytes)
 
+    def tell_bytes(self, news: bytes) -> None:
+        self.router._deliver([(self.traced.key, 0, news, "")], 0)
+
     def tell(self, printed: str = "", whole: dict[str, Any] | None = None, **grown: list[Any]) -> None:
         news = encode({"whole": whole or {}, "grown": grown}) if whole or grown else None
         self.router._deliver([(self.traced.key, 0, news, printed)], 0)
 
-    def chunk(self) -> tuple[dict[str, Any], dict[str, Any], str]:
-        collected = self.call.take_part(0, 1)
+    async def chunk(self) -> tuple[dict[str, Any], dict[str, Any], str]:
+        collected = await self.call.take_part(0, 1)
         if collected is None:
             return {}, {}, ""
         (result,) = collected.results
@@ -37,43 +45,43 @@ class Stream:
         return result.saves, result.grown, result.printed
 
 
-def test_prints_and_other_values_come_beside_what_json_has_no_place_for() -> None:
+async def test_prints_and_other_values_come_beside_what_json_has_no_place_for() -> None:
     stream = Stream()
     stream.tell("one\n", {"raw": b"bytes", "rows": [1]})
-    assert stream.chunk() == ({"rows": [1]}, {}, "one\n")
+    assert await stream.chunk() == ({"rows": [1]}, {}, "one\n")
     stream.tell("two\n", {"raw": b"bytes"})
-    assert stream.chunk() == ({}, {}, "two\n")
+    assert await stream.chunk() == ({}, {}, "two\n")
     stream.tell("", rows=[2])
-    assert stream.chunk() == ({}, {"rows": [2]}, "")
-    assert stream.chunk() == ({}, {}, "")
+    assert await stream.chunk() == ({}, {"rows": [2]}, "")
+    assert await stream.chunk() == ({}, {}, "")
 
 
-def test_items_never_follow_ones_that_could_not_be_sent() -> None:
+async def test_items_never_follow_ones_that_could_not_be_sent() -> None:
     stream = Stream()
     stream.tell("", {"rows": [1]})
-    stream.chunk()
+    await stream.chunk()
     stream.tell("", rows=[b"bytes"])
     stream.tell("", rows=[3])
-    stream.chunk()
+    await stream.chunk()
     stream.tell("later", rows=[4])
-    assert stream.chunk() == ({}, {}, "later")
+    assert await stream.chunk() == ({}, {}, "later")
     stream.tell("", {"rows": [5]})
     stream.tell("", rows=[6])
-    assert stream.chunk() == ({"rows": [5, 6]}, {}, "")
+    assert await stream.chunk() == ({"rows": [5, 6]}, {}, "")
 
 
-def test_after_too_much_waited_only_whole_values_come() -> None:
+async def test_after_too_much_waited_only_whole_values_come() -> None:
     stream = Stream(max_bytes=2000)
     stream.tell("", {"rows": [1], "other": [1]})
-    stream.chunk()
+    await stream.chunk()
     stream.tell("first ", rows=["x" * 1700])
     stream.tell("second", rows=["x" * 1700])
     stream.tell("", rows=[4], other=[4])
     stream.tell("", {"other": [1, 2]})
     stream.tell("", rows=[5], other=[5])
-    assert stream.chunk() == ({"other": [1, 2, 5]}, {}, "first second")
+    assert await stream.chunk() == ({"other": [1, 2, 5]}, {}, "first second")
     stream.tell("", rows=[6], other=[6])
-    assert stream.chunk() == ({}, {"other": [6]}, "")
+    assert await stream.chunk() == ({}, {"other": [6]}, "")
     stream.router.close(stream.traced.key)
     assert stream.router._unread.num_bytes == 0
 
@@ -89,3 +97,61 @@ def test_a_block_for_which_there_was_no_process_may_be_sent_again() -> None:
 def test_clients_do_not_choose_the_names_by_which_requests_are_ended() -> None:
     call = TraceCall(b"", name="t", param="p", filename="f", streams=False, max_requests=2)
     assert len({"cmpl-7-0", call.begin("cmpl-7-0", 1).request_id, call.begin("cmpl-7-0", 1).request_id}) == 3
+
+
+async def test_large_news_are_read_beside_what_is_told_meanwhile() -> None:
+    stream = Stream(max_bytes=2**24)
+    stream.tell("", {"rows": [torch.zeros(2**20)]})
+    reading = asyncio.create_task(stream.chunk())
+    await asyncio.sleep(0)
+    stream.tell("", rows=[2])
+    saves, grown, _ = await reading
+    assert (len(saves["rows"]), grown) == (1, {})
+    assert await stream.chunk() == ({}, {"rows": [2]}, "")
+    assert stream.router._unread.num_bytes == 0
+
+
+HOSTILE = {
+    "compressed": encode({"whole": {"a": torch.zeros(2**22)}, "grown": {}}, compress=True),
+    "nothing": b"",
+    "noise": b"NNSW" + bytes(range(200)),
+    "a list": encode([1, 2]),
+    "no dicts": encode({"whole": [1], "grown": 7}),
+    "names that are none": encode({"whole": {("a", 1): 1}, "grown": {}}),
+    "items that are none": encode({"whole": {"a": 1}, "grown": {"a": [1]}}),
+    "more objects than a block saves": encode(
+        {"whole": {"a": [float(n) for n in range(1_000_001)]}, "grown": {}}
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+async def test_news_that_cannot_be_read_fail_their_own_request(case: str) -> None:
+    stream, other = Stream(max_bytes=2**26), Stream()
+    stream.tell_bytes(HOSTILE[case])
+    other.tell("", {"a": 1})
+    with pytest.raises(ApiError) as caught:
+        await stream.chunk()
+    assert (caught.value.code, caught.value.status, caught.value.param) == ("trace_failed", 400, "p")
+    assert stream.router._unread.num_bytes == 0
+    assert await other.chunk() == ({"a": 1}, {}, "")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *HOSTILE.values(),
+        encode({"blocks": [{"error": None, "choice": 0, "saves": {1: 1}}]}),
+        encode({"blocks": [{"error": None, "choice": 9, "saves": {}}]}),
+        encode({"blocks": [{"error": 5, "choice": 0, "saves": {}}]}),
+        encode({"blocks": [{"error": None, "choice": 0, "saves": {"a": 1}}]}, compress=True),
+    ],
+)
+async def test_results_that_cannot_be_read_fail_their_own_request(data: bytes) -> None:
+    output: Any = SimpleNamespace(outputs=[], prompt="", prompt_token_ids=[])
+    with pytest.raises(ApiError) as caught:
+        Stream().traced.finish(data, "", output)
+    assert (caught.value.code, caught.value.status) == ("trace_failed", 400)
+    traced = Stream().traced
+    traced.finish(encode({"blocks": [{"error": None, "choice": 0, "saves": {"a": 1}}]}), "", output)
+    assert traced.choices[0].saves == {"a": 1}

@@ -89,6 +89,7 @@ class Cell:
         order: Which of all requests its first one is.
         tenant: Whose code runs in it.
         budget_s: Seconds that its blocks may compute within one step, all together.
+        trace_s: Seconds that they may in all steps.
 
     Attributes:
         entries: Its requests.
@@ -108,6 +109,7 @@ class Cell:
         order: int,
         tenant: str,
         budget_s: float,
+        trace_s: float,
     ) -> None:
         """Stand for a process in which nothing has run yet."""
         self.board = board
@@ -124,6 +126,7 @@ class Cell:
         self._served = opened.served
         self._places = opened.places
         self._budget_s = budget_s
+        self._trace_s = trace_s
         self._left_s = 0.0
         self._max_bytes = opened.max_bytes
         self._deadline = 0.0
@@ -257,7 +260,7 @@ class Cell:
 
     def refill(self) -> None:
         """Let the blocks compute for as long as one step allows, all of them together: a step begins."""
-        self._left_s = self._budget_s + _GRACE_S
+        self._left_s = min(self._budget_s + _GRACE_S, self._trace_s)
 
     def take_spent(self) -> float:
         """Return the seconds that the trace took since last asked: the worker's, or the process's own."""
@@ -296,7 +299,8 @@ class Cell:
         try:
             return act()
         except TimeoutError:
-            self._give_up(SandboxEndedError.late(self._budget_s))
+            is_long = self._trace_s <= time.monotonic() - started
+            self._give_up(SandboxEndedError.long() if is_long else SandboxEndedError.late(self._budget_s))
         except SandboxEndedError as error:
             self._give_up(error)
         except OSError:
@@ -308,6 +312,7 @@ class Cell:
         finally:
             spent_s = time.monotonic() - started
             self._left_s -= spent_s
+            self._trace_s -= spent_s
             self.spent_s += spent_s
         return None
 

@@ -89,9 +89,8 @@ class Cells:
             if self._open is None:
                 raise SandboxUnavailableError("no sandbox has been started: send the request again")
             sandbox = self._parked.take(entry.sandbox_of) or self._open.server.take()
-            cell = Cell(
-                self._board, sandbox, self._open, order, entry.sandbox_of, self._limits.sandbox_step_s
-            )
+            step_s, trace_s = self._limits.sandbox_step_s, self._limits.sandbox_cpu_s
+            cell = Cell(self._board, sandbox, self._open, order, entry.sandbox_of, step_s, trace_s)
             self._by_key[entry.key] = cell
         self._by_request[request_id] = cell
         cell.begin([(request_id, msgspec.structs.replace(entry, sandbox_of=""))])

@@ -182,3 +182,23 @@ def test_a_network_of_ones_own_is_one_place_and_memory_has_an_end():
     for count in range(30_000):
         guesses.take(f"10.{count // 65536}.{count // 256 % 256}.{count % 256}")
     assert len(guesses._left) <= 10_000
+
+
+@pytest.mark.both_databases
+async def test_jobs_go_on_for_any_successor_that_works(bench: Bench):
+    async def holder() -> str | None:
+        principal = await bench.keys.holder(first.id)
+        return None if principal is None else principal.key_id
+
+    first = await bench.keys.create(NEW)
+    second, third = [await bench.keys.rotate(first.id, 60) for _ in range(2)]
+    assert await holder() == first.id
+    newest = await bench.keys.rotate(first.id, 0)
+    fourth = await bench.keys.rotate(third.id, 0)
+    assert await holder() == newest.id
+    await bench.keys.revoke(newest.id)
+    assert await holder() == fourth.id
+    await bench.keys.revoke(fourth.id)
+    assert await holder() == second.id
+    await bench.keys.revoke(second.id)
+    assert await holder() is None

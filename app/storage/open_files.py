@@ -1,0 +1,124 @@
+"""Stored files that are being read: a file that is removed stays on disk until its last reader is done.
+
+So its bytes stay counted until then, and one tenant reads so many at once: whoever opens files and reads
+nothing has no more of the disk than who keeps them. Stores ask here before they open a file or count it gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+from collections.abc import AsyncGenerator, Callable
+from typing import BinaryIO, Final
+
+from api_schemas.errors import ApiError, ErrorCode
+from app.storage.kept import Holder
+
+_CHUNK_BYTES: Final = 1024 * 1024
+_MAX_READERS: Final = 64
+Key = tuple[str, int]
+"""A store's name of a file: an id, and which of its files."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Reading:
+    """One reader of a file.
+
+    Attributes:
+        key: The store's name of the file.
+        holder: Whose it is.
+        num_bytes: Its size.
+        close: Ends it; harmless when repeated.
+    """
+
+    key: Key
+    holder: Holder
+    num_bytes: int
+    close: Callable[[], None]
+
+
+class OpenFiles:
+    """The files of one store that are being read."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._readers: dict[Key, list[Reading]] = {}
+        self._of_tenant: collections.Counter[str] = collections.Counter()
+        self._then: dict[Key, list[Callable[[], None]]] = {}
+
+    def begin(self, key: Key, holder: Holder, num_bytes: int) -> Reading:
+        """Count a reader, before its file is opened.
+
+        Raises:
+            ApiError: ``rate_limit_exceeded``: the tenant reads too many.
+        """
+        tenant = holder.tenant
+        if tenant and self._of_tenant[tenant] >= _MAX_READERS:
+            raise ApiError(
+                ErrorCode.RATE_LIMITED,
+                f"{_MAX_READERS} downloads of the tenant {tenant!r} are under way, and no more may be; "
+                "end some, or wait until they have.",
+            )
+        reading = Reading(key, holder, num_bytes, lambda: self._end(reading))
+        self._of_tenant[tenant] += 1
+        self._readers.setdefault(key, []).append(reading)
+        return reading
+
+    def is_open(self, key: Key) -> bool:
+        """Tell whether a file is being read."""
+        return key in self._readers
+
+    def all(self) -> list[Reading]:
+        """Return one reader of each file."""
+        return [readers[0] for readers in self._readers.values()]
+
+    def when_closed(self, key: Key, then: Callable[[], None]) -> None:
+        """Call something when nobody reads a file any more, now if nobody does."""
+        if self.is_open(key):
+            self._then.setdefault(key, []).append(then)
+        else:
+            then()
+
+    def _end(self, reading: Reading) -> None:
+        readers = self._readers.get(reading.key, [])
+        if reading not in readers:
+            return
+        readers.remove(reading)
+        self._of_tenant[reading.holder.tenant] -= 1
+        if not self._of_tenant[reading.holder.tenant]:
+            del self._of_tenant[reading.holder.tenant]
+        if not readers:
+            del self._readers[reading.key]
+            for then in self._then.pop(reading.key, []):
+                then()
+
+
+class OpenResult:
+    """A stored file open for reading; once open it is read to its end, whatever becomes of it meanwhile."""
+
+    def __init__(self, file: BinaryIO, reading: Reading) -> None:
+        """Take over both; ``close`` or the end of ``chunks`` releases them."""
+        self._file = file
+        self._reading = reading
+        self.num_bytes = reading.num_bytes
+
+    async def chunks(self, start: int = 0, stop: int | None = None) -> AsyncGenerator[bytes, None]:
+        """Yield the bytes from ``start`` to ``stop``, and close the file at the end or when left early."""
+        rest = (self.num_bytes if stop is None else stop) - start
+        try:
+            self._file.seek(start)
+            while rest > 0 and (chunk := await asyncio.to_thread(self._file.read, min(rest, _CHUNK_BYTES))):
+                rest -= len(chunk)
+                yield chunk
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """Release the file; harmless when repeated."""
+        # Closing a file opened for reading only has nothing to flush, so it needs no thread.
+        self._file.close()
+        self._reading.close()
+
+
+__all__ = ["OpenFiles", "OpenResult", "Reading"]

@@ -1,0 +1,123 @@
+"""Every attempt of the security corpus, sent to a real server by a sandboxed key while others generate."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server import Server
+from tests.e2e.test_keys import made
+from tests.e2e.test_sandbox import BLOCKS, Sandboxed
+from tests.security.attempts import Attempt, every_attempt
+
+pytestmark = pytest.mark.e2e
+
+_AT_ONCE = 6
+_SECRET = "NNSIGHT_ENGINE_TEST_SECRET"
+
+
+class Target:
+    """A server, and what nobody is to touch."""
+
+    def __init__(self, server: Sandboxed, listener: socket.socket, secret: str) -> None:
+        self.server, self.secret = server, secret
+        self._listener = listener
+        self._text = server.canary.read_text()
+        self._begin = (
+            f"x = torch.arange(12.0).reshape(3, 4)\ncanary = {str(server.canary)!r}\n"
+            f"port = {listener.getsockname()[1]}\n"
+        )
+        self._end = "\nreport = save(str(got))"
+
+    def attempt(self, attempt: Attempt) -> str:
+        """Return why an attempt is not held off; nothing if it is."""
+        answer = self.server.complete(self._begin + attempt.code + self._end)
+        if answer.status_code >= 500:
+            return f"{attempt.name}: {answer.status_code} {answer.text}"
+        if self.secret in answer.text or self._text in answer.text:
+            return f"{attempt.name} was told a secret"
+        return ""
+
+    def assert_untouched(self) -> None:
+        assert self.server.canary.read_text() == self._text
+        assert sorted(self.server.canary.parent.iterdir()) == [self.server.canary]
+        with pytest.raises(BlockingIOError):
+            self._listener.accept()
+
+    def tokens(self) -> str:
+        """Return what a plain request generates."""
+        answer = self.server.complete(None, max_tokens=8)
+        assert answer.status_code == 200, answer.text
+        text: str = answer.json()["choices"][0]["text"]
+        return text
+
+
+@contextmanager
+def target(folder: Path, sandbox: str) -> Iterator[Target]:
+    canary = folder / "canary"
+    canary.mkdir()
+    (canary / "file").write_text(secrets.token_hex())
+    secret = secrets.token_hex()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(folder / "data"))
+        stranger = made(patch, "stranger", "--tier", "sandboxed")
+        trusted = made(patch, "friend")
+    environment = {"NNSIGHT_ENGINE_DATA_DIR": str(folder / "data"), _SECRET: secret}
+    arguments = ["--max-model-len", "256", "--sandbox", sandbox]
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        Server(arguments=arguments, environment=environment) as server,
+    ):
+        listener.setblocking(False)
+        yield Target(Sandboxed(server.base_url, stranger, trusted, canary / "file"), listener, secret)
+
+
+def test_the_whole_corpus_gets_nowhere_and_nobody_notices(tmp_path: Path) -> None:
+    with target(tmp_path, "process") as here:
+        expected, found = here.tokens(), set[str]()
+        is_over = threading.Event()
+
+        def beside() -> None:
+            while not is_over.is_set():
+                found.add(here.tokens())
+
+        neighbour = threading.Thread(target=beside)
+        neighbour.start()
+        try:
+            with ThreadPoolExecutor(_AT_ONCE) as pool:
+                escaped = [why for why in pool.map(here.attempt, every_attempt()) if why]
+        finally:
+            is_over.set()
+            neighbour.join()
+        assert escaped == []
+        assert found == {expected}
+        here.assert_untouched()
+        assert here.server.saves(BLOCKS["read"]) == here.server.saves(BLOCKS["read"], here.server.trusted)
+
+
+def test_the_restricted_compile_alone_on_a_server(tmp_path: Path) -> None:
+    with target(tmp_path, "restricted") as here:
+        expected = here.tokens()
+        # The others are of torch's and Python's own objects, and need no server to be refused.
+        attempts = [one for one in every_attempt() if one.name.startswith(("engine-", "escapes-"))]
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            escaped = [why for why in pool.map(here.attempt, attempts) if why]
+        assert escaped == []
+        assert here.tokens() == expected
+        here.assert_untouched()
+        assert "longer than" in here.server.refusal(
+            "total = 0\nfor a in range(10**6):\n    total += sum(range(999))"
+        )
+        for name in ("read", "edit", "lens", "steps"):
+            one, other = (
+                here.server.saves(BLOCKS[name], key, max_tokens=4 if name == "steps" else 1)
+                for key in (here.server.stranger, here.server.trusted)
+            )
+            assert one == other
