@@ -207,7 +207,7 @@ async def test_a_tenant_that_trains_much_keeps_no_other_waiting_long(
         await asyncio.sleep(0.02)
         asked.append(asyncio.create_task(one("rival", theirs)))
         assert sorted(await asyncio.gather(*asked)) == [201] * 5 + [429] * 2
-        assert ended[1] == "rival"
+        assert ended.index("rival") <= 2  # behind the one that runs and one whose turn it was
 
 
 async def test_scopes_and_tenants(tenants: Tenants, error_of: ErrorCheck) -> None:
