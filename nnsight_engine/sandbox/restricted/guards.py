@@ -236,7 +236,7 @@ class Guards(Attributes):
 
     def _is_function(self, function: types.FunctionType) -> bool:
         """Tell whether a function is the code's own, or one that was given to it."""
-        is_own = function.__builtins__ is self.builtins  # type: ignore[attr-defined] # functions have them
+        is_own = getattr(function, "__builtins__", None) is self.builtins
         return is_own or _is_for_code(function.__globals__.get("__name__"))
 
     def _is_method(self, function: types.MethodType) -> bool:
