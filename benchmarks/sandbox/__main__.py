@@ -40,6 +40,8 @@ _WARM: Final = 20
 _TENANT: Final = "stranger"
 _PLAIN: Final = {"prompt": "I think dogs are", "max_tokens": 32, "temperature": 0, "ignore_eos": True}
 _NUM_PLAIN: Final = 4
+_TURNS: Final = (True, False, False, True)
+"""So that a machine that becomes slower, or faster, does so for both."""
 _PAUSE_S: Final = 0.25
 """Between traces beside the batch: as many of either kind, however long each takes."""
 
@@ -62,9 +64,11 @@ class Sides:
         """Run one repetition."""
         half = self._count // 2
         found: dict[bool, list[float]] = {True: [], False: []}
-        for is_sandboxed in (True, False, False, True):
+        batches = {True: 0.0, False: 0.0}
+        for is_sandboxed in _TURNS:
             found[is_sandboxed] += self._server.wait(self._traces(half, is_sandboxed=is_sandboxed))
-        batches = {kind: self._server.wait(self._batch(is_sandboxed=kind)) for kind in (True, False)}
+        for is_sandboxed in _TURNS:
+            batches[is_sandboxed] += self._server.wait(self._batch(is_sandboxed=is_sandboxed)) / 2
         return {
             "sandboxed": statistics.median(found[True]),
             "trusted": statistics.median(found[False]),
@@ -135,7 +139,7 @@ def main() -> int:
 _METHOD: Final = """\
 SmolLM2-135M-Instruct in bf16, eager. Of each repetition the medians of 30 traces of either kind count, by
 turns, from the message to the bytes of the result, in the server's process. Beside the traces of one kind,
-one every quarter of a second, 4 plain requests of 32 tokens each; 1.031 is 0.97 of the speed.
+one every quarter of a second, 4 plain requests of 32 tokens each, twice by turns; 1.031 is 0.97 of the speed.
 Figures are medians over {repeats} repetitions. Made by `python -m benchmarks.sandbox --repeats {repeats}`."""
 
 
