@@ -9,13 +9,37 @@ that they were compiled with as their file's name, those within them too, and wh
 from __future__ import annotations
 
 import ast
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import overload
 
-_BLANK = "\n"
+
+class Lines(Sequence[str]):
+    """Lines by number from 0, each of which can be made when it is asked for."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def at(self, index: int) -> str:
+        """Return one of them."""
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        """Return a line, or those of a slice."""
+        found = range(len(self))[index]
+        return self.at(found) if isinstance(found, int) else list(map(self.at, found))
+
+    def __iter__(self) -> Iterator[str]:
+        """Go through all lines."""
+        return map(self.at, range(len(self)))
 
 
-class LinesFrom(Sequence[str]):
+class LinesFrom(Lines):
     """A text's lines at their numbers in a file, after empty ones that take no room.
 
     Attributes:
@@ -34,26 +58,9 @@ class LinesFrom(Sequence[str]):
         """Return the number of the last line."""
         return self._before + len(self._lines)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        """Return a line, or those of a slice, by number from 0."""
-        if isinstance(index, slice):
-            return [self._at(one) for one in range(len(self))[index]]
-        return self._at(range(len(self))[index])
-
-    def __iter__(self) -> Iterator[str]:
-        """Go through all lines."""
-        for _ in range(self._before):
-            yield _BLANK
-        yield from self._lines
-
-    def _at(self, index: int) -> str:
-        return self._lines[index - self._before] if index >= self._before else _BLANK
+    def at(self, index: int) -> str:
+        """Return a line."""
+        return self._lines[index - self._before] if index >= self._before else "\n"
 
 
 class SentFile(str):

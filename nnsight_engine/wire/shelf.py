@@ -12,8 +12,8 @@ import collections
 import linecache
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from typing import overload
+
+from nnsight_engine.tracing.sent_files import Lines
 
 _MAX_FILES = 256
 _MAX_CHARACTERS = 2**23
@@ -57,7 +57,7 @@ class Shelf:
             self._num_characters -= dropped.num_characters
 
 
-class _Pieces(Sequence[str]):
+class _Pieces(Lines):
     """Lines of one file; those that did not come are empty, and take no room."""
 
     def __init__(self, num_characters: int) -> None:
@@ -84,19 +84,8 @@ class _Pieces(Sequence[str]):
     def __len__(self) -> int:
         return self._last
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self._lines.get(one + 1, "\n") for one in range(self._last)[index]]
-        return self._lines.get(range(self._last)[index] + 1, "\n")
-
-    def __iter__(self) -> Iterator[str]:
-        return (self._lines.get(number, "\n") for number in range(1, self._last + 1))
+    def at(self, index: int) -> str:
+        return self._lines.get(index + 1, "\n")
 
 
 SHELF = Shelf()
