@@ -185,12 +185,11 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         """
         restraint.check_call(sys._getframe(1))
         interleaver = self._interleaver
-        if interleaver.current is None:
-            interleaver.called_directly(str(self.path))
-            return self._with_edits(lambda: self._module(*args, **kwargs))
-        if not hook:
+        if interleaver.current is not None and not hook:
             return interleaver.applied(str(self.path), self._apply_apart, args, kwargs)
         interleaver.called_directly(str(self.path))
+        if interleaver.current is None:
+            return self._with_edits(lambda: self._module(*args, **kwargs))
         interleaver.listener = get_ident()
         try:
             return self._module(*args, **kwargs)

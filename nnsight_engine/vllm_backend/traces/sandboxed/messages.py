@@ -42,6 +42,7 @@ _DTYPES: Final = {
         torch.float8_e5m2,
     )
 }
+_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class Slot(msgspec.Struct, frozen=True, tag=True):
@@ -233,8 +234,8 @@ def slot_of(tensor: torch.Tensor, number: int = 0) -> tuple[Slot, memoryview]:
     Raises:
         TypeError: It is of a type that does not cross.
     """
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name not in _DTYPES or tensor.layout is not torch.strided:
+    name = _NAMES.get(tensor.dtype)
+    if name is None or tensor.layout is not torch.strided:
         raise TypeError(f"a tensor of {tensor.dtype} ({tensor.layout}) does not leave the sandbox")
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return Slot(name, list(tensor.shape), number), flat.numpy().data
@@ -253,11 +254,7 @@ def slots_of(value: Any) -> tuple[list[Slot], bool, list[bytes | memoryview]] | 
 
 
 def _is_simple(value: Any) -> bool:
-    return (
-        type(value) is torch.Tensor
-        and value.layout is torch.strided
-        and str(value.dtype).removeprefix("torch.") in _DTYPES
-    )
+    return type(value) is torch.Tensor and value.layout is torch.strided and value.dtype in _NAMES
 
 
 class Tensors:
