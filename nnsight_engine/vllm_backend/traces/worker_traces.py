@@ -8,7 +8,6 @@ trace has saved with ``collect``, once its requests have ended.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import time
 from collections import defaultdict
@@ -20,26 +19,25 @@ import msgspec
 import torch
 
 from nnsight_engine.interleaving.threads import Threads
-from nnsight_engine.remote_backend.received import failure_of, outcome_of, outcome_pieces
+from nnsight_engine.remote_backend.received import failure_of
 from nnsight_engine.vllm_backend.compat import PROCESS, RESTRICTED
 from nnsight_engine.vllm_backend.outline import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.traces.board import Board
+from nnsight_engine.vllm_backend.traces.closing import Closing, Member, is_too_much
 from nnsight_engine.vllm_backend.traces.context import TraceContext
 from nnsight_engine.vllm_backend.traces.edits import KeptEdits
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
-from nnsight_engine.vllm_backend.traces.errors import TraceBytesError
 from nnsight_engine.vllm_backend.traces.holdings import Holdings
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES
 from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
-from nnsight_engine.vllm_backend.traces.results import Result, checked, home_reference
 from nnsight_engine.vllm_backend.traces.sandboxed.cells import Cells
 from nnsight_engine.vllm_backend.traces.sandboxed.outside import open_cells
-from nnsight_engine.vllm_backend.traces.scans import first_values, scanned
+from nnsight_engine.vllm_backend.traces.scans import scanned
 from nnsight_engine.vllm_backend.traces.strangers import strangers_policy
 from nnsight_engine.vllm_backend.traces.telling import Parcel, Telling
-from nnsight_engine.wire import TRUSTED, Policy, encode, encode_error
+from nnsight_engine.wire import TRUSTED, Policy, encode
 from nnsight_engine.wire.message import Piece
 
 if TYPE_CHECKING:
@@ -49,27 +47,11 @@ if TYPE_CHECKING:
 
     from nnsight_engine.vllm_backend.compat import EngineLimits
     from nnsight_engine.vllm_backend.families import ModelPoints
-    from nnsight_engine.vllm_backend.traces.caches import RequestCache
 
 logger = logging.getLogger(__name__)
 
 _MAX_UNCOLLECTED: Final = 1024
 """Traces that have ended and wait to be collected; the oldest beyond are dropped."""
-
-_BYTES_WRITTEN_A_SECOND: Final = 100e6
-"""How fast results are written at the least, beside the time that a block has."""
-
-
-@dataclasses.dataclass(slots=True)
-class _Member:
-    """A request of a trace."""
-
-    request: TracedRequest | None
-    context: TraceContext | None
-    entry: TraceEntry
-    choice: int
-    error: BaseException | None = None
-    shapes: RequestCache | None = None
 
 
 class WorkerTraces:
@@ -98,8 +80,9 @@ class WorkerTraces:
         self.edits = KeptEdits(limits.max_edits, limits.max_edit_bytes)
         self._threads = Threads(limits.trace_step_s)
         self._strangers_threads = Threads(limits.sandbox_step_s)
+        self._closing = Closing(self._threads)
         self._max_bytes = limits.max_trace_bytes
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, Member] = {}
         self._contexts: dict[tuple[str, int], TraceContext] = {}
         self._by_key: dict[str, list[str]] = {}
         self._active: list[TracedRequest] = []
@@ -156,7 +139,7 @@ class WorkerTraces:
             logger.exception("a request brought something that is no trace")
             self._ended.append(request_id)
             return
-        member = _Member(None, None, entry, 0)
+        member = Member(None, None, entry, 0)
         self._members[request_id] = member
         self._by_key.setdefault(entry.key, []).append(request_id)
         try:
@@ -276,7 +259,7 @@ class WorkerTraces:
         try:
             act()
         except Exception as error:  # noqa: BLE001 - whatever a client's code does
-            return self._told(error)
+            return self._closing.told(error)
         return None
 
     def remove_edit(self, name: str) -> None:
@@ -387,19 +370,19 @@ class WorkerTraces:
             pieces, spent_s = self._cells.collect(key, results, index)
             self._spent_s[key] += spent_s
             outside = next((member.error for member in members if member.error is not None), None)
-            return pieces if outside is None else [self._failed(members, outside)]
+            return pieces if outside is None else [self._closing.failed(members, outside)]
         for request_id in request_ids:
             self._live.pop(request_id, None)
         in_order = sorted(members, key=lambda one: (one.entry.index, one.choice))
-        blocks = [self._closed(member, results) for member in in_order]
+        blocks = [self._closing.closed(member, results) for member in in_order]
         for request_id in request_ids:
             self.telling.close(request_id, key)
         if any(member.entry.prints for member in members):  # somebody asks for both
             self.telling.fail(key, failure_of(blocks))
         contexts = [context for name, context in self._contexts.items() if name[0] == key]
         # Containers of all blocks, which whoever has saved too much has filled.
-        is_too_much = any(one.request is not None and _is_too_much(one.request.error) for one in members)
-        before = contexts[0].saved_before if contexts and not is_too_much else None
+        too_much = any(one.request is not None and is_too_much(one.request.error) for one in members)
+        before = contexts[0].saved_before if contexts and not too_much else None
         if index is None:
             for name in [name for name in self._contexts if name[0] == key]:
                 del self._contexts[name]
@@ -408,59 +391,7 @@ class WorkerTraces:
         num_bytes = sum(request.holdings.result_bytes for request in requests)
         compress = any(member.entry.compresses for member in members)
         with self._timed(key):
-            return self._encoded({"blocks": blocks, "before": before}, num_bytes, compress=compress)
-
-    def _failed(self, members: Sequence[_Member], error: BaseException) -> bytes:
-        """Tell of a trace one of whose requests never came into the process that the others are in."""
-        blocks = [
-            outcome_of(one.entry.index, {}, self._told(one.error or error), choice=one.choice)
-            for one in members
-        ]
-        return encode({"blocks": blocks, "before": None})
-
-    def _closed(self, member: _Member, results: Mapping[str, Any]) -> dict[str, Any]:
-        """End a block, and return what came of it."""
-        error = member.error
-        if member.request is not None:
-            member.request.close(Result(results.get(f"{member.entry.index}/{member.choice}")))
-            error = member.request.error
-        saves: dict[str, Any] = {}
-        flows: dict[str, Any] = {}
-        if member.context is not None and member.request is not None and not _is_too_much(error):
-            saves = member.context.saves(member.entry.index)
-            flows = member.context.flows(member.entry.index)
-        if member.entry.plain:
-            saves, error = ({}, error) if error is not None else checked(saves)
-        told = None if error is None else self._told(error)
-        outcome = outcome_of(member.entry.index, saves, told, choice=member.choice, flows=flows)
-        return outcome | {"shapes": {} if member.shapes is None else first_values(member.shapes)}
-
-    def _encoded(self, message: dict[str, Any], num_bytes: int, *, compress: bool) -> list[Piece]:
-        """Return a trace's results as pieces of a message.
-
-        On a thread of blocks: writing them runs code of the objects saved.
-        """
-        stack = self._threads.take()
-        stack.left_s += num_bytes / _BYTES_WRITTEN_A_SECOND
-        pieces: list[Piece] | None
-        pieces, error = stack.start(
-            lambda: outcome_pieces(message, home_reference, compress=compress)
-        ).empty()
-        if pieces is not None:
-            return pieces
-        for block in message["blocks"]:
-            block["saves"] = block["flows"] = {}
-            block["error"] = block["error"] or self._told(error)
-        return [encode({**message, "before": None})]
-
-    def _told(self, error: BaseException) -> dict[str, Any]:
-        """Return an error as data; telling runs code of its class, so on a thread."""
-        try:
-            told: dict[str, Any] = self._threads.run(lambda: encode_error(error))
-        except BaseException as failed:  # noqa: BLE001 - whatever that code does
-            name, why = type(error).__name__, type(failed).__name__
-            return encode_error(RuntimeError(f"the block raised {name}, which cannot be told: {why}"))
-        return told
+            return self._closing.encoded({"blocks": blocks, "before": before}, num_bytes, compress=compress)
 
     def drop(self, key: str) -> float | None:
         """Close what is left of a trace, which nobody will collect; returns ``last_spent_s``."""
@@ -485,7 +416,3 @@ class WorkerTraces:
                 self.drop(key)
                 if len(self._by_key) <= _MAX_UNCOLLECTED:
                     return
-
-
-def _is_too_much(error: BaseException | None) -> bool:
-    return isinstance(error, TraceBytesError)
