@@ -7,6 +7,7 @@ on the instance for the step, and put back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
@@ -36,9 +37,12 @@ class AttentionHook:
         module: vLLM's ``Attention`` of the layer.
         plan: The step's plan.
         site: The pattern.
+        is_models_own: Whether a call that is being made is the model's.
     """
 
-    def __init__(self, module: nn.Module, plan: StepPlan, site: Site) -> None:
+    def __init__(
+        self, module: nn.Module, plan: StepPlan, site: Site, is_models_own: Callable[[], bool]
+    ) -> None:
         """Replace the instance's ``forward``."""
         attention = cast("AttentionModule", module)
         self._attention = attention
@@ -48,6 +52,8 @@ class AttentionHook:
         def attend(
             query: torch.Tensor, key: torch.Tensor | None, value: Any, *args: Any, **kwargs: Any
         ) -> Any:
+            if not is_models_own():
+                return forward(query, key, value, *args, **kwargs)
             with plan.containing(site):
                 queries = query.reshape(-1, attention.num_heads, attention.head_size)
                 keys = None if key is None else key.reshape(-1, attention.num_kv_heads, attention.head_size)

@@ -8,7 +8,7 @@ step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,22 +23,30 @@ from nnsight_engine.vllm_backend.families import ModelPoints
 
 
 @contextlib.contextmanager
-def hooked(points: ModelPoints, plan: StepPlan) -> Iterator[None]:
-    """Serve the plan's hook sites during one forward pass."""
+def hooked(points: ModelPoints, plan: StepPlan, is_models_own: Callable[[], bool]) -> Iterator[None]:
+    """Serve the plan's hook sites during one forward pass.
+
+    Args:
+        points: The model's.
+        plan: The step's.
+        is_models_own: Whether a call that is being made is the model's: all others pass.
+    """
     handles: list[RemovableHandle | AttentionHook] = []
     try:
         for site in plan.hook_sites():
             with plan.containing(site):
-                handles.append(_register(points, plan, site))
+                handles.append(_register(points, plan, site, is_models_own))
         yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _register(points: ModelPoints, plan: StepPlan, site: Site) -> RemovableHandle | AttentionHook:
+def _register(
+    points: ModelPoints, plan: StepPlan, site: Site, is_models_own: Callable[[], bool]
+) -> RemovableHandle | AttentionHook:
     if site.leaf == PATTERN_LEAF:
-        return AttentionHook(points.attention(site.layer), plan, site)
+        return AttentionHook(points.attention(site.layer), plan, site, is_models_own)
     module, spec = points.locate(site.leaf, site.layer)
     writes = plan.writes_at(site)
 
@@ -56,14 +64,17 @@ def _register(points: ModelPoints, plan: StepPlan, site: Site) -> RemovableHandl
 
     def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         changed = None
+        if not is_models_own():
+            return None
         with plan.containing(site):
             value = serve(args)
             changed = (value, *args[1:]) if writes else None
         return changed  # noqa: RET504 - None where the block was left by an exception
 
     def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        with plan.containing(site):
-            serve(output)
+        if is_models_own():
+            with plan.containing(site):
+                serve(output)
 
     if spec.side == "input":
         return module.register_forward_pre_hook(before)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 
 from nnsight_engine.core.model_spec import ModelSpec
@@ -22,10 +24,11 @@ from nnsight_engine.plans.step_plan import StepPlan
 from nnsight_engine.vllm_backend.compat import EngineLimits, attach_results, brings, describe_model
 from nnsight_engine.vllm_backend.families import resolve_points
 from nnsight_engine.vllm_backend.hooks import hooked
-from nnsight_engine.vllm_backend.taps import CONTEXT_KEY, install_taps
+from nnsight_engine.vllm_backend.taps import CONTEXT_KEY, TapStep, install_taps
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 from nnsight_engine.vllm_backend.traces.placement import traces_of_worker
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
+from nnsight_engine.vllm_backend.traces.route import UntappedError
 from nnsight_engine.vllm_backend.traces.stages.links import own_stage
 from nnsight_engine.vllm_backend.traces.stages.offering import StageTraces
 from nnsight_engine.vllm_backend.traces.stages.serving import ServingTraces
@@ -126,23 +129,51 @@ class InterventionRunnerMixin:
         traced = not self.traces.idle and self._begin_traced_step(input_ids, kwargs)
         if plan is None and not traced:
             return super()._model_forward(input_ids, *args, **kwargs)  # type: ignore[misc]
+        forward = functools.partial(super()._model_forward, input_ids, *args, **kwargs)  # type: ignore[misc]
         context = get_forward_context()
+        step = TapStep(plan, self.traces.board if traced else None)
+        context.additional_kwargs[CONTEXT_KEY] = step
         with contextlib.ExitStack() as stack:
-            if traced:
+            if plan is not None and plan.hook_sites():
                 context.skip_compiled = True
-                stack.enter_context(self.traces.running())
-            if plan is not None:
-                context.additional_kwargs[CONTEXT_KEY] = plan
-                if plan.hook_sites():
-                    context.skip_compiled = True
-                    stack.enter_context(hooked(self.interventions.points, plan))
-                    for span in plan.spans.values():
-                        span.request.tier = "eager"
-            hidden = super()._model_forward(input_ids, *args, **kwargs)  # type: ignore[misc]
+                stack.enter_context(hooked(self.interventions.points, plan, step.is_models_own))
+                for span in plan.spans.values():
+                    span.request.tier = "eager"
+            hidden = forward() if not traced else self._traced_forward(forward, input_ids, context)
         if plan is not None:
             self.interventions.on_hidden(plan, hidden)
             self._step = Step(plan, hidden, self._sample_rows() if len(plan.logits_rows) else None)
         return hidden
+
+    def _traced_forward(self, forward: Callable[[], Any], input_ids: Any, context: Any) -> Any:
+        """Run the model with blocks; uncompiled once more if they turn out to want more than taps have."""
+        traces = self.traces
+        # Embeddings instead of tokens are changed in place, so that nothing can be run on them twice.
+        if isinstance(traces, WorkerTraces) and traces.by_taps and input_ids is not None:
+            try:
+                with traces.tapped():
+                    return forward()
+            except UntappedError:
+                traces.again()
+        context.skip_compiled = True
+        with traces.running():
+            return forward()
+
+    def learn_route(self) -> None:
+        """Let blocks be served at the taps, where steps can be run twice and no other worker need agree."""
+        config, traces = self.vllm_config, self.traces  # type: ignore[attr-defined]
+        if (
+            not isinstance(traces, WorkerTraces)
+            or config.parallel_config.world_size > 1
+            or config.model_config.has_inner_state  # which would go on twice
+        ):
+            return
+        model = self.get_model()  # type: ignore[attr-defined]
+        handle = model.register_forward_pre_hook(_uncompiled)
+        try:
+            traces.learn_route(lambda: self._dummy_run(1, cudagraph_runtime_mode=CUDAGraphMode.NONE))  # type: ignore[attr-defined]
+        finally:
+            handle.remove()
 
     def _begin_traced_step(self, input_ids: Any, kwargs: dict[str, Any]) -> bool:
         spans = []
@@ -212,6 +243,11 @@ class InterventionRunnerMixin:
         if isinstance(self.traces, WorkerTraces) and self.traces.in_step:
             output.sampled_token_ids = self.traces.on_samples(output.sampled_token_ids)
         return output
+
+
+def _uncompiled(*_: Any) -> None:
+    """Have the model's modules called one by one."""
+    get_forward_context().skip_compiled = True
 
 
 def _has_logits(state: Any) -> bool:

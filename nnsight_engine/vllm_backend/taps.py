@@ -2,16 +2,17 @@
 
 A tap sits at the end of each decoder layer, and one more at the start of the first. To the
 compiler it is an operator that changes its arguments and nothing else, so it stays in the
-compiled step; its body looks up the step's plan and returns at once where there is none.
+compiled step; its body looks up what the step is to do there and returns at once if that is nothing.
 Taps must be placed after the weights are loaded and before anything is compiled.
 
-The plan rides on vLLM's forward context, so that engines in one process do not meet.
+What is to be done rides on vLLM's forward context, so that engines in one process do not meet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -20,22 +21,55 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from nnsight_engine.plans.step_plan import StepPlan
 
-CONTEXT_KEY: Final = "nnsight_engine_step_plan"
-"""Key of the step's plan in ``ForwardContext.additional_kwargs``."""
+if TYPE_CHECKING:
+    from nnsight_engine.vllm_backend.traces.board import Board
+
+CONTEXT_KEY: Final = "nnsight_engine_step"
+"""Key of the step's ``TapStep`` in ``ForwardContext.additional_kwargs``."""
 
 _LIBRARY: Final = torch.library.Library("nnsight_engine", "FRAGMENT")
 
 
+class TapStep:
+    """What is done at the taps in one step.
+
+    Args:
+        plan: What declarative requests have planned; None for nothing.
+        board: Where the blocks of traced requests meet the model; None if there are none in the step.
+    """
+
+    __slots__ = ("_board", "_plan")
+
+    def __init__(self, plan: StepPlan | None, board: Board | None) -> None:
+        """Keep both."""
+        self._plan = plan
+        self._board = board
+
+    def is_models_own(self) -> bool:
+        """Tell whether the call being made is the model's own: blocks may call modules for themselves."""
+        return self._board is None or self._board.listener == get_ident()
+
+    def at(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """The model has come to a tap: plans change the tensors in place, then blocks do."""
+        if not self.is_models_own():
+            return
+        plan, board = self._plan, self._board
+        if plan is not None and tap in plan.groups:
+            plan.run(tap, _rows(hidden), None if residual is None else _rows(residual))
+        if board is not None and board.route is not None:
+            board.at_tap(tap, hidden if residual is None else (hidden, residual))
+
+
 def _tap_pair(hidden: torch.Tensor, residual: torch.Tensor, tap: int) -> None:
-    plan: StepPlan | None = get_forward_context().additional_kwargs.get(CONTEXT_KEY)
-    if plan is not None and tap in plan.groups:
-        plan.run(tap, _rows(hidden), _rows(residual))
+    step: TapStep | None = get_forward_context().additional_kwargs.get(CONTEXT_KEY)
+    if step is not None:
+        step.at(tap, hidden, residual)
 
 
 def _tap_single(hidden: torch.Tensor, tap: int) -> None:
-    plan: StepPlan | None = get_forward_context().additional_kwargs.get(CONTEXT_KEY)
-    if plan is not None and tap in plan.groups:
-        plan.run(tap, _rows(hidden), None)
+    step: TapStep | None = get_forward_context().additional_kwargs.get(CONTEXT_KEY)
+    if step is not None:
+        step.at(tap, hidden, None)
 
 
 def _rows(value: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,11 @@ class InterventionWorker(_PlatformWorker):
             f"Intervention{cls.__name__}", (InterventionRunnerMixin, SeededChunksMixin, cls), {}
         )
 
+    def compile_or_warm_up_model(self) -> Any:
+        """Let blocks be served in compiled steps, then do as the platform does."""
+        self.model_runner.learn_route()
+        return super().compile_or_warm_up_model()
+
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run the step; the last stage of a pipeline serves the others first, who would wait for it."""
         self.model_runner.serve_stages(scheduler_output)

@@ -8,16 +8,24 @@ the order in which they came. Within a step one block runs at a time, of whichev
 
 from __future__ import annotations
 
+import logging
 import threading
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from nnsight_engine.core.trees import tensors
 from nnsight_engine.interleaving.mediator import Mediator
 from nnsight_engine.interleaving.module_use import ModuleUse
+from nnsight_engine.vllm_backend.traces.route import UntappedError
 from nnsight_engine.vllm_backend.traces.rows import Place
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from nnsight_engine.vllm_backend.traces.request import TracedRequest
+    from nnsight_engine.vllm_backend.traces.route import Route
+
+logger = logging.getLogger(__name__)
 
 _by_order = attrgetter("order")
 
@@ -33,6 +41,8 @@ class Board(ModuleUse):
         current: The block that is running; None while the model is.
         listener: The thread whose calls of modules are the model's own; 0 while none are.
         skipped: Always empty: a module runs for whoever does not skip it.
+        route: Where the taps lie; None where there are none, or other workers would have to agree.
+        by_taps: Whether blocks are served at the taps in this step, and no module's call is heard of.
     """
 
     step = float("inf")
@@ -49,12 +59,20 @@ class Board(ModuleUse):
         self.current: Mediator | None = None
         self.listener = 0
         self.interleaving = False
+        self.route: Route | None = None
+        self.by_taps = False
+        self._untapped: set[str] = set()
+        self._tap = 0
+        self._seen: str | None = None
+        self._is_past = False
 
     # What requests have a use for.
 
     def want(self, provider: str, request: TracedRequest) -> None:
         """Note that a request has a use for a provider's values."""
         self.wanted.setdefault(provider, {})[request] = None
+        if self.route is not None and provider not in self.route.served:
+            self._untapped.add(provider)
 
     def unwant(self, provider: str, request: TracedRequest) -> None:
         """Note that it has none any more."""
@@ -63,6 +81,7 @@ class Board(ModuleUse):
             wanting.pop(request, None)
             if not wanting:
                 del self.wanted[provider]
+                self._untapped.discard(provider)
 
     def forget(self, request: TracedRequest) -> None:
         """Forget a request that has ended."""
@@ -102,6 +121,9 @@ class Board(ModuleUse):
         self.ever.update(self.calls)
         self.calls.clear()
         self.interleaving = True
+        self.by_taps = self._is_past = False
+        self._seen = None
+        self._tap = -1
 
     def listen(self) -> None:
         """Hear this thread's calls: the model runs."""
@@ -120,6 +142,8 @@ class Board(ModuleUse):
         self.place.enter(provider, value)
         for request in self._wanting(provider):
             request.arrive(provider)
+        if self._seen is not None and (self._is_past or provider == self._seen):
+            return self.place.leave()
         served: dict[TracedRequest, None] = {}
         more = True
         while more:
@@ -129,6 +153,9 @@ class Board(ModuleUse):
                     request.serve(provider)
                     served[request] = None
                     more = more or not request.partial
+        if self.route is not None and provider not in self.route.served:
+            for request in served:
+                request.went_elsewhere = True
         for request in served:  # no sooner: one may have released another from a barrier
             request.leave(provider)
         for request in self._wanting(provider):
@@ -141,6 +168,65 @@ class Board(ModuleUse):
             value = self.offer(provider, None, value)
         self.calls[provider] = 1
         return value
+
+    # A step that is served at the taps.
+
+    def choose(self, requests: Iterable[Any]) -> None:
+        """Choose how this step is run: by the taps if, as far as can be told, they have all that is wanted.
+
+        Args:
+            requests: Those that take part in it.
+        """
+        likely = not any(request.is_elsewhere for request in requests)
+        self.by_taps = self.route is not None and likely and not self._needs_modules()
+
+    def _needs_modules(self) -> bool:
+        return any(
+            request.uses(provider) for provider in self._untapped for request in self.wanted.get(provider, ())
+        )
+
+    def at_tap(self, tap: int, value: Any) -> None:
+        """The model has come to a tap, with a value that may be changed in place.
+
+        Raises:
+            UntappedError: Blocks go on to want what no tap provides.
+        """
+        assert self.route is not None  # noqa: S101 - without one there is no such step
+        provider = self.route.exits[tap]
+        if not self.by_taps:
+            self._is_past = self._is_past and provider != self._seen
+            return
+        self._tap = tap
+        self.calls.update(self.route.passed[tap])
+        if provider is None:
+            return
+        if provider in self.wanted:
+            left = self.offer(provider, None, value)
+            for old, new in zip(tensors(value), tensors(left), strict=True):
+                if new is not old:
+                    old.copy_(new)
+        self.calls[provider] = 1
+        if self._untapped and self._needs_modules():
+            raise UntappedError
+
+    def at_end(self) -> None:
+        """The model has run by the taps.
+
+        Raises:
+            UntappedError: It never came to them.
+        """
+        assert self.route is not None  # noqa: S101 - as above
+        if self._tap != self.route.last:
+            logger.error("the compiled model has lost its taps; please report this with the model's name")
+            raise UntappedError
+        self.calls.update(self.route.passed[-1])
+
+    def again(self) -> None:
+        """The step is run again, with the modules heard of: blocks go on where it was left."""
+        assert self.route is not None  # noqa: S101 - as above
+        self.by_taps = False
+        self._seen = self.route.exits[self._tap] if self._tap > 0 else None
+        self._is_past = self._seen is not None
 
     def _wanting(self, provider: str) -> list[TracedRequest]:
         return sorted(self.wanted.get(provider, ()), key=_by_order)

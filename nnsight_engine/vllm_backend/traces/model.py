@@ -139,10 +139,14 @@ class WorkerModel(StandardNames):
         for source in self._sources:
             source.install()
 
-    def _remove(self) -> None:
-        """Leave the modules as they were."""
+    def forget_sources(self) -> None:
+        """Put back the forwards of modules that blocks have looked into since the step began."""
         for source in self._sources:
             source.remove()
+
+    def _remove(self) -> None:
+        """Leave the modules as they were."""
+        self.forget_sources()
         self._kernel_probes.remove()
         self._probe_set.remove()
 

@@ -156,12 +156,14 @@ class WorkerPoints(EnginePoints):
         return View(lambda whole: whole[0]) if self.family.is_batched else WHOLE
 
     def _norm(self, name: str, side: Side, shape: tuple[int, ...]) -> Point:
-        envoy = self.raw(self.family.final_norm)
         if side == "input" and self.family.returns_residual:
-            return StreamPoint(name, envoy, side, 0, shape)
+            return self._residual(name, self._num_layers(), "input", shape)
+        envoy = self.raw(self.family.final_norm)
         return ModulePoint(name, envoy, side, self._rows(), shape)
 
     def _residual(self, name: str, layer: int, side: Side, shape: tuple[int, ...]) -> Point:
+        if side == "input" and layer:
+            layer, side = layer - 1, "output"  # the same place, and one that a tap lies at
         envoy = self.raw(f"{self.family.layers}.{layer}")
         if self.family.returns_residual:
             return StreamPoint(name, envoy, side, self.family.hidden_index if side == "input" else 0, shape)

@@ -78,6 +78,8 @@ class TracedRequest(Interleaver):
         is_rehearsal: Whether the request ends as soon as its blocks have nothing new to ask for. A block that
             is in a loop over all steps is left there, since what follows may count on all of them.
         max_spent_s: Seconds that its blocks may compute in all steps.
+        is_elsewhere: Whether, by the last step, its blocks want what no tap provides.
+        went_elsewhere: Whether they did in this step.
     """
 
     batcher: FlatBatcher
@@ -112,7 +114,9 @@ class TracedRequest(Interleaver):
         self.last_label: str | None = None
         self.is_rehearsal = False
         self.max_spent_s = math.inf
+        self.is_elsewhere = self.went_elsewhere = False
         self._has_rehearsed = False
+        self._span: TraceSpan | None = None
         self._chunks = PromptChunks(self)
         self._skips: dict[str, Any] = {}
         self._writes = PastWrites(self)
@@ -170,6 +174,7 @@ class TracedRequest(Interleaver):
             total_rows: Rows of the step, all requests' together.
         """
         self.in_step, self._behind, self._index = True, False, span.index
+        self._span, self.went_elsewhere = span, False
         self._refill()
         self.caches.begin()
         replayed = min(max(self.done - span.start, 0), span.num_rows)
@@ -181,6 +186,12 @@ class TracedRequest(Interleaver):
         if self.num_new:
             self.step = self.number
             self._guarded(self._begin_step)
+
+    def again(self) -> None:
+        """The step is run again from its first layer: what was written in it is to be written again."""
+        span = self._span
+        assert span is not None  # noqa: S101 - a step is running
+        self._writes.begin(span.row, span.start, span.num_rows)
 
     def _begin_step(self) -> None:
         for mediator in self._waiting():
@@ -203,6 +214,7 @@ class TracedRequest(Interleaver):
     def end(self) -> None:
         """Leave the step."""
         self.in_step = False
+        self.is_elsewhere = self.went_elsewhere
         self._writes.end()
         if self.spent_s > self.max_spent_s and not self.is_over:
             self.failed(TimeBudgetError(f"The block ran longer than {self.max_spent_s:g} s in all steps."))

@@ -32,6 +32,7 @@ from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES
 from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
+from nnsight_engine.vllm_backend.traces.route import Route
 from nnsight_engine.vllm_backend.traces.sandboxed.cells import Cells
 from nnsight_engine.vllm_backend.traces.sandboxed.outside import open_cells
 from nnsight_engine.vllm_backend.traces.scans import scanned
@@ -283,11 +284,49 @@ class WorkerTraces:
             request.begin(span, num_rows)
         if len(own) < len(spans):
             self._cells.step([span for span in spans if span.request_id not in self._live], num_rows)
+        self.board.choose([*self._active, *self._cells.active])
         return True
+
+    @property
+    def by_taps(self) -> bool:
+        """Whether the blocks of the running step are served at the taps."""
+        return self.board.by_taps
+
+    @contextlib.contextmanager
+    def tapped(self) -> Iterator[None]:
+        """Hear of the taps alone while the model runs.
+
+        Raises:
+            UntappedError: Blocks want more: call ``again``, and run it under ``running``.
+        """
+        self.board.listen()
+        try:
+            yield
+            self.board.at_end()
+        finally:
+            self.board.pause()
+            self.model.forget_sources()
+
+    def again(self) -> None:
+        """The step is run again from its first layer, and blocks go on where they are."""
+        self.board.again()
+        for request in self._active:
+            request.again()
+        self._cells.again()
+
+    def learn_route(self, run: Callable[[], Any]) -> None:
+        """Learn from a run of the model in which order it calls its modules: taps can serve blocks then."""
+        with self.model.heard(self.board):
+            run()
+        layers = f"{self.model.path}.{self._points.family.layers}"
+        exits = [f"{layers}.{index}.output" for index in range(len(self._points.layers))]
+        self.board.route = Route(str(self.model.path), list(self.board.calls), exits)
+        self.board.calls.clear()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Hear of the modules' calls while the model runs."""
+        self.board.by_taps = False
         with self.model.heard(self.board):
             yield
 

@@ -97,6 +97,8 @@ class Cell:
         error: Why it was ended before its time.
         spent_s: Seconds for which the worker has waited for it, see ``take_spent``.
         finished: Requests that have ended, of which the process has not been told.
+        is_elsewhere: Whether, by the last step, its blocks want what no tap provides.
+        went_elsewhere: Whether they did in this step.
     """
 
     partial = False
@@ -146,6 +148,8 @@ class Cell:
         self._num_printed = 0
         self._is_collected = False
         self._content = memoryview(b"")
+        self.is_elsewhere = self.went_elsewhere = False
+        self._changes: dict[str, tuple[Sequence[Slot], bytes]] = {}
 
     # What is said to the process.
 
@@ -177,11 +181,16 @@ class Cell:
         self._before, self._passed = self._passed, []
         self._spans = list(spans)
         self._parcels = Parcels(self._spans, num_rows)
-        self._is_behind = False
+        self._is_behind = self.went_elsewhere = False
         self.in_step = True
         told = [(span.request_id, span.num_rows, span.start, span.complete) for span in spans]
         self._go(Step(told, self._take_finished(), self._unsaid))
         self._unsaid = Passed()
+
+    def again(self) -> None:
+        """The step is run again from its first layer: what was changed in it is to be changed again."""
+        for provider in self._changes:
+            self.board.want(provider, self)  # type: ignore[arg-type] # stands for the requests of a trace
 
     def _take_finished(self) -> list[str]:
         finished, self.finished = self.finished, set()
@@ -210,7 +219,12 @@ class Cell:
                 self._note(reply)
         elif self._spans:
             self._unsaid = self._newly_passed()
+        if self._spans:
+            self.is_elsewhere = self.went_elsewhere
         self._spans = []
+        for provider in self._changes.keys() - set(self._wanted):
+            self.board.unwant(provider, self)  # type: ignore[arg-type] # as above
+        self._changes.clear()
         if self.error is not None:
             self._over |= self.live
         over, self._over = self._over, set()
@@ -388,9 +402,12 @@ class Cell:
         return self.in_step and provider in self._wanted
 
     def arrive(self, provider: str) -> None:
-        """Take note that the model is at a place."""
-        del provider
+        """Take note that the model is at a place, and change it as before if the step is run again."""
         self._is_served = False
+        if provider in self._changes and not self.board.by_taps:
+            slots, self._content = self._changes[provider][0], memoryview(self._changes[provider][1])
+            keeper = Keeper()
+            self._put(keeper, keeper.keep(self.board.place.value), slots)
 
     def is_due(self, provider: str) -> bool:
         """Tell whether the process is to have the value at hand."""
@@ -418,12 +435,20 @@ class Cell:
         offer = Offer(provider, self._newly_passed(), self._is_behind, slots, is_tuple)
         reply = self._go(offer, body)
         if reply is not None and reply.changes:
-            try:
-                place.value = keeper.give_back(self._changed(parcels, kept, reply.changes))
-            except SandboxEndedError as error:
-                self._give_up(error)
-            except Exception as error:  # noqa: BLE001 - no number that a process sends may end the model
-                self._give_up(SandboxEndedError.broken(f"it changed a value, but {error}"))
+            if self.board.by_taps:
+                self._changes[provider] = (reply.changes, bytes(self._content))
+            self._put(keeper, kept, reply.changes)
+
+    def _put(self, keeper: Keeper, kept: Any, changes: Sequence[Slot]) -> None:
+        """Put what the process has changed into the value at hand."""
+        parcels = self._parcels
+        assert parcels is not None  # noqa: S101 - a step is running
+        try:
+            self.board.place.value = keeper.give_back(self._changed(parcels, kept, changes))
+        except SandboxEndedError as error:
+            self._give_up(error)
+        except Exception as error:  # noqa: BLE001 - no number that a process sends may end the model
+            self._give_up(SandboxEndedError.broken(f"it changed a value, but {error}"))
         self._content = memoryview(b"")
 
     def _changed(self, parcels: Parcels, value: Any, slots: Sequence[Slot]) -> Any:

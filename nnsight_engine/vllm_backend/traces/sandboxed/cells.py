@@ -127,6 +127,16 @@ class Cells:
         """Whether some block takes part in the running step."""
         return bool(self._active)
 
+    @property
+    def active(self) -> list[Cell]:
+        """Those that take part in the running step."""
+        return self._active
+
+    def again(self) -> None:
+        """The step is run again from its first layer."""
+        for cell in self._active:
+            cell.again()
+
     def after_model(self, num_requests: int) -> None:
         """From here on, values have one row per request."""
         for cell in self._active:

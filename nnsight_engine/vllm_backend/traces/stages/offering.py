@@ -140,6 +140,9 @@ class StageTraces:
     in_step = False
     """No logits here."""
 
+    by_taps = False
+    """All stages would have to agree."""
+
     def __init__(self, points: ModelPoints, config: VllmConfig, link: Channel) -> None:
         """Tell the last stage what modules there are."""
         paths = [f".{path}" if path else "" for path in spanning_paths(points.family.layers)]
