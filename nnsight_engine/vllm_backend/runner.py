@@ -50,6 +50,9 @@ class InterventionRunnerMixin:
 
     interventions: WorkerState
     traces: WorkerTraces | StageTraces
+    num_steps: dict[str, int]
+    """How many steps ran in each tier."""
+
     _step: Step | None = None
     _scheduled: dict[str, int]
     execute_model_state: Any
@@ -69,6 +72,7 @@ class InterventionRunnerMixin:
         spec = describe_model(points, config, limits)
         if config.parallel_config.pipeline_parallel_size == 1:  # the rest is traces only
             install_taps(points.layers, points.family.hidden_index)
+        self.num_steps = dict.fromkeys(("plain", "tap", "eager"), 0)
         self._make_room_for_stages(config)
         self.traces = traces_of_worker(points, config, limits)
         self.interventions = WorkerState(
@@ -128,6 +132,7 @@ class InterventionRunnerMixin:
         plan = None if self.interventions.idle else self._plan_step()
         traced = not self.traces.idle and self._begin_traced_step(input_ids, kwargs)
         if plan is None and not traced:
+            self.num_steps["plain"] += 1
             return super()._model_forward(input_ids, *args, **kwargs)  # type: ignore[misc]
         forward = functools.partial(super()._model_forward, input_ids, *args, **kwargs)  # type: ignore[misc]
         context = get_forward_context()
@@ -137,13 +142,20 @@ class InterventionRunnerMixin:
             if plan is not None and plan.hook_sites():
                 context.skip_compiled = True
                 stack.enter_context(hooked(self.interventions.points, plan, step.is_models_own))
-                for span in plan.spans.values():
-                    span.request.tier = "eager"
             hidden = forward() if not traced else self._traced_forward(forward, input_ids, context)
+        self._note_tier(plan, is_uncompiled=context.skip_compiled)
         if plan is not None:
             self.interventions.on_hidden(plan, hidden)
             self._step = Step(plan, hidden, self._sample_rows() if len(plan.logits_rows) else None)
         return hidden
+
+    def _note_tier(self, plan: StepPlan | None, *, is_uncompiled: bool) -> None:
+        """Note how a step ran in which somebody intervened, for all that did."""
+        self.num_steps["eager" if is_uncompiled else "tap"] += 1
+        self.traces.board.is_uncompiled = is_uncompiled
+        if plan is not None and is_uncompiled:
+            for span in plan.spans.values():
+                span.request.tier = "eager"
 
     def _traced_forward(self, forward: Callable[[], Any], input_ids: Any, context: Any) -> Any:
         """Run the model with blocks; uncompiled once more if they turn out to want more than taps have."""

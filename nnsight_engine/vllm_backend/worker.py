@@ -57,6 +57,11 @@ class InterventionWorker(_PlatformWorker):
         counts: dict[str, int] = self.model_runner.interventions.num_live()
         return {**counts, **self.model_runner.traces.num_live()}
 
+    def count_steps(self) -> dict[str, int]:
+        """Return how many steps ran in each tier; called over vLLM's RPC."""
+        counts: dict[str, int] = self.model_runner.num_steps
+        return dict(counts)
+
     def hold_trace(self, key: str, data: bytes) -> None:
         """Take the blocks of a trace ahead of its requests, which bring none; over vLLM's RPC."""
         self.model_runner.traces.hold(key, data)

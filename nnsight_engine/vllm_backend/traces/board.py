@@ -43,6 +43,7 @@ class Board(ModuleUse):
         skipped: Always empty: a module runs for whoever does not skip it.
         route: Where the taps lie; None where there are none, or other workers would have to agree.
         by_taps: Whether blocks are served at the taps in this step, and no module's call is heard of.
+        is_uncompiled: Whether this step ran uncompiled, for whomever.
     """
 
     step = float("inf")
@@ -61,6 +62,7 @@ class Board(ModuleUse):
         self.interleaving = False
         self.route: Route | None = None
         self.by_taps = False
+        self.is_uncompiled = False
         self._untapped: set[str] = set()
         self._tap = 0
         self._seen: str | None = None
@@ -121,7 +123,7 @@ class Board(ModuleUse):
         self.ever.update(self.calls)
         self.calls.clear()
         self.interleaving = True
-        self.by_taps = self._is_past = False
+        self.by_taps = self._is_past = self.is_uncompiled = False
         self._seen = None
         self._tap = -1
 

@@ -35,6 +35,7 @@ class Member:
     choice: int
     error: BaseException | None = None
     shapes: RequestCache | None = None
+    is_known: bool = False
 
 
 class Closing:

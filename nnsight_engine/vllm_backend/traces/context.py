@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.interleaving.sharing import publishers
@@ -48,6 +49,10 @@ class TraceContext:
         self._saved: list[Any] = received.shared.get(SAVED, [])
         self._marks = Marks(self._saved)
         self._wanted = frozenset(entry.wanted)
+
+    def code(self, index: int) -> CodeType:
+        """Return a block's code, which is equal for equal blocks."""
+        return self._invokes[index].info.block.code
 
     def mediator(
         self, index: int, choice: int, threads: Threads, enter: Callable[[], None]

@@ -80,6 +80,7 @@ class TracedRequest(Interleaver):
         max_spent_s: Seconds that its blocks may compute in all steps.
         is_elsewhere: Whether, by the last step, its blocks want what no tap provides.
         went_elsewhere: Whether they did in this step.
+        tier: ``tap`` while the compiled step sufficed, ``eager`` once a step ran with modules heard of.
     """
 
     batcher: FlatBatcher
@@ -115,6 +116,7 @@ class TracedRequest(Interleaver):
         self.is_rehearsal = False
         self.max_spent_s = math.inf
         self.is_elsewhere = self.went_elsewhere = False
+        self.tier = "tap"
         self._has_rehearsed = False
         self._span: TraceSpan | None = None
         self._chunks = PromptChunks(self)
@@ -215,6 +217,8 @@ class TracedRequest(Interleaver):
         """Leave the step."""
         self.in_step = False
         self.is_elsewhere = self.went_elsewhere
+        if self.board.is_uncompiled:
+            self.tier = "eager"
         self._writes.end()
         if self.spent_s > self.max_spent_s and not self.is_over:
             self.failed(TimeBudgetError(f"The block ran longer than {self.max_spent_s:g} s in all steps."))

@@ -27,6 +27,7 @@ from nnsight_engine.vllm_backend.traces.closing import Closing, Member, is_too_m
 from nnsight_engine.vllm_backend.traces.context import TraceContext
 from nnsight_engine.vllm_backend.traces.edits import KeptEdits
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from nnsight_engine.vllm_backend.traces.habits import Habits
 from nnsight_engine.vllm_backend.traces.holdings import Holdings
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
 from nnsight_engine.vllm_backend.traces.names import Names
@@ -67,6 +68,7 @@ class WorkerTraces:
     Attributes:
         last_spent_s: Seconds for which the engine has waited for the trace that was closed last: its blocks,
             reading them and writing what they saved.
+        last_tier: How the steps of the trace ran that was closed last, see ``TracedRequest``.
     """
 
     def __init__(
@@ -96,6 +98,8 @@ class WorkerTraces:
         self._cell_news: dict[str, Parcel] = {}
         self._cells = Cells(self.board, limits)
         self.last_spent_s = 0.0
+        self.last_tier = "tap"
+        self._habits = Habits()
         self._spent_s: defaultdict[str, float] = defaultdict(float)
 
     def _new_model(self, names: Names) -> WorkerModel:
@@ -164,6 +168,7 @@ class WorkerTraces:
                 edit.idx = before - len(edits)
             mediator.idx = entry.index
             member.request.is_rehearsal = entry.is_rehearsal
+            member.request.is_elsewhere = self._habits.expects_elsewhere(member.context.code(entry.index))
             if self._is_restricted(entry):
                 member.request.max_spent_s = self._limits.sandbox_cpu_s
             if entry.is_scan:
@@ -352,6 +357,7 @@ class WorkerTraces:
         """End the step; returns the requests that are to end, because their blocks failed or stopped them."""
         for request in self._active:
             request.end()
+        self._note_habits()
         ended, self._cell_news = self._cells.end()
         self._ended += ended
         if self.board.interleaving:
@@ -362,6 +368,14 @@ class WorkerTraces:
             self._live.pop(request_id).retire()
         ended, self._ended = [*self._ended, *over], []
         return ended
+
+    def _note_habits(self) -> None:
+        """Remember what blocks wanted in their first step."""
+        for request_id, request in self._live.items():
+            member = self._members[request_id]
+            if request.number == 1 and member.context is not None and not member.is_known:
+                member.is_known = True
+                self._habits.note(member.context.code(member.entry.index), elsewhere=request.is_elsewhere)
 
     def news(self) -> dict[str, Parcel]:
         """Return what watched blocks tell since the last step."""
@@ -406,6 +420,7 @@ class WorkerTraces:
             self._by_key[key] = [one for one in every if one not in request_ids]
         members = [self._members.pop(request_id) for request_id in request_ids]
         if self._cells.knows(key):
+            self.last_tier = self._cells.tier(key)
             pieces, spent_s = self._cells.collect(key, results, index)
             self._spent_s[key] += spent_s
             outside = next((member.error for member in members if member.error is not None), None)
@@ -427,6 +442,7 @@ class WorkerTraces:
                 del self._contexts[name]
         requests = [one.request for one in members if one.request is not None]
         self._spent_s[key] += sum(request.spent_s for request in requests)
+        self.last_tier = "eager" if any(request.tier == "eager" for request in requests) else "tap"
         num_bytes = sum(request.holdings.result_bytes for request in requests)
         compress = any(member.entry.compresses for member in members)
         with self._timed(key):

@@ -99,6 +99,7 @@ class Cell:
         finished: Requests that have ended, of which the process has not been told.
         is_elsewhere: Whether, by the last step, its blocks want what no tap provides.
         went_elsewhere: Whether they did in this step.
+        tier: How its steps ran, see ``TracedRequest``.
     """
 
     partial = False
@@ -149,6 +150,7 @@ class Cell:
         self._is_collected = False
         self._content = memoryview(b"")
         self.is_elsewhere = self.went_elsewhere = False
+        self.tier = "tap"
         self._changes: dict[str, tuple[Sequence[Slot], bytes]] = {}
 
     # What is said to the process.
@@ -221,6 +223,8 @@ class Cell:
             self._unsaid = self._newly_passed()
         if self._spans:
             self.is_elsewhere = self.went_elsewhere
+            if self.board.is_uncompiled:
+                self.tier = "eager"
         self._spans = []
         for provider in self._changes.keys() - set(self._wanted):
             self.board.unwant(provider, self)  # type: ignore[arg-type] # as above

@@ -153,6 +153,10 @@ class Cells:
         self._active = []
         return ended, news
 
+    def tier(self, key: str) -> str:
+        """Return how the steps of a trace ran, see ``TracedRequest``."""
+        return self._by_key[key].tier
+
     def collect(self, key: str, results: Mapping[str, Any], index: int | None) -> tuple[list[Piece], float]:
         """Return what a trace or one of its blocks has saved, and the seconds that it took since last asked.
 
