@@ -132,7 +132,7 @@ def looks_into_forwards(model: VLLM, first: Callable[[VLLM], None]) -> Any:
         for _ in tracer.iter[:]:
             first(model)
             rows.append(model.layers[1].output)
-            rows.append(model.model.layers[2].mlp.source.self_act_fn_0.output)
+            rows.append(model.model.layers[2].mlp.source.maybe_fused_act_quant_0.output)
     return tracer
 
 
@@ -234,19 +234,25 @@ def test_a_step_goes_back_to_the_compiled_model_once_nobody_wants_more(model: VL
 def test_blocks_call_layers_while_a_neighbour_is_steered(model: VLLM) -> None:
     """What a block computes with the model's modules is its own, and so are the neighbour's rows."""
     engine = Engine.around(model.engine)
-    steer = {"op": "steer", "points": ["layers.2.output", "layers.2.mlp.output"], "vector": random_vector(0, 128)}
+    steer = {
+        "op": "steer",
+        "points": ["layers.2.output", "layers.2.mlp.output"],
+        "vector": random_vector(0, 128),
+    }
     ask = Ask(PROMPT, [steer], max_tokens=NUM_TOKENS)
     (alone,) = engine.run([ask])
     with model.trace(PROMPT, max_tokens=1, tracer_cls=HeldTracer, **GREEDY) as tracer:
-        positions = torch.arange(len(PROMPT))
-        hidden, residual = model.model.layers[1].output
-        own = save([one.clone() for one in model.model.layers[2].mlp(hidden.clone())[:1]])
-        theirs = save([model.model.layers[2].mlp(hidden.clone())[0]])
-        del positions, residual
+        hidden, _ = model.model.layers[1].output
+        own = save([model.model.layers[2].mlp(hidden.clone()), model.model.layers[2].mlp(hidden.clone())])
+        _ = model.layers[2].mlp.output
+        own.append(model.model.layers[2].mlp(hidden.clone()))
+    (outcome,), _, _ = run(model, tracer)
+    undisturbed = outcome.saves["own"][0]
     pending = engine.submit(ask)
     ran = run_together(model, [tracer.sent])
     assert ran.outcomes[0].error is None
-    torch.testing.assert_close(ran.outcomes[0].saves["own"][0], ran.outcomes[0].saves["theirs"][0])
+    for one in ran.outcomes[0].saves["own"]:
+        torch.testing.assert_close(one, undisturbed)
     (reply,) = engine.replies(pending, ran.outputs[pending.request_id])
     assert reply.failure is None
     assert reply.token_ids == alone[0].token_ids
