@@ -21,6 +21,7 @@ from nnsight_engine.interleaving.threads import ThreadMediator, Threads, ThreadS
 from nnsight_engine.sandbox.channel import SandboxSide
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.families import ModelPoints
+from nnsight_engine.vllm_backend.traces.closing import Closing
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
@@ -163,6 +164,7 @@ class InsideTraces(WorkerTraces):
             rehearse: Runs a trace that leaves nothing behind.
         """
         self._threads = WaitingThreads(self._threads.budget_s, num_blocks)
+        self._closing = Closing(self._threads)
         rehearse(self)
         return self.serve
 
