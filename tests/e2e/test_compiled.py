@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from vllm import SamplingParams
 
+from nnsight_engine import save
+from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.harness import Engine, Reply
 from tests.e2e.neighbours import INTERVENTIONS, PROMPTS, asks, assert_neighbours_notice_nothing
+from tests.e2e.traces import HeldTracer, Plain, run_together, traced_engine
 
 pytestmark = pytest.mark.e2e
 
@@ -16,11 +20,17 @@ TAPPED = ["steer at one layer", "steer at all layers", "capture everywhere", "le
 
 
 @pytest.fixture(scope="module")
-def engine(bundled: Path) -> Iterator[Engine]:
+def model(bundled: Path) -> Iterator[VLLM]:
     """Serve with inductor, as ``--compile`` does."""
-    engine = Engine(bundled, enforce_eager=False, enable_prefix_caching=False)
-    yield engine
-    engine.close()
+    options = {"enforce_eager": False, "enable_prefix_caching": False, "max_num_seqs": 64}
+    with traced_engine(bundled, dtype="auto", **options) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def engine(model: VLLM) -> Engine:
+    """Return the same engine for declarative requests."""
+    return Engine.around(model.engine)
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +52,29 @@ def test_points_inside_a_block_run_that_step_uncompiled(engine: Engine) -> None:
     assert reply.collected is not None
     assert reply.collected.tier == "eager"
     assert reply.result("capture_1").positions == list(range(len(engine.token_ids(PROMPTS[0])) + 3))
+
+
+def test_seven_neighbours_of_a_block_at_the_taps_are_bit_identical(model: VLLM) -> None:
+    greedy = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 12}
+    with model.trace(PROMPTS[0], tracer_cls=HeldTracer, **greedy) as tracer:
+        rows = save([])
+        for _ in tracer.iter[:]:
+            rows.append(model.layers[3].output)
+            model.layers[5].output[:, :100] *= 3
+            model.layers[10].input = model.layers[10].input * 1.5
+            rows.append(model.norm.input)
+            model.logits.output[:, 1000:] = -1e4
+            rows.append(model.samples.output)
+    neighbours = [Plain(prompt, SamplingParams(logprobs=5, **greedy)) for prompt in PROMPTS[1:]]
+    idle = Plain(PROMPTS[0], SamplingParams(**greedy))
+    quiet = run_together(model, [], [*neighbours, idle])
+    ran = run_together(model, [tracer.sent], neighbours)
+    assert ran.outcomes[0].error is None
+    tokens = ran.tokens("trace-0")
+    assert tokens != quiet.tokens(f"plain-{len(neighbours)}")
+    assert max(tokens) < 1000
+    assert [one.item() for one in ran.outcomes[0].saves["rows"][2::3]] == tokens
+    for name in (f"plain-{number}" for number in range(len(neighbours))):
+        before, after = (one.outputs[name].outputs[0] for one in (quiet, ran))
+        assert after.token_ids == before.token_ids
+        assert after.logprobs == before.logprobs

@@ -238,7 +238,7 @@ def test_blocks_call_layers_while_a_neighbour_is_steered(model: VLLM) -> None:
         "op": "steer",
         "at": ["layers.2.output", "layers.2.mlp.output"],
         "vector": random_vector(0, 128),
-        "strength": 1.0,
+        "scale": 1.0,
     }
     ask = Ask(PROMPT, [steer], max_tokens=NUM_TOKENS)
     (alone,) = engine.run([ask])
