@@ -25,6 +25,7 @@ from app.receiving import INTAKE, Receiving
 from app.services.code_policy import check_name, is_from_elsewhere
 from app.services.job_callers import learn
 from app.services.jobs import JobService
+from app.services.metrics import Metrics
 from app.services.traces import TraceService
 from app.settings import Settings
 from app.storage.database import Database
@@ -55,6 +56,7 @@ class Context:
     vectors: VectorService
     trainer: Trainer
     receiving: Receiving
+    metrics: Metrics
     processes: Sequence[TraceProcesses] = ()
 
 

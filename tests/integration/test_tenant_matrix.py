@@ -71,6 +71,7 @@ ACCESS: Final = {
     "GET /v1/admin/tenants": Access.OPERATORS,
     "PUT /v1/admin/tenants/{tenant}/limits": Access.OPERATORS,
     "GET /v1/admin/audit": Access.OPERATORS,
+    "GET /metrics": Access.OPERATORS,
 }
 
 CLOSED: Final = [route for route in ROUTES if ACCESS.get(str(route)) is not Access.OPEN]
