@@ -115,6 +115,7 @@ COMPLETER: Final = Security(_caller_of, scopes=[Scope.COMPLETIONS])
 INTERVENER: Final = Security(_caller_of, scopes=[Scope.INTERVENTIONS])
 TRAINER: Final = Security(_caller_of, scopes=[Scope.INTERVENTIONS, Scope.COMPLETIONS])
 CODER: Final = Security(_caller_of, scopes=[Scope.CODE])
+MONITOR: Final = Security(_caller_of, scopes=[Scope.METRICS])
 ADMIN: Final = Security(_caller_of, scopes=[Scope.ADMIN])
 Caller = Annotated[Principal, ANYBODY]
 """A route's parameter: who calls. So are the next ones."""

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import Response
 
-from app.context import ADMIN, Served
+from app.context import MONITOR, Served
 from app.openapi import METRICS_ANSWERS
 
 router = APIRouter(tags=["health"])
@@ -14,7 +14,7 @@ router = APIRouter(tags=["health"])
 
 @router.get(
     "/metrics",
-    dependencies=[ADMIN],
+    dependencies=[MONITOR],
     summary="The engine's numbers, in Prometheus' format",
     response_class=Response,
     responses=METRICS_ANSWERS,
