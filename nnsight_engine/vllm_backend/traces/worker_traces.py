@@ -325,7 +325,10 @@ class WorkerTraces:
             run()
         layers = f"{self.model.path}.{self._points.family.layers}"
         exits = [f"{layers}.{index}.output" for index in range(len(self._points.layers))]
-        self.board.route = Route(str(self.model.path), list(self.board.calls), exits)
+        try:
+            self.board.route = Route(str(self.model.path), list(self.board.calls), exits)
+        except ValueError as error:
+            logger.warning("steps with blocks will run uncompiled: %s", error)
         self.board.calls.clear()
 
     @contextlib.contextmanager

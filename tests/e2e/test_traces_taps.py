@@ -1,0 +1,258 @@
+"""Blocks served at the taps, and steps that are run again because a block goes on to want more.
+
+Each block has a twin that asks for something inside the first layer before all else, so that its steps run
+with modules heard of from the start: what both find must be the same. The engine compiles its graph, and runs
+it with torch's own kernels, in float32: an uncompiled step differs in rounding alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight_engine import save
+from nnsight_engine.interleaving.events import OutOfOrderError
+from nnsight_engine.remote_backend.outcomes import Outcome
+from nnsight_engine.vllm_backend.compat import EngineLimits
+from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.harness import Ask, Engine, random_vector
+from tests.e2e.traces import HeldTracer, run_together, traced_engine
+from tests.families.checkpoints import write_checkpoint
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = [11, 7, 23, 5, 42]
+NUM_TOKENS = 4
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLM]:
+    """Start an engine that compiles, in this process."""
+    checkpoint = write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+    options = {"enforce_eager": False, "compilation_config": {"backend": "eager"}, "max_model_len": 128}
+    with traced_engine(checkpoint, limits=EngineLimits(trace_step_s=5.0), **options) as model:
+        yield model
+
+
+class Steps:
+    """The steps that ran while this was open, by tier."""
+
+    def __init__(self, model: VLLM) -> None:
+        self._model = model
+        self.tiers: Counter[str] = Counter()
+
+    def _counted(self) -> Counter[str]:
+        (counts,) = self._model.engine.collective_rpc("count_steps")
+        return Counter(counts)
+
+    def __enter__(self) -> Steps:
+        self._before = self._counted()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.tiers = self._counted() - self._before
+
+
+def hears_modules(model: VLLM) -> None:
+    """Ask for something that no tap has, first of all."""
+    _ = model.layers[0].mlp.output
+
+
+def reads_on(model: VLLM, first: Callable[[VLLM], None]) -> Any:
+    """Read a layer, and then inside the next."""
+    with model.trace(PROMPT, max_tokens=NUM_TOKENS, tracer_cls=HeldTracer, **GREEDY) as tracer:
+        rows = save([])
+        for _ in tracer.iter[:]:
+            first(model)
+            rows.append(model.layers[1].output)
+            rows.append(model.layers[2].mlp.output)
+            rows.append(model.layers[3].output)
+    return tracer
+
+
+def writes_and_reads_on(model: VLLM, first: Callable[[VLLM], None]) -> Any:
+    """Double a layer, which doing twice would show, and read inside the next."""
+    with model.trace(PROMPT, max_tokens=NUM_TOKENS, tracer_cls=HeldTracer, **GREEDY) as tracer:
+        rows = save([])
+        for _ in tracer.iter[:]:
+            first(model)
+            model.layers[0].output[:] *= 2
+            model.layers[1].output = model.layers[1].output + 1
+            rows.append(model.layers[2].mlp.output)
+            model.layers[2].output[:, :4] = 3
+            rows.append(model.layers[3].output)
+            rows.append(model.logits.output)
+    return tracer
+
+
+def replaces_both_tensors(model: VLLM, first: Callable[[VLLM], None]) -> Any:
+    """Replace what the module itself returns, two tensors, and read inside the next."""
+    with model.trace(PROMPT, max_tokens=NUM_TOKENS, tracer_cls=HeldTracer, **GREEDY) as tracer:
+        rows = save([])
+        for _ in tracer.iter[:]:
+            first(model)
+            hidden, residual = model.model.layers[1].output
+            model.model.layers[1].output = (hidden * 0, residual * 2)
+            rows.append(model.layers[2].attn.output)
+            rows.append(model.logits.output)
+    return tracer
+
+
+def skips_on(model: VLLM, first: Callable[[VLLM], None]) -> Any:
+    """Read a layer, and let its value pass the next two."""
+    with model.trace(PROMPT, max_tokens=NUM_TOKENS, tracer_cls=HeldTracer, **GREEDY) as tracer:
+        rows = save([])
+        for _ in tracer.iter[:]:
+            first(model)
+            value = model.layers[0].output.clone()
+            model.layers[2].skip(value)
+            rows.append(model.layers[2].output)
+            rows.append(model.logits.output)
+    return tracer
+
+
+def caches_on(model: VLLM, first: Callable[[VLLM], None]) -> Any:
+    """Read a layer, and keep all that comes after."""
+    with model.trace(PROMPT, max_tokens=1, tracer_cls=HeldTracer, **GREEDY) as tracer:
+        first(model)
+        before = model.layers[1].output.save()  # noqa: F841 - fetched by name
+        cache = tracer.cache().save()  # noqa: F841 - the same
+    return tracer
+
+
+def looks_into_forwards(model: VLLM, first: Callable[[VLLM], None]) -> Any:
+    """Read a layer, and then a call inside the forward of an MLP behind it."""
+    with model.trace(PROMPT, max_tokens=NUM_TOKENS, tracer_cls=HeldTracer, **GREEDY) as tracer:
+        rows = save([])
+        for _ in tracer.iter[:]:
+            first(model)
+            rows.append(model.layers[1].output)
+            rows.append(model.model.layers[2].mlp.source.maybe_fused_act_quant_0.output)
+    return tracer
+
+
+def run(model: VLLM, *tracers: Any) -> tuple[list[Outcome], list[list[int]], Counter[str]]:
+    with Steps(model) as steps:
+        ran = run_together(model, [tracer.sent for tracer in tracers])
+    outcomes = [ran.outcomes[number] for number in range(len(tracers))]
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+    return outcomes, [ran.tokens(f"trace-{number}") for number in range(len(tracers))], steps.tiers
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert len(one) == len(other) > 0
+    for left, right in zip(one, other, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
+
+
+def nothing(model: VLLM) -> None:
+    """Ask for nothing first."""
+    del model
+
+
+BLOCKS = [reads_on, writes_and_reads_on, replaces_both_tensors, skips_on, looks_into_forwards]
+
+
+def test_a_block_that_wants_layers_logits_and_samples_stays_in_the_compiled_step(model: VLLM) -> None:
+    with model.trace(PROMPT, max_tokens=NUM_TOKENS, tracer_cls=HeldTracer, **GREEDY) as tracer:
+        rows = save([])
+        for _ in tracer.iter[:]:
+            model.layers[1].input[:] += 1
+            rows.append(model.layers[2].output)
+            rows.append(model.norm.input)
+            rows.append(model.logits.output)
+            rows.append(model.samples.output)
+    (outcome,), (tokens,), tiers = run(model, tracer)
+    assert tiers == {"tap": NUM_TOKENS}
+    assert [rows.item() for rows in outcome.saves["rows"][3::4]] == tokens
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_that_goes_on_to_want_more_finds_what_its_twin_does(
+    model: VLLM, block: Callable[..., Any]
+) -> None:
+    (expected,), (tokens,), _ = run(model, block(model, hears_modules))
+    (found,), (own,), tiers = run(model, block(model, nothing))
+    assert own == tokens
+    assert tiers == {"eager": NUM_TOKENS}
+    assert_same(found.saves["rows"], expected.saves["rows"])
+
+
+def test_a_cache_made_on_the_way_has_what_comes_after(model: VLLM) -> None:
+    (expected,), _, _ = run(model, caches_on(model, hears_modules))
+    (found,), _, _ = run(model, caches_on(model, nothing))
+    names = [set(one.saves["cache"].keys()) for one in (expected, found)]
+    assert names[0] == names[1]
+    assert "model.model.layers.2.mlp" in names[1]
+    assert "model.model.layers.0.mlp" not in names[1]
+    paths = [f"model.model.layers.{index}.mlp" for index in (2, 3)]
+    assert_same(
+        [found.saves["cache"][path].output for path in paths],
+        [expected.saves["cache"][path].output for path in paths],
+    )
+
+
+def test_a_neighbour_that_stays_at_the_taps_writes_once(model: VLLM) -> None:
+    with model.trace(PROMPT[::-1], max_tokens=NUM_TOKENS, tracer_cls=HeldTracer, **GREEDY) as writer:
+        rows = save([])
+        for _ in writer.iter[:]:
+            model.layers[0].output[:] *= 2
+            rows.append(model.layers[3].output)
+    (alone,), _, tiers = run(model, writer)
+    assert tiers == {"tap": NUM_TOKENS}
+    (beside, _), _, tiers = run(model, writer, reads_on(model, nothing))
+    assert tiers == {"eager": NUM_TOKENS}
+    assert_same(beside.saves["rows"], alone.saves["rows"])
+
+
+def test_a_place_that_the_compiled_step_has_passed_is_missed(model: VLLM) -> None:
+    with model.trace(PROMPT, max_tokens=1, tracer_cls=HeldTracer, **GREEDY) as tracer:
+        _ = model.layers[2].output
+        _ = model.layers[1].mlp.output
+    with pytest.raises(OutOfOrderError, match=r"layers\.1\.mlp"):
+        run(model, tracer)
+
+
+def test_a_step_goes_back_to_the_compiled_model_once_nobody_wants_more(model: VLLM) -> None:
+    with model.trace(PROMPT, max_tokens=6, tracer_cls=HeldTracer, **GREEDY) as tracer:
+        rows = save([])
+        for step in tracer.iter[:]:
+            rows.append(model.layers[1].output)
+            if step == 0:
+                rows.append(model.layers[2].mlp.output)
+    _, _, tiers = run(model, tracer)
+    assert tiers["tap"] >= 4
+
+
+def test_blocks_call_layers_while_a_neighbour_is_steered(model: VLLM) -> None:
+    """What a block computes with the model's modules is its own, and so are the neighbour's rows."""
+    engine = Engine.around(model.engine)
+    steer = {
+        "op": "steer",
+        "points": ["layers.2.output", "layers.2.mlp.output"],
+        "vector": random_vector(0, 128),
+    }
+    ask = Ask(PROMPT, [steer], max_tokens=NUM_TOKENS)
+    (alone,) = engine.run([ask])
+    with model.trace(PROMPT, max_tokens=1, tracer_cls=HeldTracer, **GREEDY) as tracer:
+        hidden, _ = model.model.layers[1].output
+        own = save([model.model.layers[2].mlp(hidden.clone()), model.model.layers[2].mlp(hidden.clone())])
+        _ = model.layers[2].mlp.output
+        own.append(model.model.layers[2].mlp(hidden.clone()))
+    (outcome,), _, _ = run(model, tracer)
+    undisturbed = outcome.saves["own"][0]
+    pending = engine.submit(ask)
+    ran = run_together(model, [tracer.sent])
+    assert ran.outcomes[0].error is None
+    for one in ran.outcomes[0].saves["own"]:
+        torch.testing.assert_close(one, undisturbed)
+    (reply,) = engine.replies(pending, ran.outputs[pending.request_id])
+    assert reply.failure is None
+    assert reply.token_ids == alone[0].token_ids

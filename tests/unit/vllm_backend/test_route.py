@@ -1,0 +1,68 @@
+"""The model's way through its modules, cut at the taps."""
+
+from __future__ import annotations
+
+from types import CodeType
+
+import pytest
+
+from nnsight_engine.vllm_backend.traces.habits import Habits
+from nnsight_engine.vllm_backend.traces.route import Route
+
+ORDER = [
+    "model.input",
+    "model.embed.input",
+    "model.embed.output",
+    "model.layers.0.input",
+    "model.layers.0.mlp.input",
+    "model.layers.0.mlp.output",
+    "model.layers.0.output",
+    "model.layers.1.input",
+    "model.layers.1.mlp.input",
+    "model.layers.1.mlp.output",
+    "model.layers.1.output",
+    "model.norm.input",
+    "model.norm.output",
+    "model.output",
+]
+EXITS = ["model.layers.0.output", "model.layers.1.output"]
+
+
+def test_each_place_is_passed_at_one_tap_in_the_models_order() -> None:
+    route = Route("model", ORDER, EXITS)
+    assert [list(places) for places in route.passed] == [ORDER[:4], ORDER[4:6], ORDER[7:10], ORDER[11:]]
+    assert route.exits == (None, *EXITS)
+    assert route.last == 2
+
+
+def test_layers_outputs_and_what_follows_the_model_need_no_modules() -> None:
+    route = Route("model", ORDER, EXITS)
+    assert route.served == {*EXITS, "result", "model.logits.output", "model.samples.output"}
+
+
+@pytest.mark.parametrize("order", [ORDER[:6], [*ORDER[10:], *ORDER[:10]]])
+def test_a_model_that_does_not_run_its_layers_in_order_has_no_route(order: list[str]) -> None:
+    with pytest.raises(ValueError, match="in order"):
+        Route("model", order, EXITS)
+
+
+def code(number: int) -> CodeType:
+    return compile(f"x = {number}", "block", "exec")
+
+
+def test_equal_blocks_are_expected_to_want_the_same() -> None:
+    habits = Habits()
+    habits.note(code(1), elsewhere=True)
+    habits.note(code(2), elsewhere=False)
+    assert habits.expects_elsewhere(code(1))
+    assert not habits.expects_elsewhere(code(2))
+    habits.note(code(1), elsewhere=False)
+    assert not habits.expects_elsewhere(code(1))
+
+
+def test_the_oldest_blocks_are_forgotten() -> None:
+    habits = Habits()
+    for number in range(1000):
+        habits.note(code(number), elsewhere=True)
+    assert not habits.expects_elsewhere(code(0))
+    assert habits.expects_elsewhere(code(999))
