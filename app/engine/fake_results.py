@@ -46,7 +46,7 @@ def collected(
     if traces:
         saves = {"seen": positions, "hidden": _tensor(positions, is_reduced=False)}
         result = TraceResult(traces[0].name or "trace_0", saves, {}, "")
-        return CollectedResults([result], final=is_final, applied=None, tier="tap")
+        return CollectedResults([result], final=is_final, is_code=True, tier="tap")
     operations = [op for op in interventions if not isinstance(op, Trace)]
     return _collected(operations, positions, pull, is_final=is_final)
 

@@ -87,10 +87,10 @@ async def choice_json(
     answer: dict[str, Any] = {
         "results": {result.name: _result_json(result, tensors, decode) for result in collected.results}
     }
-    if collected.final and collected.applied is None:
+    if collected.final and collected.is_code:
         answer["provenance"] = {"tier": collected.tier}
     elif collected.final:
-        answer["applied"] = _applied_json(collected.applied or (), operations)
+        answer["applied"] = _applied_json(collected.applied, operations)
         answer["provenance"] = {
             "fingerprint": collected.fingerprint,
             "cached_tokens": collected.cached_tokens,

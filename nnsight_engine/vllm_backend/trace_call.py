@@ -322,7 +322,7 @@ class TraceCall:
         """Return everything that a choice has saved."""
         prompt, found = self._choice(choice, num_choices)
         result = TraceResult(self._name, found.saves or {}, {}, found.take_printed())
-        return CollectedResults([result], applied=None, tier=prompt.tier)
+        return CollectedResults([result], is_code=True, tier=prompt.tier)
 
     def failed(self, error: Mapping[str, Any]) -> ApiError:
         """Return the error of a block, which ``encode_error`` has told."""
