@@ -31,6 +31,8 @@ class Scope(enum.StrEnum):
     """Requests that intervene, what they capture."""
     CODE = "code"
     """Traces, jobs, and operations that are code."""
+    METRICS = "metrics"
+    """What monitoring reads: sums over all tenants, and nothing of any."""
     ADMIN = "admin"
     """Keys of every tenant, and the audit log."""
 

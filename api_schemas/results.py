@@ -98,12 +98,18 @@ class Applied(BaseModel):
 
 
 class Provenance(BaseModel):
-    """How the choice was computed."""
+    """How the choice was computed; of a trace only the tier is told."""
 
-    fingerprint: str = Field(description="Hash of everything that writes (hex); empty without writes.")
-    cached_tokens: int = Field(description="Prompt tokens whose keys and values came from the prefix cache.")
-    recomputed_tokens: int = Field(description="Tokens computed again after a preemption.")
-    tier: str = Field(description="`tap` where every step ran as usual, `eager` where some ran with hooks.")
+    fingerprint: str | None = Field(
+        default=None, description="Hash of everything that writes (hex); empty without writes."
+    )
+    cached_tokens: int | None = Field(
+        default=None, description="Prompt tokens whose keys and values came from the prefix cache."
+    )
+    recomputed_tokens: int | None = Field(
+        default=None, description="Tokens computed again after a preemption."
+    )
+    tier: str = Field(description="`tap` where every step ran as usual, `eager` where some ran uncompiled.")
 
 
 class ChoiceInterventions(BaseModel):

@@ -25,6 +25,7 @@ from app.receiving import INTAKE, Receiving
 from app.services.code_policy import check_name, is_from_elsewhere
 from app.services.job_callers import learn
 from app.services.jobs import JobService
+from app.services.metrics import Metrics
 from app.services.traces import TraceService
 from app.settings import Settings
 from app.storage.database import Database
@@ -55,6 +56,7 @@ class Context:
     vectors: VectorService
     trainer: Trainer
     receiving: Receiving
+    metrics: Metrics
     processes: Sequence[TraceProcesses] = ()
 
 
@@ -113,6 +115,7 @@ COMPLETER: Final = Security(_caller_of, scopes=[Scope.COMPLETIONS])
 INTERVENER: Final = Security(_caller_of, scopes=[Scope.INTERVENTIONS])
 TRAINER: Final = Security(_caller_of, scopes=[Scope.INTERVENTIONS, Scope.COMPLETIONS])
 CODER: Final = Security(_caller_of, scopes=[Scope.CODE])
+MONITOR: Final = Security(_caller_of, scopes=[Scope.METRICS])
 ADMIN: Final = Security(_caller_of, scopes=[Scope.ADMIN])
 Caller = Annotated[Principal, ANYBODY]
 """A route's parameter: who calls. So are the next ones."""

@@ -32,6 +32,7 @@ from app.routes import (
     job_events,
     jobs,
     keys,
+    metrics,
     models,
     results,
     status,
@@ -40,6 +41,7 @@ from app.routes import (
 )
 from app.services.job_callers import JobCallers
 from app.services.jobs import JobService
+from app.services.metrics import Metrics
 from app.services.model_outline import model_outline
 from app.services.sandbox_start import start_sandbox
 from app.services.traces import TraceService
@@ -66,6 +68,7 @@ _ROUTERS = (
     keys.router,
     keys.tenants_router,
     audit.router,
+    metrics.router,
     vectors.router,
 )
 
@@ -119,6 +122,7 @@ def create_app(
         vector_service,
         Trainer(settings, engine, vector_service),
         Receiving(settings.max_received_bytes, settings.tenant_share),
+        Metrics(engine),
         beside,
     )
     app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)
@@ -178,6 +182,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         stack.push_async_callback(context.store.close)
         await context.store.start()
         stack.push_async_callback(context.lifecycle.close)
+        stack.push_async_callback(context.metrics.close)
         for one in context.processes:
             stack.push_async_callback(one.close)
         stack.push_async_callback(context.jobs.stop)

@@ -114,6 +114,13 @@ TRACE_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
     **error_responses(400, 403, 404, 413, 429, 500, 503, 504),
 }
 
+METRICS_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
+    200: {
+        "description": "Prometheus' text format.",
+        "content": {"text/plain": {"schema": {"type": "string"}}},
+    },
+}
+
 
 class DocumentedApp(FastAPI):
     """A FastAPI whose schema also has the models that routes only refer to."""

@@ -111,6 +111,12 @@ class EngineClient(Protocol):
     def trace_engines(self) -> Mapping[str, TraceEngine]:
         """Return what runs traces, by name; known before the start, used only when ready."""
 
+    async def count_steps(self) -> Mapping[str, int]:
+        """Return how many steps the engine has run, by tier; only when ready.
+
+        It answers between two steps, so it is asked rarely. ``plain`` are steps in which nobody intervened.
+        """
+
     async def prepare_sandbox(self) -> None:
         """Wait until code of sandboxed keys can run, which takes seconds the first time; only when ready.
 

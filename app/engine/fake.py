@@ -46,6 +46,8 @@ class FakeBehaviour:
         num_events_before_error: See ``stream_error``.
         delay_s: Waited before each token.
         intervention_s: What each request that intervenes is said to have held the engine for.
+        num_steps: How many steps it says that it has run, by tier.
+        count_error: Raised instead.
         pulls: By word: how far it pulls the first number of what is captured, a number for each layer.
     """
 
@@ -57,6 +59,10 @@ class FakeBehaviour:
     num_events_before_error: int = 1
     delay_s: float = 0.0
     intervention_s: float = 0.0
+    num_steps: Mapping[str, int] = dataclasses.field(
+        default_factory=lambda: {"plain": 0, "tap": 0, "eager": 0}
+    )
+    count_error: Exception | None = None
     pulls: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
 
 
@@ -111,6 +117,7 @@ class FakeEngineClient:
         traces: What runs traces; tests put others in.
         fake_traces: What runs them otherwise; tests change how it behaves.
         has_sandbox: Whether sandboxes were to be started.
+        num_counted: How often it was asked for its steps.
     """
 
     def __init__(
@@ -120,6 +127,7 @@ class FakeEngineClient:
         self.behaviour = behaviour or FakeBehaviour()
         self.num_running = 0
         self.num_calls = 0
+        self.num_counted = 0
         self.has_sandbox = False
         self.fake_traces = FakeTraceEngine()
         self.traces: Mapping[str, TraceEngine] = {"vllm": self.fake_traces}
@@ -158,6 +166,14 @@ class FakeEngineClient:
     def trace_engines(self) -> Mapping[str, TraceEngine]:
         """Return ``traces``."""
         return self.traces
+
+    async def count_steps(self) -> Mapping[str, int]:
+        """Return what the behaviour says."""
+        self.num_counted += 1
+        await asyncio.sleep(self.behaviour.delay_s)
+        if self.behaviour.count_error is not None:
+            raise self.behaviour.count_error
+        return dict(self.behaviour.num_steps)
 
     async def prepare_sandbox(self) -> None:
         """Take note of it."""

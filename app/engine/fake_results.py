@@ -45,7 +45,8 @@ def collected(
     traces = [op for op in interventions if isinstance(op, Trace)]
     if traces:
         saves = {"seen": positions, "hidden": _tensor(positions, is_reduced=False)}
-        return CollectedResults([TraceResult(traces[0].name or "trace_0", saves, {}, "")], final=False)
+        result = TraceResult(traces[0].name or "trace_0", saves, {}, "")
+        return CollectedResults([result], final=is_final, is_code=True, tier="tap")
     operations = [op for op in interventions if not isinstance(op, Trace)]
     return _collected(operations, positions, pull, is_final=is_final)
 

@@ -10,7 +10,7 @@ from typing import Any
 from api_schemas.jobs import JobStatus
 from app.services.traces import event_frame
 from nnsight_engine.core.metering import METER
-from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
+from nnsight_engine.remote_backend.frames import TIER, Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 from nnsight_engine.wire import encode
 
@@ -26,6 +26,7 @@ class FakeTraceBehaviour:
         late_error: Raised instead of the result.
         hangs: Whether traces wait instead of giving a result, until they are cancelled.
         delay_s: Waited before each frame.
+        tier: How each is said to have run.
         num_tokens: What each is said to have used.
         intervention_s: What each is said to have held the engine for.
     """
@@ -36,6 +37,7 @@ class FakeTraceBehaviour:
     late_error: Exception | None = None
     hangs: bool = False
     delay_s: float = 0.0
+    tier: str = "tap"
     num_tokens: int = 0
     intervention_s: float = 0.0
 
@@ -82,7 +84,7 @@ class FakeTraceEngine:
                 await asyncio.Event().wait()
             if behaviour.late_error is not None:
                 raise behaviour.late_error
-            yield json_frame(FrameKind.OUTPUTS, {})
+            yield json_frame(FrameKind.OUTPUTS, {TIER: behaviour.tier})
             yield Frame(FrameKind.RESULT, self._result(request.head))
         finally:
             self.num_running -= 1

@@ -198,6 +198,10 @@ class VLLMEngineClient:
         """Return what runs traces, by name."""
         return self._traces
 
+    async def count_steps(self) -> Mapping[str, int]:
+        """Return how many steps the engine has run, by tier."""
+        return await self.engine.count_steps()
+
     async def prepare_sandbox(self) -> None:
         """Have sandboxes started; see ``EngineClient``."""
         await self.engine.prepare_sandbox()

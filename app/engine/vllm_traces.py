@@ -26,7 +26,7 @@ from app.errors import internal_error
 from app.services.code_policy import has_process
 from app.services.traces import event_frame
 from app.settings import Settings
-from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
+from nnsight_engine.remote_backend.frames import TIER, Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import SentEdit, SentInvoke, TraceHead, TraceRequest
 from nnsight_engine.remote_backend.saves_so_far import output_data
 from nnsight_engine.remote_backend.unread import SlowReaderError
@@ -220,7 +220,7 @@ class _Run:
                 yield frame
             if finished.failure:
                 yield event_frame(JobStatus.ERROR, message=finished.failure)
-            yield json_frame(FrameKind.OUTPUTS, results)
+            yield json_frame(FrameKind.OUTPUTS, {**results, TIER: finished.tier})
             yield Frame(FrameKind.RESULT, finished.data)
         finally:
             if not is_over:

@@ -63,7 +63,8 @@ async def choice_json(
         base_path: What stands before ``/v1`` in the server's URLs (ASGI's ``root_path``).
 
     Returns:
-        ``results`` by name; in the final part also ``applied`` and ``provenance``.
+        ``results`` by name; in the final part also ``applied``, of operations that are not code, and
+        ``provenance``.
 
     Raises:
         ApiError: The store refuses the tensors.
@@ -86,7 +87,9 @@ async def choice_json(
     answer: dict[str, Any] = {
         "results": {result.name: _result_json(result, tensors, decode) for result in collected.results}
     }
-    if collected.final:
+    if collected.final and collected.is_code:
+        answer["provenance"] = {"tier": collected.tier}
+    elif collected.final:
         answer["applied"] = _applied_json(collected.applied, operations)
         answer["provenance"] = {
             "fingerprint": collected.fingerprint,

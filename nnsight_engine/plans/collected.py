@@ -102,6 +102,7 @@ class CollectedResults:
     Attributes:
         results: In the order of the request's operations.
         final: Whether this is the last part; only then do the fields below mean anything.
+        is_code: Whether it is of a trace, of whose doings nothing is known but the tier.
         applied: One entry per operation.
         fingerprint: Hash over the writes (hex), empty without any.
         cached_tokens: Prompt tokens whose keys and values came from the prefix cache.
@@ -111,6 +112,7 @@ class CollectedResults:
 
     results: Sequence[CaptureResult | ProbeResult | LensResult | TraceResult]
     final: bool = True
+    is_code: bool = False
     applied: list[Applied] = dataclasses.field(default_factory=list)
     fingerprint: str = ""
     cached_tokens: int = 0

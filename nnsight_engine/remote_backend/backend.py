@@ -23,7 +23,7 @@ import httpx
 from api_schemas.jobs import JobStatus
 from nnsight_engine.remote_backend.display import Display
 from nnsight_engine.remote_backend.errors import RemoteError
-from nnsight_engine.remote_backend.frames import Frame, FrameKind
+from nnsight_engine.remote_backend.frames import Frame, FrameKind, tier_of
 from nnsight_engine.remote_backend.http import HttpTransport
 from nnsight_engine.remote_backend.jobs import Read, RemoteJob
 from nnsight_engine.remote_backend.outcomes import Outcome, named, raise_first, saves_of
@@ -75,6 +75,7 @@ class RemoteBackend(Backend):
         self._id: str | None = None
         self._status: JobStatus | None = None
         self._engine: str | None = None
+        self._tier: str | None = None
         self._asked: Engine = engine
         self._codec: Codec = codec
         self._model_key = model_key
@@ -97,6 +98,11 @@ class RemoteBackend(Backend):
     def engine(self) -> str | None:
         """What ran it, once that is known: ``vllm`` or ``local``."""
         return self._engine if self._job is None else self._job.engine
+
+    @property
+    def tier(self) -> str | None:
+        """How vLLM ran it, once the result is here: ``tap``, or ``eager`` if some step ran uncompiled."""
+        return self._tier if self._job is None else self._job.tier
 
     def __call__(self, tracer: Tracer | None = None) -> Any:
         """Run a trace; or, after one, give what it left.
@@ -149,6 +155,7 @@ class RemoteBackend(Backend):
                     self._heard(frame.json(), display)
                 elif frame.kind is not FrameKind.OUTPUT:
                     frames.append(frame)
+            self._tier = tier_of(frames)
             outcomes = sent.read(frames)
         sent.bring_home(outcomes)
         return None
@@ -169,7 +176,8 @@ class RemoteBackend(Backend):
                 job.cancel()
             raise
         finally:
-            self._id, self._status, self._engine, self._job = job.id, job.status, job.engine, None
+            self._id, self._status, self._job = job.id, job.status, None
+            self._engine, self._tier = job.engine, job.tier
         sent.bring_home(outcomes)
 
     def _heard(self, event: dict[str, Any], display: Display) -> None:
@@ -255,6 +263,7 @@ class RemoteBackend(Backend):
                     raise refused(frame)
                 else:
                     frames.append(frame)
+        self._tier = tier_of(frames)
         outcomes = sent.read(frames)
         raise_first(outcomes)
         for output in last:

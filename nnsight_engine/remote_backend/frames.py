@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -23,6 +23,8 @@ HEAD_BYTES: Final = _HEAD.size
 ANSWER_HEAD_BYTES: Final = HEAD_BYTES + _NUMBER.size
 """Of a ``LOCAL`` frame, what comes before the message."""
 _SMALL_BYTES: Final = 2**20
+TIER: Final = "tier"
+"""Of ``OUTPUTS``, what says how vLLM ran the trace."""
 
 
 class FrameKind(enum.IntEnum):
@@ -33,7 +35,7 @@ class FrameKind(enum.IntEnum):
     OUTPUT = 2
     """A wire message: one streamed output of a request, with what its block has saved so far."""
     OUTPUTS = 3
-    """JSON: what the trace's requests returned, by ``"<block>/<choice>"``."""
+    """JSON: what the trace's requests returned, by ``"<block>/<choice>"``; on vLLM also ``tier``."""
     RESULT = 4
     """A wire message: what came of each block, see ``outcomes``."""
     ERROR = 5
@@ -118,6 +120,17 @@ def answer_head(head: bytes | bytearray, max_bytes: int) -> tuple[int, int] | No
 def json_frame(kind: FrameKind, value: Any) -> Frame:
     """Return a frame that holds ``value`` as JSON."""
     return Frame(kind, msgspec.json.encode(value))
+
+
+def tier_of(frames: Sequence[Frame]) -> str | None:
+    """Return how vLLM ran a trace, ``tap`` or ``eager``, see ``RemoteBackend``; None where nothing says so.
+
+    Raises:
+        DecodeError: A frame is broken.
+    """
+    told = [frame.json() for frame in frames if frame.kind is FrameKind.OUTPUTS]
+    tier = told[0].get(TIER) if told and isinstance(told[0], dict) else None
+    return tier if isinstance(tier, str) else None
 
 
 class FrameReader:
@@ -210,6 +223,7 @@ __all__ = [
     "ANSWER_HEAD_BYTES",
     "HEAD_BYTES",
     "MEDIA_TYPE",
+    "TIER",
     "Frame",
     "FrameKind",
     "FrameReader",
@@ -218,4 +232,5 @@ __all__ = [
     "calling",
     "head_of",
     "json_frame",
+    "tier_of",
 ]

@@ -11,7 +11,7 @@ from typing import Any, Final
 from api_schemas.jobs import JobStatus
 from nnsight_engine.remote_backend.display import Display
 from nnsight_engine.remote_backend.errors import RemoteError
-from nnsight_engine.remote_backend.frames import Frame
+from nnsight_engine.remote_backend.frames import Frame, tier_of
 from nnsight_engine.remote_backend.http import HttpTransport
 from nnsight_engine.remote_backend.job_socket import Run, followed
 
@@ -34,6 +34,7 @@ class RemoteJob:
         id: Its name on the server.
         status: Where it was when last asked after.
         engine: What runs it, once that is known.
+        tier: How vLLM ran it, once its result has been read; see ``tier_of``.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class RemoteJob:
         self.id = job_id
         self.status = status
         self.engine: str | None = None
+        self.tier: str | None = None
         self._http = http
         self._read = read
         self._run = run
@@ -69,6 +71,7 @@ class RemoteJob:
                 raise _ended(job)
             with Display() as display:
                 frames = self._http.result(self.id, display.progress)
+            self.tier = tier_of(frames)
             self._result = {"id": self.id, **self._read(frames)}
         return self._result
 

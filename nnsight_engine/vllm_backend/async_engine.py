@@ -64,12 +64,14 @@ class FinishedTrace(NamedTuple):
         printed: What they printed and nobody was told of yet.
         failure: How a block failed, in a line; empty if none did.
         spent_s: Seconds for which the engine has waited for it.
+        tier: How its steps ran: ``tap``, or ``eager`` once one of them had to run uncompiled.
     """
 
     data: bytes | memoryview
     printed: str
     failure: str
     spent_s: float
+    tier: str
 
 
 class InterventionAsyncLLM(AsyncLLM):
@@ -163,13 +165,18 @@ class InterventionAsyncLLM(AsyncLLM):
             results: What its requests returned, see ``results_of``.
         """
         path = None if self.handover is None else self.handover.path(key)
-        data, printed, failure, spent_s = answer(
+        data, printed, failure, spent_s, tier = answer(
             await self.collective_rpc("finish_trace", args=(key, results, path))
         )
         if data is None and self.handover is not None:
             data = self.handover.take(key)
         note_spent(spent_s)
-        return FinishedTrace(data, printed, failure, spent_s)
+        return FinishedTrace(data, printed, failure, spent_s, tier)
+
+    async def count_steps(self) -> dict[str, int]:
+        """Return how many steps the engine has run, by tier; it answers between two of them."""
+        counts: dict[str, int] = answer(await self.collective_rpc("count_steps"))
+        return counts
 
     async def forget_trace(self, key: str, request_ids: Sequence[str]) -> None:
         """End what is left of a trace in the engine; never raises."""
@@ -336,7 +343,7 @@ class InterventionAsyncLLM(AsyncLLM):
     async def _collect(self, traced: TracedPrompt, output: RequestOutput) -> None:
         results = results_of({0: output})
         finished = await self.finish_trace(traced.key, results)
-        traced.is_over = True
+        traced.is_over, traced.tier = True, finished.tier
         traced.place.leave()
         await asyncio.to_thread(traced.finish, finished.data, finished.printed, output)
 

@@ -151,6 +151,7 @@ class TracedPrompt:
         place: Its place among those that run at once, which is left when the worker has forgotten it.
         has_begun: Whether the worker may know of it.
         is_over: Whether the worker has forgotten it.
+        tier: How its steps ran, once it is over.
         share: Where what waits for the next chunk is counted, with that of all traces.
     """
 
@@ -163,6 +164,7 @@ class TracedPrompt:
         self.choices = [_Choice() for _ in range(num_choices)]
         self.place = call.place()
         self.has_begun = self.is_over = False
+        self.tier = ""
         self._call = call
 
     def entry(self) -> TraceEntry:
@@ -314,12 +316,13 @@ class TraceCall:
         printed = found.take_printed()
         if not (saves or grown or printed):
             return None
-        return self._collected(TraceResult(self._name, saves, grown, printed))
+        return CollectedResults([TraceResult(self._name, saves, grown, printed)], final=False)
 
     def take_final(self, choice: int, num_choices: int) -> CollectedResults:
         """Return everything that a choice has saved."""
-        _, found = self._choice(choice, num_choices)
-        return self._collected(TraceResult(self._name, found.saves or {}, {}, found.take_printed()))
+        prompt, found = self._choice(choice, num_choices)
+        result = TraceResult(self._name, found.saves or {}, {}, found.take_printed())
+        return CollectedResults([result], is_code=True, tier=prompt.tier)
 
     def failed(self, error: Mapping[str, Any]) -> ApiError:
         """Return the error of a block, which ``encode_error`` has told."""
@@ -346,9 +349,6 @@ class TraceCall:
         number, index = divmod(choice, num_choices)
         prompt = self.prompts[number]
         return prompt, prompt.choices[index]
-
-    def _collected(self, result: TraceResult) -> CollectedResults:
-        return CollectedResults([result], final=False)
 
 
 def _named(values: Any) -> dict[str, Any]:

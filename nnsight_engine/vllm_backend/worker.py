@@ -72,8 +72,8 @@ class InterventionWorker(_PlatformWorker):
 
     def finish_trace(
         self, key: str, results: dict[str, Any], path: str | None = None
-    ) -> tuple[bytes | None, str, str, float] | None:
-        """Return what a trace saved, printed last, how it failed and how long it took; over vLLM's RPC.
+    ) -> tuple[bytes | None, str, str, float, str] | None:
+        """Return what a trace saved, printed last, how it failed, its seconds and tier; over vLLM's RPC.
 
         Args:
             key: The trace.
@@ -86,7 +86,7 @@ class InterventionWorker(_PlatformWorker):
         is_left = path is not None and leave(pieces, path)
         saved = None if is_left else b"".join(pieces)
         traces = self.model_runner.traces
-        return (saved, *traces.take_left(key), traces.last_spent_s)
+        return (saved, *traces.take_left(key), traces.last_spent_s, traces.last_tier)
 
     def drop_trace(self, key: str) -> float | None:
         """Forget a trace that nobody will collect; returns how long it took; called over vLLM's RPC."""

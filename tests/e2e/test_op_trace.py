@@ -67,6 +67,9 @@ async def test_what_code_saves_is_what_a_capture_gives(live: Live) -> None:
     np.testing.assert_allclose(decode(saves(choice)["hs"]), decode(expected), rtol=1e-2, atol=1e-2)
     assert choice["text"] == captured["text"]
     assert choice["interventions"]["results"]["t"]["type"] == "trace"
+    assert choice["interventions"]["provenance"] == {"tier": "tap"}
+    inside = await traced(live, "inside = model.layers[5].mlp.output[-1].float().save()", max_tokens=1)
+    assert inside["interventions"]["provenance"] == {"tier": "eager"}
 
 
 STEER = """
@@ -124,9 +127,9 @@ async def test_a_stream_tells_what_is_new_with_each_chunk_and_all_with_the_last(
     events = await live.events(prompt=PROMPT, interventions=[op(WATCH)])
     choices = [event["choices"][0] for event in events]
     assert "".join(choice["text"] for choice in choices) == whole["text"]
-    *parts, last = [
-        choice["interventions"]["results"]["t"] for choice in choices if "interventions" in choice
-    ]
+    fields = [choice["interventions"] for choice in choices if "interventions" in choice]
+    assert [field.get("provenance") for field in fields] == [*([None] * (len(fields) - 1)), {"tier": "tap"}]
+    *parts, last = [field["results"]["t"] for field in fields]
     assert last["saves"] == saves(whole)
     told: list[float] = []
     for part in parts:

@@ -16,7 +16,9 @@ import msgspec
 import pytest
 import pytest_asyncio
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
+from app.services import metrics
 from nnsight_engine import LanguageModel, save
 from nnsight_engine.remote_backend.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import RemoteError
@@ -120,6 +122,7 @@ async def test_values_are_those_of_the_model(server: Live, model: VLLM, folder: 
             model.layers[2].output[:] = 0
             logits = model.logits.output.save()
             result = tracer.result.save()
+        assert (tracer.backend.engine, tracer.backend.tier) == ("vllm", "tap")
         return hidden, logits, result
 
     hidden, logits, result = await asyncio.to_thread(run)
@@ -131,6 +134,34 @@ async def test_values_are_those_of_the_model(server: Live, model: VLLM, folder: 
     torch.testing.assert_close(hidden, expected[0], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(logits[:, : expected_logits.shape[1]], expected_logits, rtol=1e-3, atol=1e-3)
     assert len(result.outputs[0].token_ids) == 3
+
+
+async def test_answers_and_metrics_say_which_steps_ran_uncompiled(
+    server: Live, model: VLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "_PAUSE_S", 0)
+
+    def run(*, waits: bool) -> Any:
+        with model.trace(PROMPT, max_tokens=1, blocking=waits, **GREEDY) as tracer:
+            inside = model.layers[1].mlp.output.save()  # noqa: F841 - it is waited for
+        if not waits:
+            assert tracer.backend.tier is None
+            tracer.backend.wait()
+        return tracer.backend.tier
+
+    async def counted() -> dict[str, float]:
+        text = (await server.http.get("/metrics")).text
+        assert "vllm:generation_tokens_total" in text
+        (steps,) = [one for one in text_string_to_metric_families(text) if one.name == "nnsight_engine_steps"]
+        return {sample.labels["tier"]: sample.value for sample in steps.samples}
+
+    before = await counted()
+    assert await asyncio.to_thread(run, waits=True) == "eager"
+    assert await asyncio.to_thread(run, waits=False) == "eager"
+    await server.post(prompt=PROMPT, max_tokens=4, ignore_eos=True)
+    after = await counted()
+    assert after["eager"] == before["eager"] + 2
+    assert after["plain"] >= before["plain"] + 4
 
 
 async def test_invokes_are_requests_of_their_own_and_share_variables(server: Live, model: VLLM) -> None:

@@ -118,6 +118,21 @@ async def test_a_stream_carries_each_tokens_results_with_that_token(serve: Serve
         assert ["provenance" in field for field in fields] == [False, False, True]
 
 
+async def test_the_answer_to_code_tells_how_its_steps_ran(serve: Serve):
+    code = [{"op": "trace", "code": "x = model.layers[1].output.save()"}]
+    async with serve() as server:
+        whole = (await server.complete(interventions=code, n=2, max_tokens=3)).json()
+        events = events_of(await server.complete(interventions=code, max_tokens=3, stream=True))
+        fields = [choice["interventions"] for choice in (*whole["choices"], events[-1]["choices"][0])]
+        assert [field["provenance"] for field in fields] == [{"tier": "tap"}] * 3
+        assert not any("applied" in field for field in fields)
+        assert ["provenance" in event["choices"][0]["interventions"] for event in events] == [
+            *(False, False, True)
+        ]
+        for answer in (whole, *events):
+            CompletionResponse.model_validate(answer)
+
+
 async def test_large_captures_are_fetched_by_url_until_they_expire(serve: Serve, error_of: ErrorCheck):
     async with serve(inline_tensor_bytes=10, result_ttl_s=0.3) as server:
         body = (await server.complete(interventions=READS, max_tokens=2)).json()

@@ -28,6 +28,7 @@ class Access(enum.Enum):
 
     OPEN = "nobody's: it asks for no key"
     SAME = "nobody's: all tenants are told the same"
+    SUMMED = "nobody's: sums over all tenants, for keys with the scope metrics"
     MADE = "the caller's own, and new"
     LISTED = "the caller's own, all of it"
     NAMED = "the caller's own, by an id in the path"
@@ -71,6 +72,7 @@ ACCESS: Final = {
     "GET /v1/admin/tenants": Access.OPERATORS,
     "PUT /v1/admin/tenants/{tenant}/limits": Access.OPERATORS,
     "GET /v1/admin/audit": Access.OPERATORS,
+    "GET /metrics": Access.SUMMED,
 }
 
 CLOSED: Final = [route for route in ROUTES if ACCESS.get(str(route)) is not Access.OPEN]
@@ -147,6 +149,7 @@ def test_every_route_is_known_here_and_asks_for_a_key_unless_it_is_open():
     for route in ROUTES:
         assert (route.scopes is None) == (ACCESS[str(route)] is Access.OPEN), route
         assert (ACCESS[str(route)] is Access.OPERATORS) == (Scope.ADMIN in (route.scopes or ())), route
+        assert (ACCESS[str(route)] is Access.SUMMED) == (Scope.METRICS in (route.scopes or ())), route
         assert "{" not in route.path or ACCESS[str(route)] in {Access.NAMED, Access.OPERATORS}, route
     assert {scope for route in CLOSED for scope in route.scopes or ()} == set(Scope)
 

@@ -12,7 +12,7 @@ import torch
 from api_schemas.errors import ApiError, ErrorCode
 from app.engine.fake import FakeBehaviour
 from app.engine.fake_results import FINGERPRINT, MODEL
-from nnsight_engine.remote_backend.frames import MEDIA_TYPE, FrameKind
+from nnsight_engine.remote_backend.frames import MEDIA_TYPE, FrameKind, tier_of
 from nnsight_engine.remote_backend.messages import TraceRequest
 from nnsight_engine.remote_backend.outcomes import read_outcomes
 from tests.integration.conftest import ErrorCheck, Serve, Server
@@ -39,6 +39,7 @@ async def test_the_answer_tells_of_everything_in_order_and_ends_with_the_result(
         assert frames[0].json()["job"] == response.headers["nnsight-job-id"]
         assert frames[1].json()["engine"] == "vllm"
         assert [frame.json()["message"] for frame in frames[3:5]] == ["hello", "there"]
+        assert tier_of(frames) == "tap"
         (outcome,) = read_outcomes(frames[-1].data, [])
         assert outcome.saves["x"].tolist() == [1.0, 1.0, 1.0]
 

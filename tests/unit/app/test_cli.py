@@ -72,7 +72,7 @@ def test_keys_are_made_replaced_and_ended(own_data: Path, capsys: pytest.Capture
     [
         (["create"], "tenant"),
         (["create", "--tenant", "A b"], "tenant"),
-        (["create", "--tenant", "a", "--scopes", "all"], "completions, interventions, code, admin"),
+        (["create", "--tenant", "a", "--scopes", "all"], "completions, interventions, code, metrics, admin"),
         (["create", "--tenant", "a", "--limits", "speed=3"], "speed"),
         (["limit", "a", "concurrency=0"], "concurrency"),
         (["limit", "a", "concurrency=many"], "concurrency"),

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import pytest
 
-from nnsight_engine.remote_backend.frames import HEAD_BYTES, Frame, FrameKind, FrameReader, json_frame
+from nnsight_engine.remote_backend.frames import (
+    HEAD_BYTES,
+    Frame,
+    FrameKind,
+    FrameReader,
+    json_frame,
+    tier_of,
+)
 from nnsight_engine.wire import DecodeError
 
 FRAMES = [
@@ -46,3 +54,15 @@ def test_a_frame_that_cannot_be_is_refused_before_it_is_read(kind: int, size: in
 def test_a_frame_that_should_be_json_and_is_not_says_so() -> None:
     with pytest.raises(DecodeError, match="EVENT frame is no JSON"):
         Frame(FrameKind.EVENT, b"{").json()
+
+
+@pytest.mark.parametrize(
+    ("outputs", "tier"),
+    [({"0/0": {}, "tier": "eager"}, "eager"), ({"0/0": {}}, None), ([1], None), ({"tier": 5}, None)],
+)
+def test_how_vllm_ran_a_trace_is_read_from_what_may_be_anything(outputs: Any, tier: str | None) -> None:
+    result = Frame(FrameKind.RESULT, b"")
+    assert tier_of([json_frame(FrameKind.OUTPUTS, outputs), result]) == tier
+    assert tier_of([result]) is None
+    with pytest.raises(DecodeError):
+        tier_of([Frame(FrameKind.OUTPUTS, b"{"), result])
