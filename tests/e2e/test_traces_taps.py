@@ -253,7 +253,7 @@ def test_blocks_call_layers_while_a_neighbour_is_steered(model: VLLM) -> None:
     ran = run_together(model, [tracer.sent])
     assert ran.outcomes[0].error is None
     for one in ran.outcomes[0].saves["own"]:
-        torch.testing.assert_close(one, undisturbed)
+        torch.testing.assert_close(one, undisturbed, rtol=1e-3, atol=1e-3)
     (reply,) = engine.replies(pending, ran.outputs[pending.request_id])
     assert reply.failure is None
     assert reply.token_ids == alone[0].token_ids
