@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm import SamplingParams
@@ -55,7 +56,7 @@ def test_points_inside_a_block_run_that_step_uncompiled(engine: Engine) -> None:
 
 
 def test_seven_neighbours_of_a_block_at_the_taps_are_bit_identical(model: VLLM) -> None:
-    greedy = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 12}
+    greedy: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 12}
     with model.trace(PROMPTS[0], tracer_cls=HeldTracer, **greedy) as tracer:
         rows = save([])
         for _ in tracer.iter[:]:

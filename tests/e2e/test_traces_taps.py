@@ -257,3 +257,4 @@ def test_blocks_call_layers_while_a_neighbour_is_steered(model: VLLM) -> None:
     (reply,) = engine.replies(pending, ran.outputs[pending.request_id])
     assert reply.failure is None
     assert reply.token_ids == alone[0].token_ids
+    engine.run([Ask(PROMPT, max_tokens=1)])  # a worker hears of what has finished in the next step
