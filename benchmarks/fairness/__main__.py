@@ -28,7 +28,7 @@ from rich.console import Console
 from benchmarks.command import parsed, parser_of, show
 from benchmarks.fairness.load import FLOODS
 from benchmarks.machine import announced_machine
-from benchmarks.startup import served
+from benchmarks.servers import served
 from benchmarks.tracing.report import Report
 from benchmarks.tracing.timing import Case, Measure, Row, Sample, Sampler, measure
 from nnsight_engine import bundled_model_path
@@ -131,7 +131,7 @@ def _tenants(model: str, window_s: str, num_probes: int) -> Iterator[Tenants]:
 
 
 def _key(tenant: str, variables: dict[str, str]) -> str:
-    command = [sys.executable, "-m", "app.cli", "keys", "create", "--tenant", tenant]
+    command = [sys.executable, "-m", "app", "keys", "create", "--tenant", tenant]
     return subprocess.check_output(command, text=True, env={**os.environ, **variables}).strip()
 
 
