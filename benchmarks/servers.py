@@ -78,15 +78,23 @@ def command_of(side: Side, model: str, *, compiled: bool, options: Sequence[str]
 
 
 @contextlib.contextmanager
-def served_by(side: Side, command: Sequence[str]) -> Iterator[Served]:
+def served_by(
+    side: Side, command: Sequence[str], variables: Mapping[str, str] | None = None
+) -> Iterator[Served]:
     """Run a command of ``command_of``, and give the server once it is ready; it is stopped in the end.
+
+    Args:
+        side: Whose server.
+        command: Its command.
+        variables: Environment variables beside our own, for ``own_folders`` too.
 
     Raises:
         ServerError: It ended before, or was not ready in time.
     """
     ready = "/health/ready" if side is Side.OURS else "/health"
-    with tempfile.TemporaryDirectory() as folder, _started(command, _own_folders(folder), ready) as server:
-        yield server
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        yield stack.enter_context(_started(command, {**own_folders(folder), **(variables or {})}, ready))
 
 
 @contextlib.contextmanager
@@ -104,8 +112,8 @@ def served(options: Sequence[str], variables: Mapping[str, str]) -> Iterator[str
         yield server.url
 
 
-def _own_folders(folder: str) -> dict[str, str]:
-    """Return what keeps our server away from keys and jobs of whoever runs the benchmark."""
+def own_folders(folder: str) -> dict[str, str]:
+    """Return the variables that keep our server away from keys and jobs of whoever runs the benchmark."""
     return {"NNSIGHT_ENGINE_DATA_DIR": f"{folder}/data", "NNSIGHT_ENGINE_RESULT_DIR": f"{folder}/results"}
 
 
@@ -158,4 +166,4 @@ def _message(server: subprocess.Popen[bytes], printed: IO[bytes]) -> str:
     return f"the server must be ready within {_LIMIT_S} s, it is {ended}; its output:\n{output}"
 
 
-__all__ = ["MODEL_NAME", "Served", "ServerError", "Side", "command_of", "served", "served_by"]
+__all__ = ["MODEL_NAME", "Served", "ServerError", "Side", "command_of", "own_folders", "served", "served_by"]
