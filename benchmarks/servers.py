@@ -70,11 +70,13 @@ def command_of(side: Side, model: str, *, compiled: bool, options: Sequence[str]
         compiled: Whether the engine is compiled; ours is not unless told, vLLM's own is unless told.
         options: More of vLLM's engine arguments, the same on both sides.
     """
-    named = [model, "--served-model-name", MODEL_NAME, *options]
+    named = ["--served-model-name", MODEL_NAME, *options]
     if side is Side.OURS:
-        return ["-m", "app", "serve", *named, *(["--compile"] if compiled else [])]
+        return ["-m", "app", "serve", model, *named, *(["--compile"] if compiled else [])]
     eager = [] if compiled else ["--enforce-eager"]
-    return ["-m", "vllm.entrypoints.cli.main", "serve", *named, "--host", "127.0.0.1", *eager]
+    # Not `vllm serve`, which asks for a package "vllm" that the one for CPUs is not.
+    module = "vllm.entrypoints.openai.api_server"
+    return ["-m", module, "--model", model, *named, "--host", "127.0.0.1", *eager]
 
 
 @contextlib.contextmanager

@@ -218,7 +218,7 @@ def _described(args: argparse.Namespace) -> dict[str, object]:
 
 
 _METHOD: Final = """\
-SmolLM2-135M-Instruct in bf16, {mode}, by `nnsight-engine serve`, {keyed}, and by `vllm serve`, with the same
+SmolLM2-135M-Instruct in bf16, {mode}, by `nnsight-engine serve`, {keyed}, and by vLLM's `api_server`, with the same
 engine arguments and environment. Both are up, and loaded by turns; the client is a process of its own on the
 same cores. A round is three requests for each that runs at once, prompts of 32 random tokens, greedy answers
 of 16 to 48; the next one begins where one ends. Times are those of one request: of the round divided by its
