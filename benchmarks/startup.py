@@ -118,11 +118,11 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
 
 
 _METHOD: Final = """\
-`nnsight-engine serve` and vLLM's `api_server` with SmolLM2-135M-Instruct in bf16 and the same environment and engine
-arguments, started by turns, each alone: seconds from the command until a completion of one token is answered,
-polled every 50 ms; "listening" is the first answer of any kind, "ready" what readiness checks see. The first
-start is not counted. Medians over {repeats} repetitions. Made by `python -m benchmarks.startup --repeats
-{repeats}{more}`."""
+`nnsight-engine serve` and vLLM's `api_server` with SmolLM2-135M-Instruct in bf16 and the same environment and
+engine arguments, started by turns, each alone: seconds from the command until a completion of one token is
+answered, polled every 50 ms; "listening" is the first answer of any kind, "ready" what readiness checks see.
+The first start is not counted. Medians over {repeats} repetitions. Made by
+`python -m benchmarks.startup --repeats {repeats}{more}`."""
 
 
 if __name__ == "__main__":

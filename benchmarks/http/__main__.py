@@ -12,18 +12,18 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from typing import Final, Self
+from typing import Final
 
 from rich.console import Console
 
 from benchmarks.command import parsed, parser_of, show
 from benchmarks.http.load import Outcome, Round
+from benchmarks.line_process import LineProcess, LineProcessError
 from benchmarks.machine import announced_machine
 from benchmarks.processes import HUGE_PAGES
 from benchmarks.servers import MODEL_NAME, ServerError, Side, command_of, own_folders, served_by
@@ -40,40 +40,6 @@ _FEWEST: Final = 4
 _ENGINE: Final = ("--max-model-len", "1024", "--max-num-seqs", "64")
 
 
-class Client:
-    """A process of ``load``; a context manager."""
-
-    def __init__(self) -> None:
-        """Start it."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.http.load"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(self, asked: Round) -> Outcome:
-        """Send a round, and return how long it took."""
-        assert self._process.stdin is not None  # noqa: S101 - they are pipes
-        assert self._process.stdout is not None  # noqa: S101
-        self._process.stdin.write(json.dumps(dataclasses.asdict(asked)) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise ServerError("the client ended; its error is above")
-        return Outcome(**json.loads(answer))
-
-    def __enter__(self) -> Self:
-        """Return it."""
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        """End it."""
-        assert self._process.stdin is not None  # noqa: S101 - it is a pipe
-        self._process.stdin.close()
-        self._process.wait()
-
-
 @dataclasses.dataclass(slots=True)
 class Servers:
     """Both servers, and who loads them.
@@ -88,7 +54,7 @@ class Servers:
 
     urls: dict[str, str]
     key: str
-    client: Client
+    client: LineProcess
     console: Console
     num_rounds: int = 0
 
@@ -110,7 +76,7 @@ class Servers:
                     # The control's prompts are others, lest it finds them in the prefix cache.
                     seed=2 * self.num_rounds + (name == _AGAIN),
                 )
-                outcomes[name] = self.client.run(asked)
+                outcomes[name] = Outcome(**self.client.ask(**dataclasses.asdict(asked)))
             order.reverse()
             taken = _seconds(outcomes)
             self.console.print({name: f"{1e3 * seconds:.1f} ms" for name, seconds in taken.items()})
@@ -141,7 +107,7 @@ def main() -> int:
                 for streams in (False, True)
                 for row in _measured(servers, concurrency, streams=streams, repeats=args.repeats)
             ]
-    except ServerError as error:
+    except (ServerError, LineProcessError) as error:
         console.print(f"benchmarks: {error}", markup=False, soft_wrap=True)
         return 1
     name = f"http-{args.mode}{'-keyed' if args.keyed else ''}"
@@ -165,7 +131,7 @@ def _both(args: argparse.Namespace, console: Console) -> Iterator[Servers]:
             server = stack.enter_context(served_by(side, command, variables))
             console.print(f"{side}: ready after {server.ready_s:.1f} s")
             urls[str(side)] = server.url
-        yield Servers(urls, key, stack.enter_context(Client()), console)
+        yield Servers(urls, key, stack.enter_context(LineProcess("benchmarks.http.load")), console)
 
 
 def _key(variables: dict[str, str]) -> str:
@@ -218,13 +184,13 @@ def _described(args: argparse.Namespace) -> dict[str, object]:
 
 
 _METHOD: Final = """\
-SmolLM2-135M-Instruct in bf16, {mode}, by `nnsight-engine serve`, {keyed}, and by vLLM's `api_server`, with the same
-engine arguments and environment. Both are up, and loaded by turns; the client is a process of its own on the
-same cores. A round is three requests for each that runs at once, prompts of 32 random tokens, greedy answers
-of 16 to 48; the next one begins where one ends. Times are those of one request: of the round divided by its
-requests, the median to its first token, the median between two of its tokens. Control: vLLM's own server
-against itself. Medians over {repeats} repetitions of ratios within one. Made by `python -m benchmarks.http
-{command}`."""
+SmolLM2-135M-Instruct in bf16, {mode}, by `nnsight-engine serve`, {keyed}, and by vLLM's `api_server`, with
+the same engine arguments and environment. Both are up, and loaded by turns; the client is a process of its
+own on the same cores. A round is three requests for each that runs at once, prompts of 32 random tokens,
+greedy answers of 16 to 48; the next one begins where one ends. Times are those of one request: of the round
+divided by its requests, the median to its first token, the median between two of its tokens. Control: vLLM's
+own server against itself. Medians over {repeats} repetitions of ratios within one. Made by
+`python -m benchmarks.http {command}`."""
 
 
 if __name__ == "__main__":
