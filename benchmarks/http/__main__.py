@@ -1,6 +1,7 @@
 """What our server costs beside vLLM's own, over HTTP: plain completions, streamed and whole.
 
-    python -m benchmarks.http [--mode eager|compiled] [--concurrency 32] [--repeats 7] [--keyed] [--quick]
+    python -m benchmarks.http [--mode eager|compiled] [--concurrency 32] [--kinds whole streamed]
+        [--repeats 7] [--keyed] [--quick]
 
 Both servers are up, with the same engine arguments, and only one of them is loaded at a time, in short rounds
 by turns; a second turn of vLLM's own against its first is the control. The client is a process of its own.
@@ -35,6 +36,7 @@ _TARGET: Final = 0.97
 _TARGET_CONCURRENCY: Final = 32
 _AGAIN: Final = "vLLM's own again"
 _OURS, _VLLM = map(str, Side)
+_KINDS: Final = ["whole", "streamed"]
 _WAVES: Final = 3
 _FEWEST: Final = 4
 _ENGINE: Final = ("--max-model-len", "1024", "--max-num-seqs", "64")
@@ -104,8 +106,8 @@ def main() -> int:
             rows = [
                 row
                 for concurrency in args.concurrency
-                for streams in (False, True)
-                for row in _measured(servers, concurrency, streams=streams, repeats=args.repeats)
+                for kind in args.kinds
+                for row in _measured(servers, concurrency, kind, args.repeats)
             ]
     except (ServerError, LineProcessError) as error:
         console.print(f"benchmarks: {error}", markup=False, soft_wrap=True)
@@ -139,8 +141,8 @@ def _key(variables: dict[str, str]) -> str:
     return subprocess.check_output(command, text=True, env={**os.environ, **variables}).strip()
 
 
-def _measured(servers: Servers, concurrency: int, *, streams: bool, repeats: int) -> list[Row]:
-    kind = "streamed" if streams else "whole"
+def _measured(servers: Servers, concurrency: int, kind: str, repeats: int) -> list[Row]:
+    streams = kind == "streamed"
     make = functools.partial(servers.sampler, concurrency, streams=streams)
     target = _TARGET if concurrency == _TARGET_CONCURRENCY else None
     measures = [
@@ -168,12 +170,14 @@ def _arguments() -> argparse.Namespace:
     parser = parser_of("benchmarks.http", __doc__, repeats=7)
     parser.add_argument("--mode", choices=["eager", "compiled"], default="eager")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[_TARGET_CONCURRENCY])
+    parser.add_argument("--kinds", choices=_KINDS, nargs="+", default=_KINDS, help="how answers come")
     parser.add_argument("--keyed", action="store_true", help="a key on our side, so that use is metered")
     return parsed(parser, quick_repeats=2)
 
 
 def _described(args: argparse.Namespace) -> dict[str, object]:
     options = f"--mode {args.mode} --concurrency {' '.join(map(str, args.concurrency))}"
+    options += "" if args.kinds == _KINDS else f" --kinds {' '.join(args.kinds)}"
     keyed = "with a key, so that requests are metered and audited" if args.keyed else "without keys"
     return {
         "mode": args.mode,
