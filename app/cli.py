@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any, Final
 
@@ -30,7 +31,12 @@ from app.settings import Settings, environment_for_traces, set_engine_defaults
 from app.storage.database import DatabaseError
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.local_engine.link import ProcessOptions
-from nnsight_engine.modeling.bundled import BUNDLED_MODEL_NAME, BundledModelError, bundled_model_path
+from nnsight_engine.modeling.bundled import (
+    BUNDLED_MODEL_NAME,
+    BundledModelError,
+    bundled_model_path,
+    intact_bundled_model,
+)
 
 USAGE: Final = """\
 nnsight-engine serve [MODEL] [--port 8000] [--host 127.0.0.1] [--compile] [--local-engine]
@@ -119,17 +125,17 @@ def _serve(arguments: list[str], console: Console) -> int:
     settings = _settings().model_copy(update=chosen)
     model, options = _split_model(arguments)
     set_engine_defaults()
-    with _progress(console) as progress:
-        if model is None:
-            task = progress.add_task("Bundled model", total=None)
-            path = bundled_model_path(progress=_reporter(progress, task))
-            progress.remove_task(task)
-            options = ["--served-model-name", BUNDLED_MODEL_NAME, *options]
-            model = str(path)
+    # The bundled model's checksums are read beside the import: hashing lets go of the interpreter's lock.
+    with _progress(console) as progress, ThreadPoolExecutor(1) as beside:
+        found = None if model is not None else beside.submit(intact_bundled_model)
         progress.add_task("Importing vLLM", total=None)
         # Importing vLLM takes seconds, so it waits until there is something to show.
         arguments_module = importlib.import_module("app.engine.vllm_arguments")
         client_module = importlib.import_module("app.engine.vllm_client")
+        if found is not None:
+            task = progress.add_task("Bundled model", total=None)
+            model = str(found.result() or bundled_model_path(progress=_reporter(progress, task)))
+            options = ["--served-model-name", BUNDLED_MODEL_NAME, *options]
     if "--compile" in options:
         console.print(_COMPILE_COST, markup=False, soft_wrap=True)
     args = arguments_module.parse([model, *options])

@@ -1,115 +1,128 @@
-"""How long the server takes from its command to its first ready answer.
+"""How long the server takes from its command to its first token, beside vLLM's own server.
 
-    python -m benchmarks.startup [--repeats 3] [any argument of nnsight-engine serve]
+    python -m benchmarks.startup [--repeats 5] [--quick] [-- --compile] [any engine argument of vLLM]
 
-The bundled model is converted before the clock starts, as it is on every start but the first.
+The bundled model is converted before the clock starts, as it is on every start but the first. With
+``--compile`` ours is started eager too, and the difference is what compiling costs at each start.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import socket
-import statistics
-import subprocess
+import functools
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, Final
+from collections.abc import Sequence
+from typing import Final
 
 import httpx
 from rich.console import Console
 
+from benchmarks.command import parser_of, show
+from benchmarks.machine import announced_machine
+from benchmarks.servers import MODEL_NAME, ServerError, Side, command_of, served_by
+from benchmarks.tracing.report import Report
+from benchmarks.tracing.timing import Case, Measure, Sample, Sampler, measure, ratio
 from nnsight_engine.modeling.bundled import bundled_model_path
 
-_TARGET_S: Final = 45
-_LIMIT_S: Final = 600
-_POLL_S: Final = 0.1
-
-
-class StartupError(Exception):
-    """The server did not become ready; the message has what it printed."""
+_TARGET_S: Final = 20.0
+_EAGER: Final = "ours, eager"
+_TOKEN_LIMIT_S: Final = 60.0
 
 
 def main() -> int:
-    """Measure, print, and return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3, help="starts")
-    args, options = parser.parse_known_args()
+    """Run the command line and return its exit status."""
+    args, options = _arguments()
     console = Console()
-    bundled_model_path()
-    seconds = []
+    machine = announced_machine(console)
+    starts = Starts(str(bundled_model_path()), options, compiled=args.compile, console=console)
+    mode = "compiled" if args.compile else "eager"
+    case = Case("from the command to the first token", mode, starts.make, _measures(compiled=args.compile))
     try:
-        for _ in range(args.repeats):
-            seconds.append(seconds_to_ready(options))
-            console.print(f"ready after {seconds[-1]:.1f} s")
-    except StartupError as error:
+        rows = measure(case, args.repeats)
+    except ServerError as error:
         console.print(f"benchmarks: {error}", markup=False, soft_wrap=True)
         return 1
-    console.print(f"Median {statistics.median(seconds):.1f} s (target, eager: {_TARGET_S} s)")
+    method = _METHOD.format(repeats=args.repeats, more=" -- --compile" if args.compile else "")
+    report = Report(machine, f"startup-{mode}", f"Start-up, {mode}", method, [args.repeats], rows)
+    show(report, console, args)
     return 0
 
 
-def seconds_to_ready(options: Sequence[str]) -> float:
-    """Start a server, wait until ``/health/ready`` answers 200, stop it, and return how long that took.
-
-    Raises:
-        StartupError: It ended before, or was not ready in time.
-    """
-    start = time.perf_counter()
-    with served(options, {}):
-        return time.perf_counter() - start
-
-
-@contextlib.contextmanager
-def served(options: Sequence[str], variables: Mapping[str, str]) -> Iterator[str]:
-    """Start a server, and give its URL once it is ready; it is stopped in the end.
+class Starts:
+    """Starts of each side by turns.
 
     Args:
-        options: Of ``nnsight-engine serve``.
-        variables: Environment variables beside our own.
-
-    Raises:
-        StartupError: It ended before, or was not ready in time.
+        model: What is served.
+        options: More engine arguments, for every side.
+        compiled: Whether the engine is compiled.
+        console: Told of each start.
     """
-    port = _free_port()
-    command = [sys.executable, "-m", "app.cli", "serve", *options, "--port", str(port)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
-    with tempfile.TemporaryFile() as printed:
-        start = time.perf_counter()
-        server = subprocess.Popen(command, env=environment, stdout=printed, stderr=subprocess.STDOUT)
-        try:
-            while not _is_ready(port):
-                if server.poll() is not None or time.perf_counter() - start > _LIMIT_S:
-                    raise StartupError(_message(server, printed))
-                time.sleep(_POLL_S)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.terminate()
-            server.wait()
+
+    def __init__(self, model: str, options: Sequence[str], *, compiled: bool, console: Console) -> None:
+        """Name the sides."""
+        self._console = console
+        start = functools.partial(_started, model=model, options=options)
+        self._sides = {str(side): functools.partial(start, side, compiled=compiled) for side in Side}
+        if compiled:
+            self._sides[_EAGER] = functools.partial(start, Side.OURS, compiled=False)
+        self._order = list(self._sides)
+
+    def make(self) -> Sampler:
+        """Start ours once: what the disk holds of it shall be in memory for every start that counts."""
+        self._sides[str(Side.OURS)]()
+        return self._sample
+
+    def _sample(self) -> Sample:
+        sample: dict[str, float] = {}
+        for name in self._order:
+            listening_s, ready_s, token_s = self._sides[name]()
+            sample |= {name: token_s, f"{name}, ready": ready_s, f"{name}, listening": listening_s}
+            self._console.print(
+                f"{name}: listening after {listening_s:.1f} s, ready after {ready_s:.1f} s, "
+                f"a token after {token_s:.1f} s"
+            )
+        self._order.reverse()
+        return sample
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+def _started(side: Side, *, model: str, options: Sequence[str], compiled: bool) -> tuple[float, float, float]:
+    """Start a server and stop it; return when it listened, was ready and had answered with a token."""
+    with served_by(side, command_of(side, model, compiled=compiled, options=options)) as server:
+        body = {"model": MODEL_NAME, "prompt": [1], "max_tokens": 1}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=_TOKEN_LIMIT_S)
+        answer.raise_for_status()
+        return server.listening_s, server.ready_s, server.seconds()
 
 
-def _is_ready(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health/ready", timeout=5).is_success
-    except httpx.TransportError:
-        return False
+def _measures(*, compiled: bool) -> tuple[Measure, ...]:
+    ours, vllm = map(str, (Side.OURS, Side.VLLM))
+    against = ratio(ours, vllm)
+    if not compiled:
+        return (Measure("ours, seconds", lambda sample: sample[ours], _TARGET_S), against)
+    return (
+        Measure("ours, seconds", lambda sample: sample[ours]),
+        Measure("price of compiling, seconds", lambda sample: sample[ours] - sample[_EAGER]),
+        against,
+    )
 
 
-def _message(server: subprocess.Popen[bytes], printed: IO[bytes]) -> str:
-    printed.seek(0)
-    output = printed.read().decode(errors="replace")
-    ended = f"gone with status {server.returncode}" if server.returncode is not None else "still running"
-    return f"the server must be ready within {_LIMIT_S} s, it is {ended}; its output:\n{output}"
+def _arguments() -> tuple[argparse.Namespace, list[str]]:
+    parser = parser_of("benchmarks.startup", __doc__, repeats=5)
+    parser.add_argument("--compile", action="store_true", help="compiled engines, and what that costs")
+    # What follows "--" belongs to the servers; "--compile" among it is what the server calls it too.
+    given = [argument for argument in sys.argv[1:] if argument != "--"]
+    args, options = parser.parse_known_args(given)
+    if args.quick:
+        args.repeats = 1
+    return args, options
+
+
+_METHOD: Final = """\
+`nnsight-engine serve` and vLLM's `api_server` with SmolLM2-135M-Instruct in bf16 and the same environment and
+engine arguments, started by turns, each alone: seconds from the command until a completion of one token is
+answered, polled every 50 ms; "listening" is the first answer of any kind, "ready" what readiness checks see.
+The first start is not counted. Medians over {repeats} repetitions. Made by
+`python -m benchmarks.startup --repeats {repeats}{more}`."""
 
 
 if __name__ == "__main__":

@@ -66,7 +66,10 @@ class ClosingStream(StreamingResponse):
                 await send(message)
 
         try:
-            await while_connected(receive, self.stream_response(send_in_time))
+            # One timeout for each token would be most of what we add to a stream, and none is asked for.
+            await while_connected(
+                receive, self.stream_response(send if self._stall_s is None else send_in_time)
+            )
         except OSError as error:
             # It took nothing for too long, or the server, of a newer ASGI version, can send no more.
             raise ClientDisconnect from error

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import statistics
 import subprocess
@@ -27,8 +26,9 @@ from rich.console import Console
 
 from benchmarks.command import parsed, parser_of, show
 from benchmarks.fairness.load import FLOODS
+from benchmarks.line_process import LineProcess
 from benchmarks.machine import announced_machine
-from benchmarks.startup import served
+from benchmarks.servers import served
 from benchmarks.tracing.report import Report
 from benchmarks.tracing.timing import Case, Measure, Row, Sample, Sampler, measure
 from nnsight_engine import bundled_model_path
@@ -38,40 +38,14 @@ _SETTLE_S: Final = 2.0
 _WARM: Final = 10
 
 
-class _Client:
-    """A process of ``load``."""
-
-    def __init__(self, kind: str, url: str, key: str, model: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.fairness.load", kind, url, key, model],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def ask(self, **command: Any) -> Any:
-        """Send a command and return its answer."""
-        assert self._process.stdin is not None  # noqa: S101 - they are pipes
-        assert self._process.stdout is not None  # noqa: S101
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-    def close(self) -> None:
-        """End it."""
-        assert self._process.stdin is not None  # noqa: S101 - it is a pipe
-        self._process.stdin.close()
-        self._process.wait()
-
-
 class Tenants:
     """Two tenants of one server."""
 
     def __init__(self, url: str, keys: tuple[str, str], model: str, num_probes: int) -> None:
         """Start both clients."""
         self._probe, self._flood = (
-            _Client("probe", url, keys[0], model),
-            _Client("flood", url, keys[1], model),
+            LineProcess("benchmarks.fairness.load", "probe", url, keys[0], model),
+            LineProcess("benchmarks.fairness.load", "flood", url, keys[1], model),
         )
         self._num_probes = num_probes
         self._probe.ask(count=_WARM)
@@ -131,7 +105,7 @@ def _tenants(model: str, window_s: str, num_probes: int) -> Iterator[Tenants]:
 
 
 def _key(tenant: str, variables: dict[str, str]) -> str:
-    command = [sys.executable, "-m", "app.cli", "keys", "create", "--tenant", tenant]
+    command = [sys.executable, "-m", "app", "keys", "create", "--tenant", tenant]
     return subprocess.check_output(command, text=True, env={**os.environ, **variables}).strip()
 
 

@@ -98,7 +98,7 @@ def _cells(row: Row) -> list[str]:
         f"{row.value:.{digits}f}",
         f"{low:.{digits}f} – {high:.{digits}f}",
         f"{row.worst:.{digits}f}",
-        "" if measure.target is None else f"≤ {measure.target:g}",
+        "" if measure.target is None else f"{'≥' if measure.is_floor else '≤'} {measure.target:g}",
         {True: "yes", False: "no", None: ""}[row.reached],
         ", ".join(f"{name} {1e6 * seconds:.0f}" for name, seconds in row.medians.items()),
     ]

@@ -45,11 +45,13 @@ class Measure:
         name: How tables call it.
         of: Its value.
         target: What it may be at most; None where nothing is promised.
+        is_floor: Whether the target is what it may be at least, of a measure of which more is better.
     """
 
     name: str
     of: Callable[[Sample], float]
     target: float | None = None
+    is_floor: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,12 +103,15 @@ class Row:
     @property
     def worst(self) -> float:
         """The worst repetition."""
-        return max(self.values)
+        return min(self.values) if self.measure.is_floor else max(self.values)
 
     @property
     def reached(self) -> bool | None:
         """Whether the median keeps within the target, None where there is none."""
-        return None if self.measure.target is None else self.value <= self.measure.target
+        target = self.measure.target
+        if target is None:
+            return None
+        return self.value >= target if self.measure.is_floor else self.value <= target
 
 
 def measure(case: Case, repeats: int) -> list[Row]:

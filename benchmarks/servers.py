@@ -1,0 +1,171 @@
+"""Servers as people start them: ours, and vLLM's own, with the same engine and the same environment.
+
+A server is a process with its engine's process; both end with the block that it was started for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from http import HTTPStatus
+from typing import IO, Final
+
+import httpx
+
+from app.settings import set_engine_defaults
+
+MODEL_NAME: Final = "bundled"
+"""What a server of ``Side`` calls its model."""
+
+_LIMIT_S: Final = 600
+_POLL_S: Final = 0.05
+
+
+class ServerError(Exception):
+    """A server that did not become ready; the message has what it printed."""
+
+
+class Side(enum.StrEnum):
+    """Whose server it is."""
+
+    OURS = "ours"
+    VLLM = "vLLM's own"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Served:
+    """A server that is ready.
+
+    Attributes:
+        url: Where it listens.
+        began: When its command was given, on the clock of ``time.perf_counter``.
+        listening_s: Seconds from its command to the first answer of any kind.
+        ready_s: Seconds from its command until it called itself ready.
+    """
+
+    url: str
+    began: float
+    listening_s: float
+    ready_s: float
+
+    def seconds(self) -> float:
+        """Return how long ago its command was given."""
+        return time.perf_counter() - self.began
+
+
+def command_of(side: Side, model: str, *, compiled: bool, options: Sequence[str] = ()) -> list[str]:
+    """Return the arguments of Python that serve ``model``, eager or compiled, apart from the port.
+
+    Args:
+        side: Whose server.
+        model: A folder or a name.
+        compiled: Whether the engine is compiled; ours is not unless told, vLLM's own is unless told.
+        options: More of vLLM's engine arguments, the same on both sides.
+    """
+    named = ["--served-model-name", MODEL_NAME, *options]
+    if side is Side.OURS:
+        return ["-m", "app", "serve", model, *named, *(["--compile"] if compiled else [])]
+    eager = [] if compiled else ["--enforce-eager"]
+    # Not `vllm serve`, which asks for a package "vllm" that the one for CPUs is not.
+    module = "vllm.entrypoints.openai.api_server"
+    return ["-m", module, "--model", model, *named, "--host", "127.0.0.1", *eager]
+
+
+@contextlib.contextmanager
+def served_by(
+    side: Side, command: Sequence[str], variables: Mapping[str, str] | None = None
+) -> Iterator[Served]:
+    """Run a command of ``command_of``, and give the server once it is ready; it is stopped in the end.
+
+    Args:
+        side: Whose server.
+        command: Its command.
+        variables: Environment variables beside our own, for ``own_folders`` too.
+
+    Raises:
+        ServerError: It ended before, or was not ready in time.
+    """
+    ready = "/health/ready" if side is Side.OURS else "/health"
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        yield stack.enter_context(_started(command, {**own_folders(folder), **(variables or {})}, ready))
+
+
+@contextlib.contextmanager
+def served(options: Sequence[str], variables: Mapping[str, str]) -> Iterator[str]:
+    """Start our server, and give its URL once it is ready; it is stopped in the end.
+
+    Args:
+        options: Of ``nnsight-engine serve``.
+        variables: Environment variables beside our own.
+
+    Raises:
+        ServerError: It ended before, or was not ready in time.
+    """
+    with _started(["-m", "app", "serve", *options], variables, "/health/ready") as server:
+        yield server.url
+
+
+def own_folders(folder: str) -> dict[str, str]:
+    """Return the variables that keep our server away from keys and jobs of whoever runs the benchmark."""
+    return {"NNSIGHT_ENGINE_DATA_DIR": f"{folder}/data", "NNSIGHT_ENGINE_RESULT_DIR": f"{folder}/results"}
+
+
+@contextlib.contextmanager
+def _started(command: Sequence[str], variables: Mapping[str, str], ready: str) -> Iterator[Served]:
+    set_engine_defaults()  # which vLLM's own server gets too
+    port = _free_port()
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
+    with tempfile.TemporaryFile() as printed:
+        start = time.perf_counter()
+        server = subprocess.Popen(
+            [sys.executable, *command, "--port", str(port)],
+            env=environment,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+        )
+        listening_s: float | None = None
+        try:
+            while (status := _status(f"http://127.0.0.1:{port}{ready}")) != HTTPStatus.OK:
+                if status is not None and listening_s is None:
+                    listening_s = time.perf_counter() - start
+                if server.poll() is not None or time.perf_counter() - start > _LIMIT_S:
+                    raise ServerError(_message(server, printed))
+                time.sleep(_POLL_S)
+            ready_s = time.perf_counter() - start
+            yield Served(f"http://127.0.0.1:{port}", start, listening_s or ready_s, ready_s)
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _status(url: str) -> int | None:
+    try:
+        return httpx.get(url, timeout=5).status_code
+    except httpx.TransportError:
+        return None
+
+
+def _message(server: subprocess.Popen[bytes], printed: IO[bytes]) -> str:
+    printed.seek(0)
+    output = printed.read().decode(errors="replace")
+    ended = f"gone with status {server.returncode}" if server.returncode is not None else "still running"
+    return f"the server must be ready within {_LIMIT_S} s, it is {ended}; its output:\n{output}"
+
+
+__all__ = ["MODEL_NAME", "Served", "ServerError", "Side", "command_of", "own_folders", "served", "served_by"]
