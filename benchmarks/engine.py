@@ -28,6 +28,7 @@ from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
 from nnsight_engine.vllm_backend.router import ResultRouter
 
 _TAP_OPERATORS: Final = "nnsight_engine::"
+_STEP_TOKENS: Final = 2048
 
 
 class BenchmarkError(Exception):
@@ -49,9 +50,10 @@ class Engine:
         able: Whether it can intervene; else it is vLLM as it comes.
         eager: Whether it runs uncompiled.
         max_num_seqs: Largest batch.
+        max_step_tokens: Most tokens of prompts that one step has to take, where that is more than usual.
     """
 
-    def __init__(self, *, able: bool, eager: bool, max_num_seqs: int) -> None:
+    def __init__(self, *, able: bool, eager: bool, max_num_seqs: int, max_step_tokens: int = 0) -> None:
         """Load the model."""
         ours = engine_options(EngineLimits()) if able else {"async_scheduling": False}
         self._llm: Any = LLM(
@@ -60,7 +62,7 @@ class Engine:
             enforce_eager=eager,
             max_model_len=1024,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=2048,
+            max_num_batched_tokens=max(_STEP_TOKENS, max_step_tokens),
             disable_log_stats=True,
             **ours,
         )

@@ -35,6 +35,10 @@ class Machine:
         """Whether something else was running, so that the numbers mean little."""
         return self.load > _BUSY_PER_CORE * self.num_cores
 
+    def is_alike(self, other: Machine) -> bool:
+        """Whether results from there can be in one table with results from here."""
+        return dataclasses.replace(self, load=other.load) == other
+
 
 def announced_machine(console: Console) -> Machine:
     """Return this machine's description, and warn on the terminal if it is busy."""

@@ -16,9 +16,6 @@ import numpy as np
 from benchmarks.cases import TURN_STEPS, Case, JsonObject, Quantity
 from benchmarks.engine import BenchmarkError, Engine, Submitted
 
-_PROMPT_TOKENS: Final = 32
-"""Tokens of each prompt in decode cases: 32 of them are prefilled in one step."""
-
 _WARM_STEPS: Final = 4
 """Decode steps before the clock starts, prefill not counted."""
 
@@ -65,7 +62,7 @@ class Measurer:
 
     def measure(self, case: Case) -> Pair:
         """Run one repetition; raises BenchmarkError when it did not do what the case says."""
-        if case.quantity is Quantity.DECODE:
+        if case.variant.quantity is Quantity.DECODE:
             return self._decode(case)
         return self._first_token(case)
 
@@ -75,14 +72,14 @@ class Measurer:
         return ids
 
     def _decode(self, case: Case) -> Pair:
-        prompts = [self._prompt(_PROMPT_TOKENS) for _ in range(case.size)]
+        prompts = [self._prompt(case.prompt_tokens) for _ in range(case.num_requests)]
         num_timed = self._num_turns * TURN_STEPS
         plain = Batch(self._plain, num_timed)
-        other = self._control if case.control else self._ours
+        other = self._control if case.variant.control else self._ours
         ours = Batch(other, num_timed)
         for index, prompt in enumerate(prompts):
             plain.add(prompt, [])
-            ours.add(prompt, case.for_request(index, other.shape))
+            ours.add(prompt, case.variant.for_request(index, other.shape))
         for batch in (plain, ours):
             batch.warm_up()
         for batch in _turns(plain, ours, self._num_turns):
@@ -96,8 +93,8 @@ class Measurer:
         for engine in _turns(self._plain, self._ours, _FIRST_TOKEN_ROUNDS):
             turn = counts[id(engine)]
             counts[id(engine)] += 1
-            prompt = prompts.setdefault(turn, self._prompt(case.size))
-            interventions = [] if engine is self._plain else case.for_request(0, engine.shape)
+            prompt = prompts.setdefault(turn, self._prompt(case.prompt_tokens))
+            interventions = [] if engine is self._plain else case.variant.for_request(0, engine.shape)
             seconds[id(engine)] += _seconds_to_first_token(engine, prompt, interventions)
         milliseconds = [1000 * total / _FIRST_TOKEN_ROUNDS for total in seconds.values()]
         return Pair(*milliseconds)
