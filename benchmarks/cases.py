@@ -48,9 +48,24 @@ class Shape:
     num_layers: int
     hidden_size: int
 
+    @property
+    def middle_layer(self) -> int:
+        """Where everything happens that happens at one layer."""
+        return self.num_layers // 2
 
-ForRequest = Callable[[int, Shape], list[JsonObject]]
-"""The interventions of a batch's n-th request on a model of a given shape."""
+
+class Block(enum.Enum):
+    """Code that runs with a request."""
+
+    SAVES_ONE_LAYER = enum.auto()
+    """Saves one layer's output at each step."""
+
+
+Asked = list[JsonObject] | Block
+"""What one request asks for: operations, none for a plain request, or code."""
+
+ForRequest = Callable[[int, Shape], Asked]
+"""What a batch's n-th request on a model of a given shape asks for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +74,7 @@ class Variant:
 
     Attributes:
         name: Its name in the tables.
-        for_request: The interventions of each request of a batch.
+        for_request: What each request of a batch asks for.
         targets: Ratio to plain vLLM to reach, by number of requests or ``ANY_SIZE``.
         quantity: What is measured.
         max_requests: Most requests with which it is run; None is no limit.
@@ -153,7 +168,7 @@ def _steered(seed: int, shape: Shape, at: str) -> list[JsonObject]:
 
 
 def _one_layer(shape: Shape) -> str:
-    return f"layers.{shape.num_layers // 2}.output"
+    return f"layers.{shape.middle_layer}.output"
 
 
 def _first_steered(index: int, shape: Shape) -> list[JsonObject]:
@@ -206,12 +221,25 @@ def _prompt_lens(index: int, shape: Shape) -> list[JsonObject]:
     return [{"op": "logit_lens", "layers": "all", "top_k": 5, "where": {"positions": [-1]}}]
 
 
+def _first_traced(index: int, shape: Shape) -> Asked:
+    del shape
+    return Block.SAVES_ONE_LAYER if index == 0 else []
+
+
+def _each_traced(index: int, shape: Shape) -> Asked:
+    del index, shape
+    return Block.SAVES_ONE_LAYER
+
+
 _LENS_BOUND: Final = (
     "A lens multiplies by the unembedding once for each layer and request, the step itself once for each "
     "request; in this small model that matrix has a fifth of all weights."
 )
 _TAPS_BOUND: Final = "What idle taps cost is mostly that the compiler cannot fuse across them."
 _CAPTURE_BOUND: Final = "One copy at each layer and step, which nothing in the step would make otherwise."
+_TRACE_BOUND: Final = (
+    "Beside what idle taps cost, the model hands over to the block and back at each step, on its own thread."
+)
 
 VARIANTS: Final = (
     Variant("(control: plain vLLM again)", _nothing, control=True),
@@ -224,6 +252,8 @@ VARIANTS: Final = (
     Variant("every token captured, all layers", _each_captured),
     Variant("lens of one request, all layers", _first_lens, {ANY_SIZE: 0.60}, bound=_LENS_BOUND),
     Variant("lens of every request, all layers", _lens, {ANY_SIZE: 0.60}, max_requests=8, bound=_LENS_BOUND),
+    Variant("one request traced, one layer saved", _first_traced, {8: 0.95}, bound=_TRACE_BOUND),
+    Variant("every request traced, one layer saved", _each_traced),
     Variant("idle", _nothing, quantity=Quantity.FIRST_TOKEN),
     Variant("one steer", _first_steered, {ANY_SIZE: 1.10}, quantity=Quantity.FIRST_TOKEN),
     Variant("every token captured, all layers", _prompt_captured, quantity=Quantity.FIRST_TOKEN),

@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from benchmarks.cases import TURN_STEPS, Case, JsonObject, Quantity
+from benchmarks.cases import TURN_STEPS, Asked, Case, Quantity
 from benchmarks.engine import BenchmarkError, Engine, Submitted
 
 _WARM_STEPS: Final = 4
@@ -94,8 +94,8 @@ class Measurer:
             turn = counts[id(engine)]
             counts[id(engine)] += 1
             prompt = prompts.setdefault(turn, self._prompt(case.prompt_tokens))
-            interventions = [] if engine is self._plain else case.variant.for_request(0, engine.shape)
-            seconds[id(engine)] += _seconds_to_first_token(engine, prompt, interventions)
+            asked: Asked = [] if engine is self._plain else case.variant.for_request(0, engine.shape)
+            seconds[id(engine)] += _seconds_to_first_token(engine, prompt, asked)
         milliseconds = [1000 * total / _FIRST_TOKEN_ROUNDS for total in seconds.values()]
         return Pair(*milliseconds)
 
@@ -117,9 +117,9 @@ class Batch:
         self._seconds = 0.0
         self._num_timed = num_timed
 
-    def add(self, prompt: list[int], interventions: list[JsonObject]) -> None:
+    def add(self, prompt: list[int], asked: Asked) -> None:
         """Queue one request."""
-        self._requests.append(self._engine.submit(prompt, self._max_tokens, interventions))
+        self._requests.append(self._engine.submit(prompt, self._max_tokens, asked))
 
     def warm_up(self) -> None:
         """Prefill all prompts, which takes one step, and run the steps that are not timed."""
@@ -151,9 +151,9 @@ def _turns(first: Side, second: Side, num_turns: int) -> Iterable[Side]:
         yield from (first, second) if turn % 2 == 0 else (second, first)
 
 
-def _seconds_to_first_token(engine: Engine, prompt: list[int], interventions: list[JsonObject]) -> float:
+def _seconds_to_first_token(engine: Engine, prompt: list[int], asked: Asked) -> float:
     start = time.perf_counter()
-    request = engine.submit(prompt, 1, interventions)
+    request = engine.submit(prompt, 1, asked)
     outputs = engine.step()
     seconds = time.perf_counter() - start
     if len(outputs) != 1:
@@ -161,5 +161,5 @@ def _seconds_to_first_token(engine: Engine, prompt: list[int], interventions: li
             f"a prompt of {len(prompt)} tokens must give its first token in one step, it did not; "
             "lower the prompt's length below the engine's max_num_batched_tokens"
         )
-    engine.check(request, list(outputs[0].outputs[0].token_ids))
+    engine.check(request, outputs[0])
     return seconds
