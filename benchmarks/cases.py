@@ -9,12 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
-import numpy as np
-
-JsonObject = dict[str, Any]
+from benchmarks.asked import (
+    ForRequest,
+    JsonObject,
+    captured,
+    every,
+    first_only,
+    lens,
+    middle,
+    nothing,
+    steered,
+    traced,
+)
 
 TURN_STEPS: Final = 8
 """Decode steps that one engine runs before it is the other's turn."""
@@ -24,9 +33,6 @@ ANY_SIZE: Final = 0
 
 _LONG_PROMPT_REQUESTS: Final = 8
 """Requests that decode behind long prompts, at most: the short ones show how a batch's size matters."""
-
-_VECTOR_SCALE: Final = 0.1
-"""Size of the random vectors' entries: enough to change bits, too little to make the text collapse."""
 
 
 class Quantity(enum.StrEnum):
@@ -39,33 +45,6 @@ class Quantity(enum.StrEnum):
     def unit(self) -> str:
         """Unit of the absolute numbers."""
         return "tokens/s" if self is Quantity.DECODE else "ms"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Shape:
-    """As much of the model as interventions need."""
-
-    num_layers: int
-    hidden_size: int
-
-    @property
-    def middle_layer(self) -> int:
-        """Where everything happens that happens at one layer."""
-        return self.num_layers // 2
-
-
-class Block(enum.Enum):
-    """Code that runs with a request."""
-
-    SAVES_ONE_LAYER = enum.auto()
-    """Saves one layer's output at each step."""
-
-
-Asked = list[JsonObject] | Block
-"""What one request asks for: operations, none for a plain request, or code."""
-
-ForRequest = Callable[[int, Shape], Asked]
-"""What a batch's n-th request on a model of a given shape asks for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -156,81 +135,8 @@ def _long_batches(batches: Sequence[int]) -> list[int]:
     return [max(few)] if few else []
 
 
-def _nothing(index: int, shape: Shape) -> list[JsonObject]:
-    del index, shape
-    return []
-
-
-def _steered(seed: int, shape: Shape, at: str) -> list[JsonObject]:
-    # Seeded, so that every repetition has the same vectors.
-    vector = np.random.default_rng(seed).standard_normal(shape.hidden_size) * _VECTOR_SCALE
-    return [{"op": "steer", "at": at, "vector": vector.tolist()}]
-
-
-def _one_layer(shape: Shape) -> str:
-    return f"layers.{shape.middle_layer}.output"
-
-
-def _first_steered(index: int, shape: Shape) -> list[JsonObject]:
-    return _steered(index, shape, _one_layer(shape)) if index == 0 else []
-
-
-def _alike_steered(index: int, shape: Shape) -> list[JsonObject]:
-    del index
-    return _steered(0, shape, _one_layer(shape))
-
-
-def _each_steered(index: int, shape: Shape) -> list[JsonObject]:
-    return _steered(index, shape, _one_layer(shape))
-
-
-def _each_steered_everywhere(index: int, shape: Shape) -> list[JsonObject]:
-    return _steered(index, shape, "layers.*.output")
-
-
-def _last_captured(index: int, shape: Shape) -> list[JsonObject]:
-    del index, shape
-    return [_capture("generated") | {"reduce": "last"}]
-
-
-def _each_captured(index: int, shape: Shape) -> list[JsonObject]:
-    del index, shape
-    return [_capture("generated")]
-
-
-def _prompt_captured(index: int, shape: Shape) -> list[JsonObject]:
-    del index, shape
-    return [_capture("prompt")]
-
-
-def _capture(phase: str) -> JsonObject:
-    return {"op": "capture", "at": "layers.*.output", "where": {"phase": phase}}
-
-
-def _lens(index: int, shape: Shape) -> list[JsonObject]:
-    del index, shape
-    return [{"op": "logit_lens", "layers": "all", "top_k": 5, "where": {"phase": "generated"}}]
-
-
-def _first_lens(index: int, shape: Shape) -> list[JsonObject]:
-    return _lens(index, shape) if index == 0 else []
-
-
-def _prompt_lens(index: int, shape: Shape) -> list[JsonObject]:
-    del index, shape
-    return [{"op": "logit_lens", "layers": "all", "top_k": 5, "where": {"positions": [-1]}}]
-
-
-def _first_traced(index: int, shape: Shape) -> Asked:
-    del shape
-    return Block.SAVES_ONE_LAYER if index == 0 else []
-
-
-def _each_traced(index: int, shape: Shape) -> Asked:
-    del index, shape
-    return Block.SAVES_ONE_LAYER
-
-
+_GENERATED: Final[JsonObject] = {"phase": "generated"}
+_LAST: Final[JsonObject] = {"positions": [-1]}
 _LENS_BOUND: Final = (
     "A lens multiplies by the unembedding once for each layer and request, the step itself once for each "
     "request; in this small model that matrix has a fifth of all weights."
@@ -242,20 +148,33 @@ _TRACE_BOUND: Final = (
 )
 
 VARIANTS: Final = (
-    Variant("(control: plain vLLM again)", _nothing, control=True),
-    Variant("idle", _nothing, {ANY_SIZE: 0.985}, bound=_TAPS_BOUND),
-    Variant("one request steered", _first_steered, {8: 0.975}, bound=_TAPS_BOUND),
-    Variant("every request steered alike, one layer", _alike_steered),
-    Variant("every request its own vector, one layer", _each_steered, {64: 0.97}),
-    Variant("every request its own vector, all layers", _each_steered_everywhere, {64: 0.93}),
-    Variant("last token captured, all layers", _last_captured, {ANY_SIZE: 0.92}, bound=_CAPTURE_BOUND),
-    Variant("every token captured, all layers", _each_captured),
-    Variant("lens of one request, all layers", _first_lens, {ANY_SIZE: 0.60}, bound=_LENS_BOUND),
-    Variant("lens of every request, all layers", _lens, {ANY_SIZE: 0.60}, max_requests=8, bound=_LENS_BOUND),
-    Variant("one request traced, one layer saved", _first_traced, {8: 0.95}, bound=_TRACE_BOUND),
-    Variant("every request traced, one layer saved", _each_traced),
-    Variant("idle", _nothing, quantity=Quantity.FIRST_TOKEN),
-    Variant("one steer", _first_steered, {ANY_SIZE: 1.10}, quantity=Quantity.FIRST_TOKEN),
-    Variant("every token captured, all layers", _prompt_captured, quantity=Quantity.FIRST_TOKEN),
-    Variant("lens of the last token, all layers", _prompt_lens, quantity=Quantity.FIRST_TOKEN),
+    Variant("(control: plain vLLM again)", nothing, control=True),
+    Variant("idle", nothing, {ANY_SIZE: 0.985}, bound=_TAPS_BOUND),
+    Variant("one request steered", first_only(steered(middle)), {8: 0.975}, bound=_TAPS_BOUND),
+    Variant("every request steered alike, one layer", steered(middle, alike=True)),
+    Variant("every request its own vector, one layer", steered(middle), {64: 0.97}),
+    Variant("every request its own vector, all layers", steered(every), {64: 0.93}),
+    Variant(
+        "last token captured, all layers",
+        captured(every, "generated", "last"),
+        {ANY_SIZE: 0.92},
+        bound=_CAPTURE_BOUND,
+    ),
+    Variant("every token captured, all layers", captured(every, "generated")),
+    Variant(
+        "lens of one request, all layers", first_only(lens(_GENERATED)), {ANY_SIZE: 0.60}, bound=_LENS_BOUND
+    ),
+    Variant(
+        "lens of every request, all layers",
+        lens(_GENERATED),
+        {ANY_SIZE: 0.60},
+        max_requests=8,
+        bound=_LENS_BOUND,
+    ),
+    Variant("one request traced, one layer saved", first_only(traced(middle)), {8: 0.95}, bound=_TRACE_BOUND),
+    Variant("every request traced, one layer saved", traced(middle)),
+    Variant("idle", nothing, quantity=Quantity.FIRST_TOKEN),
+    Variant("one steer", steered(middle), {ANY_SIZE: 1.10}, quantity=Quantity.FIRST_TOKEN),
+    Variant("every token captured, all layers", captured(every, "prompt"), quantity=Quantity.FIRST_TOKEN),
+    Variant("lens of the last token, all layers", lens(_LAST), quantity=Quantity.FIRST_TOKEN),
 )

@@ -18,7 +18,7 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from api_schemas.interventions import parse_interventions
-from benchmarks.cases import Asked, Block, JsonObject, Shape
+from benchmarks.asked import Asked, Block, JsonObject, Shape
 from benchmarks.traced import check_traced, submit_traced
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.modeling.bundled import bundled_model_path
@@ -39,11 +39,12 @@ class BenchmarkError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Submitted:
-    """A request in flight: what takes in its results, or its trace, both None where it is plain."""
+    """A request in flight: what takes in its results, or its trace of some layers; None where it is plain."""
 
     request_id: str
     collector: RequestCollector | None = None
     trace: SentTrace | None = None
+    num_layers: int = 0
 
 
 class Engine:
@@ -85,9 +86,9 @@ class Engine:
 
     def submit(self, prompt: Sequence[int], max_tokens: int, asked: Asked) -> Submitted:
         """Queue a request that generates exactly ``max_tokens`` greedy tokens."""
-        if asked is Block.SAVES_ONE_LAYER:
-            trace = submit_traced(self.able_model, prompt, max_tokens, self.shape.middle_layer)
-            return Submitted(trace.key, trace=trace)
+        if isinstance(asked, Block):
+            trace = submit_traced(self.able_model, prompt, max_tokens, asked.layers)
+            return Submitted(trace.key, trace=trace, num_layers=len(asked.layers))
         params = SamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
         )
@@ -153,7 +154,7 @@ class Engine:
     def check(self, request: Submitted, output: Any) -> None:
         """Raise BenchmarkError unless everything that an ended request asked for was applied."""
         if request.trace is not None:
-            check_traced(self.able_model, request.trace, output)
+            check_traced(self.able_model, request.trace, output, request.num_layers)
         elif request.collector is not None:
             self._check_collected(request.request_id, request.collector, list(output.outputs[0].token_ids))
 

@@ -116,13 +116,13 @@ class Decoding:
             outputs |= {output.request_id: output for output in self._core.step()}
         for trace in sent:
             if trace is not None:
-                check_traced(self._model, trace, outputs[trace.key])
+                check_traced(self._model, trace, outputs[trace.key], 1)
         return seconds
 
     def _submit(self, is_traced: bool) -> SentTrace | None:  # noqa: FBT001 - one of two
         prompt, max_tokens = self._prompt(), 1 + _WARM_STEPS + _TIMED_STEPS + 1
         if is_traced:
-            return submit_traced(self._model, prompt, max_tokens, _LAYER)
+            return submit_traced(self._model, prompt, max_tokens, [_LAYER])
         params = SamplingParams(
             temperature=0.0, ignore_eos=True, max_tokens=max_tokens, output_kind=RequestOutputKind.FINAL_ONLY
         )

@@ -13,7 +13,8 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from benchmarks.cases import TURN_STEPS, Asked, Case, Quantity
+from benchmarks.asked import Asked
+from benchmarks.cases import TURN_STEPS, Case, Quantity
 from benchmarks.engine import BenchmarkError, Engine, Submitted
 
 _WARM_STEPS: Final = 4

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from benchmarks.cases import Quantity
 from benchmarks.files import table_lines, write_report
-from benchmarks.machine import Machine
+from benchmarks.machine import Machine, machine_lines
 from benchmarks.ratios import Row
 
 _COLUMNS = ("case", "requests", "prompt", "ratio", "quartiles", "target", "reached", "ours", "plain")
@@ -88,14 +88,8 @@ class Report:
 
     def to_markdown(self) -> str:
         """Return the report as markdown."""
-        machine = self.machine
-        versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-        busy = " **The machine was busy: these numbers show little.**" if machine.is_busy else ""
         lines = [
-            f"# Against plain vLLM, {self.mode}, {machine.date}",
-            "",
-            f"Commit {machine.commit}; {machine.cpu}, {machine.num_cores} cores; {versions}.",
-            f"Load average before the start {machine.load:.2f}.{busy}",
+            *machine_lines(self.machine, f"Against plain vLLM, {self.mode}"),
             "",
             "SmolLM2-135M-Instruct in bf16. Both engines live in one process with the same arguments and "
             "take strict turns.",
