@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from api_schemas.interventions import parse_interventions
@@ -31,6 +32,8 @@ from nnsight_engine.vllm_backend.vllm import VLLM
 
 _TAP_OPERATORS: Final = "nnsight_engine::"
 _STEP_TOKENS: Final = 2048
+_GPU_SHARE: Final = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 1 << 30}
+"""Three engines share one GPU; on a CPU the environment says how much cache each has."""
 
 
 class BenchmarkError(Exception):
@@ -67,6 +70,8 @@ class Engine:
             "max_num_batched_tokens": max(_STEP_TOKENS, max_step_tokens),
             "disable_log_stats": True,
         }
+        if current_platform.is_cuda():
+            arguments |= _GPU_SHARE
         model = str(bundled_model_path())
         self._model = VLLM(model, dispatch=True, **arguments) if able else None
         self._llm: Any = (

@@ -94,7 +94,17 @@ def _cpu() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    own = names[0] if names else platform.processor() or platform.machine()
+    return ", ".join([own, *_gpus()])
+
+
+def _gpus() -> list[str]:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    asked = [command, "--query-gpu=name", "--format=csv,noheader"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return done.stdout.strip().splitlines() if done.returncode == 0 else []
 
 
 def _commit() -> str:
