@@ -15,11 +15,11 @@ from typing import Any, Final
 
 import torch
 from vllm import LLM, SamplingParams
-from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from api_schemas.interventions import parse_interventions
 from benchmarks.asked import Asked, Block, JsonObject, Shape
+from benchmarks.engine_arguments import engine_arguments
 from benchmarks.traced import check_traced, submit_traced
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.modeling.bundled import bundled_model_path
@@ -31,9 +31,6 @@ from nnsight_engine.vllm_backend.router import ResultRouter
 from nnsight_engine.vllm_backend.vllm import VLLM
 
 _TAP_OPERATORS: Final = "nnsight_engine::"
-_STEP_TOKENS: Final = 2048
-_GPU_SHARE: Final = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 1 << 30}
-"""Three engines share one GPU; on a CPU the environment says how much cache each has."""
 
 
 class BenchmarkError(Exception):
@@ -51,28 +48,22 @@ class Submitted:
 
 
 class Engine:
-    """An engine with the bundled model in bf16.
+    """An engine in bf16.
 
     Args:
         able: Whether it can intervene; else it is vLLM as it comes.
         eager: Whether it runs uncompiled.
         max_num_seqs: Largest batch.
         max_step_tokens: Most tokens of prompts that one step has to take, where that is more than usual.
+        model: The model's folder; the bundled one where none is given.
     """
 
-    def __init__(self, *, able: bool, eager: bool, max_num_seqs: int, max_step_tokens: int = 0) -> None:
+    def __init__(
+        self, *, able: bool, eager: bool, max_num_seqs: int, max_step_tokens: int = 0, model: str = ""
+    ) -> None:
         """Load the model."""
-        arguments: dict[str, Any] = {
-            "dtype": "bfloat16",
-            "enforce_eager": eager,
-            "max_model_len": 1024,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max(_STEP_TOKENS, max_step_tokens),
-            "disable_log_stats": True,
-        }
-        if current_platform.is_cuda():
-            arguments |= _GPU_SHARE
-        model = str(bundled_model_path())
+        arguments = engine_arguments(eager=eager, max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens)
+        model = model or str(bundled_model_path())
         self._model = VLLM(model, dispatch=True, **arguments) if able else None
         self._llm: Any = (
             LLM(model=model, async_scheduling=False, **arguments)
