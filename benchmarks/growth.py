@@ -20,11 +20,11 @@ MOST_LINEAR: Final = 1.1
 
 _REQUESTS: Final = (1, 2, 4, 8, 16, 32)
 _LAYERS: Final = (1, 3, 10, 30)
-_TOKENS: Final = (16, 32, 64, 128)
+_TOKENS: Final = (8, 16, 32, 64)
 _BATCH: Final = 8
 _PROMPT: Final = 16
 _LONG_PROMPT: Final = 512
-_GENERATED: Final = 24
+_GENERATED: Final = 16
 _ROW_BYTES: Final = 576 * 2
 """Bytes that one layer of the bundled model returns at one position."""
 

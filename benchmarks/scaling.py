@@ -3,7 +3,8 @@
     python -m benchmarks.scaling [--mode eager|compiled] [--only WORDS …] [--repeats 5] [--quick]
 
 For plans and for traces. Whole requests with interventions against the same without, on one engine by turns.
-Run it on a machine that does nothing else.
+``--only requests`` measures some curves, into a table of their own. Run it on a machine that does nothing
+else.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
+import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -85,6 +88,7 @@ class Report:
     machine: Machine
     mode: str
     num_repeats: int
+    only: Sequence[str]
     curves: Sequence[Curve]
 
     def table(self) -> Table:
@@ -95,12 +99,15 @@ class Report:
         return table
 
     def write(self, folder: Path) -> Path:
-        """Write ``<date>-scaling-<mode>.md`` and ``.json``, and return the markdown file."""
-        name = f"{self.machine.date}-scaling-{self.mode}"
+        """Write ``<date>-scaling-<mode>[-<words>].md`` and ``.json``, and return the markdown file."""
+        words = "-".join(re.findall(r"\w+", " ".join(self.only)))
+        name = f"{self.machine.date}-scaling-{self.mode}" + (f"-{words}" if words else "")
         return write_report(folder, name, markdown=self._markdown(), json=self._json())
 
     def _markdown(self) -> str:
-        command = f"python -m benchmarks.scaling --mode {self.mode} --repeats {self.num_repeats}"
+        options = ["--mode", self.mode, "--repeats", str(self.num_repeats)]
+        options += ["--only", *self.only] if self.only else []
+        command = f"python -m benchmarks.scaling {shlex.join(options)}"
         method = _METHOD.format(mode=self.mode, repeats=self.num_repeats, linear=MOST_LINEAR, command=command)
         lines = machine_lines(self.machine, f"What growing costs, {self.mode}")
         lines += ["", method, "", *table_lines(_COLUMNS, [curve.cells() for curve in self.curves])]
@@ -136,7 +143,7 @@ def main() -> int:
     except ChildError as error:
         console.print(f"benchmarks: {error}", markup=False, soft_wrap=True)
         return 1
-    show(Report(machine, args.mode, args.repeats, curves), console, args)
+    show(Report(machine, args.mode, args.repeats, args.only, curves), console, args)
     return 0
 
 
@@ -144,15 +151,14 @@ def _arguments() -> tuple[argparse.Namespace, list[int]]:
     parser = parser_of("benchmarks.scaling", __doc__, repeats=5)
     parser.add_argument("--mode", choices=["eager", "compiled"], default="eager")
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="WORDS", help="curves with this in name or axis; not written"
+        "--only", nargs="+", default=[], metavar="WORDS", help="curves with this in their name or axis"
     )
-    args = parsed(parser, quick_repeats=2)
+    args = parsed(parser, quick_repeats=1)
     chosen = [
         number
         for number, growth in enumerate(growths())
         if not args.only or any(word in f"{growth.name}, {growth.axis}" for word in args.only)
     ]
-    args.quick = args.quick or bool(args.only)
     if not chosen:
         parser.error(f"no curve has {' or '.join(args.only)} in its name")
     return args, chosen
