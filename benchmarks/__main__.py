@@ -1,14 +1,16 @@
 """``make bench``: speed of an engine that can intervene, against plain vLLM on the same machine.
 
-    python -m benchmarks [--mode eager|compiled|both] [--batches 1 8 32] [--repeats 7] [--quick]
+    python -m benchmarks [--mode eager|compiled|both] [--batches 1 8 32 64] [--prompts 16 512] [--repeats 7]
+        [--only WORDS …] [--quantity decode|first_token] [--add] [--quick]
 
-Run it on a machine that does nothing else. Memory, start-up and traces have commands of their own: ``python
--m benchmarks.idle_memory``, ``benchmarks.startup``, ``benchmarks.tracing`` and ``benchmarks.engine_traces``.
+Run it on a machine that does nothing else. ``--only``, ``--batches`` and ``--quantity`` cut it into shorter
+runs, of which ``--add`` makes one table. docs/development.md lists the other commands.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -24,11 +26,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from benchmarks.cases import TURN_STEPS, all_cases
+from benchmarks.cases import Case
 from benchmarks.machine import Machine, announced_machine
 from benchmarks.processes import HUGE_PAGES, ChildError, run_child
 from benchmarks.ratios import summarize
-from benchmarks.report import Report
+from benchmarks.report import Report, ReportError
+from benchmarks.selection import add_options, as_options, check_options
 from nnsight_engine.modeling.bundled import BundledModelError, bundled_model_path
 from nnsight_engine.modeling.progress import console_progress
 
@@ -39,54 +42,46 @@ _MODES: Final = {"eager": ["eager"], "compiled": ["compiled"], "both": ["eager",
 
 def main() -> int:
     """Run the command line and return its exit status."""
-    args = _arguments()
+    args, cases = _arguments()
     console = Console()
     machine = announced_machine(console)
     try:
         with console_progress("Bundled model") as progress:
             bundled_model_path(progress=progress)
         for mode in _MODES[args.mode]:
-            report = _run(mode, args, machine, console)
+            report = _run(mode, args, cases, machine, console)
+            if args.add:
+                report = report.added_to(args.output)
             for table in report.tables():
                 console.print(table)
             if args.quick:
                 console.print("Quick: nothing was written.")
             else:
                 console.print(f"Written to {report.write(args.output)}", soft_wrap=True)
-    except (BundledModelError, ChildError) as error:
+    except (BundledModelError, ChildError, ReportError) as error:
         console.print(f"benchmarks: {error}", markup=False, soft_wrap=True)
         return 1
     return 0
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments() -> tuple[argparse.Namespace, list[Case]]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=_SUMMARY)
     parser.add_argument("--mode", choices=sorted(_MODES), default="both")
+    add_options(parser)
     parser.add_argument(
-        "--batches", type=int, nargs="+", default=[1, 8, 32], help="requests that run together"
-    )
-    parser.add_argument("--repeats", type=int, default=7, help="repetitions of every case")
-    parser.add_argument(
-        "--steps", type=int, default=48, help=f"timed decode steps, a multiple of {TURN_STEPS}"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="2 repetitions of 16 steps, printed and not written"
+        "--add", action="store_true", help="keep what today's table has and this run does not measure"
     )
     parser.add_argument("--output", type=Path, default=_RESULTS, help="folder of the tables")
     args = parser.parse_args()
-    if args.quick:
-        args.repeats, args.steps = 2, 2 * TURN_STEPS
-    if args.repeats < 1 or min(args.batches) < 1 or args.steps < 1 or args.steps % TURN_STEPS:
-        parser.error(f"repeats and batches must be positive and steps a multiple of {TURN_STEPS}")
-    return args
+    return args, check_options(parser, args)
 
 
-def _run(mode: str, args: argparse.Namespace, machine: Machine, console: Console) -> Report:
-    cases = all_cases(args.batches)
+def _run(
+    mode: str, args: argparse.Namespace, cases: list[Case], machine: Machine, console: Console
+) -> Report:
     plain: dict[str, list[float]] = defaultdict(list)
     ours: dict[str, list[float]] = defaultdict(list)
-    options = ["--mode", mode, "--repeats", str(args.repeats), "--steps", str(args.steps)]
-    options += ["--batches", *map(str, args.batches)]
+    options = ["--mode", mode, *as_options(args)]
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -103,8 +98,8 @@ def _run(mode: str, args: argparse.Namespace, machine: Machine, console: Console
                 plain[event["case"]].append(event["plain"])
                 ours[event["case"]].append(event["ours"])
                 progress.advance(task)
-    rows = [summarize(case, plain[case.key], ours[case.key]) for case in cases]
-    return Report(mode, machine, args.steps, rows)
+    rows = [summarize(case, plain[case.key], ours[case.key], args.steps) for case in cases]
+    return Report(mode, machine, [f"python -m benchmarks {shlex.join(options)}"], rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What is compared with plain vLLM, and the ratio that each comparison has to reach.
 
-A case is one question: decode throughput of one variant at one batch size, or time to first
+A case is one question: decode throughput of one variant with so many requests, or time to first
 token at one prompt length. Every case pairs an engine that can intervene with a plain one
 doing the same work without interventions; the control pairs two plain ones.
 """
@@ -9,26 +9,30 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
-import numpy as np
-
-JsonObject = dict[str, Any]
-ForRequest = Callable[[int, "Shape"], list[JsonObject]]
-"""The interventions of the batch's n-th request on a model of a given shape."""
-
-PROMPT_LENGTHS: Final = (128, 512)
-"""Tokens of the prompts whose first token is timed."""
+from benchmarks.asked import (
+    ForRequest,
+    JsonObject,
+    captured,
+    every,
+    first_only,
+    lens,
+    middle,
+    nothing,
+    steered,
+    traced,
+)
 
 TURN_STEPS: Final = 8
 """Decode steps that one engine runs before it is the other's turn."""
 
-ANY_BATCH: Final = 0
-"""Key of a target that holds for every batch size."""
+ANY_SIZE: Final = 0
+"""Key of a target that holds for every number of requests."""
 
-_VECTOR_SCALE: Final = 0.1
-"""Size of the random vectors' entries: enough to change bits, too little to make the text collapse."""
+_LONG_PROMPT_REQUESTS: Final = 8
+"""Requests that decode behind long prompts, at most: the short ones show how a batch's size matters."""
 
 
 class Quantity(enum.StrEnum):
@@ -44,29 +48,27 @@ class Quantity(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Shape:
-    """As much of the model as interventions need."""
-
-    num_layers: int
-    hidden_size: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Variant:
     """One way of using an engine that can intervene.
 
     Attributes:
         name: Its name in the tables.
-        targets: Ratio to plain vLLM to reach, by batch size or ``ANY_BATCH``.
-        for_request: The interventions of each request of a batch.
+        for_request: What each request of a batch asks for.
+        targets: Ratio to plain vLLM to reach, by number of requests or ``ANY_SIZE``.
+        quantity: What is measured.
+        max_requests: Most requests with which it is run; None is no limit.
         control: Whether a second plain engine runs it instead: how far its ratio is from 1 is the
             error of the whole measurement.
+        bound: A sentence on what bounds it, told where a target was missed.
     """
 
     name: str
-    targets: dict[int, float]
     for_request: ForRequest
+    targets: dict[int, float] = dataclasses.field(default_factory=dict)
+    quantity: Quantity = Quantity.DECODE
+    max_requests: int | None = None
     control: bool = False
+    bound: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,91 +76,105 @@ class Case:
     """One comparison.
 
     Attributes:
-        name: The variant's name.
-        quantity: What is measured.
-        size: Requests in the batch, or tokens of the prompt where the first token is timed.
-        target: Ratio to reach: at least for throughput, at most for time; None where none is set.
-        for_request: The interventions of each request.
-        control: As in ``Variant``.
+        variant: What is done.
+        num_requests: Requests in the batch.
+        prompt_tokens: Tokens of each prompt.
     """
 
-    name: str
-    quantity: Quantity
-    size: int
-    target: float | None
-    for_request: ForRequest
-    control: bool = False
+    variant: Variant
+    num_requests: int
+    prompt_tokens: int
 
     @property
     def key(self) -> str:
         """The case's name among all cases of a run."""
-        return f"{self.quantity}/{self.name}/{self.size}"
+        variant = self.variant
+        return f"{variant.quantity}/{variant.name}/{self.num_requests}/{self.prompt_tokens}"
+
+    @property
+    def target(self) -> float | None:
+        """Ratio to reach: at least for throughput, at most for time; None where none is set."""
+        targets = self.variant.targets
+        return targets.get(self.num_requests, targets.get(ANY_SIZE))
 
     def reached(self, ratio: float) -> bool | None:
         """Return whether a ratio reaches the target, None where none is set."""
         if self.target is None:
             return None
-        return ratio >= self.target if self.quantity is Quantity.DECODE else ratio <= self.target
+        is_rate = self.variant.quantity is Quantity.DECODE
+        return ratio >= self.target if is_rate else ratio <= self.target
 
 
-def all_cases(batches: Sequence[int]) -> list[Case]:
-    """Return every case for these batch sizes."""
-    decode = [
-        Case(
-            variant.name,
-            Quantity.DECODE,
-            batch,
-            variant.targets.get(batch, variant.targets.get(ANY_BATCH)),
-            variant.for_request,
-            variant.control,
-        )
-        for variant in VARIANTS
-        for batch in batches
-    ]
+def all_cases(batches: Sequence[int], prompts: Sequence[int]) -> list[Case]:
+    """Return every case.
+
+    Args:
+        batches: Numbers of requests that decode together.
+        prompts: Prompt lengths. Every batch decodes behind the shortest; behind longer ones only the largest
+            batch of few requests does, since what they change is attention's share of a step.
+    """
     first = [
-        Case("one steer", Quantity.FIRST_TOKEN, length, 1.10, _first_steered) for length in PROMPT_LENGTHS
+        Case(variant, 1, length)
+        for variant in VARIANTS
+        if variant.quantity is Quantity.FIRST_TOKEN
+        for length in prompts
+    ]
+    decode = [
+        Case(variant, batch, length)
+        for variant in VARIANTS
+        if variant.quantity is Quantity.DECODE
+        for length in prompts
+        for batch in (batches if length == min(prompts) else _long_batches(batches))
+        if variant.max_requests is None or batch <= variant.max_requests
     ]
     return decode + first
 
 
-def _nothing(index: int, shape: Shape) -> list[JsonObject]:
-    del index, shape
-    return []
+def _long_batches(batches: Sequence[int]) -> list[int]:
+    few = [batch for batch in batches if batch <= _LONG_PROMPT_REQUESTS]
+    return [max(few)] if few else []
 
 
-def _steer(index: int, shape: Shape, at: str) -> list[JsonObject]:
-    # Seeded by its place, so that every request has its own vector and every repetition the same ones.
-    vector = np.random.default_rng(index).standard_normal(shape.hidden_size) * _VECTOR_SCALE
-    return [{"op": "steer", "at": at, "vector": vector.tolist()}]
-
-
-def _one_layer(shape: Shape) -> str:
-    return f"layers.{shape.num_layers // 2}.output"
-
-
-def _first_steered(index: int, shape: Shape) -> list[JsonObject]:
-    return _steer(index, shape, _one_layer(shape)) if index == 0 else []
-
-
-def _each_steered(index: int, shape: Shape) -> list[JsonObject]:
-    return _steer(index, shape, _one_layer(shape))
-
-
-def _each_steered_everywhere(index: int, shape: Shape) -> list[JsonObject]:
-    return _steer(index, shape, "layers.*.output")
-
-
-def _each_captured(index: int, shape: Shape) -> list[JsonObject]:
-    del index, shape
-    where = {"phase": "generated"}
-    return [{"op": "capture", "at": "layers.*.output", "reduce": "last", "where": where}]
-
+_GENERATED: Final[JsonObject] = {"phase": "generated"}
+_LAST: Final[JsonObject] = {"positions": [-1]}
+_LENS_BOUND: Final = (
+    "A lens multiplies by the unembedding once for each layer and request, the step itself once for each "
+    "request; in this small model that matrix has a fifth of all weights."
+)
+_TAPS_BOUND: Final = "What idle taps cost is mostly that the compiler cannot fuse across them."
+_CAPTURE_BOUND: Final = "One copy at each layer and step, which nothing in the step would make otherwise."
+_TRACE_BOUND: Final = (
+    "Beside what idle taps cost, the model hands over to the block and back at each step, on its own thread."
+)
 
 VARIANTS: Final = (
-    Variant("(control: plain vLLM again)", {}, _nothing, control=True),
-    Variant("idle", {ANY_BATCH: 0.98}, _nothing),
-    Variant("one request steered", {8: 0.97, 32: 0.97}, _first_steered),
-    Variant("every request its own vector, one layer", {32: 0.96}, _each_steered),
-    Variant("every request its own vector, all layers", {32: 0.90}, _each_steered_everywhere),
-    Variant("last token captured, all layers", {ANY_BATCH: 0.90}, _each_captured),
+    Variant("(control: plain vLLM again)", nothing, control=True),
+    Variant("idle", nothing, {ANY_SIZE: 0.985}, bound=_TAPS_BOUND),
+    Variant("one request steered", first_only(steered(middle)), {8: 0.975}, bound=_TAPS_BOUND),
+    Variant("every request steered alike, one layer", steered(middle, alike=True)),
+    Variant("every request its own vector, one layer", steered(middle), {64: 0.97}),
+    Variant("every request its own vector, all layers", steered(every), {64: 0.93}),
+    Variant(
+        "last token captured, all layers",
+        captured(every, "generated", "last"),
+        {ANY_SIZE: 0.92},
+        bound=_CAPTURE_BOUND,
+    ),
+    Variant("every token captured, all layers", captured(every, "generated")),
+    Variant(
+        "lens of one request, all layers", first_only(lens(_GENERATED)), {ANY_SIZE: 0.60}, bound=_LENS_BOUND
+    ),
+    Variant(
+        "lens of every request, all layers",
+        lens(_GENERATED),
+        {ANY_SIZE: 0.60},
+        max_requests=8,
+        bound=_LENS_BOUND,
+    ),
+    Variant("one request traced, one layer saved", first_only(traced(middle)), {8: 0.95}, bound=_TRACE_BOUND),
+    Variant("every request traced, one layer saved", traced(middle)),
+    Variant("idle", nothing, quantity=Quantity.FIRST_TOKEN),
+    Variant("one steer", steered(middle), {ANY_SIZE: 1.10}, quantity=Quantity.FIRST_TOKEN),
+    Variant("every token captured, all layers", captured(every, "prompt"), quantity=Quantity.FIRST_TOKEN),
+    Variant("lens of the last token, all layers", lens(_LAST), quantity=Quantity.FIRST_TOKEN),
 )

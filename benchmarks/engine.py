@@ -18,14 +18,17 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from api_schemas.interventions import parse_interventions
-from benchmarks.cases import JsonObject, Shape
+from benchmarks.asked import Asked, Block, JsonObject, Shape
+from benchmarks.engine_arguments import engine_arguments
+from benchmarks.traced import check_traced, submit_traced
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.modeling.bundled import bundled_model_path
 from nnsight_engine.plans.collector import RequestCollector
 from nnsight_engine.plans.compile import compile_request
 from nnsight_engine.vllm_backend.call import prepare_params, salted
-from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
+from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.router import ResultRouter
+from nnsight_engine.vllm_backend.vllm import VLLM
 
 _TAP_OPERATORS: Final = "nnsight_engine::"
 
@@ -36,57 +39,67 @@ class BenchmarkError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Submitted:
-    """A request in flight; ``collector`` is None where it does not intervene."""
+    """A request in flight: what takes in its results, or its trace of some layers; None where it is plain."""
 
     request_id: str
-    collector: RequestCollector | None
+    collector: RequestCollector | None = None
+    trace: SentTrace | None = None
+    num_layers: int = 0
 
 
 class Engine:
-    """An engine with the bundled model in bf16.
+    """An engine in bf16.
 
     Args:
         able: Whether it can intervene; else it is vLLM as it comes.
         eager: Whether it runs uncompiled.
         max_num_seqs: Largest batch.
+        max_step_tokens: Most tokens of prompts that one step has to take, where that is more than usual.
+        model: The model's folder; the bundled one where none is given.
     """
 
-    def __init__(self, *, able: bool, eager: bool, max_num_seqs: int) -> None:
+    def __init__(
+        self, *, able: bool, eager: bool, max_num_seqs: int, max_step_tokens: int = 0, model: str = ""
+    ) -> None:
         """Load the model."""
-        ours = engine_options(EngineLimits()) if able else {"async_scheduling": False}
-        self._llm: Any = LLM(
-            model=str(bundled_model_path()),
-            dtype="bfloat16",
-            enforce_eager=eager,
-            max_model_len=1024,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=2048,
-            disable_log_stats=True,
-            **ours,
+        arguments = engine_arguments(eager=eager, max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens)
+        model = model or str(bundled_model_path())
+        self._model = VLLM(model, dispatch=True, **arguments) if able else None
+        self._llm: Any = (
+            LLM(model=model, async_scheduling=False, **arguments)
+            if self._model is None
+            else self._model.engine
         )
         self._core: Any = self._llm.llm_engine
-        self._able = able
         config = self._llm.model_config.hf_text_config
         self.shape = Shape(config.num_hidden_layers, config.hidden_size)
         self.vocab_size = int(config.vocab_size)
-        if able:
+        if self._model is not None:
             (plain,) = self._llm.collective_rpc("describe_interventions")
             self._spec = ModelSpec.from_plain(plain)
             self._router = ResultRouter(self._spec)
             self._router.attach(self._core.output_processor)
 
-    def submit(self, prompt: Sequence[int], max_tokens: int, interventions: list[JsonObject]) -> Submitted:
+    def submit(self, prompt: Sequence[int], max_tokens: int, asked: Asked) -> Submitted:
         """Queue a request that generates exactly ``max_tokens`` greedy tokens."""
+        if isinstance(asked, Block):
+            trace = submit_traced(self.able_model, prompt, max_tokens, asked.layers)
+            return Submitted(trace.key, trace=trace, num_layers=len(asked.layers))
         params = SamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
         )
         request_id = uuid.uuid4().hex
         content: dict[str, Any] = {"prompt_token_ids": list(prompt)}
-        collector = None
-        if interventions:
-            collector = self._intervene(request_id, content, params, interventions)
+        collector = self._intervene(request_id, content, params, asked) if asked else None
         self._core.add_request(request_id, content, params)
         return Submitted(request_id, collector)
+
+    @property
+    def able_model(self) -> VLLM:
+        """The engine as a model that can be traced."""
+        if self._model is None:
+            raise BenchmarkError("a plain engine cannot trace; ask the one that is able to intervene")
+        return self._model
 
     def _intervene(
         self, request_id: str, content: dict[str, Any], params: Any, interventions: list[JsonObject]
@@ -125,21 +138,24 @@ class Engine:
         Raises:
             BenchmarkError: An intervention failed, or was not applied at every generated position.
         """
-        ended: dict[str, list[int]] = {}
+        ended: dict[str, Any] = {}
         num_steps = 0
         while self._core.has_unfinished_requests():
             num_steps += 1
-            ended |= {output.request_id: list(output.outputs[0].token_ids) for output in self.step()}
+            ended |= {output.request_id: output for output in self.step()}
         for request in requests:
             self.check(request, ended[request.request_id])
         return num_steps
 
-    def check(self, request: Submitted, token_ids: list[int]) -> None:
+    def check(self, request: Submitted, output: Any) -> None:
         """Raise BenchmarkError unless everything that an ended request asked for was applied."""
-        collector = request.collector
-        if collector is None:
-            return
-        self._router.close(request.request_id)
+        if request.trace is not None:
+            check_traced(self.able_model, request.trace, output, request.num_layers)
+        elif request.collector is not None:
+            self._check_collected(request.request_id, request.collector, list(output.outputs[0].token_ids))
+
+    def _check_collected(self, request_id: str, collector: RequestCollector, token_ids: list[int]) -> None:
+        self._router.close(request_id)
         if collector.failure is not None:
             raise BenchmarkError(f"an intervention failed: {collector.failure.message}")
         collected = collector.take_final(token_ids)
@@ -161,7 +177,7 @@ class Engine:
             self.finish([self.submit([1, 2, 3], 2, [])])
         num_taps = sum(event.count for event in profile.key_averages() if _TAP_OPERATORS in event.key)
         # Two steps, a tap before the first layer and one after each.
-        expected = 2 * (self.shape.num_layers + 1) if self._able else 0
+        expected = 2 * (self.shape.num_layers + 1) if self._model is not None else 0
         if num_taps != expected:
             raise BenchmarkError(
                 f"the engine must run {expected} taps in two steps, it ran {num_taps}; clear vLLM's compile "

@@ -1,11 +1,12 @@
 """What a trace costs inside vLLM's engine, beside plain requests and hooks written by hand.
 
-    python -m benchmarks.engine_traces [--batches 8 32] [--repeats 15] [--profile] [--quick]
+    python -m benchmarks.engine_traces [--mode eager|compiled] [--batches 8 32] [--repeats 15] [--profile]
+        [--quick]
 
 A step in which requests are traced, against the same step with hooks that keep the same values; and a whole
-traced request, from its block to what it saved, against the same request without one. What traces cost
-requests that have none is ``make bench``'s to say: its engine is the same, and idle. Run it on a machine that
-does nothing else.
+traced request, from its block to what it saved, against the same request without one. A compiled step runs no
+hooks, so there the same step without traces is what it is compared with. What traces cost requests that have
+none is ``make bench``'s to say: its engine is the same, and idle. Run it on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pstats
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,10 +33,11 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from benchmarks.machine import announced_machine
+from benchmarks.traced import check_traced, submit_traced
 from benchmarks.tracing.report import Report
 from benchmarks.tracing.timing import CallsByTurns, Case, Measure, Row, Sample, measure, microseconds_over
 from nnsight_engine import bundled_model_path, save
-from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
+from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.vllm import VLLM
 
 _RESULTS: Final = Path(__file__).parent / "results"
@@ -48,31 +51,29 @@ _STEP_TARGET_US: Final = 1000.0
 _REQUEST_TARGET_US: Final = 3000.0
 
 
-class _Held(RequestTracer):
-    """A trace whose requests are submitted by hand."""
-
-    sent: SentTrace
-
-    def _run_model(self) -> None:
-        self.sent = SentTrace(self)
-
-
 class Decoding:
-    """Batches of the same size, which decode for a while: plain, hooked, and with traced requests."""
+    """Batches of the same size, which decode for a while: plain, hooked, and with traced requests.
 
-    def __init__(self, model: VLLM, batch: int) -> None:
-        """Decode ``batch`` requests at once."""
+    Args:
+        model: The engine.
+        batch: Requests that decode at once.
+        has_hooks: Whether its steps run hooks, as compiled ones do not.
+    """
+
+    def __init__(self, model: VLLM, batch: int, *, has_hooks: bool) -> None:
+        """Warm up."""
         self._model = model
         self._core: Any = model.engine.llm_engine
         self._batch = batch
         self._count = 0
         self._sides: list[tuple[str, Callable[[], float]]] = [
             ("plain", lambda: self._run(0)),
-            ("hook of one", lambda: self._hooked(1)),
             ("one traced", lambda: self._run(1)),
-            ("hook of all", lambda: self._hooked(batch)),
             ("all traced", lambda: self._run(batch)),
         ]
+        if has_hooks:
+            self._sides.insert(1, ("hook of one", lambda: self._hooked(1)))
+            self._sides.insert(3, ("hook of all", lambda: self._hooked(batch)))
         self()
 
     def __call__(self) -> Sample:
@@ -115,34 +116,18 @@ class Decoding:
             outputs |= {output.request_id: output for output in self._core.step()}
         for trace in sent:
             if trace is not None:
-                self._check(trace, outputs[trace.key])
+                check_traced(self._model, trace, outputs[trace.key], 1)
         return seconds
 
     def _submit(self, is_traced: bool) -> SentTrace | None:  # noqa: FBT001 - one of two
-        model, prompt = self._model, self._prompt()
-        options: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
-        options["max_tokens"] = 1 + _WARM_STEPS + _TIMED_STEPS + 1
-        if not is_traced:
-            params = SamplingParams(**options, output_kind=RequestOutputKind.FINAL_ONLY)
-            self._core.add_request(f"plain-{self._count}", {"prompt_token_ids": prompt}, params)
-            return None
-        with model.trace(prompt, tracer_cls=_Held, **options) as held:
-            kept = save([])
-            for _ in held.iter[:]:
-                kept.append(model.layers[_LAYER].output)
-        (params,) = held.sent.params
-        params.output_kind = RequestOutputKind.FINAL_ONLY
-        self._core.add_request(held.sent.key, held.sent.prompts[0], params)
-        sent: SentTrace = held.sent
-        return sent
-
-    def _check(self, trace: SentTrace, output: Any) -> None:
-        (data,) = self._model.host.call("collect_trace", trace.key, trace.results([output]))
-        (outcome,) = trace.read(data, [output])
-        if outcome.error is not None:
-            raise outcome.error
-        if len(outcome.saves["kept"]) != len(output.outputs[0].token_ids):
-            raise AssertionError("a traced request must keep a value for each token")
+        prompt, max_tokens = self._prompt(), 1 + _WARM_STEPS + _TIMED_STEPS + 1
+        if is_traced:
+            return submit_traced(self._model, prompt, max_tokens, [_LAYER])
+        params = SamplingParams(
+            temperature=0.0, ignore_eos=True, max_tokens=max_tokens, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        self._core.add_request(f"plain-{self._count}", {"prompt_token_ids": prompt}, params)
+        return None
 
 
 class Requests:
@@ -162,7 +147,7 @@ class Requests:
             "traced": ours,
         }
         self._whole = CallsByTurns(sides, repetition_s=1.0)
-        self._decoding = Decoding(model, 1)
+        self._decoding = Decoding(model, 1, has_hooks=False)
 
     def __call__(self) -> Sample:
         """Run one repetition."""
@@ -174,13 +159,14 @@ class Requests:
         }
 
 
-def cases(model: VLLM, batches: Sequence[int]) -> list[Case]:
+def cases(model: VLLM, batches: Sequence[int], *, has_hooks: bool) -> list[Case]:
     """Return what is compared."""
 
     def share(ours: str, hooks: str, count: int) -> Measure:
+        other = hooks if has_hooks else "plain"
         return Measure(
-            f"({ours} - {hooks}) / {count}, µs",
-            lambda sample: 1e6 * (sample[ours] - sample[hooks]) / count,
+            f"({ours} - {other}) / {count}, µs",
+            lambda sample: 1e6 * (sample[ours] - sample[other]) / count,
             _STEP_TARGET_US,
         )
 
@@ -188,7 +174,7 @@ def cases(model: VLLM, batches: Sequence[int]) -> list[Case]:
         Case(
             "a decode step, one layer's output saved",
             f"batch {batch}",
-            lambda batch=batch: Decoding(model, batch),  # type: ignore[misc] # bound now
+            partial(Decoding, model, batch, has_hooks=has_hooks),
             (share("one traced", "hook of one", 1), share("all traced", "hook of all", batch)),
         )
         for batch in batches
@@ -212,11 +198,12 @@ def main() -> int:
     args = _arguments()
     console = Console()
     machine = announced_machine(console)
+    is_eager = args.mode == "eager"
     model = VLLM(
         str(bundled_model_path()),
         dispatch=True,
         dtype="bfloat16",
-        enforce_eager=True,
+        enforce_eager=is_eager,
         max_model_len=1024,
         max_num_seqs=max(args.batches),
         max_num_batched_tokens=2048,
@@ -227,11 +214,14 @@ def main() -> int:
     rows: list[Row] = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("Traces", total=len(args.batches) + 1)
-        for case in cases(model, args.batches):
+        for case in cases(model, args.batches, has_hooks=is_eager):
             rows += measure(case, args.repeats)
             progress.advance(task)
-    method = _METHOD.format(repeats=args.repeats)
-    report = Report(machine, "engine-traces", "Traces inside vLLM's engine", method, [args.repeats], rows)
+    method = _METHOD.format(mode=args.mode, compared=_COMPARED[args.mode], repeats=args.repeats)
+    name, title = "engine-traces", "Traces inside vLLM's engine"
+    if not is_eager:
+        name, title = f"{name}-compiled", f"{title}, compiled"
+    report = Report(machine, name, title, method, [args.repeats], rows)
     console.print(report.table())
     if args.quick:
         console.print("Quick: nothing was written.")
@@ -242,7 +232,7 @@ def main() -> int:
 
 def _profile(model: VLLM, batch: int) -> None:
     """Print where the time of traced steps goes, and of whole traced requests."""
-    decoding, whole = Decoding(model, batch), Requests(model)
+    decoding, whole = Decoding(model, batch, has_hooks=False), Requests(model)
     for name, act in (("steps", lambda: decoding._run(batch)), ("requests", whole)):  # noqa: SLF001 - its own part
         profile = cProfile.Profile()
         profile.runcall(act)
@@ -252,6 +242,7 @@ def _profile(model: VLLM, batch: int) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine_traces", description=__doc__)
+    parser.add_argument("--mode", choices=sorted(_COMPARED), default="eager")
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 32], help="requests that run together")
     parser.add_argument("--repeats", type=int, default=15, help="repetitions of every case")
     parser.add_argument("--profile", action="store_true", help="print a profile instead")
@@ -264,11 +255,15 @@ def _arguments() -> argparse.Namespace:
 
 
 _METHOD: Final = """\
-SmolLM2-135M-Instruct in bf16, eager, one engine, in one process. Sides take turns: a batch decodes for
-a while with all of its requests plain, with a hook that keeps the same rows, with one request traced and
-with all traced. A figure is the median over {repeats} repetitions of what is made of the sides' times in
-one; quartiles and the worst repetition beside it.
-Made by `python -m benchmarks.engine_traces --repeats {repeats}`."""
+SmolLM2-135M-Instruct in bf16, {mode}, one engine, in one process. Sides take turns: a batch decodes for
+a while {compared}, with one request traced and with all traced. A figure is the median over {repeats}
+repetitions of what is made of the sides' times in one; quartiles and the worst repetition beside it.
+Made by `python -m benchmarks.engine_traces --mode {mode} --repeats {repeats}`."""
+
+_COMPARED: Final = {
+    "eager": "with all of its requests plain, with a hook that keeps the same rows",
+    "compiled": "with all of its requests plain",
+}
 
 
 if __name__ == "__main__":

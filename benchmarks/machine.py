@@ -35,6 +35,10 @@ class Machine:
         """Whether something else was running, so that the numbers mean little."""
         return self.load > _BUSY_PER_CORE * self.num_cores
 
+    def is_alike(self, other: Machine) -> bool:
+        """Whether results from there can be in one table with results from here."""
+        return dataclasses.replace(self, load=other.load) == other
+
 
 def announced_machine(console: Console) -> Machine:
     """Return this machine's description, and warn on the terminal if it is busy."""
@@ -58,6 +62,18 @@ def describe_machine() -> Machine:
     )
 
 
+def machine_lines(machine: Machine, title: str) -> list[str]:
+    """Return the head of a table's page: what was compared, when, where and with what."""
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    busy = " **The machine was busy: these numbers show little.**" if machine.is_busy else ""
+    return [
+        f"# {title}, {machine.date}",
+        "",
+        f"Commit {machine.commit}; {machine.cpu}, {machine.num_cores} cores; {versions}.",
+        f"Load average before the start {machine.load:.2f}.{busy}",
+    ]
+
+
 def touch_free_memory(share: float = 0.75) -> None:
     """Use this share of the free memory once: in a virtual machine, pages never used before are slow."""
     num_bytes = int(share * os.sysconf("SC_AVPHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
@@ -78,7 +94,17 @@ def _cpu() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    own = names[0] if names else platform.processor() or platform.machine()
+    return ", ".join([own, *_gpus()])
+
+
+def _gpus() -> list[str]:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    asked = [command, "--query-gpu=name", "--format=csv,noheader"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return done.stdout.strip().splitlines() if done.returncode == 0 else []
 
 
 def _commit() -> str:

@@ -13,11 +13,9 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from benchmarks.cases import TURN_STEPS, Case, JsonObject, Quantity
+from benchmarks.asked import Asked
+from benchmarks.cases import TURN_STEPS, Case, Quantity
 from benchmarks.engine import BenchmarkError, Engine, Submitted
-
-_PROMPT_TOKENS: Final = 32
-"""Tokens of each prompt in decode cases: 32 of them are prefilled in one step."""
 
 _WARM_STEPS: Final = 4
 """Decode steps before the clock starts, prefill not counted."""
@@ -65,7 +63,7 @@ class Measurer:
 
     def measure(self, case: Case) -> Pair:
         """Run one repetition; raises BenchmarkError when it did not do what the case says."""
-        if case.quantity is Quantity.DECODE:
+        if case.variant.quantity is Quantity.DECODE:
             return self._decode(case)
         return self._first_token(case)
 
@@ -75,14 +73,14 @@ class Measurer:
         return ids
 
     def _decode(self, case: Case) -> Pair:
-        prompts = [self._prompt(_PROMPT_TOKENS) for _ in range(case.size)]
+        prompts = [self._prompt(case.prompt_tokens) for _ in range(case.num_requests)]
         num_timed = self._num_turns * TURN_STEPS
         plain = Batch(self._plain, num_timed)
-        other = self._control if case.control else self._ours
+        other = self._control if case.variant.control else self._ours
         ours = Batch(other, num_timed)
         for index, prompt in enumerate(prompts):
             plain.add(prompt, [])
-            ours.add(prompt, case.for_request(index, other.shape))
+            ours.add(prompt, case.variant.for_request(index, other.shape))
         for batch in (plain, ours):
             batch.warm_up()
         for batch in _turns(plain, ours, self._num_turns):
@@ -96,9 +94,9 @@ class Measurer:
         for engine in _turns(self._plain, self._ours, _FIRST_TOKEN_ROUNDS):
             turn = counts[id(engine)]
             counts[id(engine)] += 1
-            prompt = prompts.setdefault(turn, self._prompt(case.size))
-            interventions = [] if engine is self._plain else case.for_request(0, engine.shape)
-            seconds[id(engine)] += _seconds_to_first_token(engine, prompt, interventions)
+            prompt = prompts.setdefault(turn, self._prompt(case.prompt_tokens))
+            asked: Asked = [] if engine is self._plain else case.variant.for_request(0, engine.shape)
+            seconds[id(engine)] += _seconds_to_first_token(engine, prompt, asked)
         milliseconds = [1000 * total / _FIRST_TOKEN_ROUNDS for total in seconds.values()]
         return Pair(*milliseconds)
 
@@ -120,9 +118,9 @@ class Batch:
         self._seconds = 0.0
         self._num_timed = num_timed
 
-    def add(self, prompt: list[int], interventions: list[JsonObject]) -> None:
+    def add(self, prompt: list[int], asked: Asked) -> None:
         """Queue one request."""
-        self._requests.append(self._engine.submit(prompt, self._max_tokens, interventions))
+        self._requests.append(self._engine.submit(prompt, self._max_tokens, asked))
 
     def warm_up(self) -> None:
         """Prefill all prompts, which takes one step, and run the steps that are not timed."""
@@ -154,9 +152,9 @@ def _turns(first: Side, second: Side, num_turns: int) -> Iterable[Side]:
         yield from (first, second) if turn % 2 == 0 else (second, first)
 
 
-def _seconds_to_first_token(engine: Engine, prompt: list[int], interventions: list[JsonObject]) -> float:
+def _seconds_to_first_token(engine: Engine, prompt: list[int], asked: Asked) -> float:
     start = time.perf_counter()
-    request = engine.submit(prompt, 1, interventions)
+    request = engine.submit(prompt, 1, asked)
     outputs = engine.step()
     seconds = time.perf_counter() - start
     if len(outputs) != 1:
@@ -164,5 +162,5 @@ def _seconds_to_first_token(engine: Engine, prompt: list[int], interventions: li
             f"a prompt of {len(prompt)} tokens must give its first token in one step, it did not; "
             "lower the prompt's length below the engine's max_num_batched_tokens"
         )
-    engine.check(request, list(outputs[0].outputs[0].token_ids))
+    engine.check(request, outputs[0])
     return seconds

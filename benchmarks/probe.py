@@ -1,46 +1,31 @@
-"""The process whose memory is measured: ``python -m benchmarks.idle_memory`` starts it several times.
+"""A process whose memory is measured: an engine able to intervene, idle or after requests that did.
 
-It loads one engine, serves a few plain requests so that everything lazy is there, and reports
-what stays resident.
+``python -m benchmarks.idle_memory`` starts it several times.
 """
 
 from __future__ import annotations
 
-import argparse
-import ctypes
-import gc
-from pathlib import Path
-
+from benchmarks.asked import captured, every, steered
 from benchmarks.engine import Engine
-from benchmarks.processes import EventPipe
-
-_BATCH = 8
-_PROMPT = range(100, 164)
-_MAX_TOKENS = 16
+from benchmarks.memory import BATCH, MAX_TOKENS, PROMPT, ROUNDS, options, report_memory
 
 
 def main() -> None:
     """Load, serve, report."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--able", action="store_true")
-    parser.add_argument("--events-fd", type=int, required=True)
+    parser = options()
+    parser.add_argument("--used", action="store_true", help="serve requests that steer and capture, too")
     args = parser.parse_args()
-    engine = Engine(able=args.able, eager=True, max_num_seqs=_BATCH)
-    for _ in range(2):
-        engine.finish([engine.submit(list(_PROMPT), _MAX_TOKENS, []) for _ in range(_BATCH)])
-    gc.collect()
-    # What the allocator keeps for later differs by tens of MB from one equal process to the next.
-    ctypes.CDLL(None).malloc_trim(0)
-    EventPipe(args.events_fd).send({"resident_bytes": resident_bytes()})
-
-
-def resident_bytes() -> int:
-    """Return the resident memory of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        name, _, value = line.partition(":")
-        if name == "VmRSS":
-            return int(value.split()[0]) * 1024
-    raise OSError("memory is read from VmRSS in /proc/self/status, which has no such line; run this on Linux")
+    engine = Engine(able=True, eager=True, max_num_seqs=BATCH, model=args.model)
+    asks = [steered(every), captured(every, "generated")] if args.used else []
+    for _ in range(ROUNDS):
+        engine.finish([engine.submit(list(PROMPT), MAX_TOKENS, []) for _ in range(BATCH)])
+        for ask in asks:
+            requests = [
+                engine.submit(list(PROMPT), MAX_TOKENS, ask(index, engine.shape)) for index in range(BATCH)
+            ]
+            engine.finish(requests)
+            del requests
+    report_memory(args.events_fd)
 
 
 if __name__ == "__main__":

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import msgspec
 from rich.table import Table
 
 from benchmarks.cases import Quantity
 from benchmarks.files import table_lines, write_report
-from benchmarks.machine import Machine
+from benchmarks.machine import Machine, machine_lines
 from benchmarks.ratios import Row
 
-_COLUMNS = ("case", "size", "ratio", "quartiles", "target", "reached", "ours", "plain")
+_COLUMNS = ("case", "requests", "prompt", "ratio", "quartiles", "target", "reached", "ours", "plain")
 
 _TITLES = {
-    Quantity.DECODE: "Decode throughput, ours / plain vLLM (size: requests in the batch)",
-    Quantity.FIRST_TOKEN: "Time to first token, ours / plain vLLM (size: tokens of the prompt)",
+    Quantity.DECODE: "Decode throughput, ours / plain vLLM",
+    Quantity.FIRST_TOKEN: "Time to first token, ours / plain vLLM",
 }
+
+
+class ReportError(Exception):
+    """Two runs that cannot be one table."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,14 +34,40 @@ class Report:
     Attributes:
         mode: ``eager`` or ``compiled``.
         machine: Where they were measured.
-        num_steps: Timed decode steps per side and repetition.
+        commands: The command lines that made them.
         rows: The results, in any order.
     """
 
     mode: str
     machine: Machine
-    num_steps: int
+    commands: Sequence[str]
     rows: Sequence[Row]
+
+    @property
+    def name(self) -> str:
+        """The files' name."""
+        return f"{self.machine.date}-{self.mode}"
+
+    def added_to(self, folder: Path) -> Report:
+        """Return the day's table with these results in it; this one where there is none yet.
+
+        Raises:
+            ReportError: The table is of another commit or machine.
+        """
+        file = (folder / self.name).with_suffix(".json")
+        if not file.exists():
+            return self
+        content = json.loads(file.read_text(encoding="utf-8"))
+        before = msgspec.convert(content["machine"], Machine)
+        if not before.is_alike(self.machine):
+            raise ReportError(
+                f"a table has results of one commit on one machine, {file.name} is of {before.commit} on "
+                f"{before.cpu} and these are of {self.machine.commit} on {self.machine.cpu}; leave --add out"
+            )
+        places = {row.place for row in self.rows}
+        kept = [row for row in msgspec.convert(content["rows"], list[Row]) if row.place not in places]
+        busier = max(before, self.machine, key=lambda machine: machine.load)
+        return Report(self.mode, busier, [*content["commands"], *self.commands], [*kept, *self.rows])
 
     def tables(self) -> list[Table]:
         """Return one table per quantity for the terminal."""
@@ -45,90 +76,80 @@ class Report:
             table = Table(title=f"{title}, {self.mode}")
             for place, column in enumerate(_COLUMNS):
                 table.add_column(column, justify="left" if place == 0 else "right")
-            for row in self._sorted(quantity):
-                style = "red" if row.reached is False else ""
-                table.add_row(*_cells(row), style=style)
-            tables.append(table)
+            for row in self._of(quantity):
+                table.add_row(*_cells(row), style="red" if row.reached is False else "")
+            if table.row_count:
+                tables.append(table)
         return tables
 
     def write(self, folder: Path) -> Path:
         """Write ``<date>-<mode>.md`` and ``.json``, and return the markdown file."""
-        name = f"{self.machine.date}-{self.mode}"
-        return write_report(folder, name, markdown=self.to_markdown(), json=self.to_json())
+        return write_report(folder, self.name, markdown=self.to_markdown(), json=self.to_json())
 
     def to_markdown(self) -> str:
         """Return the report as markdown."""
-        machine = self.machine
-        versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-        busy = " **The machine was busy: these numbers show little.**" if machine.is_busy else ""
-        num_repeats = self.rows[0].num_repeats
         lines = [
-            f"# Against plain vLLM, {self.mode}, {machine.date}",
-            "",
-            f"Commit {machine.commit}; {machine.cpu}, {machine.num_cores} cores; {versions}.",
-            f"Load average before the start {machine.load:.2f}.{busy}",
+            *machine_lines(self.machine, f"Against plain vLLM, {self.mode}"),
             "",
             "SmolLM2-135M-Instruct in bf16. Both engines live in one process with the same arguments and "
             "take strict turns.",
             "A ratio is the median over repetitions of paired ratios, quartiles beside it; the control's "
             "distance from 1 is the",
-            f"error of the measurement. {num_repeats} repetitions, {self.num_steps} timed decode steps each,",
-            f'made by `make bench ARGS="{self._options()}"`.',
+            f"error of the measurement. {_spread(row.num_repeats for row in self.rows)} repetitions, "
+            f"{_spread(row.num_steps for row in self.rows)} timed decode steps each, made by",
+            "",
+            *(f"    {command}" for command in self.commands),
         ]
         for quantity, title in _TITLES.items():
-            unit = quantity.unit
-            head = [*_COLUMNS[:-2], f"ours, {unit}", f"plain, {unit}"]
-            lines += ["", f"## {title}", "", *table_lines(head, map(_cells, self._sorted(quantity)))]
-        return "\n".join(lines) + "\n"
+            if rows := self._of(quantity):
+                head = [*_COLUMNS[:-2], f"ours, {quantity.unit}", f"plain, {quantity.unit}"]
+                lines += ["", f"## {title}", "", *table_lines(head, map(_cells, rows))]
+        return "\n".join([*lines, *self._bounds()]) + "\n"
 
-    def _options(self) -> str:
-        """Return the command line that makes this report again."""
-        batches = sorted({row.case.size for row in self.rows if row.case.quantity is Quantity.DECODE})
-        listed = " ".join(map(str, batches))
-        num_repeats = self.rows[0].num_repeats
-        return f"--mode {self.mode} --batches {listed} --repeats {num_repeats} --steps {self.num_steps}"
+    def _bounds(self) -> list[str]:
+        """Return what bounds the cases that miss their targets."""
+        missed: dict[str, str] = {}
+        for row in self.rows:
+            if row.reached is False:
+                missed[row.name] = row.bound or "Not known."
+        if not missed:
+            return []
+        return [
+            "",
+            "## What bounds the targets missed",
+            "",
+            *(f"- {name}: {missed[name]}" for name in missed),
+        ]
 
     def to_json(self) -> str:
         """Return the report as JSON."""
-        rows = [
-            {
-                "case": row.case.name,
-                "quantity": row.case.quantity,
-                "size": row.case.size,
-                "ratio": row.ratio,
-                "quartiles": row.quartiles,
-                "target": row.case.target,
-                "reached": row.reached,
-                "ours": row.ours,
-                "plain": row.plain,
-                "unit": row.case.quantity.unit,
-                "repeats": row.num_repeats,
-            }
-            for quantity in _TITLES
-            for row in self._sorted(quantity)
-        ]
+        rows = [dataclasses.asdict(row) for quantity in _TITLES for row in self._of(quantity)]
         content = {
             "mode": self.mode,
-            "steps": self.num_steps,
+            "commands": list(self.commands),
             "machine": dataclasses.asdict(self.machine),
             "rows": rows,
         }
         return json.dumps(content, indent=1) + "\n"
 
-    def _sorted(self, quantity: Quantity) -> list[Row]:
-        own = [row for row in self.rows if row.case.quantity is quantity]
-        return sorted(own, key=lambda row: (row.case.name, row.case.size))
+    def _of(self, quantity: Quantity) -> list[Row]:
+        return sorted((row for row in self.rows if row.quantity == quantity), key=lambda row: row.place)
+
+
+def _spread(numbers: Iterable[int]) -> str:
+    different = sorted(set(numbers))
+    return str(different[0]) if len(different) == 1 else f"{different[0]} to {different[-1]}"
 
 
 def _cells(row: Row) -> list[str]:
-    case = row.case
-    sign = "≥" if case.quantity is Quantity.DECODE else "≤"
+    sign = "≥" if row.quantity == Quantity.DECODE else "≤"
     return [
-        case.name,
-        str(case.size),
+        row.name,
+        str(row.num_requests),
+        str(row.prompt_tokens),
         f"{row.ratio:.3f}",
         f"{row.quartiles[0]:.3f} – {row.quartiles[1]:.3f}",
-        "" if case.target is None else f"{sign} {case.target:.2f}",
+        "" if row.target is None else f"{sign} {row.target:g}",
         {True: "yes", False: "no", None: ""}[row.reached],
         f"{row.ours:.1f}",
         f"{row.plain:.1f}",

@@ -8,42 +8,50 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks.cases import Case, all_cases
+from benchmarks.cases import Case
 from benchmarks.engine import Engine
 from benchmarks.measure import Measurer
 from benchmarks.processes import EventPipe
+from benchmarks.selection import add_options, check_options
 
 
 def main() -> None:
     """Measure, and report through the event pipe."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", choices=["eager", "compiled"], required=True)
-    parser.add_argument("--batches", type=int, nargs="+", required=True)
-    parser.add_argument("--repeats", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--events-fd", type=int, required=True)
+    add_options(parser)
     args = parser.parse_args()
+    cases = check_options(parser, args)
     events = EventPipe(args.events_fd)
-    eager = args.mode == "eager"
-    max_num_seqs = max(args.batches)
-    events.send({"stage": "loading plain vLLM"})
-    plain = Engine(able=False, eager=eager, max_num_seqs=max_num_seqs)
-    events.send({"stage": "loading the engine able to intervene"})
-    ours = Engine(able=True, eager=eager, max_num_seqs=max_num_seqs)
-    events.send({"stage": "loading plain vLLM again, the control"})
-    control = Engine(able=False, eager=eager, max_num_seqs=max_num_seqs)
-    for engine in (plain, ours, control):
-        engine.check_taps()
+    plain, ours, control = _engines(args.mode, cases, events)
     measurer = Measurer(plain, ours, control, args.steps)
-    cases = all_cases(args.batches)
     events.send({"stage": "warming up"})
     for case in cases:
         measurer.measure(case)
     for repeat in range(args.repeats):
         for case in _rotated(cases, repeat * len(cases) // args.repeats):
-            events.send({"stage": f"{case.name}, {case.size}"})
+            events.send({"stage": f"{case.variant.name}, {case.num_requests}"})
             pair = measurer.measure(case)
             events.send({"case": case.key, "plain": pair.plain, "ours": pair.ours})
+
+
+def _engines(mode: str, cases: list[Case], events: EventPipe) -> list[Engine]:
+    """Return a plain engine, one that can intervene, and the control."""
+    engines = []
+    for name, able in (("plain vLLM", False), ("ours", True), ("plain vLLM again, the control", False)):
+        events.send({"stage": f"loading {name}"})
+        engines.append(
+            Engine(
+                able=able,
+                eager=mode == "eager",
+                max_num_seqs=max(case.num_requests for case in cases),
+                max_step_tokens=max(case.num_requests * case.prompt_tokens for case in cases),
+            )
+        )
+    for engine in engines:
+        engine.check_taps()
+    return engines
 
 
 def _rotated(cases: list[Case], by: int) -> list[Case]:

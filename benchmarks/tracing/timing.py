@@ -125,7 +125,7 @@ def measure(case: Case, repeats: int) -> list[Row]:
 class CallsByTurns:
     """Calls every side a few times in a row, as in a loop, then the next; each round goes the other way.
 
-    Of each side's calls in a repetition the median counts.
+    Of each side's calls in a repetition the median counts. On a GPU a call has ended when the GPU has.
     """
 
     def __init__(self, sides: Mapping[str, Side], repetition_s: float = 0.03) -> None:
@@ -136,6 +136,7 @@ class CallsByTurns:
             repetition_s: Seconds of one repetition: as many rounds as fit, one at least.
         """
         self._order = list(sides.items())
+        self._wait = torch.cuda.synchronize if torch.get_default_device().type == "cuda" else _nothing
         self._seconds: dict[str, list[float]] = {name: [] for name in sides}
         self._num_calls = 1
         for _ in range(_WARM_ROUNDS):
@@ -159,6 +160,7 @@ class CallsByTurns:
             for _ in range(self._num_calls):
                 start = time.perf_counter()
                 side()
+                self._wait()
                 self._seconds[name].append(time.perf_counter() - start)
         self._order.reverse()
         return time.perf_counter() - begin
@@ -232,6 +234,10 @@ class _Stepping:
         self._others.release()
         self._mine.acquire()
         self._start = time.perf_counter()
+
+
+def _nothing() -> None:
+    """Wait for nothing: on a CPU a call has ended when it returns."""
 
 
 def ratio(ours: str, other: str, target: float | None = None) -> Measure:

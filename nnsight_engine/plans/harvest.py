@@ -19,6 +19,7 @@ import torch
 
 from nnsight_engine.core.tensor_bytes import tensor_to_bytes
 from nnsight_engine.plans.active import ActiveRequest
+from nnsight_engine.plans.lens import LensReader
 from nnsight_engine.plans.records import StepRecord, StepResults
 from nnsight_engine.plans.request_plan import Kind
 from nnsight_engine.plans.step_plan import ReadGroup, ReadSlice, StepPlan
@@ -42,6 +43,7 @@ class Harvester:
     def __init__(self, lens_logits: LensLogits) -> None:
         """Keep the projection."""
         self._lens_logits = lens_logits
+        self._lens_reader = LensReader()
 
     def harvest(self, plan: StepPlan, sampled: Sequence[Sequence[int]], order: dict[str, int]) -> StepResults:
         """Return every request's records of the step and advance the requests.
@@ -103,19 +105,9 @@ class Harvester:
             if logits is None:
                 # Another rank has the logits, and its results are the ones that leave.
                 return []
-            chunks.append(_lens_chunk(logits, top_k, targets))
+            chunks.append(self._lens_reader.read(logits, top_k, targets))
         columns = [torch.cat(column) for column in zip(*chunks, strict=True)]
         return [column.reshape(num_rows, num_sites, -1).cpu().numpy() for column in columns]
-
-
-def _lens_chunk(logits: torch.Tensor, top_k: int, targets: tuple[int, ...]) -> list[torch.Tensor]:
-    logprobs = torch.log_softmax(logits.to(torch.float32), dim=-1)
-    top = logprobs.topk(top_k, dim=-1)
-    index = torch.tensor(targets, dtype=torch.long, device=logits.device)
-    of_targets = logprobs.index_select(-1, index)
-    ranks = [(logprobs > of_targets[:, i : i + 1]).sum(dim=-1) + 1 for i in range(len(targets))]
-    rank = torch.stack(ranks, dim=-1) if ranks else torch.empty_like(of_targets)
-    return [top.indices.to(torch.int32), top.values, of_targets, rank.to(torch.int32)]
 
 
 def _host_view(buffer: torch.Tensor) -> npt.NDArray[np.generic]:

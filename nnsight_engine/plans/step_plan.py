@@ -21,6 +21,7 @@ import torch
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.active import ActiveOp, ActiveRequest, SiteKey
 from nnsight_engine.plans.groups import KernelFactory, Member
+from nnsight_engine.plans.logits_rows import LogitsRows
 from nnsight_engine.plans.request_plan import Site
 from nnsight_engine.plans.writes import Kernel
 
@@ -146,6 +147,7 @@ class StepPlan:
         patterns: Attention patterns to harvest.
         samples: Captures of sampled ids: who, and which operation.
         logits_rows: Batch rows whose logits the ``logits`` site needs, ascending.
+        logits_from: Where they come from, once that is known.
         writes_logits: Whether anything changes logits.
         reserved: Bytes that each request needs in every step that runs this plan.
         signature: What must be the same for the next step to reuse this plan; None forbids it.
@@ -160,6 +162,7 @@ class StepPlan:
     patterns: list[PatternRead] = dataclasses.field(default_factory=list)
     samples: list[tuple[ActiveRequest, ActiveOp]] = dataclasses.field(default_factory=list)
     logits_rows: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    logits_from: LogitsRows | None = None
     writes_logits: bool = False
     reserved: dict[str, StepBytes] = dataclasses.field(default_factory=dict)
     signature: tuple[object, ...] | None = None

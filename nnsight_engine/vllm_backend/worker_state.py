@@ -21,6 +21,7 @@ from nnsight_engine.plans.active import ActiveRequest, Registrar
 from nnsight_engine.plans.builder import LOGITS, StepBuilder
 from nnsight_engine.plans.harvest import Harvester
 from nnsight_engine.plans.ledger import ByteLedger
+from nnsight_engine.plans.logits_rows import LogitsRows
 from nnsight_engine.plans.records import Failure, StepResults
 from nnsight_engine.plans.request_plan import Site
 from nnsight_engine.plans.step_plan import Span, StepPlan
@@ -170,20 +171,13 @@ class WorkerState:
         if not len(rows):
             return
         with plan.containing(LOGITS):
-            place = np.minimum(np.searchsorted(sample_rows, rows), len(sample_rows) - 1)
-            known = sample_rows[place] == rows
-            # Only what the engine has not computed is computed here.
-            logits = sampled.new_empty(len(rows), sampled.shape[1])
-            own = torch.from_numpy(np.flatnonzero(known)).to(sampled.device)
-            from_sampled = torch.from_numpy(place[known]).to(sampled.device)
-            logits[own] = sampled[from_sampled]
-            if not known.all():
-                extra = torch.from_numpy(np.flatnonzero(~known)).to(sampled.device)
-                extra_rows = torch.from_numpy(rows[~known]).to(hidden.device)
-                logits[extra] = compute_logits(hidden[extra_rows]).to(logits.dtype)
+            origin = plan.logits_from
+            if origin is None or not origin.holds(sample_rows):
+                origin = plan.logits_from = LogitsRows.of(rows, sample_rows, sampled.device)
+            logits = origin.gather(sampled, hidden, compute_logits)
             plan.run(LOGITS, logits, None)
             if plan.writes_logits:
-                sampled[from_sampled] = logits[own]
+                origin.put_back(logits, sampled)
 
     def finish(
         self, plan: StepPlan | None, sampled: Sequence[Sequence[int]], order: dict[str, int]
