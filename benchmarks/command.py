@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from rich.console import Console
-
-from benchmarks.tracing.report import Report
+from rich.table import Table
 
 _RESULTS: Final = Path(__file__).parent / "results"
+
+
+class Report(Protocol):
+    """A run's results."""
+
+    def table(self) -> Table:
+        """Return the table for the terminal."""
+
+    def write(self, folder: Path) -> Path:
+        """Write the results, and return the file for people."""
 
 
 def parser_of(program: str, description: str | None, *, repeats: int) -> argparse.ArgumentParser:

@@ -58,6 +58,18 @@ def describe_machine() -> Machine:
     )
 
 
+def machine_lines(machine: Machine, title: str) -> list[str]:
+    """Return the head of a table's page: what was compared, when, where and with what."""
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    busy = " **The machine was busy: these numbers show little.**" if machine.is_busy else ""
+    return [
+        f"# {title}, {machine.date}",
+        "",
+        f"Commit {machine.commit}; {machine.cpu}, {machine.num_cores} cores; {versions}.",
+        f"Load average before the start {machine.load:.2f}.{busy}",
+    ]
+
+
 def touch_free_memory(share: float = 0.75) -> None:
     """Use this share of the free memory once: in a virtual machine, pages never used before are slow."""
     num_bytes = int(share * os.sysconf("SC_AVPHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.table import Table
 
 from benchmarks.files import table_lines, write_report
-from benchmarks.machine import Machine
+from benchmarks.machine import Machine, machine_lines
 from benchmarks.tracing.timing import Row
 
 _COLUMNS = ("case", "size", "measure", "median", "quartiles", "worst", "target", "reached", "times, µs")
@@ -52,14 +52,8 @@ class Report:
 
     def to_markdown(self) -> str:
         """Return the report as markdown."""
-        machine = self.machine
-        versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-        busy = " **The machine was busy: these numbers show little.**" if machine.is_busy else ""
         lines = [
-            f"# {self.title}, {machine.date}",
-            "",
-            f"Commit {machine.commit}; {machine.cpu}, {machine.num_cores} cores; {versions}.",
-            f"Load average before the start {machine.load:.2f}.{busy}",
+            *machine_lines(self.machine, self.title),
             "",
             self.method,
             "",
