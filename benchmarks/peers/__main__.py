@@ -1,6 +1,6 @@
 """How fast we are beside other packages that look into models, and beside hooks written by hand.
 
-    python -m benchmarks.peers [--repeats 15] [--threads 2] [--environment PATH] [--without-peers] [--quick]
+    python -m benchmarks.peers [--only local|serving] [--repeats 15] [--threads 2] [--without-peers] [--quick]
 
 The first run installs the peers into a virtual environment of their own, 4 GB in the user's cache
 directory. A peer that cannot be installed, or cannot do something, has a row that says why. Run it on a
@@ -14,9 +14,9 @@ import contextlib
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
@@ -31,18 +31,52 @@ from benchmarks.peers.environment import (
 )
 from benchmarks.peers.parent import SideError, SideProcess
 from benchmarks.peers.report import Report
-from benchmarks.peers.tasks import LOCAL_TASKS, NUM_THREADS
+from benchmarks.peers.tasks import LOCAL_TASKS, NUM_THREADS, SERVING_TASKS, Task
+from benchmarks.processes import ENVIRONMENT
 from nnsight_engine import BundledModelError, bundled_model_path
 
 _PEERS: Final = ("nnsight", "interp-engine")
-_HOOKS: Final = "PyTorch hooks"
 _METHOD: Final = """\
 {threads} threads. Every side runs in a process of its own, the peers with the same versions of torch and
 transformers as we. Sides take turns, repetition by repetition; in each process the library takes turns, call
 by call, with PyTorch hooks that do the same, registered and removed each time: the reference. A ratio is the
 median over {repeats} repetitions of ours by its reference, divided by the peer's by its own; below 1, ours is
 faster. Where what two sides read differs by more than rounding there is no ratio.
+*MLP* is 12 linear layers of width 64 in float32, *SmolLM2* SmolLM2-135M-Instruct in bf16 with a prompt of 12
+tokens. In vLLM, uncompiled and on all cores, the reference is plain vLLM in a process of its own, which
+generates as many tokens and looks into nothing.
 Made by `python -m benchmarks.peers --repeats {repeats} --threads {threads}`."""
+
+
+class _Part(NamedTuple):
+    """Tasks that the same processes do.
+
+    Attributes:
+        name: ``local`` or ``serving``.
+        tasks: What is done.
+        reference: What every side is measured against.
+        own: Sides that run in our environment.
+        variables: Environment variables of all sides.
+    """
+
+    name: str
+    tasks: tuple[Task, ...]
+    reference: str
+    own: tuple[str, ...]
+    variables: Mapping[str, str]
+
+
+_PARTS: Final = (
+    _Part("local", LOCAL_TASKS, "PyTorch hooks", (OURS,), {"HF_HUB_OFFLINE": "1"}),
+    _Part(
+        "serving",
+        SERVING_TASKS,
+        "plain vLLM",
+        (OURS, "plain vLLM"),
+        # As vLLM comes, its engine has a process of its own; interp-engine knows no other way.
+        {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+    ),
+)
 
 
 def main() -> int:
@@ -55,19 +89,25 @@ def main() -> int:
     except BundledModelError as error:
         console.print(f"benchmarks: {error}", markup=False, soft_wrap=True)
         return 1
+    python: Path | None = None
     missing: dict[str, str] = {}
-    python = None if args.without_peers else _environment(args.environment, missing, console)
-    with _sides(python, model, args.threads, missing) as (sides, folder):
-        rows = _measure(sides, folder, missing, args.repeats, console)
-        versions = {name: version for side in sides[1:] for name, version in side.versions.items()}
-    machine = dataclasses.replace(machine, versions={**versions, **machine.versions})
+    if not args.without_peers:
+        python, missing = _environment(args.environment, console)
+    run = _Run(python, model, args.threads, args.repeats, console)
+    rows = [row for part in _PARTS if args.only in {None, part.name} for row in run.rows(part, dict(missing))]
+    machine = dataclasses.replace(machine, versions={**run.versions, **machine.versions})
     method = _METHOD.format(repeats=args.repeats, threads=args.threads)
-    show(Report(machine, method, args.repeats, rows), console, args)
+    report = Report(machine, method, args.repeats, rows)
+    if args.only is None:
+        show(report, console, args)
+    else:
+        console.print(report.table())
     return 0
 
 
 def _arguments() -> argparse.Namespace:
     parser = parser_of("benchmarks.peers", "Our speed beside peers, through their public API.", repeats=15)
+    parser.add_argument("--only", choices=[part.name for part in _PARTS], help="printed and not written")
     parser.add_argument("--threads", type=int, default=NUM_THREADS, help="of torch, in each side")
     parser.add_argument(
         "--environment", type=Path, default=default_environment(), help="the peers' virtual environment"
@@ -79,52 +119,63 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
-def _environment(folder: Path, missing: dict[str, str], console: Console) -> Path | None:
-    """Return the peers' python, or note for each of them why there is none."""
+def _environment(folder: Path, console: Console) -> tuple[Path | None, dict[str, str]]:
+    """Return the peers' python, or for each of them why there is none."""
     try:
         with console.status(f"The peers' environment in {folder}"):
-            return ensure_environment(folder)
+            return ensure_environment(folder), {}
     except EnvironmentUnavailableError as error:
-        missing.update(dict.fromkeys(_PEERS, f"cannot be installed here: {error}"))
-        return None
+        return None, dict.fromkeys(_PEERS, f"cannot be installed here: {error}")
 
 
-@contextlib.contextmanager
-def _sides(
-    python: Path | None, model: Path, threads: int, missing: dict[str, str]
-) -> Iterator[tuple[list[SideProcess], Path]]:
-    """Give the sides that have started, ours first, and the folder for what they read."""
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        arguments = ["--model", str(model), "--folder", str(folder), "--threads", str(threads)]
+@dataclasses.dataclass(slots=True)
+class _Run:
+    """One run of the command."""
+
+    python: Path | None
+    model: Path
+    threads: int
+    repeats: int
+    console: Console
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def rows(self, part: _Part, missing: dict[str, str]) -> list[Row]:
+        """Measure a part; ``missing`` says which peers have been given up already, and why."""
+        rows: list[Row] = []
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            progress = stack.enter_context(Progress(console=self.console, transient=True))
+            shown = progress.add_task(f"Starting, {part.name}", total=len(part.tasks))
+            sides = self._sides(part, folder, missing, stack)
+            for number, task in enumerate(part.tasks):
+                progress.update(shown, description=f"{task.name}, {task.size.name}")
+                found = compare(number, task, sides, folder, reference=part.reference, repeats=self.repeats)
+                rows += found
+                rows += [Row(task, peer, found[0].ours, None, reason) for peer, reason in missing.items()]
+                progress.advance(shown)
+        return rows
+
+    def _sides(
+        self, part: _Part, folder: Path, missing: dict[str, str], stack: contextlib.ExitStack
+    ) -> list[SideProcess]:
+        """Return the sides that have started, ours first; the others are noted as missing."""
+        arguments = ["--model", str(self.model), "--folder", str(folder), "--threads", str(self.threads)]
+        pythons = dict.fromkeys(part.own, Path(sys.executable))
+        if self.python is not None:
+            pythons |= dict.fromkeys(_PEERS, self.python)
         sides = []
-        pythons = {OURS: Path(sys.executable), **({} if python is None else dict.fromkeys(_PEERS, python))}
-        for name, interpreter in pythons.items():
-            side = stack.enter_context(SideProcess(name, interpreter, arguments, {"HF_HUB_OFFLINE": "1"}))
+        for name, python in pythons.items():
+            side = stack.enter_context(SideProcess(part.name, name, python, arguments, part.variables))
             try:
                 side.wait()
             except SideError as error:
-                if name == OURS:
+                if name in part.own:
                     raise
                 missing[name] = f"does not run here: {error}"
             else:
                 sides.append(side)
-        yield sides, folder
-
-
-def _measure(
-    sides: list[SideProcess], folder: Path, missing: dict[str, str], repeats: int, console: Console
-) -> list[Row]:
-    rows: list[Row] = []
-    with Progress(console=console, transient=True) as progress:
-        shown = progress.add_task("Peers", total=len(LOCAL_TASKS))
-        for number, task in enumerate(LOCAL_TASKS):
-            progress.update(shown, description=f"{task.name}, {task.size.name}")
-            found = compare(number, task, sides, folder, reference=_HOOKS, repeats=repeats)
-            rows += found
-            rows += [Row(task, peer, found[0].ours, None, reason) for peer, reason in missing.items()]
-            progress.advance(shown)
-    return rows
+                self.versions |= side.versions
+        return sides
 
 
 if __name__ == "__main__":

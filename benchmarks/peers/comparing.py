@@ -61,7 +61,7 @@ def compare(
         task: The same.
         sides: Ours first.
         folder: Where sides leave what they read.
-        reference: What the sides' reference is called.
+        reference: What each side measures beside its library, or the side that is everybody's.
         repeats: Repetitions.
     """
     faults: dict[str, str] = {}
@@ -73,11 +73,12 @@ def compare(
         except SideError as error:
             faults[side.name] = str(error)
     times = _timed(ready, faults, repeats)
+    _share_reference(times, faults, reference)
     ours = times.get(OURS)
-    rows = [
-        Row(task, reference, ours, ours and _reference_of(ours), faults.get(OURS, "checked in our process"))
-    ]
+    rows = [Row(task, reference, ours, ours and _reference_of(ours), faults.get(OURS, "yes"))]
     for side in sides[1:]:
+        if side.name == reference:
+            continue
         fault = faults.get(side.name) or faults.get(OURS)
         if fault is not None:
             rows.append(Row(task, side.name, ours, None, fault))
@@ -106,8 +107,22 @@ def _timed(sides: list[SideProcess], faults: dict[str, str], repeats: int) -> di
     return {name: kept for name, kept in times.items() if name not in faults}
 
 
+def _share_reference(times: dict[str, Times], faults: dict[str, str], reference: str) -> None:
+    """Give every side the times of the side that is the reference, where one is."""
+    if reference in faults:
+        faults.update(dict.fromkeys(times, f"{reference}: {faults[reference]}"))
+        times.clear()
+    elif reference in times:
+        shared = times.pop(reference)["library"]
+        for kept in times.values():
+            kept["reference"] = shared
+
+
 def _agreement(task: Task, ours: Path, theirs: Path) -> tuple[str, bool]:
-    apart = difference(_values(ours), _values(theirs))
+    values = _values(ours)
+    if not values:
+        return "nothing is read", True
+    apart = difference(values, _values(theirs))
     if apart is None:
         return "differs in shape", False
     if apart > task.size.rounding:

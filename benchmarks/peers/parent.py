@@ -29,6 +29,7 @@ class SideProcess:
     """One side.
 
     Args:
+        part: ``local`` or ``serving``.
         name: Of the side.
         python: Interpreter that has its library.
         arguments: What it is told at the start.
@@ -40,13 +41,15 @@ class SideProcess:
 
     versions: dict[str, str]
 
-    def __init__(self, name: str, python: Path, arguments: list[str], variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, part: str, name: str, python: Path, arguments: list[str], variables: Mapping[str, str]
+    ) -> None:
         """Start it; it is ready when ``wait`` has returned."""
         self.name = name
         self._read_fd, write_fd = os.pipe()
         self._printed: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._buffer = b""
-        command = [str(python), "-m", "benchmarks.peers.child", name, *arguments]
+        command = [str(python), "-m", "benchmarks.peers.child", part, name, *arguments]
         try:
             self._process = subprocess.Popen(
                 [*command, "--events-fd", str(write_fd)],

@@ -18,6 +18,9 @@ from transformers import AutoModelForCausalLM
 NUM_THREADS: Final = 2
 NUM_TOKENS: Final = 16
 NUM_PROMPTS: Final = 4
+NUM_REQUESTS: Final = 8
+LAYER: Final = 15
+"""Of the language model."""
 PROMPT_TOKENS: Final = 12
 _WIDTH: Final = 64
 _NUM_SMALL_LAYERS: Final = 12
@@ -46,8 +49,9 @@ class Size(NamedTuple):
     rounding: float
 
 
-SMALL: Final = Size(f"{_NUM_SMALL_LAYERS} linear layers, width {_WIDTH}, float32", _FLOAT32_ROUNDING)
-LANGUAGE: Final = Size(f"SmolLM2-135M, {PROMPT_TOKENS} tokens, bf16", _BF16_ROUNDING)
+SMALL: Final = Size("MLP", _FLOAT32_ROUNDING)
+LANGUAGE: Final = Size("SmolLM2", _BF16_ROUNDING)
+SERVED: Final = Size("SmolLM2 in vLLM", _BF16_ROUNDING)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,16 +73,21 @@ LOCAL_TASKS: Final = (
     Task("one_value", "one layer's output saved", SMALL),
     Task("all_values", "every layer's output saved", SMALL),
     Task("one_write", "one layer's output replaced, result saved", SMALL),
-    Task("shared_invokes", "twelve invokes of one input, a layer's output each", SMALL),
+    Task("shared_invokes", "twelve invokes of one input, a layer each", SMALL),
     Task("gradient", "gradient at one layer's output", SMALL),
     Task("one_value", "one layer's output saved", LANGUAGE),
     Task("all_values", "every layer's output saved", LANGUAGE),
     Task("one_write", "vector added at one layer, logits saved", LANGUAGE),
-    Task(
-        "batched_invokes", f"{NUM_PROMPTS} invokes of a prompt each, batched, a layer's output each", LANGUAGE
-    ),
+    Task("batched_invokes", f"{NUM_PROMPTS} invokes batched, one layer's output each", LANGUAGE),
     Task("generation", f"{NUM_TOKENS} tokens generated, one layer's output at each", LANGUAGE),
     Task("gradient", "gradient at one layer's output", LANGUAGE),
+)
+
+SERVING_TASKS: Final = (
+    Task("idle", f"{NUM_REQUESTS} requests, none looked into", SERVED),
+    Task("one_reads", f"{NUM_REQUESTS} requests, one layer's output of one at each token", SERVED),
+    Task("all_read", f"{NUM_REQUESTS} requests, one layer's output of all at each token", SERVED),
+    Task("all_steered", f"{NUM_REQUESTS} requests, all steered at one layer and read", SERVED),
 )
 
 
@@ -133,16 +142,20 @@ def small_subject() -> Subject:
 def language_subject(path: Path) -> Subject:
     """Return the language model in a folder."""
     module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa")
-    generator = torch.Generator().manual_seed(0)
     return Subject(
         module=module.requires_grad_(requires_grad=False).eval(),
         layers_of=lambda root: root.model.layers,
         num_layers=module.config.num_hidden_layers,
-        layer=15,
+        layer=LAYER,
         inputs=torch.tensor([prompt_ids(0)]),
-        vector=torch.randn(module.config.hidden_size, generator=generator).to(torch.bfloat16),
+        vector=steering_vector(module.config.hidden_size),
         result_of=lambda output: output.logits[:, -1],
     )
+
+
+def steering_vector(width: int) -> torch.Tensor:
+    """Return what is added at a layer of the language model, ``[width]``."""
+    return torch.randn(width, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
 
 
 def prompt_ids(seed: int) -> list[int]:
