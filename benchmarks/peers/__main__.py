@@ -40,8 +40,9 @@ _METHOD: Final = """\
 {threads} threads. Every side runs in a process of its own, the peers with the same versions of torch and
 transformers as we. Sides take turns, repetition by repetition; in each process the library takes turns, call
 by call, with PyTorch hooks that do the same, registered and removed each time: the reference. A ratio is the
-median over {repeats} repetitions of ours by its reference, divided by the peer's by its own; below 1, ours is
-faster. Where what two sides read differs by more than rounding there is no ratio.
+median over {repeats} repetitions of our time by the peer's; below 1, ours is faster. *Over reference* is what a
+side adds to the reference in its own process. Where what two sides read differs by more than rounding there
+is no ratio.
 *MLP* is 12 linear layers of width 64 in float32, *SmolLM2* SmolLM2-135M-Instruct in bf16 with a prompt of 12
 tokens. In vLLM, uncompiled and on all cores, the reference is plain vLLM in a process of its own, which
 generates as many tokens and looks into nothing.
@@ -149,11 +150,10 @@ class _Run:
             sides = self._sides(part, folder, missing, stack)
             for number, task in enumerate(part.tasks):
                 progress.update(shown, description=f"{task.name}, {task.size.name}")
-                found = compare(number, task, sides, folder, reference=part.reference, repeats=self.repeats)
-                rows += found
-                rows += [Row(task, peer, found[0].ours, None, reason) for peer, reason in missing.items()]
+                rows += compare(number, task, sides, folder, reference=part.reference, repeats=self.repeats)
                 progress.advance(shown)
-        return rows
+        everything = Task("", "everything", part.tasks[-1].size)
+        return rows + [Row(everything, peer, None, None, reason) for peer, reason in missing.items()]
 
     def _sides(
         self, part: _Part, folder: Path, missing: dict[str, str], stack: contextlib.ExitStack

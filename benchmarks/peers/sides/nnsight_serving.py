@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 
 import torch
@@ -26,6 +27,8 @@ class NoWork:
 
 def side(path: Path) -> NoWork:
     """Start the engine, so that the table has the reason why it does not."""
+    # In this process: from another one vLLM tells only that it has failed, not why.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # On machines without an accelerator vLLM's own worker does this too; without it the start ends earlier,
     # with "Cannot access accelerator device when none is available".
     if not torch.accelerator.is_available():
