@@ -38,11 +38,11 @@ from nnsight_engine import BundledModelError, bundled_model_path
 _PEERS: Final = ("nnsight", "interp-engine")
 _METHOD: Final = """\
 {threads} threads. Every side runs in a process of its own, the peers with the same versions of torch and
-transformers as we. Sides take turns, repetition by repetition; in each process the library takes turns, call
-by call, with PyTorch hooks that do the same, registered and removed each time: the reference. A ratio is the
-median over {repeats} repetitions of our time by the peer's; below 1, ours is faster. *Over reference* is what a
-side adds to the reference in its own process. Where what two sides read differs by more than rounding there
-is no ratio.
+transformers as we. Sides take turns, repetition by repetition; in each process the library takes turns,
+call by call, with PyTorch hooks that do the same, registered and removed each time: the reference. A ratio
+is the median over {repeats} repetitions of our time by the peer's; below 1, ours is faster. *Over
+reference* is what a side adds to the reference in its own process. Where what two sides read differs by
+more than rounding there is no ratio.
 *MLP* is 12 linear layers of width 64 in float32, *SmolLM2* SmolLM2-135M-Instruct in bf16 with a prompt of 12
 tokens. In vLLM, uncompiled and on all cores, the reference is plain vLLM in a process of its own, which
 generates as many tokens and looks into nothing.
