@@ -98,17 +98,18 @@ def main() -> int:
     rows = [row for part in _PARTS if args.only in {None, part.name} for row in run.rows(part, dict(missing))]
     machine = dataclasses.replace(machine, versions={**run.versions, **machine.versions})
     method = _METHOD.format(repeats=args.repeats, threads=args.threads)
-    report = Report(machine, method, args.repeats, rows)
-    if args.only is None:
-        show(report, console, args)
-    else:
-        console.print(report.table())
+    if args.only is not None:
+        method = method.removesuffix("`.") + f" --only {args.only}`."
+    name = "peers" if args.only is None else f"peers-{args.only}"
+    show(Report(machine, name, method, args.repeats, rows), console, args)
     return 0
 
 
 def _arguments() -> argparse.Namespace:
     parser = parser_of("benchmarks.peers", "Our speed beside peers, through their public API.", repeats=15)
-    parser.add_argument("--only", choices=[part.name for part in _PARTS], help="printed and not written")
+    parser.add_argument(
+        "--only", choices=[part.name for part in _PARTS], help="one half, written to a file of its own"
+    )
     parser.add_argument("--threads", type=int, default=NUM_THREADS, help="of torch, in each side")
     parser.add_argument(
         "--environment", type=Path, default=default_environment(), help="the peers' virtual environment"

@@ -15,6 +15,7 @@ from benchmarks.files import table_lines, write_report
 from benchmarks.machine import Machine, machine_lines
 from benchmarks.peers.comparing import Row, Times
 
+_TITLE = "Beside peers"
 _COLUMNS = (
     "task",
     "on",
@@ -35,23 +36,21 @@ class Report:
 
     Attributes:
         machine: Where they were measured, with the peers' versions.
+        name: The files' name, behind the date.
         method: How, in a few lines, and the command.
         repeats: Repetitions of each task.
         rows: The results.
     """
 
     machine: Machine
+    name: str
     method: str
     repeats: int
     rows: Sequence[Row]
 
-    @property
-    def _title(self) -> str:
-        return "Beside peers"
-
     def table(self) -> Table:
         """Return the table for the terminal."""
-        table = Table(title=self._title)
+        table = Table(title=_TITLE)
         for place, column in enumerate(_COLUMNS):
             table.add_column(column, justify="left" if place == 0 else "right")
         for row in self.rows:
@@ -59,14 +58,14 @@ class Report:
         return table
 
     def write(self, folder: Path) -> Path:
-        """Write ``<date>-peers.md`` and ``.json``, and return the markdown file."""
-        name = f"{self.machine.date}-peers"
+        """Write ``<date>-<name>.md`` and ``.json``, and return the markdown file."""
+        name = f"{self.machine.date}-{self.name}"
         return write_report(folder, name, markdown=self.to_markdown(), json=self.to_json())
 
     def to_markdown(self) -> str:
         """Return the report as markdown."""
         table = table_lines(_COLUMNS, map(_cells, self.rows))
-        return "\n".join([*machine_lines(self.machine, self._title), "", self.method, "", *table]) + "\n"
+        return "\n".join([*machine_lines(self.machine, _TITLE), "", self.method, "", *table]) + "\n"
 
     def to_json(self) -> str:
         """Return the report as JSON."""

@@ -68,7 +68,7 @@ def test_a_fault_is_a_row_and_ours_stays_measured(tmp_path: Path) -> None:
     hooks, row = rows_of(tmp_path, FakeSide(OURS, tmp_path, 1.0, times), FakeSide("peer", tmp_path, 1.0, {}))
     assert hooks.ratios == [2.0] * 3
     assert (row.ratios, row.agreement) == (None, "Broken: there")
-    report = Report(describe_machine(), "How.", 3, [hooks, row])
+    report = Report(describe_machine(), "peers", "How.", 3, [hooks, row])
     assert "Broken: there" in report.to_markdown()
     assert json.loads(report.to_json())["rows"][1]["ratio"] is None
 
