@@ -95,7 +95,12 @@ def main() -> int:
     if not args.without_peers:
         python, missing = _environment(args.environment, console)
     run = _Run(python, model, args.threads, args.repeats, console)
-    rows = [row for part in _PARTS if args.only in {None, part.name} for row in run.rows(part, dict(missing))]
+    parts = [part for part in _PARTS if args.only in {None, part.name}]
+    try:
+        rows = [row for part in parts for row in run.rows(part, dict(missing))]
+    except SideError as error:
+        console.print(f"benchmarks: {error}", markup=False, soft_wrap=True)
+        return 1
     machine = dataclasses.replace(machine, versions={**run.versions, **machine.versions})
     method = _METHOD.format(repeats=args.repeats, threads=args.threads)
     if args.only is not None:
@@ -166,12 +171,12 @@ class _Run:
             pythons |= dict.fromkeys(_PEERS, self.python)
         sides = []
         for name, python in pythons.items():
-            side = stack.enter_context(SideProcess(part.name, name, python, arguments, part.variables))
             try:
+                side = stack.enter_context(SideProcess(part.name, name, python, arguments, part.variables))
                 side.wait()
             except SideError as error:
                 if name in part.own:
-                    raise
+                    raise SideError(f"{name}: {error}") from error
                 missing[name] = f"does not run here: {error}"
             else:
                 sides.append(side)

@@ -44,7 +44,11 @@ class SideProcess:
     def __init__(
         self, part: str, name: str, python: Path, arguments: list[str], variables: Mapping[str, str]
     ) -> None:
-        """Start it; it is ready when ``wait`` has returned."""
+        """Start it; it is ready when ``wait`` has returned.
+
+        Raises:
+            SideError: There is no such interpreter.
+        """
         self.name = name
         self._read_fd, write_fd = os.pipe()
         self._printed: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
@@ -60,6 +64,10 @@ class SideProcess:
                 stdout=self._printed,
                 stderr=subprocess.STDOUT,
             )
+        except OSError as error:
+            os.close(self._read_fd)
+            self._printed.close()
+            raise SideError(str(error)) from error
         finally:
             os.close(write_fd)
 

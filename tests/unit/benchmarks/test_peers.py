@@ -14,7 +14,7 @@ from benchmarks.peers import environment
 from benchmarks.peers.child import Conversation
 from benchmarks.peers.comparing import OURS, Row, compare
 from benchmarks.peers.environment import EnvironmentUnavailableError, ensure_environment
-from benchmarks.peers.parent import SideError
+from benchmarks.peers.parent import SideError, SideProcess
 from benchmarks.peers.report import Report
 from benchmarks.peers.tasks import SMALL, NotOfferedError, Task, difference
 from benchmarks.processes import Event
@@ -107,3 +107,19 @@ def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch
     (tmp_path / "bin" / "python").touch()
     with pytest.raises(EnvironmentUnavailableError, match="ERROR: no network"):
         ensure_environment(tmp_path)
+
+
+def test_an_interpreter_that_is_not_there_is_a_fault_and_no_crash(tmp_path: Path) -> None:
+    with pytest.raises(SideError, match="No such file"):
+        SideProcess("local", "peer", tmp_path / "python", [], {})
+
+
+def test_a_side_that_ends_says_with_what(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho out of memory >&2\nexit 7\n")
+    python.chmod(0o755)
+    with (
+        SideProcess("local", "peer", python, [], {}) as side,
+        pytest.raises(SideError, match="ended with status 7: out of memory"),
+    ):
+        side.wait()
