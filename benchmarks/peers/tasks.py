@@ -1,0 +1,177 @@
+"""What every side does: the same work on the same models and inputs, named once.
+
+Both ends read this module, the command and the children in either environment: it knows torch and nothing
+of ours or of a peer's.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM
+
+NUM_THREADS: Final = 2
+NUM_TOKENS: Final = 16
+NUM_PROMPTS: Final = 4
+NUM_REQUESTS: Final = 8
+LAYER: Final = 15
+"""Of the language model."""
+PROMPT_TOKENS: Final = 12
+_WIDTH: Final = 64
+_NUM_SMALL_LAYERS: Final = 12
+_LOWEST_TOKEN: Final = 100
+"""Ids below it are special tokens."""
+_FLOAT32_ROUNDING: Final = 1e-5
+_BF16_ROUNDING: Final = 0.02
+
+Work = Callable[[], list[torch.Tensor]]
+"""Does a task once, and returns what it read."""
+
+
+class NotOfferedError(Exception):
+    """A side cannot do this task through its public API; the message says why."""
+
+
+class Size(NamedTuple):
+    """A model and its input, as tables call them, and how far values may lie apart.
+
+    Attributes:
+        name: In tables.
+        rounding: The largest difference that is rounding, as a share of the largest value.
+    """
+
+    name: str
+    rounding: float
+
+
+SMALL: Final = Size("MLP", _FLOAT32_ROUNDING)
+LANGUAGE: Final = Size("SmolLM2", _BF16_ROUNDING)
+SERVED: Final = Size("SmolLM2 in vLLM", _BF16_ROUNDING)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """One thing to do.
+
+    Attributes:
+        key: Method of a side's work that does it.
+        name: In tables.
+        size: What it is done on.
+    """
+
+    key: str
+    name: str
+    size: Size
+
+
+LOCAL_TASKS: Final = (
+    Task("one_value", "one layer's output saved", SMALL),
+    Task("all_values", "every layer's output saved", SMALL),
+    Task("one_write", "one layer's output replaced, result saved", SMALL),
+    Task("shared_invokes", "twelve invokes of one input, a layer each", SMALL),
+    Task("gradient", "gradient at one layer's output", SMALL),
+    Task("one_value", "one layer's output saved", LANGUAGE),
+    Task("all_values", "every layer's output saved", LANGUAGE),
+    Task("one_write", "vector added at one layer, logits saved", LANGUAGE),
+    Task("batched_invokes", f"{NUM_PROMPTS} invokes batched, one layer's output each", LANGUAGE),
+    Task("generation", f"{NUM_TOKENS} tokens generated, one layer's output at each", LANGUAGE),
+    Task("gradient", "gradient at one layer's output", LANGUAGE),
+)
+
+SERVING_TASKS: Final = (
+    Task("idle", f"{NUM_REQUESTS} requests, none looked into", SERVED),
+    Task("one_reads", f"{NUM_REQUESTS} requests, one layer's output of one at each token", SERVED),
+    Task("all_read", f"{NUM_REQUESTS} requests, one layer's output of all at each token", SERVED),
+    Task("all_steered", f"{NUM_REQUESTS} requests, all steered at one layer and read", SERVED),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Subject:
+    """A model and what is done to it.
+
+    Attributes:
+        module: The model.
+        layers_of: The layers below the module, or below what a library wraps it in.
+        num_layers: How many.
+        layer: The one that is looked at.
+        inputs: ``[1, width]``, or ids ``[1, tokens]``.
+        vector: ``[width]``, what is added where a task writes.
+        result_of: What is saved of the model's output.
+    """
+
+    module: Any
+    layers_of: Callable[[Any], Any]
+    num_layers: int
+    layer: int
+    inputs: torch.Tensor
+    vector: torch.Tensor
+    result_of: Callable[[Any], torch.Tensor]
+
+    @property
+    def prompts(self) -> list[torch.Tensor]:
+        """Several inputs of the same length, ``[1, tokens]`` each."""
+        return [self.inputs + index for index in range(NUM_PROMPTS)]
+
+    def twin(self) -> Subject:
+        """Return the same with another module on the very same weights, which nobody wraps."""
+        shared = {id(weight): weight for weight in self.module.parameters()}
+        return dataclasses.replace(self, module=copy.deepcopy(self.module, shared))
+
+
+def small_subject() -> Subject:
+    """Return a stack of layers, so small that what a library adds shows."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_NUM_SMALL_LAYERS)]
+    return Subject(
+        module=torch.nn.Sequential(*layers).requires_grad_(requires_grad=False),
+        layers_of=lambda root: root,
+        num_layers=_NUM_SMALL_LAYERS,
+        layer=5,
+        inputs=torch.randn(1, _WIDTH),
+        vector=torch.randn(_WIDTH),
+        result_of=lambda output: output,
+    )
+
+
+def language_subject(path: Path) -> Subject:
+    """Return the language model in a folder."""
+    module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa")
+    return Subject(
+        module=module.requires_grad_(requires_grad=False).eval(),
+        layers_of=lambda root: root.model.layers,
+        num_layers=module.config.num_hidden_layers,
+        layer=LAYER,
+        inputs=torch.tensor([prompt_ids(0)]),
+        vector=steering_vector(module.config.hidden_size),
+        result_of=lambda output: output.logits[:, -1],
+    )
+
+
+def steering_vector(width: int) -> torch.Tensor:
+    """Return what is added at a layer of the language model, ``[width]``."""
+    return torch.randn(width, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+
+
+def prompt_ids(seed: int) -> list[int]:
+    """Return a prompt as ids; the highest leave room for those that are made of them by counting up."""
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(_LOWEST_TOKEN, 40_000, (PROMPT_TOKENS,), generator=generator).tolist()
+    return ids
+
+
+def difference(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float | None:
+    """Return how far values lie apart, as a share of the largest; None where their shapes differ."""
+    if [value.shape for value in values] != [other.shape for other in others]:
+        return None
+    pairs = [
+        (value.detach().float(), other.detach().float()) for value, other in zip(values, others, strict=True)
+    ]
+    apart = max((float((value - other).abs().max()) for value, other in pairs), default=0.0)
+    largest = max((float(other.abs().max()) for _, other in pairs), default=0.0)
+    return apart / largest if largest else apart
