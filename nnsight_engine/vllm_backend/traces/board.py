@@ -64,7 +64,8 @@ class Board(ModuleUse):
         self.by_taps = False
         self.is_uncompiled = False
         self._untapped: set[str] = set()
-        self._tap = 0
+        self._tap = -1
+        self._reach = 0
         self._seen: str | None = None
         self._is_past = False
 
@@ -92,11 +93,21 @@ class Board(ModuleUse):
 
     def is_known(self, provider: str) -> bool:
         """Tell whether any step has reached a provider."""
-        return provider in self.ever or provider in self.calls
+        route = self.route
+        is_on_route = route is not None and provider in route.number_of
+        return is_on_route or provider in self.ever or provider in self.calls
 
     def has_passed(self, provider: str) -> bool:
         """Tell whether this step has reached a provider."""
-        return provider in self.calls
+        if provider in self.calls:
+            return True
+        return self.route is not None and self.route.number_of.get(provider, self._reach) < self._reach
+
+    def passed(self) -> list[str]:
+        """Return the places that this step has reached, in order."""
+        if self.route is None or not self._reach:
+            return list(self.calls)
+        return list(dict.fromkeys((*self.route.order[: self._reach], *self.calls)))
 
     def refusal(self, provider: str) -> Exception | None:  # noqa: ARG002 - a hook
         """Return why no block can have a provider's value; None if they can."""
@@ -120,12 +131,14 @@ class Board(ModuleUse):
 
     def begin(self) -> None:
         """Begin a step."""
-        self.ever.update(self.calls)
+        if self.route is None:
+            self.ever.update(self.calls)
         self.calls.clear()
         self.interleaving = True
         self.by_taps = self._is_past = self.is_uncompiled = False
         self._seen = None
         self._tap = -1
+        self._reach = 0
 
     def listen(self) -> None:
         """Hear this thread's calls: the model runs."""
@@ -198,16 +211,13 @@ class Board(ModuleUse):
         if not self.by_taps:
             self._is_past = self._is_past and provider != self._seen
             return
-        self._tap = tap
-        self.calls.update(self.route.passed[tap])
-        if provider is None:
-            return
-        if provider in self.wanted:
+        self._tap, self._reach = tap, self.route.ahead[tap]
+        if provider is not None and provider in self.wanted:
             left = self.offer(provider, None, value)
             for old, new in zip(tensors(value), tensors(left), strict=True):
                 if new is not old:
                     old.copy_(new)
-        self.calls[provider] = 1
+        self._reach += provider is not None
         if self._untapped and self._needs_modules():
             raise UntappedError
 
@@ -221,7 +231,7 @@ class Board(ModuleUse):
         if self._tap != self.route.last:
             logger.error("the compiled model has lost its taps; please report this with the model's name")
             raise UntappedError
-        self.calls.update(self.route.passed[-1])
+        self._reach = len(self.route.order)
 
     def again(self) -> None:
         """The step is run again, with the modules heard of: blocks go on where it was left."""

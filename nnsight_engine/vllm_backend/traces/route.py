@@ -7,7 +7,7 @@ modules in the same order in every step, and that order is learnt once, when the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 _BEHIND: Final = ("logits.output", "samples.output")
@@ -29,7 +29,9 @@ class Route:
     Attributes:
         served: What blocks can have without hearing of modules.
         exits: The place at each tap; none at the first.
-        passed: The places that the model passes on its way to each tap, and those behind the last.
+        order: Every place, in the order in which a step reaches it first.
+        number_of: The place's number in this order.
+        ahead: How many places a step has passed that comes to a tap; what the tap provides is not one yet.
 
     Raises:
         ValueError: Not all exits are on the way, or not in this order.
@@ -37,7 +39,9 @@ class Route:
 
     def __init__(self, root: str, order: Sequence[str], exits: Sequence[str]) -> None:
         """Cut the way into pieces."""
-        number_of = {place: number for number, place in enumerate(order)}
+        self.order = tuple(order)
+        self.number_of: Mapping[str, int] = {place: number for number, place in enumerate(order)}
+        number_of = self.number_of
         entrance = f"{exits[0].removesuffix('.output')}.input"
         missing = [place for place in (entrance, *exits) if place not in number_of]
         numbers = [number_of[place] for place in exits if place in number_of]
@@ -45,18 +49,9 @@ class Route:
             raise ValueError(f"the model does not run its layers in order; it never reached {missing}")
         self.served: frozenset[str] = frozenset([*exits, "result", *(f"{root}.{name}" for name in _BEHIND)])
         self.exits: tuple[str | None, ...] = (None, *exits)
-        starts = [0, number_of[entrance] + 1, *(number + 1 for number in numbers)]
-        ends = [number_of[entrance] + 1, *numbers, len(order)]
-        self.passed: tuple[Mapping[str, int], ...] = tuple(
-            _counted(order[start:end]) for start, end in zip(starts, ends, strict=True)
-        )
+        self.ahead: tuple[int, ...] = (number_of[entrance] + 1, *numbers)
 
     @property
     def last(self) -> int:
         """The number of the last tap."""
         return len(self.exits) - 1
-
-
-def _counted(places: Iterable[str]) -> dict[str, int]:
-    """Return the places as a board notes them that were reached once."""
-    return dict.fromkeys(places, 1)

@@ -28,9 +28,10 @@ ORDER = [
 EXITS = ["model.layers.0.output", "model.layers.1.output"]
 
 
-def test_each_place_is_passed_at_one_tap_in_the_models_order() -> None:
+def test_what_is_passed_on_the_way_to_each_tap_is_known() -> None:
     route = Route("model", ORDER, EXITS)
-    assert [list(places) for places in route.passed] == [ORDER[:4], ORDER[4:6], ORDER[7:10], ORDER[11:]]
+    ways = [list(route.order[:number]) for number in route.ahead]
+    assert ways == [ORDER[:4], ORDER[:6], ORDER[:10]]
     assert route.exits == (None, *EXITS)
     assert route.last == 2
 

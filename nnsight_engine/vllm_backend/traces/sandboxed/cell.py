@@ -392,7 +392,7 @@ class Cell:
 
     def _newly_passed(self) -> Passed:
         """Return the places that the model has passed and the process has not been told of."""
-        told, now = len(self._passed), list(self.board.calls)
+        told, now = len(self._passed), self.board.passed()
         same = told
         while same < len(now) and same < len(self._before) and now[same] == self._before[same]:
             same += 1
