@@ -30,6 +30,7 @@ from app.services.code_policy import is_loopback
 from app.settings import Settings, environment_for_traces, set_engine_defaults
 from app.storage.database import DatabaseError
 from nnsight_engine.core.errors import UnsupportedOptionError
+from nnsight_engine.core.tap_choice import check_taps
 from nnsight_engine.local_engine.link import ProcessOptions
 from nnsight_engine.modeling.bundled import (
     BUNDLED_MODEL_NAME,
@@ -50,6 +51,8 @@ nnsight-engine keys create | list | limit | rotate | revoke
   --local-engine  Keep the model a second time, in a process of its own, for traces of LanguageModel:
              gradients, calls inside a forward, sessions. --local-engine-device says where, cpu by
              default; --local-engine-dtype in which type.
+  --taps     Where the residual stream is tapped inside the compiled model: all (the default), off, or
+             points such as layers.4:20.output,layers.28.output. Elsewhere steps run uncompiled.
   keys       Who may use the server, and for what; without keys only this machine may. See
              nnsight-engine keys --help
   --version  Print the version.
@@ -70,6 +73,7 @@ _OWN_OPTIONS: Final = {
     "--local-engine-device": "cpu, cuda or cuda:1, for example",
     "--local-engine-dtype": "float32 or bfloat16, for example",
     "--sandbox": "process, restricted or off",
+    "--taps": "all, off or points such as layers.4:20.output",
 }
 """Options with a value that are this server's own and not vLLM's, and what the value is."""
 
@@ -123,6 +127,7 @@ def _keys(arguments: list[str], console: Console) -> int:
 def _serve(arguments: list[str], console: Console) -> int:
     arguments, chosen = split_options(arguments)
     settings = _settings().model_copy(update=chosen)
+    check_taps(settings.taps)
     model, options = _split_model(arguments)
     set_engine_defaults()
     # The bundled model's checksums are read beside the import: hashing lets go of the interpreter's lock.

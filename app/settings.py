@@ -13,6 +13,8 @@ from typing import Final, Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from nnsight_engine.core.tap_choice import ALL_TAPS
+
 MIB: Final = 1024 * 1024
 GIB: Final = 1024 * MIB
 
@@ -103,6 +105,10 @@ class Settings(BaseSettings):
     )
     trace_step_s: float = Field(
         default=10.0, gt=0, description="How long a block may compute within one step of the engine."
+    )
+    taps: str = Field(
+        default=ALL_TAPS,
+        description="Where the residual stream is tapped: `all`, `off` or points, `layers.4:20.output`.",
     )
     sandbox: Literal["process", "restricted", "off"] = Field(
         default="process",

@@ -128,6 +128,7 @@ class VLLMEngineClient:
             max_sandboxes=self._settings.max_sandboxes,
             fair_window_s=self._settings.fair_window_s,
             fair_step=self._settings.fair_step,
+            taps=self._settings.taps,
         )
         for name, value in engine_options(limits).items():
             if name != "additional_config":

@@ -184,6 +184,10 @@ class StepPlan:
         """Return the sites that only an uncompiled step with hooks reaches."""
         return [key for key in self.groups if isinstance(key, Site) and key.layer >= 0]
 
+    def taps(self) -> set[int]:
+        """Return the numbers of the taps at which something is planned."""
+        return {key for key in self.groups if isinstance(key, int)}
+
     def writes_at(self, key: SiteKey) -> bool:
         """Return whether anything planned at a site changes it."""
         groups = self.groups.get(key, [])

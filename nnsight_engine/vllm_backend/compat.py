@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.config import VllmConfig
@@ -18,7 +19,8 @@ from vllm.v1.executor import Executor
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from nnsight_engine.core.errors import UnsupportedOptionError
-from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
+from nnsight_engine.core.tap_choice import ALL_TAPS, chosen_taps
 from nnsight_engine.plans.records import StepResults
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ class EngineLimits:
         max_sandboxes: How many may be at work at once.
         fair_window_s: Seconds that a tenant without requests still counts among those who share; 0: none do.
         fair_step: How much longer than the shortest a step may take that a tenant within its share may meet.
+        taps: At which points of the residual stream taps lie, see ``chosen_taps``.
     """
 
     max_capture_bytes_per_request: int = 256 * 1024 * 1024
@@ -76,6 +79,7 @@ class EngineLimits:
     max_sandboxes: int = 16
     fair_window_s: float = 5.0
     fair_step: float = 1.25
+    taps: str = ALL_TAPS
 
     @property
     def sandbox_message_bytes(self) -> int:
@@ -99,7 +103,7 @@ def engine_options(limits: EngineLimits) -> dict[str, Any]:
         "scheduler_cls": SCHEDULER_CLASS,
         # Token ids must be known in bookkeeping, and results must leave with their step.
         "async_scheduling": False,
-        "additional_config": {CONFIG_KEY: {"taps": "all", "limits": dataclasses.asdict(limits)}},
+        "additional_config": {CONFIG_KEY: {"limits": dataclasses.asdict(limits)}},
     }
 
 
@@ -199,6 +203,16 @@ def describe_model(points: ModelPoints, config: VllmConfig, limits: EngineLimits
         dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=model.max_model_len,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
-        leaves=points.leaf_specs(),
+        leaves=_with_tiers(points.leaf_specs(), limits, len(points.layers)),
         max_capture_bytes=limits.max_capture_bytes_per_request,
+    )
+
+
+def _with_tiers(leaves: Sequence[LeafSpec], limits: EngineLimits, num_layers: int) -> tuple[LeafSpec, ...]:
+    """Return the leaves of the residual stream as ``eager`` where not all of their points have taps."""
+    taps = chosen_taps(limits.taps, num_layers)
+    needed = {"embed.output": {0}, "input": set(range(num_layers)), "output": set(range(1, num_layers + 1))}
+    return tuple(
+        leaf if needed.get(leaf.name, set()) <= taps else dataclasses.replace(leaf, tier="eager")
+        for leaf in leaves
     )

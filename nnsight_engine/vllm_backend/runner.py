@@ -18,13 +18,14 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 
 from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.core.tap_choice import chosen_taps
 from nnsight_engine.plans.records import StepResults
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.plans.step_plan import StepPlan
 from nnsight_engine.vllm_backend.compat import EngineLimits, attach_results, brings, describe_model
 from nnsight_engine.vllm_backend.families import resolve_points
 from nnsight_engine.vllm_backend.hooks import hooked
-from nnsight_engine.vllm_backend.taps import CONTEXT_KEY, TapStep, install_taps
+from nnsight_engine.vllm_backend.taps import CONTEXT_KEY, TapStep, install_taps, untapped
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 from nnsight_engine.vllm_backend.traces.placement import traces_of_worker
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
@@ -50,6 +51,9 @@ class InterventionRunnerMixin:
 
     interventions: WorkerState
     traces: WorkerTraces | StageTraces
+    taps: frozenset[int] = frozenset()
+    """The numbers of those in place."""
+
     num_steps: dict[str, int]
     """How many steps ran in each tier."""
 
@@ -71,7 +75,8 @@ class InterventionRunnerMixin:
         )
         spec = describe_model(points, config, limits)
         if config.parallel_config.pipeline_parallel_size == 1:  # the rest is traces only
-            install_taps(points.layers, points.family.hidden_index)
+            self.taps = chosen_taps(limits.taps, len(points.layers))
+            install_taps(points.layers, points.family.hidden_index, self.taps)
         self.num_steps = dict.fromkeys(("plain", "tap", "eager"), 0)
         self._make_room_for_stages(config)
         self.traces = traces_of_worker(points, config, limits)
@@ -139,9 +144,12 @@ class InterventionRunnerMixin:
         step = TapStep(plan, self.traces.board if traced else None)
         context.additional_kwargs[CONTEXT_KEY] = step
         with contextlib.ExitStack() as stack:
-            if plan is not None and plan.hook_sites():
+            if plan is not None and (plan.hook_sites() or not plan.taps() <= self.taps):
                 context.skip_compiled = True
-                stack.enter_context(hooked(self.interventions.points, plan, step.is_models_own))
+                points = self.interventions.points
+                stack.enter_context(hooked(points, plan, step.is_models_own))
+                missing = plan.taps() - self.taps
+                stack.enter_context(untapped(points.layers, points.family.hidden_index, missing, step))
             hidden = forward() if not traced else self._traced_forward(forward, input_ids, context)
         self._note_tier(plan, is_uncompiled=context.skip_compiled)
         if plan is not None:
@@ -178,12 +186,14 @@ class InterventionRunnerMixin:
             not isinstance(traces, WorkerTraces)
             or config.parallel_config.world_size > 1
             or config.model_config.has_inner_state  # which would go on twice
+            or not self.taps
         ):
             return
         model = self.get_model()  # type: ignore[attr-defined]
         handle = model.register_forward_pre_hook(_uncompiled)
         try:
-            traces.learn_route(lambda: self._dummy_run(1, cudagraph_runtime_mode=CUDAGraphMode.NONE))  # type: ignore[attr-defined]
+            run = functools.partial(self._dummy_run, 1, cudagraph_runtime_mode=CUDAGraphMode.NONE)  # type: ignore[attr-defined]
+            traces.learn_route(run, self.taps)
         finally:
             handle.remove()
 

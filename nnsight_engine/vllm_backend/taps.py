@@ -10,7 +10,9 @@ What is to be done rides on vLLM's forward context, so that engines in one proce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
@@ -53,11 +55,16 @@ class TapStep:
         """The model has come to a tap: plans change the tensors in place, then blocks do."""
         if not self.is_models_own():
             return
-        plan, board = self._plan, self._board
-        if plan is not None and tap in plan.groups:
-            plan.run(tap, _rows(hidden), None if residual is None else _rows(residual))
+        self.run_plan(tap, hidden, residual)
+        board = self._board
         if board is not None and board.route is not None:
             board.at_tap(tap, hidden if residual is None else (hidden, residual))
+
+    def run_plan(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """The model has come to where a tap lies, or would lie."""
+        plan = self._plan
+        if plan is not None and tap in plan.groups and self.is_models_own():
+            plan.run(tap, _rows(hidden), None if residual is None else _rows(residual))
 
 
 def _tap_pair(hidden: torch.Tensor, residual: torch.Tensor, tap: int) -> None:
@@ -101,17 +108,50 @@ direct_register_custom_op(
 )
 
 
-def install_taps(layers: Sequence[nn.Module], hidden_index: int) -> None:
-    """Put a tap before the first layer and one after each.
+def install_taps(layers: Sequence[nn.Module], hidden_index: int, taps: Collection[int]) -> None:
+    """Put taps behind layers, and before the first.
 
     Args:
         layers: The decoder layers, in order.
         hidden_index: Position of the hidden states among the arguments of a layer's ``forward``.
+        taps: Their numbers: 0 before the first layer, i + 1 behind layer i.
     """
     for index, layer in enumerate(layers):
-        layer.forward = _tapped(layer.forward, index)
-    first = layers[0]
-    first.forward = _tapped_at_start(first.forward, hidden_index)
+        if index + 1 in taps:
+            layer.forward = _tapped(layer.forward, index)
+    if 0 in taps:
+        first = layers[0]
+        first.forward = _tapped_at_start(first.forward, hidden_index)
+
+
+@contextlib.contextmanager
+def untapped(
+    layers: Sequence[nn.Module], hidden_index: int, taps: Collection[int], step: TapStep
+) -> Iterator[None]:
+    """Serve points of the residual stream where no taps lie, by hooks, during one uncompiled forward pass.
+
+    Args:
+        layers: The decoder layers, in order.
+        hidden_index: See ``install_taps``.
+        taps: The numbers that taps would have there.
+        step: What is done there.
+    """
+
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        step.run_plan(0, args[hidden_index] if hidden_index < len(args) else kwargs["hidden_states"], None)
+
+    def after(tap: int, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        pair = output if isinstance(output, tuple) else (output, None)
+        step.run_plan(tap, pair[0], pair[1])
+
+    with contextlib.ExitStack() as stack:
+        for tap in taps:
+            if tap:
+                handle = layers[tap - 1].register_forward_hook(functools.partial(after, tap))
+            else:
+                handle = layers[0].register_forward_pre_hook(before, with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
 
 
 def _tapped(forward: Callable[..., Any], index: int) -> Callable[..., Any]:

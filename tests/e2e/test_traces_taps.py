@@ -258,3 +258,56 @@ def test_blocks_call_layers_while_a_neighbour_is_steered(model: VLLM) -> None:
     assert reply.failure is None
     assert reply.token_ids == alone[0].token_ids
     engine.run([Ask(PROMPT, max_tokens=1)])  # a worker hears of what has finished in the next step
+
+
+@pytest.fixture(scope="module")
+def limited(model: VLLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLM]:
+    """Start an engine with two taps, behind layers 1 and 2."""
+    del model  # one after the other starts
+    checkpoint = write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+    options = {"enforce_eager": False, "compilation_config": {"backend": "eager"}, "max_model_len": 128}
+    with traced_engine(checkpoint, limits=EngineLimits(taps="layers.1:3.output"), **options) as limited:
+        yield limited
+
+
+@pytest.mark.parametrize(
+    ("point", "tier"),
+    [
+        ("layers.1.output", "tap"),
+        ("layers.3.input", "tap"),
+        ("layers.0.output", "eager"),
+        ("embed.output", "eager"),
+    ],
+)
+def test_steering_is_the_same_where_no_tap_lies(model: VLLM, limited: VLLM, point: str, tier: str) -> None:
+    steer = {"op": "steer", "at": point, "vector": random_vector(0, 128), "scale": 1.0}
+    ask = Ask(PROMPT, [steer, {"op": "capture", "at": "layers.3.output"}], max_tokens=NUM_TOKENS)
+    (everywhere,), (here,) = Engine.around(model.engine).run([ask]), Engine.around(limited.engine).run([ask])
+    assert here[0].collected is not None
+    assert here[0].collected.tier == "eager"  # layer 3 has none in either case
+    torch.testing.assert_close(
+        here[0].tensor("capture_1", "layers.3.output"),
+        everywhere[0].tensor("capture_1", "layers.3.output"),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+    (alone,) = Engine.around(limited.engine).run([Ask(PROMPT, [steer], max_tokens=NUM_TOKENS)])
+    assert alone[0].collected is not None
+    assert alone[0].collected.tier == tier
+    for one in (model, limited):
+        Engine.around(one.engine).run([Ask(PROMPT, max_tokens=1)])
+
+
+@pytest.mark.parametrize(("layer", "tier"), [(1, "tap"), (0, "eager"), (3, "eager")])
+def test_blocks_find_the_same_where_no_tap_lies(model: VLLM, limited: VLLM, layer: int, tier: str) -> None:
+    found = []
+    for one in (model, limited):
+        with one.trace(PROMPT, max_tokens=NUM_TOKENS, tracer_cls=HeldTracer, **GREEDY) as tracer:
+            rows = save([])
+            for _ in tracer.iter[:]:
+                one.layers[layer].output[:] *= 2
+                rows.append(one.logits.output)
+        (outcome,), _, tiers = run(one, tracer)
+        found.append(outcome.saves["rows"])
+    assert tiers == {tier: NUM_TOKENS}
+    assert_same(*found)

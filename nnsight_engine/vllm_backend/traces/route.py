@@ -7,7 +7,7 @@ modules in the same order in every step, and that order is learnt once, when the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 _BEHIND: Final = ("logits.output", "samples.output")
@@ -24,20 +24,22 @@ class Route:
     Args:
         root: The model's path.
         order: Every place in the order in which a step reaches it first.
-        exits: The outputs of the layers, behind each of which a tap lies; another lies in the first layer.
+        exits: The outputs of the layers, behind each of which a tap may lie; another may in the first layer.
+        taps: The numbers of those in place, 0 the one in the first layer.
 
     Attributes:
         served: What blocks can have without hearing of modules.
-        exits: The place at each tap; none at the first.
+        exits: The place at each tap; none at the one in the first layer.
+        last: The number of the last tap.
         order: Every place, in the order in which a step reaches it first.
         number_of: The place's number in this order.
         ahead: How many places a step has passed that comes to a tap; what the tap provides is not one yet.
 
     Raises:
-        ValueError: Not all exits are on the way, or not in this order.
+        ValueError: Not all exits are on the way, or not in this order, or there is no tap.
     """
 
-    def __init__(self, root: str, order: Sequence[str], exits: Sequence[str]) -> None:
+    def __init__(self, root: str, order: Sequence[str], exits: Sequence[str], taps: Collection[int]) -> None:
         """Cut the way into pieces."""
         self.order = tuple(order)
         self.number_of: Mapping[str, int] = {place: number for number, place in enumerate(order)}
@@ -47,11 +49,10 @@ class Route:
         numbers = [number_of[place] for place in exits if place in number_of]
         if missing or numbers != sorted(numbers):
             raise ValueError(f"the model does not run its layers in order; it never reached {missing}")
-        self.served: frozenset[str] = frozenset([*exits, "result", *(f"{root}.{name}" for name in _BEHIND)])
-        self.exits: tuple[str | None, ...] = (None, *exits)
-        self.ahead: tuple[int, ...] = (number_of[entrance] + 1, *numbers)
-
-    @property
-    def last(self) -> int:
-        """The number of the last tap."""
-        return len(self.exits) - 1
+        every: tuple[str | None, ...] = (None, *exits)
+        ahead = (number_of[entrance] + 1, *numbers)
+        self.exits = {tap: every[tap] for tap in taps}
+        self.ahead = {tap: ahead[tap] for tap in taps}
+        self.last = max(taps)
+        behind = (f"{root}.{name}" for name in _BEHIND)
+        self.served = frozenset([*filter(None, self.exits.values()), "result", *behind])

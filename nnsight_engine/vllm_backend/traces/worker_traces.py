@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -319,14 +319,19 @@ class WorkerTraces:
             request.again()
         self._cells.again()
 
-    def learn_route(self, run: Callable[[], Any]) -> None:
-        """Learn from a run of the model in which order it calls its modules: taps can serve blocks then."""
+    def learn_route(self, run: Callable[[], Any], taps: Collection[int]) -> None:
+        """Learn from a run of the model in which order it calls its modules: taps can serve blocks then.
+
+        Args:
+            run: Runs the model.
+            taps: The numbers of those in place.
+        """
         with self.model.heard(self.board):
             run()
         layers = f"{self.model.path}.{self._points.family.layers}"
         exits = [f"{layers}.{index}.output" for index in range(len(self._points.layers))]
         try:
-            self.board.route = Route(str(self.model.path), list(self.board.calls), exits)
+            self.board.route = Route(str(self.model.path), list(self.board.calls), exits, taps)
         except ValueError as error:
             logger.warning("steps with blocks will run uncompiled: %s", error)
         self.board.calls.clear()

@@ -1,0 +1,62 @@
+"""Which of the model's taps are in place, as an operator says it.
+
+A tap is a cut in the compiled model, and each costs a little of every step, used or not. Whoever needs only
+some of them says which; the rest of the residual stream is served by hooks, in uncompiled steps.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from api_schemas.errors import ApiError
+from api_schemas.points import PointPattern
+from nnsight_engine.core.errors import UnsupportedOptionError
+
+ALL_TAPS: Final = "all"
+NO_TAPS: Final = "off"
+_TAP_OF: Final = {"input": 0, "output": 1}
+
+
+def check_taps(text: str) -> None:
+    """Refuse what names no taps, before a model is loaded.
+
+    Raises:
+        UnsupportedOptionError: It is no list of points of the residual stream.
+    """
+    _patterns(text)
+
+
+def chosen_taps(text: str, num_layers: int) -> frozenset[int]:
+    """Return the taps' numbers: 0 before the first layer, i + 1 behind layer i.
+
+    Args:
+        text: ``all``, ``off``, or points of the residual stream such as ``layers.4:20.output``, separated by
+            commas.
+        num_layers: How many layers the model has.
+
+    Raises:
+        UnsupportedOptionError: It names no taps of this model.
+    """
+    if text == ALL_TAPS:
+        return frozenset(range(num_layers + 1))
+    try:
+        points = [point for pattern in _patterns(text) for point in pattern.resolve(num_layers)]
+    except ApiError as error:
+        raise UnsupportedOptionError(f"--taps {text}: {error.message}") from None
+    return frozenset(0 if point.layer < 0 else point.layer + _TAP_OF[point.leaf] for point in points)
+
+
+def _patterns(text: str) -> list[PointPattern]:
+    if text in {ALL_TAPS, NO_TAPS}:
+        return []
+    try:
+        patterns = [PointPattern.parse(part.strip()) for part in text.split(",")]
+    except ApiError as error:
+        raise UnsupportedOptionError(f"--taps {text}: {error.message}") from None
+    for pattern in patterns:
+        if pattern.leaf not in ({*_TAP_OF} if pattern.layers is not None else {"embed.output"}):
+            raise UnsupportedOptionError(
+                f"--taps {text}: taps lie in the residual stream, at `embed.output`, `layers.3.output` or "
+                f"`layers.4:20.output`, not at `{pattern.leaf}`; or say `{ALL_TAPS}` or `{NO_TAPS}`"
+            )
+    return patterns

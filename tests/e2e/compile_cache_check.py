@@ -1,0 +1,52 @@
+"""An engine that compiles with a cache which others have filled, in a process of its own.
+
+``python -m tests.e2e.compile_cache_check FOLDER TAPS`` serves with these taps, ``none`` for plain vLLM, and
+writes into ``report.json`` what it generates alone and steered, and the key of vLLM's compile cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+from nnsight_engine.vllm_backend.compat import EngineLimits
+from tests.e2e.check_process import REPORT
+from tests.e2e.harness import Ask, Engine, random_vector
+from tests.families.checkpoints import write_checkpoint
+
+PROMPT = [11, 7, 23, 5, 42]
+NUM_TOKENS = 6
+STEER = {"op": "steer", "at": "layers.1.output", "vector": random_vector(0, 128), "scale": 4.0}
+
+
+def main(folder: Path, taps: str) -> None:
+    """Generate, and report."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+    checkpoint = folder / "llama"
+    if not checkpoint.exists():
+        write_checkpoint("llama", checkpoint)
+    options: dict[str, Any] = {"enforce_eager": False, "max_model_len": 128, "max_num_seqs": 4}
+    if taps == "none":
+        llm = LLM(model=str(checkpoint), disable_log_stats=True, **options)
+        params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+        report: dict[str, Any] = {"plain": list(output.outputs[0].token_ids)}
+    else:
+        engine = Engine(checkpoint, limits=EngineLimits(taps=taps), **options)
+        llm = engine.llm
+        (alone,), (steered,) = engine.run(
+            [Ask(PROMPT, max_tokens=NUM_TOKENS), Ask(PROMPT, [STEER], max_tokens=NUM_TOKENS)]
+        )
+        assert steered.collected is not None
+        report = {"plain": alone.token_ids, "steered": steered.token_ids, "tier": steered.collected.tier}
+    report["key"] = llm.llm_engine.vllm_config.compute_hash()
+    (folder / REPORT).write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
