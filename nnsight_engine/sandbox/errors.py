@@ -35,6 +35,15 @@ class SandboxEndedError(RuntimeError):
         )
 
     @classmethod
+    def unrepeated(cls) -> SandboxEndedError:
+        """It changed more in a step than is kept for the step to be run again."""
+        return cls(
+            "The sandbox was ended, because the block changed much in a step and then asked for a place "
+            "inside a layer, for which the step is run again: ask for something inside the first layer "
+            "before, or change fewer positions."
+        )
+
+    @classmethod
     def broken(cls, why: str) -> SandboxEndedError:
         """It said what no honest one says."""
         return cls(f"The sandbox was ended, because it broke the rules: {why}.")

@@ -145,7 +145,7 @@ class InterventionRunnerMixin:
         context.additional_kwargs[CONTEXT_KEY] = step
         with contextlib.ExitStack() as stack:
             if plan is not None and (plan.hook_sites() or not plan.taps() <= self.taps):
-                context.skip_compiled = True
+                _call_modules(context)
                 points = self.interventions.points
                 stack.enter_context(hooked(points, plan, step.is_models_own))
                 missing = plan.taps() - self.taps
@@ -175,7 +175,7 @@ class InterventionRunnerMixin:
                     return forward()
             except UntappedError:
                 traces.again()
-        context.skip_compiled = True
+        _call_modules(context)
         with traces.running():
             return forward()
 
@@ -268,8 +268,14 @@ class InterventionRunnerMixin:
 
 
 def _uncompiled(*_: Any) -> None:
-    """Have the model's modules called one by one."""
-    get_forward_context().skip_compiled = True
+    """Have the model's modules called one by one, as a hook does."""
+    _call_modules(get_forward_context())
+
+
+def _call_modules(context: Any) -> None:
+    """Have a step call the model's modules one by one, neither compiled nor replayed from a graph."""
+    context.skip_compiled = True
+    context.cudagraph_runtime_mode = CUDAGraphMode.NONE
 
 
 def _has_logits(state: Any) -> bool:

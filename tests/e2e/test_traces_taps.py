@@ -220,6 +220,22 @@ def test_a_place_that_the_compiled_step_has_passed_is_missed(model: VLLM) -> Non
         run(model, tracer)
 
 
+def test_what_stands_after_a_loop_means_the_step_that_runs(model: VLLM) -> None:
+    with model.trace(PROMPT, max_tokens=NUM_TOKENS, tracer_cls=HeldTracer, **GREEDY) as every:
+        rows = save([])
+        for _ in every.iter[:]:
+            rows.append(model.logits.output)
+    with model.trace(PROMPT, max_tokens=NUM_TOKENS, tracer_cls=HeldTracer, **GREEDY) as some:
+        for _ in some.iter[:2]:
+            _ = model.layers[0].output
+        logits = model.logits.output.save()  # noqa: F841 - fetched by name
+        token = model.samples.output.save()  # noqa: F841 - the same
+    (expected, found), (tokens, _), tiers = run(model, every, some)
+    assert tiers == {"tap": NUM_TOKENS}
+    assert_same([found.saves["logits"]], [expected.saves["rows"][1]])
+    assert found.saves["token"].item() == tokens[1]
+
+
 def test_a_step_goes_back_to_the_compiled_model_once_nobody_wants_more(model: VLLM) -> None:
     with model.trace(PROMPT, max_tokens=6, tracer_cls=HeldTracer, **GREEDY) as tracer:
         rows = save([])

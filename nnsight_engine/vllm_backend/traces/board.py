@@ -20,7 +20,7 @@ from nnsight_engine.vllm_backend.traces.route import UntappedError
 from nnsight_engine.vllm_backend.traces.rows import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from nnsight_engine.vllm_backend.traces.request import TracedRequest
     from nnsight_engine.vllm_backend.traces.route import Route
@@ -107,6 +107,8 @@ class Board(ModuleUse):
         """Return the places that this step has reached, in order."""
         if self.route is None or not self._reach:
             return list(self.calls)
+        if self.by_taps and self._reach < len(self.route.order):
+            return list(self.route.order[: self._reach])
         return list(dict.fromkeys((*self.route.order[: self._reach], *self.calls)))
 
     def refusal(self, provider: str) -> Exception | None:  # noqa: ARG002 - a hook
@@ -131,8 +133,7 @@ class Board(ModuleUse):
 
     def begin(self) -> None:
         """Begin a step."""
-        if self.route is None:
-            self.ever.update(self.calls)
+        self.ever.update(self.calls)
         self.calls.clear()
         self.interleaving = True
         self.by_taps = self._is_past = self.is_uncompiled = False
@@ -158,6 +159,7 @@ class Board(ModuleUse):
         for request in self._wanting(provider):
             request.arrive(provider)
         if self._seen is not None and (self._is_past or provider == self._seen):
+            self._is_past = self._is_past and provider != self._seen
             return self.place.leave()
         served: dict[TracedRequest, None] = {}
         more = True
@@ -196,9 +198,13 @@ class Board(ModuleUse):
         self.by_taps = self.route is not None and likely and not self._needs_modules()
 
     def _needs_modules(self) -> bool:
-        return any(
-            request.uses(provider) for provider in self._untapped for request in self.wanted.get(provider, ())
-        )
+        return any(True for _ in self._users_of_modules())
+
+    def _users_of_modules(self) -> Iterator[TracedRequest]:
+        for provider in self._untapped:
+            for request in self.wanted.get(provider, ()):
+                if request.uses(provider):
+                    yield request
 
     def at_tap(self, tap: int, value: Any) -> None:
         """The model has come to a tap, with a value that may be changed in place.
@@ -219,6 +225,8 @@ class Board(ModuleUse):
                     old.copy_(new)
         self._reach += provider is not None
         if self._untapped and self._needs_modules():
+            for request in self._users_of_modules():
+                request.went_elsewhere = True
             raise UntappedError
 
     def at_end(self) -> None:

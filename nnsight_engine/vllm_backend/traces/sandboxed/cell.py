@@ -151,7 +151,8 @@ class Cell:
         self._content = memoryview(b"")
         self.is_elsewhere = self.went_elsewhere = False
         self.tier = "tap"
-        self._changes: dict[str, tuple[Sequence[Slot], bytes]] = {}
+        self._changes: dict[str, tuple[Sequence[Slot], memoryview]] = {}
+        self._num_changed = 0
 
     # What is said to the process.
 
@@ -191,6 +192,8 @@ class Cell:
 
     def again(self) -> None:
         """The step is run again from its first layer: what was changed in it is to be changed again."""
+        if self._num_changed > self._max_bytes:
+            self._give_up(SandboxEndedError.unrepeated())
         for provider in self._changes:
             self.board.want(provider, self)  # type: ignore[arg-type] # stands for the requests of a trace
 
@@ -229,6 +232,7 @@ class Cell:
         for provider in self._changes.keys() - set(self._wanted):
             self.board.unwant(provider, self)  # type: ignore[arg-type] # as above
         self._changes.clear()
+        self._num_changed = 0
         if self.error is not None:
             self._over |= self.live
         over, self._over = self._over, set()
@@ -409,7 +413,7 @@ class Cell:
         """Take note that the model is at a place, and change it as before if the step is run again."""
         self._is_served = False
         if provider in self._changes and not self.board.by_taps:
-            slots, self._content = self._changes[provider][0], memoryview(self._changes[provider][1])
+            slots, self._content = self._changes[provider]
             keeper = Keeper()
             self._put(keeper, keeper.keep(self.board.place.value), slots)
 
@@ -439,9 +443,18 @@ class Cell:
         offer = Offer(provider, self._newly_passed(), self._is_behind, slots, is_tuple)
         reply = self._go(offer, body)
         if reply is not None and reply.changes:
-            if self.board.by_taps:
-                self._changes[provider] = (reply.changes, bytes(self._content))
+            changed = (reply.changes, self._content)
             self._put(keeper, kept, reply.changes)
+            if self.board.by_taps and not self._is_behind and self.error is None:
+                self._keep_changes(provider, changed)
+
+    def _keep_changes(self, provider: str, changed: tuple[Sequence[Slot], memoryview]) -> None:
+        """Keep what the process has changed, should the step be run again; not without end."""
+        self._num_changed += len(changed[1])
+        if self._num_changed <= self._max_bytes:
+            self._changes[provider] = changed
+        else:
+            self._changes.clear()
 
     def _put(self, keeper: Keeper, kept: Any, changes: Sequence[Slot]) -> None:
         """Put what the process has changed into the value at hand."""
@@ -472,6 +485,7 @@ class Cell:
             if not before[slot.number].is_floating_point():
                 self.board.place.check(rows.to(before[slot.number].dtype))
             changes[slot.number] = rows
+        given.end()
         with torch.inference_mode():
             changed = parcels.changed(value, list(changes.items()))
         for old, new in zip(before, list(tensors(changed)), strict=True):

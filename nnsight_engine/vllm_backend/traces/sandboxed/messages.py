@@ -268,6 +268,15 @@ class Tensors:
         """Begin at the first."""
         self._body = body
 
+    def end(self) -> None:
+        """Refuse bytes that belong to no tensor.
+
+        Raises:
+            SandboxEndedError: Some are left.
+        """
+        if self._body:
+            raise SandboxEndedError.broken("it sent bytes that nobody asked for")
+
     def next(self, slot: Slot) -> torch.Tensor:
         """Return the next tensor.
 
