@@ -69,6 +69,10 @@ BLOCKS = {
     "read": "h = model.layers[5].output.float().save()",
     "last": "h = model.layers[5].output[-1].float().save()",
     "edit": "model.layers[5].output[:] *= 1.5\nh = model.layers[9].output.float().save()",
+    "edit and look inside": (
+        "model.layers[5].output[:] *= 2\nmodel.layers[6].output = model.layers[6].output + 1\n"
+        "h = [model.layers[8].mlp.output.float(), model.logits.output.float()].save()"
+    ),
     "replace": "l = model.layers[3]\nl.output = l.output * 0.5\nh = model.logits.output.float().save()",
     "lens": "h = model.lm_head(model.model.norm(model.layers[7].output)).argmax(-1).save()",
     "heads": "model.layers[4].attn.heads[:, 0] = 0\nh = model.logits.output.float().save()",
