@@ -150,7 +150,7 @@ async def test_a_client_that_vanishes_while_it_sends_gives_its_place_back(tmp_pa
         "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Authorization: Bearer {key}\r\nContent-Length: 100\r\n\r\n{{"
     )
-    served = listening(tmp_path, FakeBehaviour(), data_dir=folder, upload_idle_timeout_s=0.5)
+    served = listening(tmp_path, FakeBehaviour(), data_dir=folder, upload_idle_timeout_s=3)
     async with served as (client, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
         writer.write(head.encode())
