@@ -14,7 +14,8 @@ from nnsight_engine.core.errors import UnsupportedOptionError
 
 ALL_TAPS: Final = "all"
 NO_TAPS: Final = "off"
-_TAP_OF: Final = {"input": 0, "output": 1}
+_EMBED: Final = "embed.output"
+_OFFSETS: Final = {"input": 0, "output": 1}
 
 
 def check_taps(text: str) -> None:
@@ -43,7 +44,15 @@ def chosen_taps(text: str, num_layers: int) -> frozenset[int]:
         points = [point for pattern in _patterns(text) for point in pattern.resolve(num_layers)]
     except ApiError as error:
         raise UnsupportedOptionError(f"--taps {text}: {error.message}") from None
-    return frozenset(0 if point.layer < 0 else point.layer + _TAP_OF[point.leaf] for point in points)
+    found = (tap_of(point.leaf, point.layer) for point in points)
+    return frozenset(tap for tap in found if tap is not None)
+
+
+def tap_of(leaf: str, layer: int) -> int | None:
+    """Return the tap that lies at a point: the end of a layer and the start of the next are one; or None."""
+    if leaf == _EMBED:
+        return 0
+    return layer + _OFFSETS[leaf] if leaf in _OFFSETS else None
 
 
 def _patterns(text: str) -> list[PointPattern]:
@@ -54,7 +63,7 @@ def _patterns(text: str) -> list[PointPattern]:
     except ApiError as error:
         raise UnsupportedOptionError(f"--taps {text}: {error.message}") from None
     for pattern in patterns:
-        if pattern.leaf not in ({*_TAP_OF} if pattern.layers is not None else {"embed.output"}):
+        if pattern.leaf not in (_OFFSETS if pattern.layers is not None else {_EMBED}):
             raise UnsupportedOptionError(
                 f"--taps {text}: taps lie in the residual stream, at `embed.output`, `layers.3.output` or "
                 f"`layers.4:20.output`, not at `{pattern.leaf}`; or say `{ALL_TAPS}` or `{NO_TAPS}`"

@@ -13,6 +13,7 @@ import torch
 
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.core.tap_choice import tap_of
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
 from nnsight_engine.plans.key_store import PatternState
 from nnsight_engine.plans.records import Failure, StepInfo
@@ -28,13 +29,8 @@ NEEDS_DIRECTION = frozenset({Kind.NORM_MATCH, Kind.PROJECT_OUT, Kind.CLAMP})
 
 def site_key(site: Site) -> SiteKey:
     """Return where a site really is: the end of layer i and the start of layer i + 1 are one tap."""
-    if site.leaf == "embed.output":
-        return 0
-    if site.leaf == "input":
-        return site.layer
-    if site.leaf == "output":
-        return site.layer + 1
-    return site
+    tap = tap_of(site.leaf, site.layer)
+    return site if tap is None else tap
 
 
 @dataclasses.dataclass(slots=True)

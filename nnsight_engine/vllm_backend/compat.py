@@ -20,7 +20,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
-from nnsight_engine.core.tap_choice import ALL_TAPS, chosen_taps
+from nnsight_engine.core.tap_choice import ALL_TAPS, chosen_taps, tap_of
 from nnsight_engine.plans.records import StepResults
 
 if TYPE_CHECKING:
@@ -211,8 +211,8 @@ def describe_model(points: ModelPoints, config: VllmConfig, limits: EngineLimits
 def _with_tiers(leaves: Sequence[LeafSpec], limits: EngineLimits, num_layers: int) -> tuple[LeafSpec, ...]:
     """Return the leaves of the residual stream as ``eager`` where not all of their points have taps."""
     taps = chosen_taps(limits.taps, num_layers)
-    needed = {"embed.output": {0}, "input": set(range(num_layers)), "output": set(range(1, num_layers + 1))}
-    return tuple(
-        leaf if needed.get(leaf.name, set()) <= taps else dataclasses.replace(leaf, tier="eager")
-        for leaf in leaves
-    )
+
+    def has_all(leaf: LeafSpec) -> bool:
+        return {tap_of(leaf.name, layer) for layer in range(num_layers)} <= {None, *taps}
+
+    return tuple(leaf if has_all(leaf) else dataclasses.replace(leaf, tier="eager") for leaf in leaves)

@@ -144,11 +144,11 @@ class InterventionRunnerMixin:
         step = TapStep(plan, self.traces.board if traced else None)
         context.additional_kwargs[CONTEXT_KEY] = step
         with contextlib.ExitStack() as stack:
-            if plan is not None and (plan.hook_sites() or not plan.taps() <= self.taps):
+            missing = set() if plan is None else plan.taps() - self.taps
+            if plan is not None and (missing or plan.hook_sites()):
                 _call_modules(context)
                 points = self.interventions.points
                 stack.enter_context(hooked(points, plan, step.is_models_own))
-                missing = plan.taps() - self.taps
                 stack.enter_context(untapped(points.layers, points.family.hidden_index, missing, step))
             hidden = forward() if not traced else self._traced_forward(forward, input_ids, context)
         self._note_tier(plan, is_uncompiled=context.skip_compiled)

@@ -63,7 +63,7 @@ class TapStep:
     def run_plan(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """The model has come to where a tap lies, or would lie."""
         plan = self._plan
-        if plan is not None and tap in plan.groups and self.is_models_own():
+        if plan is not None and tap in plan.groups:
             plan.run(tap, _rows(hidden), None if residual is None else _rows(residual))
 
 
@@ -138,11 +138,14 @@ def untapped(
     """
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        step.run_plan(0, args[hidden_index] if hidden_index < len(args) else kwargs["hidden_states"], None)
+        if step.is_models_own():
+            hidden = args[hidden_index] if hidden_index < len(args) else kwargs["hidden_states"]
+            step.run_plan(0, hidden, None)
 
     def after(tap: int, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        pair = output if isinstance(output, tuple) else (output, None)
-        step.run_plan(tap, pair[0], pair[1])
+        if step.is_models_own():
+            pair = output if isinstance(output, tuple) else (output, None)
+            step.run_plan(tap, pair[0], pair[1])
 
     with contextlib.ExitStack() as stack:
         for tap in taps:

@@ -20,7 +20,7 @@ from nnsight_engine.vllm_backend.traces.route import UntappedError
 from nnsight_engine.vllm_backend.traces.rows import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from nnsight_engine.vllm_backend.traces.request import TracedRequest
     from nnsight_engine.vllm_backend.traces.route import Route
@@ -195,16 +195,15 @@ class Board(ModuleUse):
             requests: Those that take part in it.
         """
         likely = not any(request.is_elsewhere for request in requests)
-        self.by_taps = self.route is not None and likely and not self._needs_modules()
+        self.by_taps = self.route is not None and likely and not self._users_of_modules()
 
-    def _needs_modules(self) -> bool:
-        return any(True for _ in self._users_of_modules())
-
-    def _users_of_modules(self) -> Iterator[TracedRequest]:
-        for provider in self._untapped:
-            for request in self.wanted.get(provider, ()):
-                if request.uses(provider):
-                    yield request
+    def _users_of_modules(self) -> list[TracedRequest]:
+        return [
+            request
+            for provider in self._untapped
+            for request in self.wanted.get(provider, ())
+            if request.uses(provider)
+        ]
 
     def at_tap(self, tap: int, value: Any) -> None:
         """The model has come to a tap, with a value that may be changed in place.
@@ -224,9 +223,10 @@ class Board(ModuleUse):
                 if new is not old:
                     old.copy_(new)
         self._reach += provider is not None
-        if self._untapped and self._needs_modules():
-            for request in self._users_of_modules():
-                request.went_elsewhere = True
+        users = self._users_of_modules()
+        for request in users:
+            request.went_elsewhere = True
+        if users:
             raise UntappedError
 
     def at_end(self) -> None:
