@@ -22,6 +22,7 @@ from nnsight_engine.remote_backend.received import failure_of, outcome_of
 from nnsight_engine.sandbox.errors import SandboxEndedError
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.rows import plain
+from nnsight_engine.vllm_backend.traces.sandboxed.changes import Changes
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     Begin,
     Broken,
@@ -151,8 +152,7 @@ class Cell:
         self._content = memoryview(b"")
         self.is_elsewhere = self.went_elsewhere = False
         self.tier = "tap"
-        self._changes: dict[str, tuple[Sequence[Slot], memoryview]] = {}
-        self._num_changed = 0
+        self._changes = Changes(opened.max_bytes)
 
     # What is said to the process.
 
@@ -192,9 +192,9 @@ class Cell:
 
     def again(self) -> None:
         """The step is run again from its first layer: what was changed in it is to be changed again."""
-        if self._num_changed > self._max_bytes:
+        if self._changes.is_too_much:
             self._give_up(SandboxEndedError.unrepeated())
-        for provider in self._changes:
+        for provider in self._changes.by_place:
             self.board.want(provider, self)  # type: ignore[arg-type] # stands for the requests of a trace
 
     def _take_finished(self) -> list[str]:
@@ -229,10 +229,9 @@ class Cell:
             if self.board.is_uncompiled:
                 self.tier = "eager"
         self._spans = []
-        for provider in self._changes.keys() - set(self._wanted):
+        for provider in self._changes.by_place.keys() - set(self._wanted):
             self.board.unwant(provider, self)  # type: ignore[arg-type] # as above
         self._changes.clear()
-        self._num_changed = 0
         if self.error is not None:
             self._over |= self.live
         over, self._over = self._over, set()
@@ -412,8 +411,8 @@ class Cell:
     def arrive(self, provider: str) -> None:
         """Take note that the model is at a place, and change it as before if the step is run again."""
         self._is_served = False
-        if provider in self._changes and not self.board.by_taps:
-            slots, self._content = self._changes[provider]
+        if provider in self._changes.by_place and not self.board.by_taps:
+            slots, self._content = self._changes.by_place[provider]
             keeper = Keeper()
             self._put(keeper, keeper.keep(self.board.place.value), slots)
 
@@ -443,18 +442,10 @@ class Cell:
         offer = Offer(provider, self._newly_passed(), self._is_behind, slots, is_tuple)
         reply = self._go(offer, body)
         if reply is not None and reply.changes:
-            changed = (reply.changes, self._content)
+            content = self._content
             self._put(keeper, kept, reply.changes)
             if self.board.by_taps and not self._is_behind and self.error is None:
-                self._keep_changes(provider, changed)
-
-    def _keep_changes(self, provider: str, changed: tuple[Sequence[Slot], memoryview]) -> None:
-        """Keep what the process has changed, should the step be run again; not without end."""
-        self._num_changed += len(changed[1])
-        if self._num_changed <= self._max_bytes:
-            self._changes[provider] = changed
-        else:
-            self._changes.clear()
+                self._changes.keep(provider, reply.changes, content)
 
     def _put(self, keeper: Keeper, kept: Any, changes: Sequence[Slot]) -> None:
         """Put what the process has changed into the value at hand."""
