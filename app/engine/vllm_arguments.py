@@ -34,7 +34,4 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             )
     if current_platform.is_cpu() and not compiles:
         args.enforce_eager = True
-    if not current_platform.is_cpu():
-        # A full CUDA graph replays without its taps; until they join the graphs, none are used.
-        args.compilation_config.cudagraph_mode = "NONE"
     return args

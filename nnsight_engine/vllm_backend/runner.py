@@ -18,12 +18,13 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 
 from nnsight_engine.core.model_spec import ModelSpec
-from nnsight_engine.core.tap_choice import chosen_taps
+from nnsight_engine.core.tap_choice import NO_TAPS, chosen_taps
 from nnsight_engine.plans.records import StepResults
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.plans.step_plan import StepPlan
 from nnsight_engine.vllm_backend.compat import EngineLimits, attach_results, brings, describe_model
 from nnsight_engine.vllm_backend.families import resolve_points
+from nnsight_engine.vllm_backend.graphs import StepGraphs, cut_at_taps
 from nnsight_engine.vllm_backend.hooks import hooked
 from nnsight_engine.vllm_backend.taps import CONTEXT_KEY, TapStep, install_taps, untapped
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
@@ -54,6 +55,7 @@ class InterventionRunnerMixin:
     taps: frozenset[int] = frozenset()
     """The numbers of those in place."""
 
+    graphs: StepGraphs
     num_steps: dict[str, int]
     """How many steps ran in each tier."""
 
@@ -64,17 +66,19 @@ class InterventionRunnerMixin:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then place taps in it, before anything is compiled."""
-        super().load_model(*args, **kwargs)  # type: ignore[misc]
-        model = self.get_model()  # type: ignore[attr-defined]
         config = self.vllm_config  # type: ignore[attr-defined]
         limits = EngineLimits.read(config)
+        has_taps = limits.taps != NO_TAPS and config.parallel_config.pipeline_parallel_size == 1
+        self.graphs = StepGraphs(is_cut=has_taps and cut_at_taps(config.compilation_config))
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        model = self.get_model()  # type: ignore[attr-defined]
         points = resolve_points(
             model,
             config.model_config.hf_text_config,
             tensor_parallel_size=config.parallel_config.tensor_parallel_size,
         )
         spec = describe_model(points, config, limits)
-        if config.parallel_config.pipeline_parallel_size == 1:  # the rest is traces only
+        if has_taps:  # several stages have none, and traces only
             self.taps = chosen_taps(limits.taps, len(points.layers))
             install_taps(points.layers, points.family.hidden_index, self.taps)
         self.num_steps = dict.fromkeys(("plain", "tap", "eager"), 0)
@@ -125,13 +129,21 @@ class InterventionRunnerMixin:
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Register and forget requests, then run the step."""
         finished = scheduler_output.finished_req_ids
-        self.interventions.begin(_arrived(scheduler_output, PLAN_KEY), finished)
+        planned, traced = _arrived(scheduler_output, PLAN_KEY), _arrived(scheduler_output, TRACE_KEY)
+        self.interventions.begin(planned, finished)
         self._step = None
         self._scheduled = scheduler_output.num_scheduled_tokens
-        traced = _arrived(scheduler_output, TRACE_KEY)
         if traced or not self.traces.idle:
             self.traces.begin(traced, finished)
-        return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        self.graphs.begin((name for name, _ in (*planned, *traced)), finished, self._scheduled)
+        try:
+            return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.graphs.end()
+
+    def _determine_batch_execution_and_padding(self, **options: Any) -> Any:
+        decide = super()._determine_batch_execution_and_padding  # type: ignore[misc]
+        return self.graphs.choose(decide, options)
 
     def _model_forward(self, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
         plan = None if self.interventions.idle else self._plan_step()

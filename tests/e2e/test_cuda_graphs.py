@@ -1,0 +1,273 @@
+"""CUDA graphs beside taps: the model is cut at them, and no step with an intervention is one full graph.
+
+There is no GPU here. vLLM's own configuration, dispatcher and runner choose as they do on one, and
+``cuda_graphs_check`` runs an engine whose model vLLM compiles and cuts as on one.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import EngineArgs
+from vllm.config import CompilationConfig, CompilationMode, VllmConfig
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from nnsight_engine.core.errors import UnsupportedOptionError
+from nnsight_engine.vllm_backend.compat import check_supported
+from nnsight_engine.vllm_backend.graphs import TAP_OPS, StepGraphs, cut_at_taps
+from nnsight_engine.vllm_backend.runner import InterventionRunnerMixin
+from tests.e2e.check_process import report_of
+from tests.families.checkpoints import NUM_LAYERS, write_checkpoint
+
+pytestmark = pytest.mark.e2e
+
+FULL, PIECEWISE, NONE = "FULL", "PIECEWISE", "NONE"
+ATTENTION = "vllm::unified_attention_with_output"
+
+
+def on_gpu(mode: str = "FULL_AND_PIECEWISE", **options: Any) -> CompilationConfig:
+    """Return what an engine on a GPU has once vLLM has filled in its defaults."""
+    config = CompilationConfig(
+        mode=CompilationMode.VLLM_COMPILE,
+        cudagraph_mode=mode,
+        cudagraph_capture_sizes=[1, 2, 4, 8],
+        max_cudagraph_capture_size=8,
+        **options,
+    )
+    config.set_splitting_ops_for_v1(all2all_backend="naive")
+    return config
+
+
+# Where the model is cut.
+
+
+def test_the_model_is_cut_at_taps_and_at_attention() -> None:
+    config = on_gpu()
+    before = list(config.splitting_ops or [])
+    assert cut_at_taps(config)
+    assert config.splitting_ops == [*before, *TAP_OPS]
+    assert ATTENTION in before
+    assert config.is_attention_compiled_piecewise()
+
+
+def test_a_second_call_adds_nothing() -> None:
+    config = on_gpu()
+    cut_at_taps(config)
+    once = config.splitting_ops
+    assert cut_at_taps(config)
+    assert config.splitting_ops == once
+
+
+def test_a_list_that_engines_share_is_left_alone() -> None:
+    config, other = on_gpu(), on_gpu()
+    other.splitting_ops = config.splitting_ops
+    cut_at_taps(config)
+    assert not set(TAP_OPS) & set(other.splitting_ops or [])
+
+
+def test_graphs_that_inductor_cuts_are_cut_at_taps() -> None:
+    config = on_gpu(use_inductor_graph_partition=True, backend="inductor")
+    assert cut_at_taps(config)
+    assert {ATTENTION, *TAP_OPS} <= set(config.splitting_ops or [])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(on_gpu(mode), id=mode) for mode in ("FULL", "FULL_DECODE_ONLY", "NONE")
+    ] + [pytest.param(on_gpu(splitting_ops=[]), id="nothing is to be cut")],
+)  # fmt: skip
+def test_nothing_is_cut_where_no_pieces_become_graphs(config: CompilationConfig) -> None:
+    before = list(config.splitting_ops or [])
+    assert not cut_at_taps(config)
+    assert config.splitting_ops == before
+
+
+def test_a_cut_model_has_another_key_in_the_compile_cache() -> None:
+    config = on_gpu()
+    before = config.compute_hash()
+    cut_at_taps(config)
+    assert config.compute_hash() != before
+
+
+# Which graph a step gets.
+
+
+@pytest.fixture(scope="module")
+def engine_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    """Return the whole configuration of an engine on this machine."""
+    checkpoint = write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+    return EngineArgs(model=str(checkpoint), max_num_seqs=8, max_model_len=128).create_engine_config()
+
+
+def test_on_a_cpu_nothing_is_cut(engine_config: VllmConfig) -> None:
+    config = copy.copy(engine_config.compilation_config)
+    assert not cut_at_taps(config)
+    assert not set(TAP_OPS) & set(config.splitting_ops or [])
+
+
+class ChoosingRunner(InterventionRunnerMixin, GPUModelRunner):
+    """As much of vLLM's runner, with interventions, as chooses a step's graph."""
+
+    def __init__(self, config: VllmConfig, *, has_taps: bool) -> None:
+        """Fill the dispatcher, as vLLM does once it knows the attention."""
+        self.vllm_config = config
+        self.model_config = config.model_config
+        self.uniform_decode_query_len = 1
+        self.graphs = StepGraphs(is_cut=has_taps and cut_at_taps(config.compilation_config))
+        self.cudagraph_dispatcher = CudagraphDispatcher(config)
+        self.cudagraph_dispatcher.initialize_cudagraph_keys(config.compilation_config.cudagraph_mode)
+
+    def choice(self, tokens: dict[str, int], **options: Any) -> tuple[str, int]:
+        """Return the mode and the number of rows of a step with so many tokens for each request."""
+        numbers = np.array(list(tokens.values()), dtype=np.int32)
+        mode, batch, *_ = self._determine_batch_execution_and_padding(
+            num_tokens=int(numbers.sum()),
+            num_reqs=len(numbers),
+            num_scheduled_tokens_np=numbers,
+            max_num_scheduled_tokens=int(numbers.max()),
+            force_has_lora=False,
+            force_num_active_loras=0,
+            **options,
+        )
+        return mode.name, batch.num_tokens
+
+
+def runner_with(engine_config: VllmConfig, mode: str, *, has_taps: bool = True) -> ChoosingRunner:
+    """Return the runner of an engine with graphs of this mode."""
+    config = copy.copy(engine_config)
+    config.compilation_config = on_gpu(mode)
+    return ChoosingRunner(config, has_taps=has_taps)
+
+
+DECODING = {"a": 1, "b": 1, "c": 1}
+PROMPTS = {"a": 1, "b": 1, "c": 5}
+LONG = {"a": 1, "b": 1, "c": 40}
+
+
+@pytest.fixture
+def runner(engine_config: VllmConfig) -> ChoosingRunner:
+    """Return the runner of an engine with vLLM's default graphs."""
+    return runner_with(engine_config, "FULL_AND_PIECEWISE")
+
+
+def test_steps_without_interventions_get_what_vllm_gives(runner: ChoosingRunner) -> None:
+    runner.graphs.begin([], set(), DECODING)
+    assert runner.choice(DECODING) == (FULL, 4)
+    assert runner.choice(PROMPTS) == (PIECEWISE, 8)
+    assert runner.choice(LONG) == (NONE, 42)
+
+
+def test_a_step_in_which_somebody_intervenes_gets_pieces_or_nothing(runner: ChoosingRunner) -> None:
+    runner.graphs.begin(["b"], set(), DECODING)
+    assert runner.choice(DECODING) == (PIECEWISE, 4)
+    assert runner.choice(PROMPTS) == (PIECEWISE, 8)
+    assert runner.choice(LONG) == (NONE, 42)
+
+
+def test_full_graphs_are_back_without_the_request(runner: ChoosingRunner) -> None:
+    runner.graphs.begin(["b"], set(), DECODING)
+    runner.graphs.end()
+    runner.graphs.begin([], set(), DECODING)
+    assert runner.choice(DECODING)[0] == PIECEWISE
+    runner.graphs.end()
+    others = {"a": 1, "c": 1}  # it waits
+    runner.graphs.begin([], set(), others)
+    assert runner.choice(others) == (FULL, 2)
+    runner.graphs.end()
+    runner.graphs.begin([], {"b"}, DECODING)  # one of the same name
+    assert runner.choice(DECODING)[0] == FULL
+
+
+def test_captures_between_steps_get_the_graph_that_they_capture(runner: ChoosingRunner) -> None:
+    runner.graphs.begin(["b"], set(), DECODING)
+    runner.graphs.end()
+    sizes = dict.fromkeys("abcd", 1)
+    assert runner.choice(sizes, force_uniform_decode=True) == (FULL, 4)
+    assert runner.choice(sizes, force_uniform_decode=False) == (PIECEWISE, 4)
+    assert runner.choice(sizes, force_eager=True) == (NONE, 4)
+
+
+@pytest.mark.parametrize(
+    ("mode", "idle", "intervening"),
+    [
+        ("PIECEWISE", PIECEWISE, PIECEWISE),
+        ("FULL", FULL, NONE),
+        ("FULL_DECODE_ONLY", FULL, NONE),
+        ("NONE", NONE, NONE),
+    ],
+)
+def test_every_mode_of_graphs(engine_config: VllmConfig, mode: str, idle: str, intervening: str) -> None:
+    runner = runner_with(engine_config, mode)
+    assert runner.choice(DECODING)[0] == idle
+    runner.graphs.begin(["b"], set(), DECODING)
+    assert runner.choice(DECODING)[0] == intervening
+
+
+def test_pieces_that_do_not_end_at_taps_are_not_replayed(engine_config: VllmConfig) -> None:
+    runner = runner_with(engine_config, "FULL_AND_PIECEWISE", has_taps=False)
+    assert not set(TAP_OPS) & set(runner.vllm_config.compilation_config.splitting_ops or [])
+    runner.graphs.begin(["b"], set(), DECODING)
+    assert runner.choice(DECODING) == (NONE, 3)
+
+
+def test_the_other_runner_is_refused(engine_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_supported(engine_config)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(UnsupportedOptionError, match="VLLM_USE_V2_MODEL_RUNNER"):
+        check_supported(engine_config, traces_only=True)
+
+
+# An engine whose model is cut.
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Run one engine that is cut, and one that is not."""
+    return report_of("tests.e2e.cuda_graphs_check", tmp_path_factory.mktemp("graphs"))
+
+
+def test_there_is_a_piece_between_each_tap_and_attention(report: Any) -> None:
+    assert set(TAP_OPS) <= set(report["splitting_ops"])
+    assert len(report["splitting_ops"]) == len(set(report["splitting_ops"]))
+    assert (
+        report["num_pieces"] == 2 * NUM_LAYERS + 2
+    )  # without taps there is one for each layer, and one more
+    assert report["num_with_cuts"] == report["num_pieces"] + 2 * NUM_LAYERS + 1
+    assert report["num_replayed"]
+
+
+REQUESTS = ("plain", "steered", "captured", "inside", "at_taps", "going_on_inside", "together")
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_it_answers_what_an_engine_without_pieces_answers(report: Any, name: str) -> None:
+    own, expected = report["cut"][name], report["eager"][name]
+    assert own["tokens"] == expected["tokens"]
+    assert own.get("off", 0.0) < 1e-5
+
+
+def test_interventions_change_its_answers(report: Any) -> None:
+    tokens = [report["cut"][name]["tokens"] for name in ("plain", "steered", "at_taps", "going_on_inside")]
+    assert len(set(map(tuple, tokens))) == len(tokens)
+
+
+def test_its_steps_are_replayed_from_pieces_unless_nobody_intervenes(report: Any) -> None:
+    steps = {name: report["cut"][name]["steps"] for name in REQUESTS}
+    assert steps["plain"] == [[PIECEWISE, 8], [FULL, 1], [FULL, 1], [FULL, 1]]
+    for name in REQUESTS[1:-1]:
+        assert steps[name] == [[PIECEWISE, 8], [PIECEWISE, 1], [PIECEWISE, 1], [PIECEWISE, 1]]
+    assert steps["together"] == [[NONE, 15], [PIECEWISE, 4], [PIECEWISE, 4], [PIECEWISE, 4]]
+
+
+def test_its_interventions_run_where_they_run_without_pieces(report: Any) -> None:
+    tiers = {name: report["cut"][name]["tiers"] for name in REQUESTS}
+    assert tiers["plain"] == {"plain": 4}
+    for name in ("steered", "captured", "at_taps", "together"):
+        assert tiers[name] == {"tap": 4}
+    for name in ("inside", "going_on_inside"):
+        assert tiers[name] == {"eager": 4}
