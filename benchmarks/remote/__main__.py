@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
+from benchmarks.precision import DTYPE_NAME
 from benchmarks.processes import ENVIRONMENT
 
 os.environ.update(ENVIRONMENT)  # vLLM reads it when it is imported
@@ -154,14 +155,14 @@ def main() -> int:
         )
         rows: list[Row] = measure(case, args.repeats)
         sides.close()
-    method = _METHOD.format(repeats=args.repeats)
+    method = _METHOD.format(repeats=args.repeats, dtype=DTYPE_NAME)
     report = Report(machine, "remote", "Traces on a server", method, [args.repeats], rows)
     show(report, console, args)
     return 0
 
 
 _METHOD: Final = """\
-SmolLM2-135M-Instruct in bf16, eager, served on loopback as `nnsight-engine serve` does; the client is a
+SmolLM2-135M-Instruct in {dtype}, eager, served on loopback as `nnsight-engine serve` does; the client is a
 process of its own. Of each repetition the medians of 30 traces (5 of those with 50 MB) count. "In the
 server's process" is the client's message handed to the server's trace engine, up to the bytes of the result.
 "Not saved" computes the same 50 MB and saves one number of them: 167 ms for 50 MB is 300 MB/s. All free
