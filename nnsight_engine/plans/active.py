@@ -67,7 +67,11 @@ class ActiveOp:
 
 @dataclasses.dataclass(slots=True)
 class ActiveRequest:
-    """One live request: its operations and how far it has come."""
+    """One live request: its operations and how far it has come.
+
+    What a run has made of it is not in here before the run is settled. ``failed`` are the ids of all live
+    requests that have failed, this one's among them.
+    """
 
     request_id: str
     plan: RequestPlan
@@ -83,6 +87,7 @@ class ActiveRequest:
     reductions: set[int] = dataclasses.field(default_factory=set)
     means: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
     patterns: PatternState = dataclasses.field(default_factory=PatternState)
+    failed: set[str] = dataclasses.field(default_factory=set)
 
     def info(self) -> StepInfo:
         """Return what was done so far, for the answer's provenance."""
@@ -90,15 +95,11 @@ class ActiveRequest:
             self.first_position, self.end_position, self.recomputed_tokens, self.tier, self.spent_s
         )
 
-    @property
-    def num_sites(self) -> int:
-        """At how many points its operations act, each counted with its points."""
-        return sum(len(op.keys) for op in self.ops)
-
     def fail(self, code: str, message: str) -> None:
         """Mark the request failed; the first reason stays."""
         if self.failure is None:
             self.failure = Failure(code, message)
+            self.failed.add(self.request_id)
 
 
 class Registrar:
@@ -108,11 +109,16 @@ class Registrar:
         spec: The model's description.
         dtype: The model's dtype.
         device: Where the model runs.
+
+    Attributes:
+        bank: The requests' vectors.
+        failed: Ids of the live requests that have failed.
     """
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         """Start with an empty vector bank."""
         self.bank = VectorBank()
+        self.failed: set[str] = set()
         self._spec = spec
         self._dtype = dtype
         self._device = device
@@ -135,10 +141,11 @@ class Registrar:
             self.bank.release(bank_keys)
             raise
         steady = all(_is_steady(op, plan.prompt_len) for op in ops)
-        return ActiveRequest(request_id, plan, ops, bank_keys, steady)
+        return ActiveRequest(request_id, plan, ops, bank_keys, steady, failed=self.failed)
 
     def forget(self, request: ActiveRequest) -> None:
         """Let go of the request's vectors."""
+        self.failed.discard(request.request_id)
         self.bank.release(request.bank_keys)
         request.bank_keys = []
 

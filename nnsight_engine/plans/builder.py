@@ -332,7 +332,8 @@ def _read_key(item: Rows) -> GroupKey:
         return (op.kind, item.active.keys, item.stages, op.top_k, op.targets)
     if op.kind is Kind.PROBE:
         return (op.kind, item.active.keys, item.stages)
-    return (op.kind, item.active.keys, item.stages, op.dtype, op.reduce == "mean")
+    # A run keeps each step of what is not reduced, and one row of what is.
+    return (op.kind, item.active.keys, item.stages, op.dtype, op.reduce)
 
 
 def _write_member(item: Rows, site_index: int, key: SiteKey) -> Member:

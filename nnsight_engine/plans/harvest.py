@@ -2,7 +2,8 @@
 
 Runs once per step, after sampling. Lens projections happen here, batched over layers and
 requests, outside the compiled step; then each request's slices leave as bytes, so that no
-request holds memory that belongs to its neighbours.
+request holds memory that belongs to its neighbours. In a run, what all of them read leaves
+whole, and is cut where it waits to be sent (``shared_run``).
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import numpy.typing as npt
 import torch
 
 from nnsight_engine.core.tensor_bytes import tensor_to_bytes
-from nnsight_engine.plans.active import ActiveRequest
+from nnsight_engine.plans.active import ActiveOp, ActiveRequest
 from nnsight_engine.plans.lens import LensReader
-from nnsight_engine.plans.records import StepRecord, StepResults
+from nnsight_engine.plans.records import RunGroup, RunOpening, RunStep, StepRecord, StepResults
 from nnsight_engine.plans.request_plan import Kind
+from nnsight_engine.plans.run import Run
 from nnsight_engine.plans.step_plan import ReadGroup, ReadSlice, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -73,6 +75,7 @@ class Harvester:
                 data = np.asarray(ids[:1], np.int64).tobytes()
                 records[request.request_id].append(StepRecord(active.index, [position], [data]))
         plan.share_time(time.monotonic() - begin)
+        plan.is_untold = False
         failures = {}
         for request_id, span in plan.spans.items():
             _advance(span.request, span.start, span.stop)
@@ -82,12 +85,33 @@ class Harvester:
         infos = {request_id: span.request.info() for request_id, span in plan.spans.items()}
         return StepResults(dict(records), infos, failures)
 
-    def _harvest_group(self, group: ReadGroup, plan: StepPlan, records: dict[str, list[StepRecord]]) -> None:
+    def harvest_run(self, run: Run, sampled: Sequence[Sequence[int]], order: dict[str, int]) -> StepResults:
+        """Return the results of a run's step, of all its requests together; raise where anything is amiss.
+
+        Args:
+            run: The run, its step executed.
+            sampled: Sampled token ids by row of the batch; empty on ranks whose results go nowhere.
+            order: Row of the batch for each request id.
+        """
+        begin = time.monotonic()
+        plan = run.plan
+        parts = [[part.tobytes() for part in self._parts(group)] for group in plan.reads]
+        for _, captures in _samples(plan):
+            ids = [sampled[order[request.request_id]][0] for request, _ in captures] if sampled else []
+            parts.append([np.asarray(ids, np.int64).tobytes()])
+        opening = _opening(plan) if run.num_steps == 1 else None
+        run.count(time.monotonic() - begin)
+        return StepResults({}, {}, {}, RunStep(run.num_steps, run.point_s, parts, opening))
+
+    def _parts(self, group: ReadGroup) -> list[npt.NDArray[np.generic]]:
+        """Return the content of a group's records, each ``[rows, sites, …]``."""
         op = group.slices[0].active.op
         if op.kind is Kind.LENS:
-            parts = self._lens(group.buffers[0], op.top_k, op.targets)
-        else:
-            parts = [_host_view(buffer) for buffer in group.buffers]
+            return self._lens(group.buffers[0], op.top_k, op.targets)
+        return [_host_view(buffer) for buffer in group.buffers]
+
+    def _harvest_group(self, group: ReadGroup, plan: StepPlan, records: dict[str, list[StepRecord]]) -> None:
+        parts = self._parts(group)
         for piece in group.slices:
             span = plan.spans[piece.request.request_id]
             positions = (piece.offsets + span.start).tolist()
@@ -108,6 +132,30 @@ class Harvester:
             chunks.append(self._lens_reader.read(logits, top_k, targets))
         columns = [torch.cat(column) for column in zip(*chunks, strict=True)]
         return [column.reshape(num_rows, num_sites, -1).cpu().numpy() for column in columns]
+
+
+def _samples(plan: StepPlan) -> list[tuple[str, list[tuple[ActiveRequest, ActiveOp]]]]:
+    """Return the captures of sampled ids by how they are reduced."""
+    groups: dict[str, list[tuple[ActiveRequest, ActiveOp]]] = {}
+    for request, active in plan.samples:
+        groups.setdefault(active.op.reduce, []).append((request, active))
+    return list(groups.items())
+
+
+def _opening(plan: StepPlan) -> RunOpening:
+    """Return who takes part in a run of a plan, and what they read."""
+    reads = [
+        RunGroup(
+            group.slices[0].active.op.reduce,
+            [(piece.request.request_id, piece.active.index) for piece in group.slices],
+        )
+        for group in plan.reads
+    ]
+    samples = [
+        RunGroup(reduce, [(request.request_id, active.index) for request, active in captures])
+        for reduce, captures in _samples(plan)
+    ]
+    return RunOpening(list(plan.spans), [*reads, *samples])
 
 
 def _host_view(buffer: torch.Tensor) -> npt.NDArray[np.generic]:

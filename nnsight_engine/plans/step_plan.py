@@ -153,6 +153,9 @@ class StepPlan:
         signature: What must be the same for the next step to reuse this plan; None forbids it.
         ran: Sites reached so far.
         spent_s: Seconds that interventions have taken in this step so far.
+        is_uncompiled: Whether one of its steps ran uncompiled.
+        is_untold: Whether its requests' infos have changed, in more than positions and times, and were not
+            told since.
     """
 
     spans: dict[str, Span]
@@ -168,6 +171,8 @@ class StepPlan:
     signature: tuple[object, ...] | None = None
     ran: set[SiteKey] = dataclasses.field(default_factory=set)
     spent_s: float = 0.0
+    is_uncompiled: bool = False
+    is_untold: bool = False
 
     def run(self, key: SiteKey, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Run what is planned at a site; ``hidden`` and ``residual`` are ``[tokens, width]``."""
@@ -218,15 +223,26 @@ class StepPlan:
                         "defect of the server, please report it with the model's name",
                     )
 
+    def note_uncompiled(self) -> None:
+        """Note that a step of this plan ran uncompiled, for all who took part."""
+        if not self.is_uncompiled:
+            self.is_uncompiled = self.is_untold = True
+            for span in self.spans.values():
+                span.request.tier = "eager"
+
+    def take_time(self, seconds: float) -> float:
+        """Return the step's time and some seconds beside, and begin to count anew."""
+        seconds, self.spent_s = seconds + self.spent_s, 0.0
+        return seconds
+
     def share_time(self, seconds: float) -> None:
         """Count the step's time, and some seconds beside, as its requests', by how much each had done."""
-        seconds, self.spent_s = seconds + self.spent_s, 0.0
-        works = [max(1, span.num_rows * span.request.num_sites) for span in self.spans.values()]
-        a_part = seconds / max(1, sum(works))
+        works = [span.num_rows * span.request.plan.num_points for span in self.spans.values()]
+        a_part = self.take_time(seconds) / max(1, sum(works))
         for span, work in zip(self.spans.values(), works, strict=True):
             span.request.spent_s += work * a_part
 
     def reuse(self, spans: dict[str, Span]) -> None:
         """Make the plan that of the next step, whose rows are the same."""
         self.spans = spans
-        self.ran = set()
+        self.ran.clear()

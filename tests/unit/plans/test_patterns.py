@@ -20,8 +20,9 @@ from nnsight_engine.plans.compile import compile_request
 from nnsight_engine.plans.harvest import Harvester
 from nnsight_engine.plans.key_store import KeyStore
 from nnsight_engine.plans.ledger import ByteLedger
+from nnsight_engine.plans.outbox import PendingResults
 from nnsight_engine.plans.patterns import AttentionForm, ComputePattern
-from nnsight_engine.plans.records import Payload, PendingResults
+from nnsight_engine.plans.records import Payload
 from nnsight_engine.plans.request_plan import CompiledRequest, Site
 from nnsight_engine.plans.step_plan import Span
 
