@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import torch
 
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tap_choice import tap_of
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
+from nnsight_engine.plans.host_arena import to_device
 from nnsight_engine.plans.key_store import PatternState
 from nnsight_engine.plans.records import Failure, StepInfo
 from nnsight_engine.plans.request_plan import Kind, PlannedOp, RequestPlan, Site, TensorData
@@ -168,15 +170,14 @@ class Registrar:
             tensor = self.bank.acquire(key, lambda: self._prepare(op, contents[op.tensor], scale))
             bank_keys.append(key)
             _check_width(op, tensor, widths)
-        units = None if op.units is None else torch.tensor(op.units, dtype=torch.long, device=self._device)
+        units = None if op.units is None else to_device(np.array(op.units, np.int64), self._device)
         keys = tuple(site_key(site) for site in op.sites)
         constant = generated_is_constant(op.where, prompt_len, prompt_len)
         return ActiveOp(op, index, keys, tensor, units, constant, widths)
 
     def _prepare(self, op: PlannedOp, content: TensorData, scale: float) -> torch.Tensor:
-        tensor = tensor_from_bytes(content.dtype, content.shape, content.data).to(
-            device=self._device, dtype=torch.float32
-        )
+        host = tensor_from_bytes(content.dtype, content.shape, content.data)
+        tensor = to_device(host, self._device).to(torch.float32)
         if op.kind is not Kind.PATCH:
             tensor = tensor.reshape(-1, tensor.shape[-1])
         elif tensor.ndim == len(("positions", "width")):

@@ -110,7 +110,8 @@ class StepBuilder:
         signature = _signature(spans)
         last = self._last
         if last is not None and signature is not None and last.signature == signature:
-            last.reuse({span.request.request_id: span for span in spans})
+            last.begin_again()
+            last.spans = {span.request.request_id: span for span in spans}
             for span in spans:
                 self._reserve(span, last.reserved[span.request.request_id])
             return last

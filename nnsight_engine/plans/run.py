@@ -62,7 +62,7 @@ class Run:
         if self.num_steps >= self._most_steps or not self._ledger.reserve_all(self._kept + self._scratch):
             return False
         self.num_steps += 1
-        self.plan.ran.clear()
+        self.plan.begin_again()
         return True
 
     def _begin(self) -> None:

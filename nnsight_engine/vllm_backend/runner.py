@@ -260,6 +260,8 @@ class InterventionRunnerMixin:
                 step.sample_rows,
                 self.get_model().compute_logits,  # type: ignore[attr-defined]
             )
+        if step is not None:
+            self.interventions.collect(step.plan)
         if isinstance(self.traces, WorkerTraces) and self.traces.in_step and _has_logits(state):
             self.execute_model_state = state._replace(logits=self.traces.on_logits(state.logits))
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]

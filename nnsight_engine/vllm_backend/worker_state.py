@@ -1,8 +1,8 @@
 """Everything that a worker knows of interventions: live requests, the step's plan, the model's points.
 
 Follows the life of a step: ``begin`` with the scheduler's output, ``go_on`` or ``plan`` when the
-rows are final, ``on_hidden`` and ``on_logits`` behind the model, ``finish`` after sampling. What
-goes wrong for one request is kept with it and never raised.
+rows are final, ``on_hidden``, ``on_logits`` and ``collect`` behind the model, ``finish`` after
+sampling. What goes wrong for one request is kept with it and never raised.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from nnsight_engine.core.tensor_bytes import DTYPES
 from nnsight_engine.plans.active import ActiveRequest, Registrar
 from nnsight_engine.plans.builder import LOGITS, StepBuilder
 from nnsight_engine.plans.harvest import Harvester
+from nnsight_engine.plans.host_arena import HostArena
 from nnsight_engine.plans.ledger import ByteLedger
 from nnsight_engine.plans.logits_rows import LogitsRows
 from nnsight_engine.plans.records import Failure, StepResults
@@ -64,7 +65,7 @@ class WorkerState:
         self._builder = StepBuilder(
             spec, dtype, device, self._ledger, lambda layer: attention_form(points.attention(layer))
         )
-        self._harvester = Harvester(points.lens_logits)
+        self._harvester = Harvester(points.lens_logits, None if device.type == "cpu" else HostArena(device))
         self._active: dict[str, ActiveRequest] = {}
         self._refused: dict[str, Failure] = {}
         self._run: Run | None = None
@@ -214,6 +215,15 @@ class WorkerState:
             plan.run(LOGITS, logits, None)
             if plan.writes_logits:
                 origin.put_back(logits, sampled)
+
+    def collect(self, plan: StepPlan) -> None:
+        """Begin to bring to the host what the step has read, before sampling waits for the device."""
+        try:
+            self._harvester.collect(plan)
+        except Exception as error:
+            logger.exception("what a step has read could not be collected")
+            for span in plan.spans.values():
+                span.request.fail("intervention_failed", f"results could not be collected: {error}")
 
     def finish(
         self, plan: StepPlan | None, sampled: Sequence[Sequence[int]], order: dict[str, int]

@@ -241,6 +241,7 @@ def num_calls(decoding: Decoding) -> int:
         assert plan is not None
         for tap in (1, 2):
             plan.run(tap, hidden, None)
+        state.collect(plan)
         results = state.finish(plan, decoding.sampled, order)
         decoding.worker.outbox.absorb(results)
     finally:
@@ -339,6 +340,22 @@ def test_a_limit_met_in_the_middle_of_a_run_fails_its_request_alone() -> None:
     assert f"{3 * row_bytes} bytes, this one asked for {4 * row_bytes}" in results.failures["r0"].message
     decoding.step(finished=frozenset({"r0"}))
     assert decoding.worker.state.num_live() == {"requests": 1, "vectors": 1, "captured_bytes": 0}
+
+
+def test_reads_that_cannot_be_collected_fail_their_requests_and_no_others() -> None:
+    lens = {"op": "logit_lens", "layers": "all", "top_k": 2}
+    decoding = Decoding([[lens], [CAPTURE]])
+    decoding.step()
+    decoding.worker.model.is_broken = True
+    results = decoding.step()
+    assert results is not None
+    assert {name: failure.message for name, failure in results.failures.items()} == {
+        "r0": "results could not be collected: no logits today"
+    }
+    assert results.infos["r1"].end_position == decoding.start
+    payload = decoding.worker.take("r1", final=True)
+    assert payload is not None
+    assert [position for record in payload.records for position in record.positions] == [2, 3, 4]
 
 
 def test_a_step_in_which_nobody_intervenes_ends_a_run() -> None:
