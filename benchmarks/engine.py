@@ -48,7 +48,7 @@ class Submitted:
 
 
 class Engine:
-    """An engine in bf16.
+    """An engine with the bundled model, or another.
 
     Args:
         able: Whether it can intervene; else it is vLLM as it comes.

@@ -6,6 +6,8 @@ from typing import Any, Final
 
 from vllm.platforms import current_platform
 
+from benchmarks.precision import DTYPE_NAME
+
 _STEP_TOKENS: Final = 2048
 _GPU_SHARE: Final = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 1 << 30}
 """Three engines share one GPU; on a CPU the environment says how much cache each has."""
@@ -20,7 +22,7 @@ def engine_arguments(*, eager: bool, max_num_seqs: int, max_step_tokens: int = 0
         max_step_tokens: Most tokens of prompts that one step has to take, where that is more than usual.
     """
     return {
-        "dtype": "bfloat16",
+        "dtype": DTYPE_NAME,
         "enforce_eager": eager,
         "max_model_len": 1024,
         "max_num_seqs": max_num_seqs,

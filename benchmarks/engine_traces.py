@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.precision import DTYPE_NAME
 from benchmarks.processes import ENVIRONMENT
 
 os.environ.update(ENVIRONMENT)  # vLLM reads it when it is imported
@@ -202,7 +203,7 @@ def main() -> int:
     model = VLLM(
         str(bundled_model_path()),
         dispatch=True,
-        dtype="bfloat16",
+        dtype=DTYPE_NAME,
         enforce_eager=is_eager,
         max_model_len=1024,
         max_num_seqs=max(args.batches),
@@ -217,7 +218,9 @@ def main() -> int:
         for case in cases(model, args.batches, has_hooks=is_eager):
             rows += measure(case, args.repeats)
             progress.advance(task)
-    method = _METHOD.format(mode=args.mode, compared=_COMPARED[args.mode], repeats=args.repeats)
+    method = _METHOD.format(
+        mode=args.mode, compared=_COMPARED[args.mode], repeats=args.repeats, dtype=DTYPE_NAME
+    )
     name, title = "engine-traces", "Traces inside vLLM's engine"
     if not is_eager:
         name, title = f"{name}-compiled", f"{title}, compiled"
@@ -255,7 +258,7 @@ def _arguments() -> argparse.Namespace:
 
 
 _METHOD: Final = """\
-SmolLM2-135M-Instruct in bf16, {mode}, one engine, in one process. Sides take turns: a batch decodes for
+SmolLM2-135M-Instruct in {dtype}, {mode}, one engine, in one process. Sides take turns: a batch decodes for
 a while {compared}, with one request traced and with all traced. A figure is the median over {repeats}
 repetitions of what is made of the sides' times in one; quartiles and the worst repetition beside it.
 Made by `python -m benchmarks.engine_traces --mode {mode} --repeats {repeats}`."""

@@ -23,6 +23,7 @@ from rich.table import Table
 from benchmarks.command import parsed, parser_of, show
 from benchmarks.files import table_lines, write_report
 from benchmarks.machine import Machine, announced_machine, machine_lines
+from benchmarks.precision import DTYPE_NAME
 from benchmarks.processes import ChildError, run_child
 from nnsight_engine.modeling.bundled import bundled_model_path
 
@@ -36,7 +37,7 @@ _PROCESSES: Final[Mapping[str, tuple[str, Sequence[str]]]] = {
 }
 _COLUMNS = ("process", "resident, MiB", "more than plain, MiB", "quartiles", "target", "reached")
 _METHOD = """\
-SmolLM2-135M-Instruct in bf16, eager. Each process loads an engine and serves the same plain requests; the
+SmolLM2-135M-Instruct in {dtype}, eager. Each process loads an engine and serves the same plain requests; the
 last kind also serves requests that steer, and requests that capture, at all layers. Medians over {repeats}
 processes of each kind, which take turns; the differences are those of neighbours.
 Made by `python -m benchmarks.idle_memory --repeats {repeats}`."""
@@ -77,7 +78,7 @@ class Report:
     def write(self, folder: Path) -> Path:
         """Write ``<date>-memory.md`` and ``.json``, and return the markdown file."""
         repeats = len(self.sizes[_PLAIN])
-        method = _METHOD.format(repeats=repeats)
+        method = _METHOD.format(repeats=repeats, dtype=DTYPE_NAME)
         lines = machine_lines(self.machine, "Memory of an engine's process")
         lines += ["", method, "", *table_lines(_COLUMNS, self.rows())]
         content = {"machine": dataclasses.asdict(self.machine), "resident_mib": self.sizes}

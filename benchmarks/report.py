@@ -13,6 +13,7 @@ from rich.table import Table
 from benchmarks.cases import Quantity
 from benchmarks.files import table_lines, write_report
 from benchmarks.machine import Machine, machine_lines
+from benchmarks.precision import DTYPE_NAME
 from benchmarks.ratios import Row
 
 _COLUMNS = ("case", "requests", "prompt", "ratio", "quartiles", "target", "reached", "ours", "plain")
@@ -91,8 +92,8 @@ class Report:
         lines = [
             *machine_lines(self.machine, f"Against plain vLLM, {self.mode}"),
             "",
-            "SmolLM2-135M-Instruct in bf16. Both engines live in one process with the same arguments and "
-            "take strict turns.",
+            f"SmolLM2-135M-Instruct in {DTYPE_NAME}. Both engines live in one process with the same "
+            "arguments and take strict turns.",
             "A ratio is the median over repetitions of paired ratios, quartiles beside it; the control's "
             "distance from 1 is the",
             f"error of the measurement. {_spread(row.num_repeats for row in self.rows)} repetitions, "

@@ -27,6 +27,7 @@ from benchmarks.command import parsed, parser_of, show
 from benchmarks.files import table_lines, write_report
 from benchmarks.growth import MOST_LINEAR, Cost, Growth, cost_of, growths, slope
 from benchmarks.machine import Machine, announced_machine, machine_lines
+from benchmarks.precision import DTYPE_NAME
 from benchmarks.processes import HUGE_PAGES, ChildError, run_child
 from nnsight_engine.modeling.bundled import bundled_model_path
 
@@ -41,7 +42,7 @@ _COLUMNS = (
 )
 
 _METHOD = """\
-SmolLM2-135M-Instruct in bf16, {mode}, one engine, in one process. Requests run whole, by turns without
+SmolLM2-135M-Instruct in {dtype}, {mode}, one engine, in one process. Requests run whole, by turns without
 interventions and with them; what they take more is the cost, a median over {repeats} repetitions. The slope
 is that of a straight line through the logarithms of sizes and costs, over sizes whose cost stands out of the
 noise (the others in brackets): 1 is linear growth, and up to {linear} counts as such.
@@ -108,7 +109,9 @@ class Report:
         options = ["--mode", self.mode, "--repeats", str(self.num_repeats)]
         options += ["--only", *self.only] if self.only else []
         command = f"python -m benchmarks.scaling {shlex.join(options)}"
-        method = _METHOD.format(mode=self.mode, repeats=self.num_repeats, linear=MOST_LINEAR, command=command)
+        method = _METHOD.format(
+            mode=self.mode, repeats=self.num_repeats, linear=MOST_LINEAR, command=command, dtype=DTYPE_NAME
+        )
         lines = machine_lines(self.machine, f"What growing costs, {self.mode}")
         lines += ["", method, "", *table_lines(_COLUMNS, [curve.cells() for curve in self.curves])]
         return "\n".join(lines) + "\n"

@@ -21,6 +21,7 @@ from typing import IO, Final
 import httpx
 
 from app.settings import set_engine_defaults
+from benchmarks.precision import DTYPE_NAME
 
 MODEL_NAME: Final = "bundled"
 """What a server of ``Side`` calls its model."""
@@ -70,7 +71,7 @@ def command_of(side: Side, model: str, *, compiled: bool, options: Sequence[str]
         compiled: Whether the engine is compiled; ours is not unless told, vLLM's own is unless told.
         options: More of vLLM's engine arguments, the same on both sides.
     """
-    named = ["--served-model-name", MODEL_NAME, *options]
+    named = ["--served-model-name", MODEL_NAME, "--dtype", DTYPE_NAME, *options]
     if side is Side.OURS:
         return ["-m", "app", "serve", model, *named, *(["--compile"] if compiled else [])]
     eager = [] if compiled else ["--enforce-eager"]

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from benchmarks.command import parser_of, show
 from benchmarks.machine import announced_machine
+from benchmarks.precision import DTYPE_NAME
 from benchmarks.servers import MODEL_NAME, ServerError, Side, command_of, served_by
 from benchmarks.tracing.report import Report
 from benchmarks.tracing.timing import Case, Measure, Sample, Sampler, measure, ratio
@@ -42,7 +43,9 @@ def main() -> int:
     except ServerError as error:
         console.print(f"benchmarks: {error}", markup=False, soft_wrap=True)
         return 1
-    method = _METHOD.format(repeats=args.repeats, more=" -- --compile" if args.compile else "")
+    method = _METHOD.format(
+        repeats=args.repeats, more=" -- --compile" if args.compile else "", dtype=DTYPE_NAME
+    )
     report = Report(machine, f"startup-{mode}", f"Start-up, {mode}", method, [args.repeats], rows)
     show(report, console, args)
     return 0
@@ -118,9 +121,10 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
 
 
 _METHOD: Final = """\
-`nnsight-engine serve` and vLLM's `api_server` with SmolLM2-135M-Instruct in bf16 and the same environment and
-engine arguments, started by turns, each alone: seconds from the command until a completion of one token is
-answered, polled every 50 ms; "listening" is the first answer of any kind, "ready" what readiness checks see.
+`nnsight-engine serve` and vLLM's `api_server` with SmolLM2-135M-Instruct in {dtype} and the same environment
+and engine arguments, started by turns, each alone: seconds from the command until a completion of one token
+is answered, polled every 50 ms; "listening" is the first answer of any kind, "ready" what readiness checks
+see.
 The first start is not counted. Medians over {repeats} repetitions. Made by
 `python -m benchmarks.startup --repeats {repeats}{more}`."""
 

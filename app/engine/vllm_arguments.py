@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import argparse
+from typing import Final
 
+import torch
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from nnsight_engine.core.errors import UnsupportedOptionError
 
+_WITHOUT_BF16: Final = "AVX2"
+"""What torch calls x86 processors without AVX-512, where a matmul in bfloat16 is some ten times slower."""
+
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Return vLLM's parsed ``serve`` arguments.
 
     ``--compile`` is ours. On CPU the engine is eager without it: compiling takes about a minute
-    at every start, more than most uses there win back.
+    at every start, more than most uses there win back. ``--dtype auto`` is float32 on processors that
+    have no kernels for bfloat16.
 
     Args:
         arguments: The model, then options.
@@ -34,6 +40,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             )
     if current_platform.is_cpu() and not compiles:
         args.enforce_eager = True
+    if current_platform.is_cpu() and args.dtype == "auto":
+        args.dtype = "float32" if torch.backends.cpu.get_cpu_capability() == _WITHOUT_BF16 else "auto"
     if not current_platform.is_cpu():
         # A full CUDA graph replays without its taps; until they join the graphs, none are used.
         args.compilation_config.cudagraph_mode = "NONE"

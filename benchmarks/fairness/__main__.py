@@ -28,6 +28,7 @@ from benchmarks.command import parsed, parser_of, show
 from benchmarks.fairness.load import FLOODS
 from benchmarks.line_process import LineProcess
 from benchmarks.machine import announced_machine
+from benchmarks.precision import DTYPE_NAME
 from benchmarks.servers import served
 from benchmarks.tracing.report import Report
 from benchmarks.tracing.timing import Case, Measure, Row, Sample, Sampler, measure
@@ -141,7 +142,12 @@ def main() -> int:
     model = str(bundled_model_path())
     rows = _rows(model, args.window, args) + ([] if args.quick else _rows(model, "0", args))
     report = Report(
-        machine, "fairness", "Shares of tenants", _METHOD.format(repeats=args.repeats), [args.repeats], rows
+        machine,
+        "fairness",
+        "Shares of tenants",
+        _METHOD.format(repeats=args.repeats, dtype=DTYPE_NAME),
+        [args.repeats],
+        rows,
     )
     show(report, console, args)
     return 0
@@ -154,7 +160,7 @@ def _arguments() -> argparse.Namespace:
 
 
 _METHOD: Final = """\
-SmolLM2-135M-Instruct in bf16, eager, served by `nnsight-engine serve` with defaults; both clients on the
+SmolLM2-135M-Instruct in {dtype}, eager, served by `nnsight-engine serve` with defaults; both clients on the
 same cores, in processes of their own. The tenant with few requests sends prompts of 16 tokens one after
 another, with pauses of 50 to 250 ms, and takes the time to the first event of the stream; the other one
 floods. Medians of 40 requests for each side of a repetition, ratios within a repetition. A flood's tokens are

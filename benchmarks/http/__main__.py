@@ -26,6 +26,7 @@ from benchmarks.command import parsed, parser_of, show
 from benchmarks.http.load import Outcome, Round
 from benchmarks.line_process import LineProcess, LineProcessError
 from benchmarks.machine import announced_machine
+from benchmarks.precision import DTYPE_NAME
 from benchmarks.processes import HUGE_PAGES
 from benchmarks.servers import MODEL_NAME, ServerError, Side, command_of, own_folders, served_by
 from benchmarks.tracing.report import Report
@@ -114,7 +115,12 @@ def main() -> int:
         return 1
     name = f"http-{args.mode}{'-keyed' if args.keyed else ''}"
     report = Report(
-        machine, name, f"Over HTTP, {args.mode}", _METHOD.format(**_described(args)), [args.repeats], rows
+        machine,
+        name,
+        f"Over HTTP, {args.mode}",
+        _METHOD.format(**_described(args), dtype=DTYPE_NAME),
+        [args.repeats],
+        rows,
     )
     show(report, console, args)
     return 0
@@ -188,7 +194,7 @@ def _described(args: argparse.Namespace) -> dict[str, object]:
 
 
 _METHOD: Final = """\
-SmolLM2-135M-Instruct in bf16, {mode}, by `nnsight-engine serve`, {keyed}, and by vLLM's `api_server`, with
+SmolLM2-135M-Instruct in {dtype}, {mode}, by `nnsight-engine serve`, {keyed}, and by vLLM's `api_server`, with
 the same engine arguments and environment. Both are up, and loaded by turns; the client is a process of its
 own on the same cores. A round is three requests for each that runs at once, prompts of 32 random tokens,
 greedy answers of 16 to 48; the next one begins where one ends. Times are those of one request: of the round

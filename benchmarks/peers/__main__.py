@@ -32,6 +32,7 @@ from benchmarks.peers.environment import (
 from benchmarks.peers.parent import SideError, SideProcess
 from benchmarks.peers.report import Report
 from benchmarks.peers.tasks import LOCAL_TASKS, NUM_THREADS, SERVING_TASKS, Task
+from benchmarks.precision import DTYPE_NAME
 from benchmarks.processes import ENVIRONMENT
 from nnsight_engine import BundledModelError, bundled_model_path
 
@@ -43,8 +44,8 @@ call by call, with PyTorch hooks that do the same, registered and removed each t
 is the median over {repeats} repetitions of our time by the peer's; below 1, ours is faster. *Over
 reference* is what a side adds to the reference in its own process. Where what two sides read differs by
 more than rounding there is no ratio.
-*MLP* is 12 linear layers of width 64 in float32, *SmolLM2* SmolLM2-135M-Instruct in bf16 with a prompt of 12
-tokens. In vLLM, uncompiled and on all cores, the reference is plain vLLM in a process of its own, which
+*MLP* is 12 linear layers of width 64 in float32, *SmolLM2* SmolLM2-135M-Instruct in {dtype} with a prompt of
+12 tokens. In vLLM, uncompiled and on all cores, the reference is plain vLLM in a process of its own, which
 generates as many tokens and looks into nothing.
 Made by `python -m benchmarks.peers --repeats {repeats} --threads {threads}`."""
 
@@ -102,7 +103,7 @@ def main() -> int:
         console.print(f"benchmarks: {error}", markup=False, soft_wrap=True)
         return 1
     machine = dataclasses.replace(machine, versions={**run.versions, **machine.versions})
-    method = _METHOD.format(repeats=args.repeats, threads=args.threads)
+    method = _METHOD.format(repeats=args.repeats, threads=args.threads, dtype=DTYPE_NAME)
     if args.only is not None:
         method = method.removesuffix("`.") + f" --only {args.only}`."
     name = "peers" if args.only is None else f"peers-{args.only}"

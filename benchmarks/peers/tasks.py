@@ -15,6 +15,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.precision import DTYPE
+
 NUM_THREADS: Final = 2
 NUM_TOKENS: Final = 16
 NUM_PROMPTS: Final = 4
@@ -141,7 +143,7 @@ def small_subject() -> Subject:
 
 def language_subject(path: Path) -> Subject:
     """Return the language model in a folder."""
-    module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa")
+    module = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPE, attn_implementation="sdpa")
     return Subject(
         module=module.requires_grad_(requires_grad=False).eval(),
         layers_of=lambda root: root.model.layers,

@@ -19,6 +19,7 @@ import sys
 import time
 from typing import Final
 
+from benchmarks.precision import DTYPE_NAME
 from benchmarks.processes import ENVIRONMENT
 
 os.environ.update(ENVIRONMENT)  # vLLM reads it when it is imported
@@ -130,14 +131,14 @@ def main() -> int:
             ),
         )
         rows: list[Row] = measure(case, args.repeats)
-    method = _METHOD.format(repeats=args.repeats)
+    method = _METHOD.format(repeats=args.repeats, dtype=DTYPE_NAME)
     report = Report(machine, "sandbox", "Traces in a sandbox", method, [args.repeats], rows)
     show(report, console, args)
     return 0
 
 
 _METHOD: Final = """\
-SmolLM2-135M-Instruct in bf16, eager. Of each repetition the medians of 30 traces of either kind count, by
+SmolLM2-135M-Instruct in {dtype}, eager. Of each repetition the medians of 30 traces of either kind count, by
 turns, from the message to the bytes of the result, in the server's process. Beside the traces of one kind,
 one every quarter of a second, 4 plain requests of 32 tokens each, twice by turns; 1.031 is 0.97 of the speed.
 Figures are medians over {repeats} repetitions. Made by `python -m benchmarks.sandbox --repeats {repeats}`."""

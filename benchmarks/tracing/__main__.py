@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.machine import announced_machine
+from benchmarks.precision import DTYPE_NAME
 from benchmarks.tracing.language import language_cases
 from benchmarks.tracing.report import Report
 from benchmarks.tracing.small import small_cases
@@ -30,7 +31,7 @@ On one thread. Sides take turns, call by call or, when they generate, token by t
 figure is the median over repetitions ({0} on the small model, {1} on the language model) of what is made of
 the sides' times in one; quartiles and the worst repetition beside it.
 *ours* is a trace, *hooks* registers PyTorch hooks, runs and removes them, *bare* is the model alone. The
-small model is 12 linear layers without gradients, the language model SmolLM2-135M-Instruct in bf16. The
+small model is 12 linear layers without gradients, the language model SmolLM2-135M-Instruct in {dtype}. The
 patching methods are those of the NNsight paper's Table 1.
 Made by `python -m benchmarks.tracing --repeats {0} --language-repeats {1}`."""
 _SUMMARY: Final = "What a trace costs, beside PyTorch hooks written by hand."
@@ -48,7 +49,7 @@ def main() -> int:
         console.print(f"benchmarks: {error}", markup=False, soft_wrap=True)
         return 1
     repeats = (args.repeats, args.language_repeats)
-    report = Report(machine, "tracing", _TITLE, _METHOD.format(*repeats), repeats, rows)
+    report = Report(machine, "tracing", _TITLE, _METHOD.format(*repeats, dtype=DTYPE_NAME), repeats, rows)
     console.print(report.table())
     if args.quick or args.only is not None:
         console.print("Not everything was measured in full: nothing was written.")

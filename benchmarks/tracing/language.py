@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from transformers import LogitsProcessor
 
+from benchmarks.precision import DTYPE
 from benchmarks.tracing.timing import CallsByTurns, Case, Measure, Sampler, Step, StepsByTurns, ratio
 from nnsight_engine import LanguageModel, bundled_model_path, save
 
@@ -52,7 +53,7 @@ def language_cases() -> list[Case]:
 
 
 def _load() -> LanguageModel:
-    model = LanguageModel(str(bundled_model_path()), dtype=torch.bfloat16, dispatch=True)
+    model = LanguageModel(str(bundled_model_path()), dtype=DTYPE, dispatch=True)
     model._module.requires_grad_(requires_grad=False)  # noqa: SLF001 - what both sides run
     return model
 

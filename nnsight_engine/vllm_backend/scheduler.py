@@ -98,6 +98,8 @@ class InterventionScheduler(FairScheduler):
 
     def schedule_all(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step; a traced prompt that fits into one step is never split over several."""
+        if not self.waiting:  # nobody to hold
+            return super().schedule_all(*args, **kwargs)
         before = list(self.waiting) if self._traced or self._gangs else []
         apart = self._hold_gangs() if self._gangs else []
         held = self._hold_back() if self._traced else []

@@ -40,12 +40,18 @@ class TapStep:
         board: Where the blocks of traced requests meet the model; None if there are none in the step.
     """
 
-    __slots__ = ("_board", "_plan")
+    __slots__ = ("_board", "_plan", "_planned", "_served")
 
     def __init__(self, plan: StepPlan | None, board: Board | None) -> None:
         """Keep both."""
         self._plan = plan
+        self._planned = frozenset[int]() if plan is None else plan.taps()
         self._board = board
+        self._served = board if board is not None and board.route is not None else None
+
+    def is_busy(self, tap: int) -> bool:
+        """Tell whether anything may be to do at a tap: at most of them nothing is, in each step anew."""
+        return tap in self._planned or (self._served is not None and tap >= self._served.next_tap)
 
     def is_models_own(self) -> bool:
         """Tell whether the call being made is the model's own: blocks may call modules for themselves."""
@@ -56,8 +62,8 @@ class TapStep:
         if not self.is_models_own():
             return
         self.run_plan(tap, hidden, residual)
-        board = self._board
-        if board is not None and board.route is not None:
+        board = self._served
+        if board is not None:
             board.at_tap(tap, hidden if residual is None else (hidden, residual))
 
     def run_plan(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
@@ -69,13 +75,13 @@ class TapStep:
 
 def _tap_pair(hidden: torch.Tensor, residual: torch.Tensor, tap: int) -> None:
     step: TapStep | None = get_forward_context().additional_kwargs.get(CONTEXT_KEY)
-    if step is not None:
+    if step is not None and step.is_busy(tap):
         step.at(tap, hidden, residual)
 
 
 def _tap_single(hidden: torch.Tensor, tap: int) -> None:
     step: TapStep | None = get_forward_context().additional_kwargs.get(CONTEXT_KEY)
-    if step is not None:
+    if step is not None and step.is_busy(tap):
         step.at(tap, hidden, None)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 REPORT: Final = "report.json"
 _PROJECT: Final = Path(__file__).resolve().parents[2]
-_TIMEOUT_S: Final = 240
+_TIMEOUT_S: Final = 600
 _OUTPUT_SHOWN: Final = 6000
 
 

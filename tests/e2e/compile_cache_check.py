@@ -30,7 +30,12 @@ def main(folder: Path, taps: str) -> None:
     checkpoint = folder / "llama"
     if not checkpoint.exists():
         write_checkpoint("llama", checkpoint)
-    options: dict[str, Any] = {"enforce_eager": False, "max_model_len": 128, "max_num_seqs": 4}
+    options: dict[str, Any] = {
+        "dtype": "float32",  # where tokens do not hang on how a kernel rounds
+        "enforce_eager": False,
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+    }
     if taps == "none":
         llm = LLM(model=str(checkpoint), disable_log_stats=True, **options)
         params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -76,6 +76,7 @@ VOLATILE = {"id", "created", "system_fingerprint"}
 def servers(bundled: Path) -> Iterator[list[httpx.Client]]:
     """Serve the bundled model twice: by us, and by vLLM itself."""
     options = ["--served-model-name", MODEL, "--max-model-len", "512", "--enforce-eager"]
+    options += ["--dtype", "float32"]  # which ours chooses by itself on some processors
     # One sequence at a time: which prompts share a step depends on when they arrive, and moves last digits.
     options += ["--max-num-seqs", "1"]
     vllm = Server(

@@ -63,6 +63,11 @@ def hears_modules(model: VLLM) -> None:
     _ = model.layers[0].mlp.output
 
 
+def hears_embedding(model: VLLM) -> None:
+    """Ask for what no tap has and comes before the stream that layers take."""
+    _ = model.model.embed_tokens.output
+
+
 def reads_on(model: VLLM, first: Callable[[VLLM], None]) -> Any:
     """Read a layer, and then inside the next."""
     with model.trace(PROMPT, max_tokens=NUM_TOKENS, tracer_cls=HeldTracer, **GREEDY) as tracer:
@@ -86,6 +91,21 @@ def writes_and_reads_on(model: VLLM, first: Callable[[VLLM], None]) -> Any:
             rows.append(model.layers[2].mlp.output)
             model.layers[2].output[:, :4] = 3
             rows.append(model.layers[3].output)
+            rows.append(model.logits.output)
+    return tracer
+
+
+def begins_with_embeddings(model: VLLM, first: Callable[[VLLM], None]) -> Any:
+    """Change the stream where it begins, by both of its names, and read inside a layer."""
+    with model.trace(PROMPT, max_tokens=NUM_TOKENS, tracer_cls=HeldTracer, **GREEDY) as tracer:
+        rows = save([])
+        for _ in tracer.iter[:]:
+            first(model)
+            rows.append(model.embed.output)
+            model.layers[0].input[:, :4] *= 2
+            model.embed.output = model.embed.output + 1
+            rows.append(model.layers[1].output)
+            rows.append(model.layers[2].mlp.output)
             rows.append(model.logits.output)
     return tracer
 
@@ -157,13 +177,22 @@ def nothing(model: VLLM) -> None:
     del model
 
 
-BLOCKS = [reads_on, writes_and_reads_on, replaces_both_tensors, skips_on, looks_into_forwards]
+BLOCKS = [
+    (reads_on, hears_modules),
+    (writes_and_reads_on, hears_modules),
+    (begins_with_embeddings, hears_embedding),
+    (replaces_both_tensors, hears_modules),
+    (skips_on, hears_modules),
+    (looks_into_forwards, hears_modules),
+]
 
 
 def test_a_block_that_wants_layers_logits_and_samples_stays_in_the_compiled_step(model: VLLM) -> None:
     with model.trace(PROMPT, max_tokens=NUM_TOKENS, tracer_cls=HeldTracer, **GREEDY) as tracer:
         rows = save([])
         for _ in tracer.iter[:]:
+            model.embed.output[:] *= 2
+            rows.append(model.layers[0].input)
             model.layers[1].input[:] += 1
             rows.append(model.layers[2].output)
             rows.append(model.norm.input)
@@ -171,14 +200,14 @@ def test_a_block_that_wants_layers_logits_and_samples_stays_in_the_compiled_step
             rows.append(model.samples.output)
     (outcome,), (tokens,), tiers = run(model, tracer)
     assert tiers == {"tap": NUM_TOKENS}
-    assert [rows.item() for rows in outcome.saves["rows"][3::4]] == tokens
+    assert [rows.item() for rows in outcome.saves["rows"][4::5]] == tokens
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(("block", "twin"), BLOCKS)
 def test_a_block_that_goes_on_to_want_more_finds_what_its_twin_does(
-    model: VLLM, block: Callable[..., Any]
+    model: VLLM, block: Callable[..., Any], twin: Callable[[VLLM], None]
 ) -> None:
-    (expected,), (tokens,), _ = run(model, block(model, hears_modules))
+    (expected,), (tokens,), _ = run(model, block(model, twin))
     (found,), (own,), tiers = run(model, block(model, nothing))
     assert own == tokens
     assert tiers == {"eager": NUM_TOKENS}
@@ -312,6 +341,15 @@ def test_steering_is_the_same_where_no_tap_lies(model: VLLM, limited: VLLM, poin
     assert alone[0].collected.tier == tier
     for one in (model, limited):
         Engine.around(one.engine).run([Ask(PROMPT, max_tokens=1)])
+
+
+def test_the_stream_begins_where_it_does_where_no_tap_lies(model: VLLM, limited: VLLM) -> None:
+    found = []
+    for one in (model, limited):
+        (outcome,), _, tiers = run(one, begins_with_embeddings(one, nothing))
+        assert tiers == {"eager": NUM_TOKENS}
+        found.append(outcome.saves["rows"])
+    assert_same(*found)
 
 
 @pytest.mark.parametrize(("layer", "tier"), [(1, "tap"), (0, "eager"), (3, "eager")])

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.peers.sides.local import LocalSide, models_in
 from benchmarks.peers.tasks import LANGUAGE, NUM_TOKENS, Subject, language_subject
+from benchmarks.precision import DTYPE_NAME
 
 
 class InterpWork:
@@ -77,7 +78,7 @@ class InterpWork:
             str(self._path),
             hf_model=module,
             device="cpu",
-            dtype="bfloat16",
+            dtype=DTYPE_NAME,
             attn_implementation="sdpa",
             **options,
         )

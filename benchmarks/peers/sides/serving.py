@@ -7,9 +7,10 @@ from typing import Any, Final
 import torch
 
 from benchmarks.peers.tasks import NUM_REQUESTS, SERVING_TASKS, Work, prompt_ids
+from benchmarks.precision import DTYPE_NAME
 from benchmarks.tracing.timing import CallsByTurns, Sampler
 
-ENGINE_ARGUMENTS: Final[dict[str, Any]] = {"dtype": "bfloat16", "max_model_len": 512}
+ENGINE_ARGUMENTS: Final[dict[str, Any]] = {"dtype": DTYPE_NAME, "max_model_len": 512}
 """Beside the model and ``enforce_eager``, which interp-engine has by itself where any point may be read."""
 
 _REPETITION_S: Final = 0.3

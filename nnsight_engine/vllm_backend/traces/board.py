@@ -9,9 +9,10 @@ the order in which they came. Within a step one block runs at a time, of whichev
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from nnsight_engine.core.trees import tensors
 from nnsight_engine.interleaving.mediator import Mediator
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.route import Route
 
 logger = logging.getLogger(__name__)
+
+_NEVER: Final = sys.maxsize
+"""Stands for the next tap where there is none to stop at."""
+
+_SEVERAL: Final = 2
 
 _by_order = attrgetter("order")
 
@@ -42,6 +48,8 @@ class Board(ModuleUse):
         listener: The thread whose calls of modules are the model's own; 0 while none are.
         skipped: Always empty: a module runs for whoever does not skip it.
         route: Where the taps lie; None where there are none, or other workers would have to agree.
+        entry: The place where the residual stream begins, if a tap lies there that serves blocks; else empty.
+        next_tap: At no tap before this one is there anything to do.
         by_taps: Whether blocks are served at the taps in this step, and no module's call is heard of.
         is_uncompiled: Whether this step ran uncompiled, for whomever.
     """
@@ -63,6 +71,8 @@ class Board(ModuleUse):
         self.route: Route | None = None
         self.by_taps = False
         self.is_uncompiled = False
+        self.entry = ""
+        self.next_tap = 0
         self._untapped: set[str] = set()
         self._tap = -1
         self._reach = 0
@@ -140,6 +150,7 @@ class Board(ModuleUse):
         self._seen = None
         self._tap = -1
         self._reach = 0
+        self.next_tap = 0
 
     def listen(self) -> None:
         """Hear this thread's calls: the model runs."""
@@ -196,6 +207,14 @@ class Board(ModuleUse):
         """
         likely = not any(request.is_elsewhere for request in requests)
         self.by_taps = self.route is not None and likely and not self._users_of_modules()
+        if self.by_taps:
+            self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """Find the next tap behind this one at which somebody waits; the last one tells that it is there."""
+        assert self.route is not None  # noqa: S101 - without one there is no such step
+        waiting = [self.route.tap_at.get(provider, -1) for provider in self.wanted]
+        self.next_tap = min((tap for tap in waiting if tap > self._tap), default=self.route.last)
 
     def _users_of_modules(self) -> list[TracedRequest]:
         return [
@@ -214,20 +233,34 @@ class Board(ModuleUse):
         assert self.route is not None  # noqa: S101 - without one there is no such step
         provider = self.route.exits[tap]
         if not self.by_taps:
-            self._is_past = self._is_past and provider != self._seen
+            self._at_tap_among_modules(provider, value)
             return
         self._tap, self._reach = tap, self.route.ahead[tap]
-        if provider is not None and provider in self.wanted:
-            left = self.offer(provider, None, value)
-            for old, new in zip(tensors(value), tensors(left), strict=True):
-                if new is not old:
-                    old.copy_(new)
-        self._reach += provider is not None
+        self._offer_in_place(provider, value)
+        self._reach += 1
         users = self._users_of_modules()
         for request in users:
             request.went_elsewhere = True
         if users:
             raise UntappedError
+        self._look_ahead()
+
+    def _at_tap_among_modules(self, provider: str, value: Any) -> None:
+        """Come to a tap where modules are heard of, which have all places but the first tap's."""
+        if provider == self.entry:
+            self._offer_in_place(provider, value)
+            self.calls[provider] = 1
+        self._is_past = self._is_past and provider != self._seen
+        self.next_tap = self._tap if self._is_past else _NEVER
+
+    def _offer_in_place(self, provider: str, value: Any) -> None:
+        if provider not in self.wanted:
+            return
+        left = self.offer(provider, None, value)
+        if left is not value:
+            for old, new in zip(tensors(value), tensors(left), strict=True):
+                if new is not old:
+                    old.copy_(new)
 
     def at_end(self) -> None:
         """The model has run by the taps.
@@ -244,12 +277,18 @@ class Board(ModuleUse):
     def again(self) -> None:
         """The step is run again, with the modules heard of: blocks go on where it was left."""
         assert self.route is not None  # noqa: S101 - as above
-        self.by_taps = False
-        self._seen = self.route.exits[self._tap] if self._tap > 0 else None
+        self.go_by_modules()
+        self._seen = self.route.exits.get(self._tap)
         self._is_past = self._seen is not None
 
+    def go_by_modules(self) -> None:
+        """Hear of modules in this step."""
+        self.by_taps = False
+        self.next_tap = 0
+
     def _wanting(self, provider: str) -> list[TracedRequest]:
-        return sorted(self.wanted.get(provider, ()), key=_by_order)
+        wanting = self.wanted.get(provider, ())
+        return list(wanting) if len(wanting) < _SEVERAL else sorted(wanting, key=_by_order)
 
     def fail(self, provider: str, error: Exception) -> None:
         """End the requests that have a use for a value which cannot be had."""

@@ -84,7 +84,8 @@ class WorkerModel(StandardNames):
         mine["_probe_set"] = Probes(self.own_modules(), board, calls_forward=_calls_forward)  # type: ignore[arg-type] # as above
         mine["_kernel_probes"] = KernelProbes(_bare_kernels(points), board)
         mine["_config"] = config
-        mine["_points"] = WorkerPoints(self, points)
+        mine["_board"] = board
+        mine["_points"] = WorkerPoints(self, points, board)
         mine["_vocab_size"] = points.vocab_size
 
     @property
@@ -94,6 +95,12 @@ class WorkerModel(StandardNames):
         if config is None:
             raise SandboxedError.attribute("model", "tokenizer")
         return cached_tokenizer_from_config(config.model_config)
+
+    @property
+    def entry(self) -> str:
+        """The place where the residual stream begins, where a tap has it; else empty."""
+        board: Board = self.__dict__["_board"]
+        return board.entry
 
     def standard(self, name: str) -> Any:
         """Return what has a standard name, see ``EnginePoints.standard``."""

@@ -20,6 +20,8 @@ from nnsight_engine.envoys.architectures.errors import PointValueError
 from nnsight_engine.envoys.architectures.named_points import EMBED, LOGITS, NORM
 from nnsight_engine.envoys.architectures.places import ModulePoint, Point
 from nnsight_engine.envoys.architectures.views import WHOLE, View
+from nnsight_engine.envoys.envoy import Envoy
+from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.vllm_backend.families import HookSpec
 from nnsight_engine.vllm_backend.traces.points import ATTENTION_INPUT, NORM_INPUT, EnginePoints
 from nnsight_engine.vllm_backend.traces.points_edits import Edit
@@ -27,8 +29,8 @@ from nnsight_engine.vllm_backend.traces.points_pattern import PatternPoint
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.architectures.table import Side
-    from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.vllm_backend.families import ModelPoints
+    from nnsight_engine.vllm_backend.traces.board import Board
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,10 +125,11 @@ class OutputPoint:
 class WorkerPoints(EnginePoints):
     """The points of the worker's model."""
 
-    def __init__(self, root: Envoy, points: ModelPoints) -> None:
+    def __init__(self, root: Envoy, points: ModelPoints, board: Board) -> None:
         """Offer all of them: blocks see wholes, also of what is spread over ranks."""
         super().__init__(root, points.family, len(points.layers), points.leaf_specs(wholes=True))
         self._model = points
+        self._board = board
 
     def _found(self, name: str) -> Point:
         layer, leaf = self._resolved(name)
@@ -164,6 +167,12 @@ class WorkerPoints(EnginePoints):
     def _residual(self, name: str, layer: int, side: Side, shape: tuple[int, ...]) -> Point:
         if side == "input" and layer:
             layer, side = layer - 1, "output"  # the same place, and one that a tap lies at
+        if side == "input" and self._board.entry:
+            path = self._board.entry.removesuffix(".output")
+            start = Envoy(WrapperModule(), self.root.interleaver, path, root=self.root)
+            return OutputPoint(
+                ModulePoint(name, start, "output", self._rows(), shape), self.family.is_batched
+            )
         envoy = self.raw(f"{self.family.layers}.{layer}")
         if self.family.returns_residual:
             return StreamPoint(name, envoy, side, self.family.hidden_index if side == "input" else 0, shape)

@@ -26,10 +26,12 @@ class Route:
         order: Every place in the order in which a step reaches it first.
         exits: The outputs of the layers, behind each of which a tap may lie; another may in the first layer.
         taps: The numbers of those in place, 0 the one in the first layer.
+        entry: What the place at that one is called.
 
     Attributes:
         served: What blocks can have without hearing of modules.
-        exits: The place at each tap; none at the one in the first layer.
+        exits: The place at each tap.
+        tap_at: The tap that each of these places has.
         last: The number of the last tap.
         order: Every place, in the order in which a step reaches it first.
         number_of: The place's number in this order.
@@ -39,20 +41,23 @@ class Route:
         ValueError: Not all exits are on the way, or not in this order, or there is no tap.
     """
 
-    def __init__(self, root: str, order: Sequence[str], exits: Sequence[str], taps: Collection[int]) -> None:
+    def __init__(
+        self, root: str, order: Sequence[str], exits: Sequence[str], taps: Collection[int], entry: str
+    ) -> None:
         """Cut the way into pieces."""
-        self.order = tuple(order)
-        self.number_of: Mapping[str, int] = {place: number for number, place in enumerate(order)}
-        number_of = self.number_of
         entrance = f"{exits[0].removesuffix('.output')}.input"
-        missing = [place for place in (entrance, *exits) if place not in number_of]
-        numbers = [number_of[place] for place in exits if place in number_of]
-        if missing or numbers != sorted(numbers):
+        order = [both for place in order for both in ((place, entry) if place == entrance else (place,))]
+        places = (entry, *exits)
+        number_of = {place: number for number, place in enumerate(order)}
+        missing = [place for place in places if place not in number_of]
+        ahead = [number_of[place] for place in places if place in number_of]
+        if missing or ahead != sorted(ahead):
             raise ValueError(f"the model does not run its layers in order; it never reached {missing}")
-        every: tuple[str | None, ...] = (None, *exits)
-        ahead = (number_of[entrance] + 1, *numbers)
-        self.exits = {tap: every[tap] for tap in taps}
+        self.order = tuple(order)
+        self.number_of: Mapping[str, int] = number_of
+        self.exits = {tap: places[tap] for tap in taps}
+        self.tap_at = {place: tap for tap, place in self.exits.items()}
         self.ahead = {tap: ahead[tap] for tap in taps}
         self.last = max(taps)
         behind = (f"{root}.{name}" for name in _BEHIND)
-        self.served = frozenset([*filter(None, self.exits.values()), "result", *behind])
+        self.served = frozenset([*self.exits.values(), "result", *behind])

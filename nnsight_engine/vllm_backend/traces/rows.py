@@ -147,7 +147,8 @@ class FlatBatcher(Batcher):
     def narrow(self, group: BatchGroup | None) -> Any:  # noqa: ARG002 - a batcher has one request
         """Return a copy of the current value with only the request's rows, wherever they were before."""
         own = self.group
-        narrowed = map_tensors(self.current_value, lambda tensor: self._rows(tensor, own))
+        with torch.inference_mode(mode=False):  # blocks run outside of it, and may edit what they get
+            narrowed = map_tensors(self.current_value, lambda tensor: self._rows(tensor, own))
         if not isinstance(narrowed, torch.Tensor):
             self._lending().trees.append((narrowed, list(tensors(narrowed)), own))
         return narrowed
@@ -159,12 +160,11 @@ class FlatBatcher(Batcher):
 
     def _rows(self, tensor: torch.Tensor, group: BatchGroup | None) -> torch.Tensor:
         axis = self.axis(tensor)
-        with torch.inference_mode(mode=False):  # blocks run outside of it, and may edit what they get
-            if axis is None or group is None:
-                rows = tensor.clone()
-                self._lending().shared.append((rows, rows._version))  # noqa: SLF001 - has no public name
-                return rows
-            rows = tensor.narrow(axis, *group).clone()
+        if axis is None or group is None:
+            rows = tensor.clone()
+            self._lending().shared.append((rows, rows._version))  # noqa: SLF001 - has no public name
+            return rows
+        rows = tensor.narrow(axis, *group).clone()
         copy = _Copy(tensor, rows)
         self._lending().copies.append(copy)
         self._place.copies.append(copy)

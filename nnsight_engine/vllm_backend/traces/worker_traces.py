@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import torch
 
+from nnsight_engine.envoys.architectures.named_points import EMBED
 from nnsight_engine.interleaving.threads import Threads
 from nnsight_engine.remote_backend.received import failure_of
 from nnsight_engine.vllm_backend.compat import PROCESS, RESTRICTED
@@ -330,8 +331,10 @@ class WorkerTraces:
             run()
         layers = f"{self.model.path}.{self._points.family.layers}"
         exits = [f"{layers}.{index}.output" for index in range(len(self._points.layers))]
+        entry = f"{self.model.path}.{EMBED}"
         try:
-            self.board.route = Route(str(self.model.path), list(self.board.calls), exits, taps)
+            self.board.route = Route(str(self.model.path), list(self.board.calls), exits, taps, entry)
+            self.board.entry = self.board.route.exits.get(0, "")
         except ValueError as error:
             logger.warning("steps with blocks will run uncompiled: %s", error)
         self.board.calls.clear()
@@ -339,7 +342,7 @@ class WorkerTraces:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Hear of the modules' calls while the model runs."""
-        self.board.by_taps = False
+        self.board.go_by_modules()
         with self.model.heard(self.board):
             yield
 

@@ -11,8 +11,8 @@ from nnsight_engine.vllm_backend.traces.route import Route
 
 ORDER = [
     "model.input",
-    "model.embed.input",
-    "model.embed.output",
+    "model.embed_tokens.input",
+    "model.embed_tokens.output",
     "model.layers.0.input",
     "model.layers.0.mlp.input",
     "model.layers.0.mlp.output",
@@ -25,33 +25,35 @@ ORDER = [
     "model.norm.output",
     "model.output",
 ]
+ENTRY = "model.embed.output"
 EXITS = ["model.layers.0.output", "model.layers.1.output"]
 
 
 def test_what_is_passed_on_the_way_to_each_tap_is_known() -> None:
-    route = Route("model", ORDER, EXITS, range(3))
+    route = Route("model", ORDER, EXITS, range(3), ENTRY)
     ways = [list(route.order[: route.ahead[tap]]) for tap in range(3)]
-    assert ways == [ORDER[:4], ORDER[:6], ORDER[:10]]
-    assert [route.exits[tap] for tap in range(3)] == [None, *EXITS]
+    passed = [*ORDER[:4], ENTRY, *ORDER[4:]]
+    assert ways == [passed[:4], passed[:7], passed[:11]]
+    assert [route.exits[tap] for tap in range(3)] == [ENTRY, *EXITS]
     assert route.last == 2
 
 
 def test_layers_outputs_and_what_follows_the_model_need_no_modules() -> None:
-    route = Route("model", ORDER, EXITS, range(3))
-    assert route.served == {*EXITS, "result", "model.logits.output", "model.samples.output"}
+    route = Route("model", ORDER, EXITS, range(3), ENTRY)
+    assert route.served == {ENTRY, *EXITS, "result", "model.logits.output", "model.samples.output"}
 
 
 def test_a_layer_without_a_tap_is_not_served() -> None:
-    route = Route("model", ORDER, EXITS, [2])
+    route = Route("model", ORDER, EXITS, [2], ENTRY)
     assert EXITS[0] not in route.served
     assert EXITS[1] in route.served
-    assert route.ahead == {2: 10}
+    assert route.ahead == {2: 11}
 
 
 @pytest.mark.parametrize("order", [ORDER[:6], [*ORDER[10:], *ORDER[:10]]])
 def test_a_model_that_does_not_run_its_layers_in_order_has_no_route(order: list[str]) -> None:
     with pytest.raises(ValueError, match="in order"):
-        Route("model", order, EXITS, range(3))
+        Route("model", order, EXITS, range(3), ENTRY)
 
 
 def code(number: int) -> CodeType:

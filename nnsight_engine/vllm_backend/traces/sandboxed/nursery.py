@@ -47,6 +47,7 @@ def main(orders: socket.socket, folder: str) -> None:
     limits = dataclasses.replace(limits, trace_step_s=limits.sandbox_step_s)
     points = _points(setup)
     traces = InsideTraces(points, limits, partial(_new_model, points))
+    traces.board.entry = setup["entry"]
     rehearsal = Rehearsal.of(points)
     share = Share(limits.sandbox_bytes - 2 * limits.sandbox_message_bytes, limits.sandbox_cpu_s)
     _warm_up()

@@ -49,6 +49,7 @@ def open_cells(
             "tensor_parallel_size": points.tensor_parallel_size,
         },
         "limits": dataclasses.asdict(limits),
+        "entry": model.entry,
     }
     half_bytes = limits.sandbox_message_bytes
     command = [sys.executable, "-m", _NURSERY]

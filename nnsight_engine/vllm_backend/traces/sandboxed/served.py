@@ -38,6 +38,8 @@ class ServedModules:
     def __init__(self, model: WorkerModel, points: ModelPoints, max_rows: int) -> None:
         """Look up what there is: a path that a process sends is a name in a table, and leads nowhere else."""
         self._envoys = {str(envoy.path): envoy for envoy in model.modules()}
+        entry = model.entry
+        self._beside_modules = frozenset([entry] if entry else [])
         self._max_rows = max_rows
         self._mlps = {
             id(points.layers[layer].get_submodule(points.family.mlp))
@@ -51,7 +53,8 @@ class ServedModules:
     @property
     def places(self) -> frozenset[str]:
         """Where values can be asked for."""
-        return frozenset(f"{path}.{side}" for path in self._envoys for side in ("input", "output"))
+        of_modules = (f"{path}.{side}" for path in self._envoys for side in ("input", "output"))
+        return self._beside_modules.union(of_modules)
 
     def call(self, path: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return what the module at ``path`` gives.
