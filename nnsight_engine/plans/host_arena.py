@@ -81,9 +81,10 @@ class HostArena:
 
     def _copied(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         host, start = [], 0
+        is_beside = self._stream is not None
         for value in values:
             place = self._memory[start : start + value.numel() * value.itemsize]
-            host.append(place.view(value.dtype).view(value.shape).copy_(value, non_blocking=True))
+            host.append(place.view(value.dtype).view(value.shape).copy_(value, non_blocking=is_beside))
             start += _aligned(value)
         return host
 
