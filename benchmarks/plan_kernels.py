@@ -1,31 +1,32 @@
 """Plans without vLLM: what a step's interventions cost on a stand-in for a model, on any device.
 
 The stand-in is a residual stream with one multiplication per layer, whose rows are requests that decode. A
-plan is built, run and harvested at each step as the worker does it. Before anything is timed, a steady step
-must apply what was asked for, and must not wait for the device before its results are taken.
+plan is built, run and harvested at each step as the worker does it, and its results are put where the
+scheduler keeps them. Before anything is timed, a steady step must apply what was asked for, must be told of
+for all requests together, and must not wait for the device before its results are taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import nn
 
 from api_schemas.interventions import parse_interventions
-from benchmarks.asked import ForRequest, Shape, captured, every, first_only, middle, steered
+from benchmarks.asked import Asked, ForRequest, Shape, captured, every, first_only, middle, steered
 from benchmarks.tracing.timing import CallsByTurns, Case, Sampler, microseconds_over, ratio
 from benchmarks.waiting import no_waiting
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
-from nnsight_engine.plans.active import ActiveRequest, Registrar
-from nnsight_engine.plans.builder import StepBuilder
 from nnsight_engine.plans.compile import compile_request
-from nnsight_engine.plans.harvest import Harvester
-from nnsight_engine.plans.ledger import ByteLedger
-from nnsight_engine.plans.patterns import AttentionForm
+from nnsight_engine.plans.outbox import Outbox
 from nnsight_engine.plans.records import StepResults
-from nnsight_engine.plans.step_plan import Span, StepPlan
+from nnsight_engine.plans.request_plan import CompiledRequest
+from nnsight_engine.plans.step_plan import StepPlan
+from nnsight_engine.vllm_backend.families import FAMILIES, ModelPoints
+from nnsight_engine.vllm_backend.worker_state import WorkerState
 
 _SHAPE: Final = Shape(num_layers=30, hidden_size=576)
 _PROMPT: Final = (1, 2, 3, 4)
@@ -71,32 +72,19 @@ class Decoding:
         size, width = (_SHAPE.num_layers, _SHAPE.hidden_size, _SHAPE.hidden_size), _SHAPE.hidden_size
         self._weights = (torch.randn(size, generator=generator) / width).to(device, torch.bfloat16)
         self._start = torch.randn(num_requests, width, generator=generator).to(device, torch.bfloat16)
-        ledger = ByteLedger(max_request_bytes=_MANY_BYTES, max_engine_bytes=_MANY_BYTES)
-        self._registrar = Registrar(_SPEC, torch.bfloat16, device)
-        self._builder = StepBuilder(_SPEC, torch.bfloat16, device, ledger, _no_pattern)
-        self._harvester = Harvester(lambda _rows: None)
-        self._requests = [self._registered(index, asks) for index in range(num_requests)]
+        self._state = WorkerState(
+            _points(), _SPEC, device, max_request_bytes=_MANY_BYTES, max_engine_bytes=_MANY_BYTES
+        )
+        self._outbox = Outbox()
+        self._request_ids = [str(index) for index in range(num_requests)]
+        compiled = {request_id: _compiled(asks(int(request_id), _SHAPE)) for request_id in self._request_ids}
+        self._plans = {request_id: request.plan for request_id, request in compiled.items() if request}
+        self._state.begin([(key, _entry(request)) for key, request in compiled.items() if request], set())
+        for request_id, plan in self._plans.items():
+            self._outbox.open(request_id, plan, stops_outside=False)
         self._position = len(_PROMPT)
         self._token_ids = np.zeros(_MANY_TOKENS, np.int32)
         self._device = device
-
-    def _registered(self, index: int, asks: ForRequest) -> ActiveRequest | None:
-        asked = asks(index, _SHAPE)
-        if not asked or not isinstance(asked, list):
-            return None
-        compiled = compile_request(
-            parse_interventions(asked),
-            spec=_SPEC,
-            prompt_token_ids=_PROMPT,
-            max_tokens=_MANY_TOKENS - len(_PROMPT),
-            tokenize=lambda _text: [],
-            stream=False,
-        )
-        tensors = {
-            name: (content.dtype, list(content.shape), content.data)
-            for name, content in compiled.tensors.items()
-        }
-        return self._registrar.register(str(index), compiled.plan.encode(), tensors)
 
     def plain(self) -> torch.Tensor:
         """Run a step of the stand-in alone; returns all layers' outputs, ``[layers, requests, width]``."""
@@ -105,8 +93,8 @@ class Decoding:
     def planned(self) -> StepResults:
         """Run a step with its plan, and take the results."""
         plan = self._plan()
-        self._forward(lambda layer, hidden: plan.run(layer + 1, hidden, None))
-        return self._taken(plan)
+        self._planned_forward(plan)
+        return self._take(plan)
 
     def check(self) -> None:
         """Run steps that must do what was asked for; the last, a steady one, without waiting for the device.
@@ -115,38 +103,54 @@ class Decoding:
             PlanCheckError: They did not.
         """
         self.planned()
+        self.planned()
         plain = self.plain()
         # The way there is warmed up, as libraries may wait when they are first used.
         for guard in (no_waiting(torch.device("meta")), no_waiting(self._device)):
             with guard:
                 plan = self._plan()
-                outputs = self._forward(lambda layer, hidden, plan=plan: plan.run(layer + 1, hidden, None))  # type: ignore[misc] # bound now
-            results = self._taken(plan)
+                outputs = self._planned_forward(plan)
+            results = self._take(plan)
+        if results.run_step is None:
+            raise PlanCheckError("steps of requests that decode must be told of together")
         self._check_rows(plain, outputs)
-        self._check_captured(outputs, results)
+        self._check_captured(outputs)
 
     def _check_rows(self, plain: torch.Tensor, outputs: torch.Tensor) -> None:
-        for row, request in enumerate(self._requests):
-            writes = request is not None and any(not active.op.reads for active in request.ops)
+        for row, request_id in enumerate(self._request_ids):
+            plan = self._plans.get(request_id)
+            writes = plan is not None and any(not op.reads for op in plan.ops)
             if torch.equal(plain[-1, row], outputs[-1, row]) is writes:
                 raise PlanCheckError(f"row {row} must {'' if writes else 'not '}be changed by its plan")
 
-    def _check_captured(self, outputs: torch.Tensor, results: StepResults) -> None:
-        for row, request in enumerate(self._requests):
-            if request is None or not request.ops[0].op.reads:
+    def _check_captured(self, outputs: torch.Tensor) -> None:
+        for row, request_id in enumerate(self._request_ids):
+            plan = self._plans.get(request_id)
+            if plan is None or not plan.ops[0].reads:
                 continue
+            payload = self._outbox.take(request_id, final=True)
             expected = outputs[:, row].contiguous().cpu().view(torch.int16).numpy().tobytes()
-            if results.records[str(row)][0].parts[0] != expected:
+            if payload is None or payload.records[0].parts[0] != expected:
                 raise PlanCheckError(f"what row {row} captured must be what the layers returned")
 
-    def _plan(self) -> StepPlan:
+    def _plan(self) -> StepPlan | None:
         self._position += 1
-        spans = [
-            Span(request, row, 1, self._position, self._token_ids)
-            for row, request in enumerate(self._requests)
-            if request is not None
-        ]
-        return self._builder.plan(spans)
+        self._state.begin([], set())
+        positions = np.full(len(self._request_ids), self._position, np.int32)
+        plan = self._state.go_on(self._request_ids, positions)
+        if plan is None:
+            places = enumerate(self._request_ids)
+            spans = [self._state.span(key, row, 1, self._position, self._token_ids) for row, key in places]
+            plan = self._state.plan([span for span in spans if span is not None])
+            self._state.may_go_on(plan, self._request_ids, positions)
+        return plan
+
+    def _planned_forward(self, plan: StepPlan | None) -> torch.Tensor:
+        if plan is None:
+            raise PlanCheckError("every case here has a request with a plan")
+        outputs = self._forward(lambda layer, hidden: plan.run(layer + 1, hidden, None))
+        self._state.collect(plan)
+        return outputs
 
     def _forward(self, at_layer: Callable[[int, torch.Tensor], None]) -> torch.Tensor:
         hidden, outputs = self._start, []
@@ -156,12 +160,11 @@ class Decoding:
             outputs.append(hidden)
         return torch.stack(outputs)
 
-    def _taken(self, plan: StepPlan) -> StepResults:
-        plan.fail_unreached()
-        self._builder.give_back(plan)
-        results = self._harvester.harvest(plan, [], {})
-        for failure in results.failures.values():
-            raise PlanCheckError(f"a plan failed: {failure.message}")
+    def _take(self, plan: StepPlan | None) -> StepResults:
+        results = self._state.finish(plan, [], {})
+        if results is None or results.failures:
+            raise PlanCheckError(f"a plan failed: {None if results is None else results.failures}")
+        self._outbox.absorb(results)
         return results
 
 
@@ -184,5 +187,39 @@ def plan_cases(device: torch.device, batches: tuple[int, ...]) -> list[Case]:
     ]
 
 
-def _no_pattern(_layer: int) -> AttentionForm:
-    raise PlanCheckError("no plan here reads attention patterns")
+def _compiled(asked: Asked) -> CompiledRequest | None:
+    if not asked or not isinstance(asked, list):
+        return None
+    return compile_request(
+        parse_interventions(asked),
+        spec=_SPEC,
+        prompt_token_ids=_PROMPT,
+        max_tokens=_MANY_TOKENS - len(_PROMPT),
+        tokenize=lambda _text: [],
+        stream=False,
+    )
+
+
+def _entry(request: CompiledRequest) -> dict[str, Any]:
+    """Return what a request brings to the worker."""
+    tensors = {name: (one.dtype, list(one.shape), one.data) for name, one in request.tensors.items()}
+    return {"plan": request.plan.encode(), "tensors": tensors}
+
+
+def _points() -> ModelPoints:
+    """Return the points of a model of which only the residual stream is asked for."""
+    return ModelPoints(
+        model=nn.Identity(),
+        family=FAMILIES[0],
+        layers=(),
+        local_layers=range(0),
+        final_norm=None,
+        project_out=None,
+        hidden_size=_SHAPE.hidden_size,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=_SHAPE.hidden_size,
+        intermediate_size=_SHAPE.hidden_size,
+        vocab_size=_SPEC.vocab_size,
+        tensor_parallel_size=1,
+    )

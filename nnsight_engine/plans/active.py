@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import torch
 
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tap_choice import tap_of
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
+from nnsight_engine.plans.host_arena import to_device
 from nnsight_engine.plans.key_store import PatternState
 from nnsight_engine.plans.records import Failure, StepInfo
 from nnsight_engine.plans.request_plan import Kind, PlannedOp, RequestPlan, Site, TensorData
@@ -67,7 +69,11 @@ class ActiveOp:
 
 @dataclasses.dataclass(slots=True)
 class ActiveRequest:
-    """One live request: its operations and how far it has come."""
+    """One live request: its operations and how far it has come.
+
+    What a run has made of it is not in here before the run is settled. ``failed`` are the ids of all live
+    requests that have failed, this one's among them.
+    """
 
     request_id: str
     plan: RequestPlan
@@ -83,6 +89,7 @@ class ActiveRequest:
     reductions: set[int] = dataclasses.field(default_factory=set)
     means: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
     patterns: PatternState = dataclasses.field(default_factory=PatternState)
+    failed: set[str] = dataclasses.field(default_factory=set)
 
     def info(self) -> StepInfo:
         """Return what was done so far, for the answer's provenance."""
@@ -90,15 +97,11 @@ class ActiveRequest:
             self.first_position, self.end_position, self.recomputed_tokens, self.tier, self.spent_s
         )
 
-    @property
-    def num_sites(self) -> int:
-        """At how many points its operations act, each counted with its points."""
-        return sum(len(op.keys) for op in self.ops)
-
     def fail(self, code: str, message: str) -> None:
         """Mark the request failed; the first reason stays."""
         if self.failure is None:
             self.failure = Failure(code, message)
+            self.failed.add(self.request_id)
 
 
 class Registrar:
@@ -108,11 +111,16 @@ class Registrar:
         spec: The model's description.
         dtype: The model's dtype.
         device: Where the model runs.
+
+    Attributes:
+        bank: The requests' vectors.
+        failed: Ids of the live requests that have failed.
     """
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         """Start with an empty vector bank."""
         self.bank = VectorBank()
+        self.failed: set[str] = set()
         self._spec = spec
         self._dtype = dtype
         self._device = device
@@ -135,10 +143,11 @@ class Registrar:
             self.bank.release(bank_keys)
             raise
         steady = all(_is_steady(op, plan.prompt_len) for op in ops)
-        return ActiveRequest(request_id, plan, ops, bank_keys, steady)
+        return ActiveRequest(request_id, plan, ops, bank_keys, steady, failed=self.failed)
 
     def forget(self, request: ActiveRequest) -> None:
         """Let go of the request's vectors."""
+        self.failed.discard(request.request_id)
         self.bank.release(request.bank_keys)
         request.bank_keys = []
 
@@ -161,15 +170,14 @@ class Registrar:
             tensor = self.bank.acquire(key, lambda: self._prepare(op, contents[op.tensor], scale))
             bank_keys.append(key)
             _check_width(op, tensor, widths)
-        units = None if op.units is None else torch.tensor(op.units, dtype=torch.long, device=self._device)
+        units = None if op.units is None else to_device(np.array(op.units, np.int64), self._device)
         keys = tuple(site_key(site) for site in op.sites)
         constant = generated_is_constant(op.where, prompt_len, prompt_len)
         return ActiveOp(op, index, keys, tensor, units, constant, widths)
 
     def _prepare(self, op: PlannedOp, content: TensorData, scale: float) -> torch.Tensor:
-        tensor = tensor_from_bytes(content.dtype, content.shape, content.data).to(
-            device=self._device, dtype=torch.float32
-        )
+        host = tensor_from_bytes(content.dtype, content.shape, content.data)
+        tensor = to_device(host, self._device).to(torch.float32)
         if op.kind is not Kind.PATCH:
             tensor = tensor.reshape(-1, tensor.shape[-1])
         elif tensor.ndim == len(("positions", "width")):

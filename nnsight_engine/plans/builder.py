@@ -110,7 +110,8 @@ class StepBuilder:
         signature = _signature(spans)
         last = self._last
         if last is not None and signature is not None and last.signature == signature:
-            last.reuse({span.request.request_id: span for span in spans})
+            last.begin_again()
+            last.spans = {span.request.request_id: span for span in spans}
             for span in spans:
                 self._reserve(span, last.reserved[span.request.request_id])
             return last
@@ -332,7 +333,8 @@ def _read_key(item: Rows) -> GroupKey:
         return (op.kind, item.active.keys, item.stages, op.top_k, op.targets)
     if op.kind is Kind.PROBE:
         return (op.kind, item.active.keys, item.stages)
-    return (op.kind, item.active.keys, item.stages, op.dtype, op.reduce == "mean")
+    # A run keeps each step of what is not reduced, and one row of what is.
+    return (op.kind, item.active.keys, item.stages, op.dtype, op.reduce)
 
 
 def _write_member(item: Rows, site_index: int, key: SiteKey) -> Member:

@@ -16,6 +16,7 @@ import torch
 
 from nnsight_engine.plans import reads, writes
 from nnsight_engine.plans.active import ActiveOp, ActiveRequest
+from nnsight_engine.plans.host_arena import to_device
 from nnsight_engine.plans.request_plan import Kind
 
 RowArray = npt.NDArray[np.int64]
@@ -98,7 +99,7 @@ class KernelFactory:
         index = self._rows.get(key)
         if index is None:
             rows = np.concatenate([member.rows for member in members])
-            index = self._rows[key] = torch.from_numpy(rows).to(self._device)
+            index = self._rows[key] = to_device(rows, self._device)
         return index
 
     def _span(self, members: list[Member]) -> tuple[int, int] | None:
@@ -147,7 +148,7 @@ class KernelFactory:
     def _values(self, member: Member) -> torch.Tensor:
         tensor = member.active.tensor_at(member.site_index)
         if member.patch_rows is not None:
-            return tensor[torch.from_numpy(member.patch_rows).to(self._device)]
+            return tensor[to_device(member.patch_rows, self._device)]
         return tensor.expand(len(member.rows), -1)
 
     def _set_mean(self, members: list[Member]) -> writes.Kernel:
@@ -156,13 +157,13 @@ class KernelFactory:
         return writes.SetMean(
             self.row_index(members),
             member.active.units,
-            None if source is None else torch.from_numpy(source).to(self._device),
+            None if source is None else to_device(source, self._device),
             member.request.means,
             (member.active.index, member.site_index),
         )
 
     def _column(self, values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device).unsqueeze(1)
+        return to_device(np.asarray(values, np.float32), self._device).unsqueeze(1)
 
 
 def _stack_index(member: Member) -> int:

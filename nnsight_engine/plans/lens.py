@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import torch
+
+from nnsight_engine.plans.host_arena import to_device
 
 ROWS_AT_ONCE: Final = 16
 """Rows that the buffers take: some MB, near a processor's caches."""
@@ -37,7 +40,7 @@ class LensReader:
         """
         with torch.inference_mode():
             self._fit(logits)
-            index = torch.tensor(targets, dtype=torch.long, device=logits.device)
+            index = to_device(np.asarray(targets, np.int64), logits.device)
             parts = [self._read(rows, top_k, index) for rows in logits.split(ROWS_AT_ONCE)]
             return [torch.cat(column) for column in zip(*parts, strict=True)]
 

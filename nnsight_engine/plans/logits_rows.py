@@ -1,7 +1,7 @@
 """Which of the rows that a plan wants logits of the engine has computed, as index tensors.
 
 A steady decode step asks the same as the step before. So the tensors are made once for as long as plan and
-batch stay as they are: on a GPU, each would be a copy that waits.
+batch stay as they are: on a GPU, each is a copy.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from nnsight_engine.plans.host_arena import to_device
 
 RowArray = npt.NDArray[np.int64]
 
@@ -42,7 +44,7 @@ class LogitsRows:
         known = sample_rows[place] == rows
 
         def index(values: RowArray) -> torch.Tensor:
-            return torch.from_numpy(values).to(device)
+            return to_device(values, device)
 
         return cls(
             sample_rows=sample_rows.copy(),

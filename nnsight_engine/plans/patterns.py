@@ -23,6 +23,7 @@ from nnsight_engine.core.model_spec import PATTERN_LEAF, ModelSpec
 from nnsight_engine.core.tensor_bytes import DTYPES
 from nnsight_engine.plans.active import ActiveOp
 from nnsight_engine.plans.groups import Member, RowArray
+from nnsight_engine.plans.host_arena import to_device
 from nnsight_engine.plans.key_store import KeyStore
 from nnsight_engine.plans.ledger import ByteLedger
 from nnsight_engine.plans.request_plan import Site
@@ -222,8 +223,8 @@ class PatternPlanner:
         out = torch.zeros(
             len(active.op.sites), len(offsets), num_heads, positions[-1] + 1, dtype=dtype, device=self._device
         )
-        rows = torch.from_numpy(offsets + span.row).to(self._device)
-        at = torch.from_numpy(offsets + span.start).to(self._device)
+        rows = to_device(offsets + span.row, self._device)
+        at = to_device(offsets + span.start, self._device)
         for index, (site, form) in enumerate(zip(active.op.sites, forms, strict=True)):
             store = span.request.patterns.stores[site.layer]
             kernel = ComputePattern(store, form, rows, at, positions, out[index])

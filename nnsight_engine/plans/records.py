@@ -1,19 +1,18 @@
 """What a step hands back for one request, and how it travels to the API process.
 
 The worker makes records each step; the scheduler process holds them until an output leaves
-for that request, folding reductions as it goes; the API process assembles them. Everything
+for that request, folding reductions as it goes (``outbox``); the API process assembles them. Everything
 is bytes and numbers: tensors travel as their little-endian content.
+
+Steps that repeat the one before make a run: they tell of all their requests at once, and what each has come
+to is worked out when it is wanted.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import msgspec
-import numpy as np
-
-from nnsight_engine.plans.request_plan import PlannedOp, RequestPlan
 
 
 class StepRecord(msgspec.Struct, array_like=True):
@@ -78,74 +77,56 @@ class Payload(msgspec.Struct, array_like=True):
 
 
 @dataclasses.dataclass(slots=True)
+class RunGroup:
+    """Reads that are alike in every step of a run.
+
+    Attributes:
+        reduce: How: ``none``, ``mean`` or ``last``.
+        members: Whose row each of a part's is: request id and index of the operation.
+    """
+
+    reduce: str
+    members: list[tuple[str, int]]
+
+
+@dataclasses.dataclass(slots=True)
+class RunOpening:
+    """Who takes part in a run, sent with its first step: each had its own ``StepInfo`` in the step before."""
+
+    request_ids: list[str]
+    groups: list[RunGroup]
+
+
+@dataclasses.dataclass(slots=True)
+class RunStep:
+    """A step in which everybody did what they did in the step before, one position further.
+
+    Attributes:
+        num_steps: How many of the run there are, this one included.
+        point_s: Seconds that they took, for each point at which a request's operations act.
+        parts: What was read in this one: for each group the parts of a record, with a row for each member.
+        opening: With the first step.
+    """
+
+    num_steps: int
+    point_s: float
+    parts: list[list[bytes]]
+    opening: RunOpening | None = None
+
+
+@dataclasses.dataclass(slots=True)
 class StepResults:
     """Everything one step produced, by vLLM's request id; rides on the runner's output."""
 
     records: dict[str, list[StepRecord]]
     infos: dict[str, StepInfo]
     failures: dict[str, Failure]
+    run_step: RunStep | None = None
+    """Instead of records and infos, in a step of a run."""
     ended: list[str] = dataclasses.field(default_factory=list)
     """Traced requests whose blocks failed or stopped them."""
     news: dict[str, tuple[str, int, bytes | None, str]] = dataclasses.field(default_factory=dict)
     """What the blocks of traced requests that are watched tell: trace, block, what is newly saved, prints."""
-
-
-class PendingResults:
-    """One request's records between the worker and the next output that leaves for it.
-
-    Reductions are folded here, so that a long generation holds one row, not one per token.
-
-    Args:
-        plan: The request's plan.
-        stops_outside: Whether the API process may end the request by itself, at a stop string:
-            no output is then known to be the last, so each carries all that is known.
-    """
-
-    def __init__(self, plan: RequestPlan, *, stops_outside: bool) -> None:
-        """Start with nothing to send."""
-        self._plan = plan
-        self._stops_outside = stops_outside
-        self._records: list[StepRecord] = []
-        self._reduced: dict[int, StepRecord] = {}
-        self._info: StepInfo | None = None
-        self._failure: Failure | None = None
-
-    def absorb(self, records: Sequence[StepRecord], info: StepInfo | None, failure: Failure | None) -> None:
-        """Take over one step's records."""
-        for record in records:
-            op = self._plan.ops[record.op]
-            if op.reduce == "none":
-                self._records.append(record)
-            else:
-                self._fold(op, record)
-        self._info = info or self._info
-        self._failure = failure or self._failure
-
-    def _fold(self, op: PlannedOp, record: StepRecord) -> None:
-        held = self._reduced.get(record.op)
-        if held is None or op.reduce == "last":
-            self._reduced[record.op] = record
-            return
-        held.parts = [
-            (np.frombuffer(total, np.float32) + np.frombuffer(part, np.float32)).tobytes()
-            for total, part in zip(held.parts, record.parts, strict=True)
-        ]
-        held.positions.extend(record.positions)
-
-    def take(self, *, final: bool) -> Payload | None:
-        """Return what should leave now and forget it; None while nothing should.
-
-        A request that does not stream hands over everything with its last output, a streaming
-        one what it has with each, its reductions with the last.
-        """
-        complete = final or self._stops_outside
-        if not complete and not (self._plan.stream and self._records):
-            return None
-        records, self._records = self._records, []
-        if complete:
-            # Reductions stay: a later output carries the whole of them again.
-            records.extend(self._reduced.values())
-        return Payload(records=records, info=self._info, failure=self._failure)
 
 
 _ENCODER = msgspec.msgpack.Encoder()

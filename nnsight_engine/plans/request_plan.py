@@ -141,6 +141,11 @@ class RequestPlan(msgspec.Struct, frozen=True):
     stream: bool = False
     fingerprint: str = ""
 
+    @property
+    def num_points(self) -> int:
+        """At how many points its operations act, each counted with its points; at least one."""
+        return max(1, sum(len(op.sites) for op in self.ops))
+
     def encode(self) -> bytes:
         """Return the plan as msgpack, without its tensors."""
         return _ENCODER.encode(self)

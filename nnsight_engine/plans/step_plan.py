@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -112,20 +112,26 @@ class ReadGroup:
     Attributes:
         buffers: One per width class of the sites, in order; probes have one ``[rows, sites]``.
         slices: Which rows are whose.
+        parts: The step's records of all rows, on their way to the host; None before they are.
     """
 
     buffers: list[torch.Tensor]
     slices: list[ReadSlice]
+    parts: list[torch.Tensor] | None = None
 
 
 @dataclasses.dataclass(slots=True)
 class PatternRead:
-    """One capture's attention patterns: ``out`` is ``[sites, rows, heads, last position + 1]``."""
+    """One capture's attention patterns: ``out`` is ``[sites, rows, heads, last position + 1]``.
+
+    ``part`` is the same on its way to the host; None before it is.
+    """
 
     request: ActiveRequest
     active: ActiveOp
     positions: list[int]
     out: torch.Tensor
+    part: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -138,7 +144,7 @@ class StepBytes:
 
 @dataclasses.dataclass(slots=True)
 class StepPlan:
-    """The fused interventions of one step.
+    """The fused interventions of one step, complete before it runs.
 
     Attributes:
         spans: The requests that take part.
@@ -153,6 +159,9 @@ class StepPlan:
         signature: What must be the same for the next step to reuse this plan; None forbids it.
         ran: Sites reached so far.
         spent_s: Seconds that interventions have taken in this step so far.
+        is_uncompiled: Whether one of its steps ran uncompiled.
+        is_untold: Whether its requests' infos have changed, in more than positions and times, and were not
+            told since.
     """
 
     spans: dict[str, Span]
@@ -168,6 +177,10 @@ class StepPlan:
     signature: tuple[object, ...] | None = None
     ran: set[SiteKey] = dataclasses.field(default_factory=set)
     spent_s: float = 0.0
+    is_uncompiled: bool = False
+    is_untold: bool = False
+    _hook_sites: tuple[Site, ...] | None = None
+    _taps: frozenset[int] | None = None
 
     def run(self, key: SiteKey, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Run what is planned at a site; ``hidden`` and ``residual`` are ``[tokens, width]``."""
@@ -180,13 +193,18 @@ class StepPlan:
             group.run(hidden, residual)
         self.spent_s += time.monotonic() - begin
 
-    def hook_sites(self) -> list[Site]:
+    def hook_sites(self) -> Sequence[Site]:
         """Return the sites that only an uncompiled step with hooks reaches."""
-        return [key for key in self.groups if isinstance(key, Site) and key.layer >= 0]
+        if self._hook_sites is None:
+            sites = (key for key in self.groups if isinstance(key, Site) and key.layer >= 0)
+            self._hook_sites = tuple(sites)
+        return self._hook_sites
 
-    def taps(self) -> set[int]:
+    def taps(self) -> frozenset[int]:
         """Return the numbers of the taps at which something is planned."""
-        return {key for key in self.groups if isinstance(key, int)}
+        if self._taps is None:
+            self._taps = frozenset(key for key in self.groups if isinstance(key, int))
+        return self._taps
 
     def writes_at(self, key: SiteKey) -> bool:
         """Return whether anything planned at a site changes it."""
@@ -218,15 +236,27 @@ class StepPlan:
                         "defect of the server, please report it with the model's name",
                     )
 
+    def note_uncompiled(self) -> None:
+        """Note that a step of this plan ran uncompiled, for all who took part."""
+        if not self.is_uncompiled:
+            self.is_uncompiled = self.is_untold = True
+            for span in self.spans.values():
+                span.request.tier = "eager"
+
+    def take_time(self, seconds: float) -> float:
+        """Return the step's time and some seconds beside, and begin to count anew."""
+        seconds, self.spent_s = seconds + self.spent_s, 0.0
+        return seconds
+
     def share_time(self, seconds: float) -> None:
         """Count the step's time, and some seconds beside, as its requests', by how much each had done."""
-        seconds, self.spent_s = seconds + self.spent_s, 0.0
-        works = [max(1, span.num_rows * span.request.num_sites) for span in self.spans.values()]
-        a_part = seconds / max(1, sum(works))
+        works = [span.num_rows * span.request.plan.num_points for span in self.spans.values()]
+        a_part = self.take_time(seconds) / max(1, sum(works))
         for span, work in zip(self.spans.values(), works, strict=True):
             span.request.spent_s += work * a_part
 
-    def reuse(self, spans: dict[str, Span]) -> None:
+    def begin_again(self) -> None:
         """Make the plan that of the next step, whose rows are the same."""
-        self.spans = spans
-        self.ran = set()
+        self.ran.clear()
+        for group in self.reads:
+            group.parts = None

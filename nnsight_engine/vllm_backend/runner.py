@@ -61,6 +61,7 @@ class InterventionRunnerMixin:
 
     _step: Step | None = None
     _scheduled: dict[str, int]
+    _num_rows: int
     execute_model_state: Any
     intermediate_tensors: Any
 
@@ -133,6 +134,7 @@ class InterventionRunnerMixin:
         self.interventions.begin(planned, finished)
         self._step = None
         self._scheduled = scheduler_output.num_scheduled_tokens
+        self._num_rows = scheduler_output.total_num_scheduled_tokens
         if traced or not self.traces.idle:
             self.traces.begin(traced, finished)
         self.graphs.begin((name for name, _ in (*planned, *traced)), finished, self._scheduled)
@@ -174,8 +176,7 @@ class InterventionRunnerMixin:
         self.num_steps["eager" if is_uncompiled else "tap"] += 1
         self.traces.board.is_uncompiled = is_uncompiled
         if plan is not None and is_uncompiled:
-            for span in plan.spans.values():
-                span.request.tier = "eager"
+            plan.note_uncompiled()
 
     def _traced_forward(self, forward: Callable[[], Any], input_ids: Any, context: Any) -> Any:
         """Run the model with blocks; uncompiled once more if they turn out to want more than taps have."""
@@ -221,13 +222,26 @@ class InterventionRunnerMixin:
         return self.traces.step(spans, int(tokens.shape[0]))
 
     def _plan_step(self) -> StepPlan | None:
-        tokens = self.input_batch.token_ids_cpu  # type: ignore[attr-defined]
+        batch = self.input_batch  # type: ignore[attr-defined]
+        request_ids = batch.req_ids
+        positions = batch.num_computed_tokens_cpu[: len(request_ids)]
+        # Rows of requests with one each, which are all that a run goes on with, need no counting.
+        if self._has_one_row_each and (plan := self.interventions.go_on(request_ids, positions)) is not None:
+            return plan
         spans = []
         for index, request_id, row, num_rows, start in self._rows():
-            span = self.interventions.span(request_id, row, num_rows, start, tokens[index])
+            span = self.interventions.span(request_id, row, num_rows, start, batch.token_ids_cpu[index])
             if span is not None:
                 spans.append(span)
-        return self.interventions.plan(spans)
+        plan = self.interventions.plan(spans)
+        if self._has_one_row_each:
+            self.interventions.may_go_on(plan, request_ids, positions)
+        return plan
+
+    @property
+    def _has_one_row_each(self) -> bool:
+        """Whether each of the step's requests has one row: it decodes, or ends its prompt."""
+        return self._num_rows == len(self.input_batch.req_ids)  # type: ignore[attr-defined]
 
     def _rows(self) -> Iterator[tuple[int, str, int, int, int]]:
         """Yield each request's place, id, first row, number of rows, and the first one's position."""
@@ -240,6 +254,8 @@ class InterventionRunnerMixin:
 
     def _sample_rows(self) -> Any:
         batch = self.input_batch  # type: ignore[attr-defined]
+        if self._has_one_row_each:
+            return np.arange(self._num_rows, dtype=np.int64)
         counts = [self._scheduled[request_id] for request_id in batch.req_ids]
         return np.cumsum(np.asarray(counts, np.int64)) - 1
 
@@ -256,6 +272,8 @@ class InterventionRunnerMixin:
                 step.sample_rows,
                 self.get_model().compute_logits,  # type: ignore[attr-defined]
             )
+        if step is not None:
+            self.interventions.collect(step.plan)
         if isinstance(self.traces, WorkerTraces) and self.traces.in_step and _has_logits(state):
             self.execute_model_state = state._replace(logits=self.traces.on_logits(state.logits))
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]

@@ -19,7 +19,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from nnsight_engine.plans.records import Failure, PendingResults, StepResults
+from nnsight_engine.plans.outbox import Outbox
+from nnsight_engine.plans.records import Failure
 from nnsight_engine.plans.request_plan import PLAN_KEY, RequestPlan
 from nnsight_engine.vllm_backend.compat import brings, detach_results
 from nnsight_engine.vllm_backend.fair_scheduler import FairScheduler
@@ -60,7 +61,7 @@ class InterventionScheduler(FairScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Start with no pending results."""
         super().__init__(*args, **kwargs)
-        self._pending: dict[str, PendingResults] = {}
+        self._outbox = Outbox()
         self._owners: dict[str, str] = {}
         self._writers: set[str] = set()
         self._traced: set[str] = set()
@@ -78,7 +79,7 @@ class InterventionScheduler(FairScheduler):
         if params is not None and entry is not None:
             entry["tensors"] = self.contents.acquire(request.request_id, entry["tensors"])
             plan = RequestPlan.decode(entry["plan"])
-            self._pending[request.request_id] = PendingResults(plan, stops_outside=bool(params.stop))
+            self._outbox.open(request.request_id, plan, stops_outside=bool(params.stop))
             self._owners[request.request_id] = entry["key"]
             if plan.fingerprint:
                 self._writers.add(request.request_id)
@@ -170,16 +171,18 @@ class InterventionScheduler(FairScheduler):
             self._spoil_sharers(results.failures)
             for request_id in results.failures:
                 self._uncache(request_id)
-            self._absorb(results)
             for request_id, told in results.news.items():
                 self._news.setdefault(request_id, []).append(told)
+        self._outbox.absorb(results)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
         if self._news:
             self._attach_news(outputs)
-        if self._pending:
-            self._attach(outputs)
+        if self._outbox:
+            # Nobody's output is looked at while none can have something to carry.
+            if self._outbox.sends_each_time or self.finished_req_ids:
+                self._attach(outputs)
             if results is not None:
                 self._end_failed(results.failures, outputs)
         if results is not None:
@@ -189,17 +192,7 @@ class InterventionScheduler(FairScheduler):
 
     def num_pending(self) -> int:
         """Return how many requests' results are waiting."""
-        return len(self._pending)
-
-    def _absorb(self, results: StepResults) -> None:
-        for request_id, info in results.infos.items():
-            pending = self._pending.get(request_id)
-            if pending is not None:
-                pending.absorb(results.records.get(request_id, ()), info, None)
-        for request_id, failure in results.failures.items():
-            pending = self._pending.get(request_id)
-            if pending is not None:
-                pending.absorb((), None, failure)
+        return len(self._outbox)
 
     def _spoil_sharers(self, failures: dict[str, Failure]) -> None:
         """Fail also those who took blocks from a request whose writes did not all happen.
@@ -233,10 +226,9 @@ class InterventionScheduler(FairScheduler):
     def _attach(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         for client_outputs in outputs.values():
             for output in client_outputs.outputs:
-                pending = self._pending.get(output.request_id)
-                if pending is None:
+                if output.request_id not in self._outbox:
                     continue
-                payload = pending.take(final=output.finished)
+                payload = self._outbox.take(output.request_id, final=output.finished)
                 if payload is not None:
                     _send(output, self._parcel(output.request_id, payload.encode()))
                 if output.finished:
@@ -253,10 +245,9 @@ class InterventionScheduler(FairScheduler):
 
     def _end_failed(self, failures: dict[str, Failure], outputs: dict[int, EngineCoreOutputs]) -> None:
         for request_id in failures:
-            pending = self._pending.get(request_id)
-            if pending is None:
+            if request_id not in self._outbox:
                 continue
-            payload = pending.take(final=True)
+            payload = self._outbox.take(request_id, final=True)
             parcel = None if payload is None else self._parcel(request_id, payload.encode())
             self._end(request_id, RequestStatus.FINISHED_ERROR, parcel, outputs)
 
@@ -280,7 +271,7 @@ class InterventionScheduler(FairScheduler):
         return {PLAN_KEY: {"key": self._owners[request_id], "data": data}}
 
     def _drop(self, request_id: str) -> None:
-        if self._pending.pop(request_id, None) is not None:
+        if self._outbox.close(request_id):
             del self._owners[request_id]
             self._writers.discard(request_id)
             self.contents.release(request_id)

@@ -1,7 +1,7 @@
 """Everything that a worker knows of interventions: live requests, the step's plan, the model's points.
 
-Follows the life of a step: ``begin`` with the scheduler's output, ``plan`` when the rows are
-final, ``forward`` around the model, ``on_hidden`` and ``on_logits`` behind it, ``finish`` after
+Follows the life of a step: ``begin`` with the scheduler's output, ``go_on`` or ``plan`` when the
+rows are final, ``on_hidden``, ``on_logits`` and ``collect`` behind the model, ``finish`` after
 sampling. What goes wrong for one request is kept with it and never raised.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from nnsight_engine.core.errors import InterventionError
@@ -20,10 +21,12 @@ from nnsight_engine.core.tensor_bytes import DTYPES
 from nnsight_engine.plans.active import ActiveRequest, Registrar
 from nnsight_engine.plans.builder import LOGITS, StepBuilder
 from nnsight_engine.plans.harvest import Harvester
+from nnsight_engine.plans.host_arena import HostArena
 from nnsight_engine.plans.ledger import ByteLedger
 from nnsight_engine.plans.logits_rows import LogitsRows
 from nnsight_engine.plans.records import Failure, StepResults
 from nnsight_engine.plans.request_plan import Site
+from nnsight_engine.plans.run import Run
 from nnsight_engine.plans.step_plan import Span, StepPlan
 from nnsight_engine.vllm_backend.attention_hooks import attention_form
 from nnsight_engine.vllm_backend.families import ModelPoints
@@ -62,9 +65,11 @@ class WorkerState:
         self._builder = StepBuilder(
             spec, dtype, device, self._ledger, lambda layer: attention_form(points.attention(layer))
         )
-        self._harvester = Harvester(points.lens_logits)
+        self._harvester = Harvester(points.lens_logits, None if device.type == "cpu" else HostArena(device))
         self._active: dict[str, ActiveRequest] = {}
         self._refused: dict[str, Failure] = {}
+        self._run: Run | None = None
+        self._is_next = False
 
     def begin(self, arrived: Sequence[tuple[str, dict[str, Any]]], finished: set[str]) -> None:
         """Register the requests that arrived with interventions, forget those that finished.
@@ -73,6 +78,10 @@ class WorkerState:
             arrived: Request id and our entry of ``extra_args``.
             finished: Ids of all finished requests.
         """
+        # A run's steps follow each other: one in which nobody intervened ends it.
+        if not self._is_next:
+            self._end_run()
+        self._is_next = False
         if self._active or self._refused:
             for request_id in finished:
                 self._forget(request_id)
@@ -93,9 +102,15 @@ class WorkerState:
         self._refused.pop(request_id, None)
         request = self._active.pop(request_id, None)
         if request is not None:
+            self._end_run()
             self._registrar.forget(request)
             self._ledger.release(request_id)
             self._builder.forget()
+
+    def _end_run(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.settle()
 
     def num_live(self) -> dict[str, int]:
         """Return how much is held, for tests and metrics: all zero when no request is live."""
@@ -117,8 +132,30 @@ class WorkerState:
             return None
         return Span(request, row, num_rows, start, tokens)
 
+    def go_on(self, request_ids: list[str], positions: npt.NDArray[np.integer]) -> StepPlan | None:
+        """Return the last step's plan if this step goes on with it, else None.
+
+        Args:
+            request_ids: The step's requests by row, of which each has one.
+            positions: Of their rows.
+        """
+        run = self._run
+        if run is None or self._registrar.failed or not run.go_on(request_ids, positions):
+            return None
+        self._is_next = True
+        return run.plan
+
+    def may_go_on(
+        self, plan: StepPlan | None, request_ids: list[str], positions: npt.NDArray[np.integer]
+    ) -> None:
+        """Let the next step go on with this one's plan, if it may be like it; arguments as in ``go_on``."""
+        if plan is not None and plan.signature is not None:
+            self._run = Run(plan, request_ids, positions, self._ledger)
+            self._is_next = True
+
     def plan(self, spans: list[Span]) -> StepPlan | None:
         """Return the step's plan, or None when nobody in it intervenes."""
+        self._end_run()
         if not spans:
             return None
         try:
@@ -155,7 +192,7 @@ class WorkerState:
         plan: StepPlan,
         hidden: torch.Tensor,
         sampled: torch.Tensor,
-        sample_rows: np.ndarray[Any, np.dtype[np.int64]],
+        sample_rows: npt.NDArray[np.int64],
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         """Run what is planned at the logits.
@@ -179,6 +216,15 @@ class WorkerState:
             if plan.writes_logits:
                 origin.put_back(logits, sampled)
 
+    def collect(self, plan: StepPlan) -> None:
+        """Begin to bring to the host what the step has read, before sampling waits for the device."""
+        try:
+            self._harvester.collect(plan)
+        except Exception as error:
+            logger.exception("what a step has read could not be collected")
+            for span in plan.spans.values():
+                span.request.fail("intervention_failed", f"results could not be collected: {error}")
+
     def finish(
         self, plan: StepPlan | None, sampled: Sequence[Sequence[int]], order: dict[str, int]
     ) -> StepResults | None:
@@ -186,19 +232,39 @@ class WorkerState:
         refused, results = self._refused, None
         if plan is not None:
             plan.fail_unreached()
-            self._builder.give_back(plan)
-            try:
-                results = self._harvester.harvest(plan, sampled, order)
-            except Exception as error:
-                logger.exception("a step could not be harvested")
-                self._builder.forget()
-                for span in plan.spans.values():
-                    span.request.fail("intervention_failed", f"results could not be collected: {error}")
-                failures = {
-                    key: span.request.failure for key, span in plan.spans.items() if span.request.failure
-                }
-                results = StepResults({}, {}, failures)
+            results = self._finish_run(plan, sampled, order) or self._finish_each(plan, sampled, order)
         if refused:
             results = results or StepResults({}, {}, {})
             results.failures.update(refused)
         return results
+
+    def _finish_run(
+        self, plan: StepPlan, sampled: Sequence[Sequence[int]], order: dict[str, int]
+    ) -> StepResults | None:
+        """Return the results of a run's step, or None where they must be told request by request."""
+        run = self._run
+        if run is None or not run.num_steps:
+            self._builder.give_back(plan)
+            return None
+        run.give_back()
+        if not (self._registrar.failed or plan.is_untold):
+            try:
+                return self._harvester.harvest_run(run, sampled, order)
+            except Exception:
+                # Found one by one whose results they are.
+                logger.exception("a run's step could not be harvested")
+        run.settle(is_under_way=True)
+        return None
+
+    def _finish_each(
+        self, plan: StepPlan, sampled: Sequence[Sequence[int]], order: dict[str, int]
+    ) -> StepResults:
+        try:
+            return self._harvester.harvest(plan, sampled, order)
+        except Exception as error:
+            logger.exception("a step could not be harvested")
+            self._builder.forget()
+            for span in plan.spans.values():
+                span.request.fail("intervention_failed", f"results could not be collected: {error}")
+            failures = {key: span.request.failure for key, span in plan.spans.items() if span.request.failure}
+            return StepResults({}, {}, failures)

@@ -18,10 +18,12 @@ from nnsight_engine.plans.collected import CaptureResult
 from nnsight_engine.plans.collector import RequestCollector
 from nnsight_engine.plans.compile import compile_request
 from nnsight_engine.plans.harvest import Harvester
+from nnsight_engine.plans.host_arena import HostArena
 from nnsight_engine.plans.key_store import KeyStore
 from nnsight_engine.plans.ledger import ByteLedger
+from nnsight_engine.plans.outbox import PendingResults
 from nnsight_engine.plans.patterns import AttentionForm, ComputePattern
-from nnsight_engine.plans.records import Payload, PendingResults
+from nnsight_engine.plans.records import Payload
 from nnsight_engine.plans.request_plan import CompiledRequest, Site
 from nnsight_engine.plans.step_plan import Span
 
@@ -156,7 +158,7 @@ class Worker:
         self.request: ActiveRequest = Registrar(SPEC, torch.float32, device).register(
             "r", request.plan.encode(), {}
         )
-        self.harvester = Harvester(lambda rows: rows)
+        self.harvester = Harvester(lambda rows: rows, HostArena(device))
         self.pending = PendingResults(request.plan, stops_outside=False)
         self.queries, self.keys = torch.randn(64, HEADS, HEAD_DIM), torch.randn(64, KV_HEADS, HEAD_DIM)
 
@@ -171,6 +173,7 @@ class Worker:
             queries = torch.cat([other.expand(-1, HEADS, -1), self.queries[start:stop]])
             plan.run(site, queries, torch.cat([other.expand(-1, KV_HEADS, -1), self.keys[start:stop]]))
         plan.fail_unreached()
+        self.harvester.collect(plan)
         results = self.harvester.harvest(plan, [], {})
         self.pending.absorb(results.records.get("r", []), results.infos.get("r"), results.failures.get("r"))
         return bool(sites)

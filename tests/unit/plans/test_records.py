@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from nnsight_engine.plans.records import Payload, PendingResults, StepInfo, StepRecord
+from nnsight_engine.plans.outbox import PendingResults
+from nnsight_engine.plans.records import Payload, StepInfo, StepRecord
 from nnsight_engine.plans.request_plan import Kind, PlannedOp, RequestPlan, Site
 
 SITE = Site("output", 3)

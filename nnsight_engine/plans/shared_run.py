@@ -1,0 +1,152 @@
+"""What a run's steps have brought so far, for all its requests together, in the scheduler's process.
+
+A run is a sequence of steps in which everybody does what they did in the step before, one position further
+(``run``). Each of its steps is kept whole; a request's part is cut out when an output takes it along, or when
+the run ends, and the run's memory goes with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from nnsight_engine.plans.records import RunGroup, RunOpening, RunStep
+
+HeldParts = Callable[[str, int], list[bytes] | None]
+"""A request's reduction so far by request id and index of the operation, None where nothing waits for it."""
+
+
+class Rows(Protocol):
+    """The values of one group of reads; each of its members has one row."""
+
+    def add(self, parts: list[bytes]) -> None:
+        """Take over the next step's parts."""
+
+    def of(self, row: int, since: int) -> list[bytes]:
+        """Return one member's values of the steps from ``since`` on, or what they are reduced to."""
+
+
+class EveryStep:
+    """Keeps each step's values."""
+
+    def __init__(self, num_rows: int) -> None:
+        """Start with no step."""
+        self._num_rows = num_rows
+        self._steps: list[list[bytes]] = []
+
+    def add(self, parts: list[bytes]) -> None:
+        """Keep them."""
+        self._steps.append(parts)
+
+    def of(self, row: int, since: int) -> list[bytes]:
+        """Return the member's rows, one after the other."""
+        columns = zip(*self._steps[since:], strict=True)
+        return [b"".join(_row(part, row, self._num_rows) for part in column) for column in columns]
+
+
+class LastStep:
+    """Keeps the last step's values."""
+
+    def __init__(self, num_rows: int) -> None:
+        """Start with none."""
+        self._num_rows = num_rows
+        self._parts: list[bytes] = []
+
+    def add(self, parts: list[bytes]) -> None:
+        """Keep them, and forget those before."""
+        self._parts = parts
+
+    def of(self, row: int, since: int) -> list[bytes]:
+        """Return the member's last row."""
+        del since
+        return [_row(part, row, self._num_rows) for part in self._parts]
+
+
+class Totals:
+    """Adds the steps' values up, in float32 and in the order in which each member alone would add them.
+
+    Args:
+        held: What each member has added up before the run.
+    """
+
+    def __init__(self, held: list[list[bytes] | None]) -> None:
+        """Start with that."""
+        self._held = held
+        self._totals: list[npt.NDArray[np.float32]] = []
+
+    def add(self, parts: list[bytes]) -> None:
+        """Add them."""
+        rows = [np.frombuffer(part, np.float32).reshape(len(self._held), -1) for part in parts]
+        if not self._totals:
+            self._totals = [part.copy() for part in rows]
+            for row, held in enumerate(self._held):
+                for index, own in enumerate(held or ()):
+                    self._totals[index][row] += np.frombuffer(own, np.float32)
+            return
+        for total, part in zip(self._totals, rows, strict=True):
+            np.add(total, part, out=total)
+
+    def of(self, row: int, since: int) -> list[bytes]:
+        """Return the member's total."""
+        del since
+        return [total[row].tobytes() for total in self._totals]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where a request finds the values of one of its operations."""
+
+    op: int
+    rows: Rows
+    row: int
+
+
+class SharedRun:
+    """One run, while it lasts.
+
+    Args:
+        opening: Who takes part, and what they read.
+        held: Says what their reductions have come to.
+
+    Attributes:
+        num_steps: Steps so far.
+        point_s: Seconds so far, see ``RunStep``.
+        places: For each request, where it finds its values.
+    """
+
+    def __init__(self, opening: RunOpening, held: HeldParts) -> None:
+        """Start with no step."""
+        self.num_steps = 0
+        self.point_s = 0.0
+        self.places: dict[str, list[Place]] = {request_id: [] for request_id in opening.request_ids}
+        self._groups: list[Rows] = []
+        for group in opening.groups:
+            rows = _rows(group, held)
+            self._groups.append(rows)
+            for row, (request_id, op) in enumerate(group.members):
+                self.places[request_id].append(Place(op, rows, row))
+
+    def add(self, step: RunStep) -> None:
+        """Take over the next step."""
+        self.num_steps, self.point_s = step.num_steps, step.point_s
+        for rows, parts in zip(self._groups, step.parts, strict=True):
+            rows.add(parts)
+
+
+def _rows(group: RunGroup, held: HeldParts) -> Rows:
+    match group.reduce:
+        case "mean":
+            return Totals([held(request_id, op) for request_id, op in group.members])
+        case "last":
+            return LastStep(len(group.members))
+        case _:
+            return EveryStep(len(group.members))
+
+
+def _row(part: bytes, row: int, num_rows: int) -> bytes:
+    size = len(part) // num_rows
+    return part[row * size : (row + 1) * size]

@@ -1,0 +1,186 @@
+"""A worker and a scheduler without vLLM: plans run on a stand-in for a model, results wait for outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from api_schemas.interventions import parse_interventions
+from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
+from nnsight_engine.plans.compile import compile_request
+from nnsight_engine.plans.outbox import Outbox
+from nnsight_engine.plans.records import Payload, StepResults
+from nnsight_engine.plans.request_plan import CompiledRequest
+from nnsight_engine.plans.step_plan import StepPlan
+from nnsight_engine.vllm_backend.families import FAMILIES, ModelPoints
+from nnsight_engine.vllm_backend.worker_state import WorkerState
+
+HIDDEN, VOCAB, LAYERS = 4, 6, 2
+OPERATIONS = ("steer", "ablate", "patch", "capture", "probe", "logit_lens")
+SPEC = ModelSpec(
+    name="stand-in",
+    architecture="LlamaForCausalLM",
+    num_layers=LAYERS,
+    hidden_size=HIDDEN,
+    vocab_size=VOCAB,
+    dtype="float32",
+    max_model_len=512,
+    max_num_batched_tokens=64,
+    leaves=(
+        LeafSpec("output", (HIDDEN,), "tap", OPERATIONS),
+        LeafSpec("norm.output", (HIDDEN,), "tap", OPERATIONS),
+        LeafSpec("logits", (VOCAB,), "tap", ("steer", "ablate", "patch", "capture", "probe")),
+        LeafSpec("samples", (), "tap", ("capture",)),
+    ),
+    max_capture_bytes=1 << 20,
+)
+
+
+class StandIn(nn.Module):
+    """Tells a lens and the sampler their logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_broken = False
+        self.weight = torch.randn(HIDDEN, VOCAB, generator=torch.Generator().manual_seed(1))
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.is_broken:
+            raise RuntimeError("no logits today")
+        return hidden @ self.weight
+
+
+def compiled(raw: list[dict[str, Any]], prompt_len: int, *, stream: bool = False) -> CompiledRequest:
+    return compile_request(
+        parse_interventions(raw),
+        spec=SPEC,
+        prompt_token_ids=list(range(prompt_len)),
+        max_tokens=64,
+        tokenize=lambda text: [len(text)],
+        stream=stream,
+    )
+
+
+@dataclasses.dataclass
+class Rows:
+    """A request's part of a step; ``seed`` decides what the stand-in computes for it."""
+
+    request_id: str
+    seed: int
+    start: int
+    num_rows: int
+
+
+class Worker:
+    """A worker's state, fed with steps as the runner feeds it.
+
+    Args:
+        shares: Whether steps may go on with the one before; else each is told request by request.
+    """
+
+    def __init__(self, *, shares: bool, max_request_bytes: int = 1 << 20, max_bytes: int = 1 << 20) -> None:
+        self.model = StandIn()
+        points = ModelPoints(
+            model=self.model,
+            family=FAMILIES[0],
+            layers=(),
+            local_layers=range(0),
+            final_norm=None,
+            project_out=None,
+            hidden_size=HIDDEN,
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=HIDDEN,
+            intermediate_size=HIDDEN,
+            vocab_size=VOCAB,
+            tensor_parallel_size=1,
+        )
+        self.state = WorkerState(
+            points,
+            SPEC,
+            torch.device("cpu"),
+            max_request_bytes=max_request_bytes,
+            max_engine_bytes=max_bytes,
+        )
+        self.outbox = Outbox()
+        self.num_shared = 0
+        self._shares = shares
+        self._token_ids = np.arange(SPEC.max_model_len, dtype=np.int32) % VOCAB
+
+    def begin(self, arrived: dict[str, CompiledRequest], finished: set[str]) -> None:
+        entries = []
+        for request_id, request in arrived.items():
+            tensors = {key: (one.dtype, list(one.shape), one.data) for key, one in request.tensors.items()}
+            entries.append((request_id, {"plan": request.plan.encode(), "tensors": tensors}))
+        self.state.begin(entries, finished)
+
+    def plan(self, batch: Sequence[Rows]) -> StepPlan | None:
+        if self.state.idle:
+            return None
+        request_ids = [rows.request_id for rows in batch]
+        positions = np.array([rows.start for rows in batch], np.int32)
+        is_decode = self._shares and all(rows.num_rows == 1 for rows in batch)
+        plan = self.state.go_on(request_ids, positions) if is_decode else None
+        if plan is not None:
+            return plan
+        spans, row = [], 0
+        for rows in batch:
+            span = self.state.span(rows.request_id, row, rows.num_rows, rows.start, self._token_ids)
+            row += rows.num_rows
+            if span is not None:
+                spans.append(span)
+        plan = self.state.plan(spans)
+        if is_decode:
+            self.state.may_go_on(plan, request_ids, positions)
+        return plan
+
+    def run(
+        self, plan: StepPlan | None, hidden: torch.Tensor, ends: torch.Tensor, *, skipped_tap: int = -1
+    ) -> list[list[int]]:
+        """Run the stand-in; returns one sampled id for each request."""
+        hidden = hidden.clone()
+        for tap in range(LAYERS + 1):
+            hidden = hidden * 1.25 + tap
+            if plan is not None and tap != skipped_tap:
+                plan.run(tap, hidden, None)
+        if plan is not None:
+            self.state.on_hidden(plan, hidden)
+        logits = hidden[ends] @ self.model.weight
+        if plan is not None:
+            self.state.on_logits(plan, hidden, logits, ends.numpy(), self.model.compute_logits)
+            self.state.collect(plan)
+        return [[token] for token in logits.argmax(dim=-1).tolist()]
+
+    def finish(
+        self, plan: StepPlan | None, batch: Sequence[Rows], sampled: list[list[int]]
+    ) -> StepResults | None:
+        order = {rows.request_id: row for row, rows in enumerate(batch)}
+        results = self.state.finish(plan, sampled, order)
+        self.num_shared += results is not None and results.run_step is not None
+        self.outbox.absorb(results)
+        return results
+
+    def take(self, request_id: str, *, final: bool) -> Payload | None:
+        """Return what leaves with a request's output, as it arrives."""
+        payload = self.outbox.take(request_id, final=final)
+        return None if payload is None else Payload.decode(payload.encode())
+
+
+def hidden_of(batch: Sequence[Rows]) -> torch.Tensor:
+    """Return what the stand-in begins with, a matter of the request and the position alone."""
+    rows = []
+    for one in batch:
+        positions = torch.arange(one.start, one.start + one.num_rows, dtype=torch.float32)
+        columns = torch.arange(1, HIDDEN + 1, dtype=torch.float32)
+        rows.append(torch.sin(positions[:, None] * columns + one.seed))
+    return torch.cat(rows)
+
+
+def ends_of(batch: Sequence[Rows]) -> torch.Tensor:
+    """Return each request's last row."""
+    return torch.tensor([rows.num_rows for rows in batch]).cumsum(0) - 1
