@@ -69,6 +69,9 @@ BLOCKS = {
     "read": "h = model.layers[5].output.float().save()",
     "last": "h = model.layers[5].output[-1].float().save()",
     "edit": "model.layers[5].output[:] *= 1.5\nh = model.layers[9].output.float().save()",
+    "embeddings": (
+        "model.embed.output[:] *= 2\nh = [model.layers[0].input.float(), model.logits.output.float()].save()"
+    ),
     "edit and look inside": (
         "model.layers[5].output[:] *= 2\nmodel.layers[6].output = model.layers[6].output + 1\n"
         "h = [model.layers[8].mlp.output.float(), model.logits.output.float()].save()"
