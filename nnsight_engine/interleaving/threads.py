@@ -73,13 +73,14 @@ class ThreadStack:
         abandoned: Whether the job was left behind.
     """
 
-    __slots__ = ("_given", "_handed", "_there", "_thread", "abandoned", "budget_s", "left_s")
+    __slots__ = ("_given", "_handed", "_stream", "_there", "_thread", "abandoned", "budget_s", "left_s")
 
     def __init__(self, budget_s: float) -> None:
         """Prepare; nothing runs before ``start``."""
         self.budget_s = self.left_s = budget_s
         self.abandoned = False
         self._given: Any = None
+        self._stream: torch.cuda.Stream | None = None
         self._handed = allocate_lock()
         self._there = allocate_lock()
         self._handed.acquire()
@@ -101,13 +102,15 @@ class ThreadStack:
     def resume(self, payload: Any) -> Any:
         """Hand ``payload`` over and return what comes back."""
         self._given = payload
+        # A thread has a current stream of its own, and work on it would be in no order with the model's.
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self._handed.release()
         return self._wait()
 
     def hand_over(self, event: Any) -> Any:
         """Give the baton away, from within the job, and return what it comes back with."""
         self._give(event)
-        self._handed.acquire()
+        self._take_over()
         if self.abandoned:
             raise SystemExit
         given, self._given = self._given, None
@@ -119,13 +122,19 @@ class ThreadStack:
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)
-        self._handed.acquire()
+        self._take_over()
         job, self._given = self._given, None
         try:
             done = Done(job())
         except BaseException as error:  # noqa: BLE001 - raised by whoever gave the job
             done = Done(error=error)
         self._give(done)
+
+    def _take_over(self) -> None:
+        """Wait for the baton, and go on with whoever gave it on the same stream of the device."""
+        self._handed.acquire()
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)
 
     def _give(self, event: Any) -> None:
         if self.abandoned:

@@ -113,3 +113,19 @@ def test_random_numbers_are_the_blocks_own() -> None:
     torch.manual_seed(7)
     run_one(block, a=1)
     assert all(torch.equal(one, other) for one, other in zip(first, drawn, strict=True))
+
+
+def test_a_block_works_on_the_models_stream_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Stands for torch's: streams are only where there is a device.
+    taken: list[tuple[int, str]] = []
+    of_model = iter(["first", "second"])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: next(of_model))
+    monkeypatch.setattr(
+        torch.cuda, "set_stream", lambda stream: taken.append((threading.get_ident(), stream))
+    )
+    stack = ThreadStack(1.0)
+    thread = stack.start(lambda: stack.hand_over(threading.get_ident()))
+    stack.resume(None)
+    assert thread != threading.get_ident()
+    assert taken == [(thread, "first"), (thread, "second")]
