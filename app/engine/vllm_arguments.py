@@ -40,6 +40,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             )
     if current_platform.is_cpu() and not compiles:
         args.enforce_eager = True
-    if current_platform.is_cpu() and args.dtype == "auto":
-        args.dtype = "float32" if torch.backends.cpu.get_cpu_capability() == _WITHOUT_BF16 else "auto"
+    has_bf16 = not current_platform.is_cpu() or torch.backends.cpu.get_cpu_capability() != _WITHOUT_BF16
+    if args.dtype == "auto" and not has_bf16:
+        args.dtype = "float32"
     return args

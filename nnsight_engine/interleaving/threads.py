@@ -23,7 +23,7 @@ from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -331,11 +331,7 @@ class ThreadMediator(Mediator):
 
     def ask(self, kind: Events, provider: str, iteration: int | None = None, more: Any = None) -> Any:
         """Hand an event over and return the answer, see ``Mediator``."""
-        event = (kind, provider, iteration, more)
-        worker: ThreadStack | None = self.worker
-        if worker is None or not worker.is_current():
-            self._refuse(named(provider, iteration))
-        return self._handed_over(worker, event)
+        return self._handed_over((kind, provider, iteration, more), provider, iteration)
 
     def on_models_thread(self, act: Callable[[], Any], what: str) -> Any:
         """Have the model's thread do something now, and return its result.
@@ -347,17 +343,13 @@ class ThreadMediator(Mediator):
         Raises:
             ValueError: The code that asks is not this block's.
         """
+        return self._handed_over(_Errand(act), what)
+
+    def _handed_over(self, event: Any, what: str, iteration: int | None = None) -> Any:
         worker: ThreadStack | None = self.worker
         if worker is None or not worker.is_current():
-            self._refuse(what)
-        return self._handed_over(worker, _Errand(act))
-
-    def _refuse(self, what: str) -> NoReturn:
-        assert self.interleaver is not None  # noqa: S101 - a started block has one
-        raise self.interleaver.foreign(what)
-
-    @staticmethod
-    def _handed_over(worker: ThreadStack, event: Any) -> Any:
+            assert self.interleaver is not None  # noqa: S101 - a started block has one
+            raise self.interleaver.foreign(named(what, iteration))
         answer = worker.hand_over(event)
         if type(answer) is Raise:
             raise answer.error
