@@ -225,7 +225,7 @@ class Settings(BaseSettings):
         default=None, description="How the log is written; unset, `text` on a terminal, else `json`."
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
-        default="WARNING", description="From which level on is logged; requests are at `INFO`."
+        default="WARNING", description="From which level on the server logs; requests are at `INFO`."
     )
     metrics_dir: Path | None = Field(
         default=None,
@@ -273,7 +273,7 @@ def set_engine_defaults() -> None:
 
 
 def set_engine_log(path: str) -> None:
-    """Have vLLM's processes log as a configuration of the standard library's says; before vLLM is imported."""
+    """Have vLLM's processes log as a configuration of the standard library says; before it is imported."""
     os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", path)
 
 

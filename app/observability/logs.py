@@ -23,6 +23,8 @@ from app.settings import Settings, set_engine_log
 _requests = logging.getLogger("app.requests")
 
 _FIELDS: Final = ("request_id", "tenant", "trace_id")
+_CHATTY: Final = ("app", "nnsight_engine", "uvicorn")
+"""Loggers that go by the setting ``log_level``."""
 _VLLM_CONFIG: Final = "vllm_logging.json"
 
 
@@ -33,7 +35,11 @@ def start_logs(settings: Settings) -> None:
     handler.setFormatter(json_formatter() if as_json else text_formatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(settings.log_level)
+    root.setLevel(logging.WARNING)
+    # Not of all: some libraries tell at these levels what they are given, statements with their values.
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(settings.log_level)
+    logging.captureWarnings(True)  # noqa: FBT003 - the library's
     if as_json:
         set_engine_log(str(importlib.resources.files("app.observability") / _VLLM_CONFIG))
 

@@ -1,10 +1,10 @@
 """The server's metrics: what each counts, and ``GET /metrics``' text.
 
 One registry for each server, of which a process may have several; vLLM keeps its own in the process's, and
-both are told together. Where several processes answer for one port, ``prometheus_client``'s mode for that (the
-setting ``metrics_dir``) adds up what all have counted, so everything here is a metric of that library's,
-also what an engine has counted elsewhere. Labels have only values of which there are few: what clients write
-is one of those known, or ``other``.
+both are told together. Where several processes answer for one port, ``prometheus_client`` adds up what all
+have counted (the setting ``metrics_dir``), so everything here is a metric of that library, also what others
+have counted. Labels have only values of which there are few: what clients write is one of those known, or
+``other``.
 """
 
 from __future__ import annotations
@@ -111,7 +111,6 @@ class Metrics:
         folder: Where several processes keep theirs together; None where this is the only one.
 
     Attributes:
-        engine_restarts: Is increased by whoever starts an engine in place of one that died.
         first_token_s: Histogram by route and kind.
         between_tokens_s: Likewise.
     """
@@ -121,6 +120,7 @@ class Metrics:
         own = self._own = CollectorRegistry()
         self._folder = folder
         self._told = EngineCounts()
+        self._num_restarts = 0
         self._requests = Counter(
             "nnsight_engine_requests",
             "Requests that were answered, by how that ended.",
@@ -174,7 +174,7 @@ class Metrics:
         self._job_ends = Counter(
             "nnsight_engine_jobs_ended", "Runs of jobs by end.", ["status"], registry=own
         )
-        self.engine_restarts = Counter(
+        self._restarts = Counter(
             "nnsight_engine_engine_restarts", "Engines started in place of one that died.", registry=own
         )
         self._make_engines(own)
@@ -252,6 +252,11 @@ class Metrics:
             for before, now in zip(last.intervention_buckets, counts.intervention_buckets, strict=True)
         ]
         self._step_s.add(tallies, _grown(last.intervention_s, counts.intervention_s))
+
+    def count_restarts(self, num_restarts: int) -> None:
+        """Learn how often this server has started an engine in place of one that died."""
+        self._restarts.inc(num_restarts - self._num_restarts)
+        self._num_restarts = num_restarts
 
     def set_levels(self, levels: Levels) -> None:
         """Learn what there is at the moment."""

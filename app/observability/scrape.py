@@ -1,7 +1,7 @@
 """What is asked for when somebody looks at the metrics: the engine's counts, and what there is at the moment.
 
-The engine answers questions between two steps: it is asked once a second at most, however many look, as is the
-database. Where one does not answer, those who look are told what was known last.
+The engine answers questions between two steps: it is asked once a second at most, however many look, and the
+database too. Where one does not answer, those who look are told what was known last.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Scrape:
         jobs: Know theirs.
         waiting: Returns what waits, by what it waits for.
         stored: Returns bytes kept and most that may be, by place.
+        restarts: Returns how often an engine was started in place of one that died.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Scrape:
         *,
         waiting: Callable[[], Mapping[str, int]],
         stored: Callable[[], Mapping[str, tuple[int, int]]],
+        restarts: Callable[[], int] = lambda: 0,
     ) -> None:
         """Know nothing yet."""
         self._metrics = metrics
@@ -61,6 +63,7 @@ class Scrape:
         self._jobs = jobs
         self._waiting = waiting
         self._stored = stored
+        self._restarts = restarts
         self._known_jobs: tuple[dict[str, int], float] = ({}, 0.0)
         self._asking: asyncio.Task[Any] | None = None
         self._told_at = float("-inf")
@@ -78,6 +81,7 @@ class Scrape:
             self._stored(),
         )
         self._metrics.set_levels(levels)
+        self._metrics.count_restarts(self._restarts())
         return await self._metrics.exposition()
 
     async def close(self) -> None:

@@ -141,7 +141,7 @@ class JobService:
         return self._files.space.used_bytes
 
     async def levels(self) -> tuple[dict[str, int], float]:
-        """Return how many jobs of this model there are by status, and how long the first of them has waited."""
+        """Return how many jobs of this model there are by status, and how long the first has waited."""
         counts, since = await self._store.levels(self._served().names[0])
         return counts, 0.0 if since is None else max(0.0, time.time() - since)
 

@@ -42,8 +42,8 @@ class Collector:
             for of_scope in of_resource.scope_spans:
                 self.spans += [
                     Span(
-                        span.name, span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex(), service,
-                        _values(span.attributes),
+                        span.name, span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex(),
+                        service, _values(span.attributes),
                     )
                     for span in of_scope.spans
                 ]  # fmt: skip
@@ -53,9 +53,8 @@ class Collector:
 
 
 def _values(attributes: Any) -> dict[str, Any]:
-    return {
-        one.key: getattr(one.value, one.value.WhichOneof("value") or "string_value") for one in attributes
-    }
+    kinds = {one.key: one.value.WhichOneof("value") or "string_value" for one in attributes}
+    return {one.key: getattr(one.value, kinds[one.key]) for one in attributes}
 
 
 @contextlib.contextmanager

@@ -48,7 +48,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
     monkeypatch.setenv("VLLM_LOGGING_CONFIG_PATH", "")
     start_logs(Settings(log_format="json", log_level="DEBUG"))
     yield Log(stream)
-    root.handlers[:], root.level = handlers, level
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
 
 
 async def test_each_request_has_a_line_with_whose_it_was(log: Log, tenants: Tenants) -> None:

@@ -23,7 +23,7 @@ from app.observability import scrape
 from nnsight_engine.core.engine_counts import EngineCounts
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.tenants import Tenants
-from tests.integration.waiting import until
+from tests.integration.waiting import until, until_async
 from tests.monitoring import OURS, PROJECT, Exposition, documented, expressions, named_in
 
 COMPLETIONS = "/v1/completions"
@@ -117,7 +117,10 @@ async def test_requests_are_counted_by_route_model_and_outcome(serve: Serve) -> 
         assert told.value(reasons, reason=reason) == 1, reason
 
 
-async def test_a_stream_that_fails_or_is_left_has_not_gone_well(serve: Serve) -> None:
+async def test_a_stream_that_fails_or_is_left_has_not_gone_well(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scrape, "_PATIENCE_S", 0.05)
     behaviour = FakeBehaviour(stream_error=RuntimeError("broken"))
     async with serve(behaviour) as server:
         assert (await server.complete(stream=True)).status_code == 200
@@ -256,9 +259,13 @@ async def test_there_are_metrics_whatever_becomes_of_the_engine(
 async def test_jobs_are_told_by_status_and_stores_by_what_they_have(with_jobs: Serve, at_once: None) -> None:
     async with with_jobs(max_running_jobs=1, job_store_bytes=12345678) as jobs:
         await jobs.end(await jobs.submit())
+
+        async def is_counted() -> bool:
+            return (await look(jobs.server)).value(f"{OURS}jobs_ended_total", status="completed") == 1
+
+        await until_async(is_counted)
         told = await look(jobs.server)
         assert told.value(f"{OURS}jobs", status="completed") == 1
-        assert told.value(f"{OURS}jobs_ended_total", status="completed") == 1
         assert told.value(f"{OURS}stored_bytes_limit", store="jobs") == 12345678
         assert 0 < told.value(f"{OURS}stored_bytes", store="jobs") < 1 << 20
 
