@@ -21,6 +21,8 @@ PROMPT = "The Eiffel Tower is in the swordfish of"
 STEER = {"op": "steer", "at": "layers.10.output", "vector": [1.25] * 576, "scale": 0.01}
 HEADS = {"op": "capture", "at": "layers.3.attn.heads", "where": {"positions": [-1]}}
 CODE = "hidden = model.layers[5].output[0].save()"
+OF_NATIVE_CODE = ("[Gloo] ", "[W")
+"""How lines begin that libraries print past every logger."""
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT_ID = "00f067aa0ba902b7"
 
@@ -51,7 +53,14 @@ def client(server: Server) -> Iterator[httpx.Client]:
 
 
 def complete(client: httpx.Client, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
-    whole = {"model": BUNDLED_MODEL_NAME, "prompt": PROMPT, "max_tokens": 6, "temperature": 0, **body}
+    whole = {
+        "model": BUNDLED_MODEL_NAME,
+        "prompt": PROMPT,
+        "max_tokens": 6,
+        "temperature": 0,
+        "ignore_eos": True,
+        **body,
+    }
     answer = client.post("/v1/completions", json=whole, headers=headers)
     assert answer.status_code == 200, answer.text
     return answer
@@ -75,15 +84,20 @@ def test_real_steps_are_counted_and_timed(client: httpx.Client) -> None:
     complete(client, stream=True, interventions=[STEER])
     complete(client, interventions=[HEADS])
     complete(client, interventions=[{"op": "trace", "code": CODE}])
-    chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4, "stream": True}
+    chat = {
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": 4,
+        "stream": True,
+        "ignore_eos": True,
+    }
     assert client.post("/v1/chat/completions", json=chat).status_code == 200
     after = look(client)
 
     def grown(name: str, **labels: str) -> float:
         return after.value(f"{OURS}{name}", **labels) - before.value(f"{OURS}{name}", **labels)
 
-    for tier in ("plain", "tap", "eager"):
-        assert grown("steps_total", tier=tier) >= 6, tier
+    for tier, least in (("plain", 6), ("tap", 6), ("eager", 1)):
+        assert grown("steps_total", tier=tier) >= least, tier
     with_interventions = grown("steps_total", tier="tap") + grown("steps_total", tier="eager")
     assert grown("step_intervention_seconds_count") == with_interventions
     assert 0 < grown("step_intervention_seconds_sum") < 30
@@ -99,7 +113,8 @@ def test_real_steps_are_counted_and_timed(client: httpx.Client) -> None:
         labels = {"route": route, "kind": kind}
         assert grown("time_to_first_token_seconds_count", **labels) == 1, labels
         assert grown("time_to_first_token_seconds_sum", **labels) > 0.005, labels
-        assert grown("inter_token_seconds_count", **labels) == num_tokens - 1, labels
+        # One that was not fetched in time comes with the next.
+        assert 0 < grown("inter_token_seconds_count", **labels) <= num_tokens - 1, labels
         assert grown("request_seconds_count", **labels) >= 1, labels
 
 
@@ -144,9 +159,11 @@ def test_all_lines_of_the_log_are_json_and_tell_nothing_of_the_content(
     client.post("/v1/completions", json={"prompt": PROMPT, "n": "swordfish"})
     client.post("/v1/completions", json={"prompt": PROMPT, "interventions": [{**STEER, "vector": [1.25]}]})
     request_id = answer.headers["x-request-id"]
-    until(lambda: request_id in server.output())
+    until(lambda: request_id in server.whole_output())
     text = server.whole_output()
-    lines = [json.loads(line) for line in text.splitlines()]
+    others = [line for line in text.splitlines() if not line.startswith(("{", *OF_NATIVE_CODE))]
+    assert others == []
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     (line,) = [one for one in lines if one.get("request_id") == request_id and one["event"] == "request"]
     assert line["trace_id"] == answer.headers["traceparent"].split("-")[1]
     assert (line["route"], line["operations"]) == ("/v1/completions", ["steer"])
