@@ -167,7 +167,9 @@ def _settings() -> Settings:
         return Settings()
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        name = f"{Settings.model_config['env_prefix']}{'.'.join(map(str, first['loc']))}".upper()
+        name = ".".join(map(str, first["loc"]))
+        if name in Settings.model_fields:  # else it is a variable's, of those with a name of their own
+            name = f"{Settings.model_config['env_prefix']}{name}".upper()
         raise CommandError(
             f"the variable {name} is wrong: {first['msg']}, got {first['input']!r}; see docs/settings.md"
         ) from error
