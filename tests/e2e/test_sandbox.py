@@ -23,7 +23,7 @@ pytestmark = pytest.mark.e2e
 
 
 class Sandboxed:
-    """A server, a key whose code is sandboxed, one whose code is trusted, and one that may look at metrics."""
+    """A server, a key whose code is sandboxed, one whose code is trusted, one that may look at metrics."""
 
     def __init__(self, url: str, stranger: str, trusted: str, monitor: str) -> None:
         self.url, self.stranger, self.trusted, self.monitor = url, stranger, trusted, monitor
