@@ -15,6 +15,8 @@ ARGS ?=
 TESTS ?=
 # "required" makes a missing PostgreSQL a failure, where tests that need it are skipped else.
 POSTGRES ?= $(if $(CI),required,)
+# Likewise promtool, which checks the alert rules.
+PROMTOOL ?= $(if $(CI),required,)
 
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml scripts/install.sh $(sort $(wildcard requirements/*.txt))
@@ -23,9 +25,10 @@ INSTALLED := $(VENV)/.installed-$(shell cat $(INPUTS) | sha256sum | cut -c1-16)
 # Those of our folders that hold Python; mypy refuses an empty one.
 SOURCES = $(shell for d in api_schemas nnsight_engine app benchmarks examples loadtests tests; do \
 	[ -z "$$(find $$d -name '*.py' -print -quit 2>/dev/null)" ] || echo $$d; done)
-PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(if $(filter required,$(POSTGRES)),--require-postgres)
+PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(if $(filter required,$(POSTGRES)),--require-postgres) \
+	$(if $(filter required,$(PROMTOOL)),--require-promtool)
 
-.PHONY: help install postgres serve test test-fast lint audit check bench format clean
+.PHONY: help install postgres promtool serve test test-fast lint audit check bench format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -42,13 +45,16 @@ $(INSTALLED):
 postgres: ## PostgreSQL for the tests, where it is missing and can be installed
 	@scripts/postgres.sh $(POSTGRES)
 
+promtool: ## What checks the alert rules, where it is missing and can be installed
+	@scripts/promtool.sh $(PROMTOOL)
+
 serve: install ## OpenAI-compatible server on 127.0.0.1:$(PORT); MODEL empty means the bundled model
 	@exec $(BIN)/nnsight-engine serve $(MODEL) --port $(PORT) $(ARGS)
 
-test: install postgres ## Every test, those on the real engine included
+test: install postgres promtool ## Every test, those on the real engine included
 	$(PYTEST) $(TESTS)
 
-test-fast: install postgres ## Tests without vLLM, in some minutes
+test-fast: install postgres promtool ## Tests without vLLM, in some minutes
 	$(PYTEST) -m "not e2e" $(TESTS)
 
 lint: install ## Format, ruff, mypy, layers, bandit
@@ -61,7 +67,7 @@ lint: install ## Format, ruff, mypy, layers, bandit
 audit: install ## Whether versions of the lock are known to be vulnerable, where somebody can be asked
 	@$(BIN)/python scripts/audit.py requirements/cpu.txt requirements/dev.txt
 
-check: lint audit postgres ## What CI runs: lint, audit, then every test
+check: lint audit postgres promtool ## What CI runs: lint, audit, then every test
 	$(PYTEST) $(TESTS)
 
 bench: install ## Speed against plain vLLM, as ratios; writes benchmarks/results/

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import importlib
 import importlib.metadata
+import logging
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +27,9 @@ from app.keys_command import has_keys
 from app.keys_command import run as run_keys
 from app.listening import listening_socket
 from app.main import create_app, new_store
+from app.observability.logs import is_json, start_logs
 from app.services.code_policy import is_loopback
-from app.settings import Settings, environment_for_traces, set_engine_defaults
+from app.settings import Settings, engine_trace_options, environment_for_traces, set_engine_defaults
 from app.storage.database import DatabaseError
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.tap_choice import check_taps
@@ -38,6 +40,8 @@ from nnsight_engine.modeling.bundled import (
     bundled_model_path,
     intact_bundled_model,
 )
+
+logger = logging.getLogger(__name__)
 
 USAGE: Final = """\
 nnsight-engine serve [MODEL] [--port 8000] [--host 127.0.0.1] [--compile] [--local-engine]
@@ -130,6 +134,7 @@ def _serve(arguments: list[str], console: Console) -> int:
     check_taps(settings.taps)
     model, options = _split_model(arguments)
     set_engine_defaults()
+    start_logs(settings)
     # The bundled model's checksums are read beside the import: hashing lets go of the interpreter's lock.
     with _progress(console) as progress, ThreadPoolExecutor(1) as beside:
         found = None if model is not None else beside.submit(intact_bundled_model)
@@ -143,11 +148,18 @@ def _serve(arguments: list[str], console: Console) -> int:
             options = ["--served-model-name", BUNDLED_MODEL_NAME, *options]
     if "--compile" in options:
         console.print(_COMPILE_COST, markup=False, soft_wrap=True)
-    args = arguments_module.parse([model, *options])
+    args = arguments_module.parse([model, *options, *_trace_options(options, settings)])
     settings = settings.model_copy(
         update={"host": args.host or settings.host, "port": _port(options, args, settings)}
     )
     return _run(args, settings, client_module, console)
+
+
+def _trace_options(options: list[str], settings: Settings) -> list[str]:
+    """Return vLLM's arguments for the server's collector, unless it is to have one of its own."""
+    name, *_ = found = engine_trace_options(settings) or [""]
+    given = any(option.partition("=")[0] == name for option in options)
+    return found if name and not given else []
 
 
 def _settings() -> Settings:
@@ -155,7 +167,9 @@ def _settings() -> Settings:
         return Settings()
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        name = f"{Settings.model_config['env_prefix']}{'.'.join(map(str, first['loc']))}".upper()
+        name = ".".join(map(str, first["loc"]))
+        if name in Settings.model_fields:  # else it is a variable's, of those with a name of their own
+            name = f"{Settings.model_config['env_prefix']}{name}".upper()
         raise CommandError(
             f"the variable {name} is wrong: {first['msg']}, got {first['input']!r}; see docs/settings.md"
         ) from error
@@ -195,7 +209,7 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
         app,
         host=settings.host,
         port=settings.port,
-        log_level="warning",
+        log_config=None,  # ours writes what it says too
         timeout_keep_alive=75,
         # What a WebSocket has of one message is in no count of ours; clients send pieces of a mebibyte.
         ws_max_size=_MAX_SOCKET_MESSAGE_BYTES,
@@ -207,7 +221,11 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
 
     async def serve() -> None:
         url = f"http://{settings.host}:{port}"
-        announcing = asyncio.create_task(_announce(engine, url, console, with_keys=with_keys))
+        announcing = asyncio.create_task(
+            _log_ready(engine, url)
+            if is_json(settings)
+            else _announce(engine, url, console, with_keys=with_keys)
+        )
         await server.serve(sockets=[sock])
         announcing.cancel()
         await asyncio.gather(announcing, return_exceptions=True)
@@ -233,6 +251,13 @@ def _local_engine(args: argparse.Namespace, settings: Settings) -> LocalTraceEng
         compresses=settings.compress_results,
     )
     return LocalTraceEngine(options, settings, environment_for_traces())
+
+
+async def _log_ready(engine: Any, url: str) -> None:
+    """Log that the engine serves, for programs."""
+    await engine.started.wait()
+    logger.setLevel(logging.INFO)
+    logger.info("ready", extra={"model": engine.engine.spec.name, "url": url})
 
 
 async def _announce(engine: Any, url: str, console: Console, *, with_keys: bool) -> None:
@@ -309,6 +334,7 @@ def _progress(console: Console) -> Progress:
         TimeElapsedColumn(),
         console=console,
         transient=True,
+        disable=not console.is_terminal,
     )
 
 

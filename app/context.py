@@ -21,11 +21,13 @@ from app.auth.principal import Principal
 from app.engine.client import EngineClient
 from app.engine.trace_processes import TraceProcesses
 from app.lifecycle import Lifecycle
+from app.observability.metrics import Metrics
+from app.observability.scrape import Scrape
+from app.observability.tracing import Tracing
 from app.receiving import INTAKE, Receiving
 from app.services.code_policy import check_name, is_from_elsewhere
 from app.services.job_callers import learn
 from app.services.jobs import JobService
-from app.services.metrics import Metrics
 from app.services.traces import TraceService
 from app.settings import Settings
 from app.storage.database import Database
@@ -57,6 +59,8 @@ class Context:
     trainer: Trainer
     receiving: Receiving
     metrics: Metrics
+    scrape: Scrape
+    tracing: Tracing | None
     processes: Sequence[TraceProcesses] = ()
 
 
@@ -97,7 +101,8 @@ async def _caller_of(
         learn(context.store.stored, principal)
         admitted = await context.rates.admit(principal, works=works)
         connection.scope[ADMITTED] = admitted
-        METER.set(None if admitted is None else admitted.meter)
+        if admitted is not None:
+            METER.set(admitted.meter)
     return principal
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import FastAPI
 
+from api_schemas.jobs import JobStatus
 from app.admission.rates import Rates
 from app.audit.log import AuditLog
-from app.audit.middleware import AuditMiddleware
+from app.audit.records import Record
 from app.auth.keys import Keys
 from app.context import Context
 from app.engine.client import EngineClient
@@ -21,6 +23,10 @@ from app.engine.trace_processes import TraceProcesses
 from app.errors import install_error_handlers
 from app.lifecycle import Lifecycle
 from app.middleware import GateMiddleware
+from app.observability.metrics import Metrics
+from app.observability.middleware import RecordMiddleware, points_of
+from app.observability.scrape import Scrape
+from app.observability.tracing import tracing_of
 from app.openapi import DocumentedApp
 from app.receiving import Receiving
 from app.routes import (
@@ -41,7 +47,6 @@ from app.routes import (
 )
 from app.services.job_callers import JobCallers
 from app.services.jobs import JobService
-from app.services.metrics import Metrics
 from app.services.model_outline import model_outline
 from app.services.sandbox_start import start_sandbox
 from app.services.traces import TraceService
@@ -52,6 +57,7 @@ from app.storage.keys import KeyStore
 from app.storage.results import ResultStore
 from app.vectors.service import VectorService
 from app.vectors.training import Trainer
+from nnsight_engine.core.metering import Meter
 from nnsight_engine.local_engine.link import ProcessOptions
 
 _ROUTERS = (
@@ -102,12 +108,36 @@ def create_app(
     trace_service = TraceService(engines)
     database = Database(settings.data_dir, settings.database_url)
     log = AuditLog(AuditStore(database), settings.audit_days * 86400)
+    counted = Metrics(settings.metrics_dir)
     callers, rates = Keys(KeyStore(database)), Rates(settings.limits_url)
-    job_callers = JobCallers(callers, rates, store.stored, settings)
+    ran = functools.partial(_count_job, counted, engine)
+    job_callers = JobCallers(callers, rates, store.stored, settings, ran)
     job_service = JobService(
-        settings, database, trace_service, lifecycle, engine.served, job_callers, store.stored, log
+        settings,
+        database,
+        trace_service,
+        lifecycle,
+        engine.served,
+        job_callers,
+        store.stored,
+        log,
     )
     vector_service = VectorService(settings, database, engine, store.stored)
+    trainer = Trainer(settings, engine, vector_service)
+
+    def waiting() -> dict[str, int]:
+        counts = {one.queue: one.num_waiting for one in beside}
+        return {**engine.num_waiting(), **counts, "trainings": trainer.num_waiting}
+
+    def stored() -> dict[str, tuple[int, int]]:
+        return {
+            "results": (store.used_bytes, settings.result_store_bytes),
+            "jobs": (job_service.used_bytes, settings.job_store_bytes),
+            "vectors": (vector_service.used_bytes, settings.vector_store_bytes),
+            "bodies": (receiving.num_bytes, settings.max_received_bytes),
+        }
+
+    receiving = Receiving(settings.max_received_bytes, settings.tenant_share)
     context = Context(
         settings,
         engine,
@@ -120,19 +150,32 @@ def create_app(
         rates,
         log,
         vector_service,
-        Trainer(settings, engine, vector_service),
-        Receiving(settings.max_received_bytes, settings.tenant_share),
-        Metrics(engine),
+        trainer,
+        receiving,
+        counted,
+        Scrape(counted, engine, lifecycle, job_service, waiting=waiting, stored=stored),
+        tracing_of(settings),
         beside,
     )
     app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)
     app.state.context = context
-    app.add_middleware(AuditMiddleware, log=log, keys=callers)
     app.add_middleware(GateMiddleware, lifecycle=context.lifecycle)
+    app.add_middleware(
+        RecordMiddleware, log=log, keys=callers, metrics=counted, engine=engine, tracing=context.tracing
+    )
     install_error_handlers(app)
     for router in _ROUTERS:
         app.include_router(router)
     return app
+
+
+def _count_job(
+    metrics: Metrics, engine: EngineClient, record: Record, ended: JobStatus | None, meter: Meter
+) -> None:
+    """Count a run of a job that is over."""
+    if ended is not None:
+        metrics.count_job(ended)
+    metrics.count_use(record, points_of(engine), meter.captured_bytes)
 
 
 def _beside(settings: Settings, engine: EngineClient, local: LocalTraceEngine | None) -> list[TraceProcesses]:
@@ -182,7 +225,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         stack.push_async_callback(context.store.close)
         await context.store.start()
         stack.push_async_callback(context.lifecycle.close)
-        stack.push_async_callback(context.metrics.close)
+        stack.push_async_callback(context.scrape.close)
+        if context.tracing is not None:
+            stack.push_async_callback(asyncio.to_thread, context.tracing.close)
         for one in context.processes:
             stack.push_async_callback(one.close)
         stack.push_async_callback(context.jobs.stop)

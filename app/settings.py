@@ -34,7 +34,9 @@ def _home(variable: str, default: str) -> Path:
 class Settings(BaseSettings):
     """The server's settings; sizes are bytes, times are seconds."""
 
-    model_config = SettingsConfigDict(env_prefix="NNSIGHT_ENGINE_", frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(
+        env_prefix="NNSIGHT_ENGINE_", frozen=True, extra="forbid", validate_by_name=True
+    )
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
@@ -219,6 +221,27 @@ class Settings(BaseSettings):
         description="The part of the jobs that wait, and of the bytes of jobs, result files, vectors and "
         "bodies, that one tenant may have.",
     )
+    log_format: Literal["json", "text"] | None = Field(
+        default=None, description="How the log is written; unset, `text` on a terminal, else `json`."
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        default="WARNING", description="From which level on the server logs; requests are at `INFO`."
+    )
+    metrics_dir: Path | None = Field(
+        default=None,
+        validation_alias="PROMETHEUS_MULTIPROC_DIR",
+        description="Where several processes behind one port keep their metrics together; unset for one.",
+    )
+    otlp_endpoint: str = Field(
+        default="",
+        validation_alias="OTEL_EXPORTER_OTLP_ENDPOINT",
+        description="Collector of OpenTelemetry traces; empty for none.",
+    )
+    otlp_protocol: Literal["http/protobuf", "grpc"] = Field(
+        default="http/protobuf",
+        validation_alias="OTEL_EXPORTER_OTLP_PROTOCOL",
+        description="How the collector is spoken to.",
+    )
     upload_idle_timeout_s: float = Field(
         default=30.0, gt=0, description="How long a request's body may pause while it is sent."
     )
@@ -247,6 +270,29 @@ def set_engine_defaults() -> None:
     """Set vLLM's environment variables where the operator has not; before vLLM is imported."""
     for name, value in _ENGINE_DEFAULTS.items():
         os.environ.setdefault(name, value)
+
+
+def set_engine_log(path: str) -> None:
+    """Have vLLM's processes log as a configuration of the standard library says; before it is imported."""
+    os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", path)
+
+
+def otlp_traces_endpoint(settings: Settings) -> str:
+    """Return where spans go, as exporters take it; empty for nowhere."""
+    endpoint = settings.otlp_endpoint
+    if not endpoint or settings.otlp_protocol == "grpc":
+        return endpoint
+    return f"{endpoint.rstrip('/')}/v1/traces"
+
+
+def engine_trace_options(settings: Settings) -> list[str]:
+    """Return vLLM's arguments for the same collector, and set what it reads from the environment."""
+    endpoint = otlp_traces_endpoint(settings)
+    if not endpoint:
+        return []
+    os.environ.setdefault("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", settings.otlp_protocol)
+    os.environ.setdefault("OTEL_SERVICE_NAME", "nnsight-engine")
+    return ["--otlp-traces-endpoint", endpoint]
 
 
 _PASSED_ON: Final = frozenset(

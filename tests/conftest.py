@@ -11,6 +11,7 @@ from tests.databases import KINDS, Postgres, programs
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-postgres", action="store_true", help="fail where PostgreSQL is not installed")
+    parser.addoption("--require-promtool", action="store_true", help="fail where promtool is not installed")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

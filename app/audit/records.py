@@ -1,8 +1,8 @@
-"""What is written down of a request, and how those who serve it add to that.
+"""What is known of a request beside its content, and how those who serve it add to that.
 
-The middleware makes a record for each request that may run or change something, and puts it into the context;
-whoever learns something on the way notes it there. Neither prompts nor code are ever noted: of code its hash
-and size. Without keys nobody knows who runs what, and there are no records.
+The outermost middleware makes a record for each request, and puts it into the context; whoever learns
+something on the way notes it there. Metrics, the log and, where there are keys, the audit log are made of it.
+Neither prompts nor code are ever noted: of code its hash and size.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from starlette.requests import HTTPConnection
 
 from api_schemas.interventions import Intervention
+from api_schemas.operations import LogitLens
 from api_schemas.request_traces import Trace
 from app.auth.principal import Principal
 from nnsight_engine.core.metering import Meter
@@ -26,13 +28,30 @@ from nnsight_engine.core.metering import Meter
 if TYPE_CHECKING:
     from nnsight_engine.remote_backend.messages import TraceRequest
 
+CODE: Final = "code"
+"""The kind of point of what may be anywhere."""
+
 _MAX_TEXT: Final = 200
 _SLOW_BYTES: Final = 2**20
+_LAYER: Final = re.compile(r"^layers\.[^.]*\.")
+_ANY_LAYER: Final = "layers.*."
+_LENS_POINT: Final = "layers.*.output"
+_UNWRITTEN: Final = {"kept": False}
+"""What marks a field of which the audit log has no column."""
 
 
 @dataclasses.dataclass(slots=True)
 class Record:
-    """Something that was done; see ``api_schemas.audit.AuditEntry`` for the attributes."""
+    """Something that was done; see ``api_schemas.audit.AuditEntry`` for the attributes that it has.
+
+    Attributes:
+        trace_id: Of the distributed trace that it is a part of, hexadecimal; empty if there is none.
+        caller_class: The tier of the caller's key; ``none`` without one.
+        uses: What its operations are, and at which kinds of points.
+        tier: How its steps ran, once that is known: ``tap`` or ``eager``.
+        salt: What keeps its part of the prefix cache from others', empty for nothing; None if it has none.
+        begun_s: When its body had come, on the clock of ``time.perf_counter``.
+    """
 
     method: str
     route: str = ""
@@ -52,8 +71,14 @@ class Record:
     response_bytes: int = 0
     duration_s: float = 0.0
     details: dict[str, Any] = dataclasses.field(default_factory=dict)
+    begun_s: float = dataclasses.field(default_factory=time.perf_counter, metadata=_UNWRITTEN)
     time: float = dataclasses.field(default_factory=time.time)
     request_id: str = dataclasses.field(default_factory=lambda: secrets.token_hex(12))
+    trace_id: str = dataclasses.field(default="", metadata=_UNWRITTEN)
+    caller_class: str = dataclasses.field(default="none", metadata=_UNWRITTEN)
+    uses: list[tuple[str, str]] = dataclasses.field(default_factory=list, metadata=_UNWRITTEN)
+    tier: str = dataclasses.field(default="", metadata=_UNWRITTEN)
+    salt: str | None = dataclasses.field(default=None, metadata=_UNWRITTEN)
 
     def add_use(self, meter: Meter | None) -> None:
         """Take what the request has used, if that was counted."""
@@ -63,7 +88,8 @@ class Record:
 
     def row(self) -> dict[str, Any]:
         """Return what a database is given."""
-        row = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        written = [field.name for field in dataclasses.fields(self) if field.metadata.get("kept", True)]
+        row = {name: getattr(self, name) for name in written}
         return row | {name: _storable(row[name]) for name in ("subject", "model", "error", "route")}
 
 
@@ -84,6 +110,7 @@ def note_caller(caller: Principal, connection: HTTPConnection) -> None:
     record = RECORD.get()
     if record is not None:
         record.tenant, record.key_id = caller.tenant, caller.key_id
+        record.caller_class = caller.tier.value if caller.has_key else record.caller_class
         record.route = connection.scope["route"].path
         record.subject = next(map(str, connection.path_params.values()), "")
 
@@ -95,10 +122,28 @@ def note_operations(model: object, interventions: Sequence[Intervention]) -> Non
         return
     record.model = model if isinstance(model, str) else ""
     record.operations = [operation.op for operation in interventions]
+    record.uses = [(operation.op, kind) for operation in interventions for kind in _points(operation)]
     for operation in interventions:
         if isinstance(operation, Trace):
             code = (operation.code or operation.block or "").encode("utf-8", "surrogatepass")
             record.code_sha256, record.code_bytes = hashlib.sha256(code).hexdigest(), len(code)
+
+
+def note_tier(tier: str) -> None:
+    """Note how steps of the request ran; one that ran uncompiled says it of all."""
+    record = RECORD.get()
+    if record is not None and record.tier != "eager":
+        record.tier = tier
+
+
+def _points(operation: Intervention) -> set[str]:
+    """Return at which kinds of points an operation acts, as capabilities name them."""
+    if isinstance(operation, Trace):
+        return {CODE}
+    if isinstance(operation, LogitLens):
+        return {_LENS_POINT}
+    patterns = [operation.at] if isinstance(operation.at, str) else operation.at
+    return {_LAYER.sub(_ANY_LAYER, pattern) for pattern in patterns}
 
 
 def note_refusal(body: object) -> None:
@@ -114,6 +159,7 @@ async def note_trace(request: TraceRequest, record: Record | None = None) -> Non
     if record is None:
         return
     record.model, record.operations = request.head.model, [request.head.kind]
+    record.uses = [(request.head.kind, CODE)]
     record.code_bytes = len(request.blocks)
     if record.code_bytes < _SLOW_BYTES:
         record.code_sha256 = hashlib.sha256(request.blocks).hexdigest()
@@ -127,11 +173,13 @@ def _storable(text: str) -> str:
 
 
 __all__ = [
+    "CODE",
     "RECORD",
     "Record",
     "note",
     "note_caller",
     "note_operations",
     "note_refusal",
+    "note_tier",
     "note_trace",
 ]

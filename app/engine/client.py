@@ -17,6 +17,7 @@ from api_schemas.capabilities import Capabilities
 from api_schemas.interventions import Intervention
 from app.engine.traces import TraceEngine
 from app.services.served_model import ServedModel
+from nnsight_engine.core.engine_counts import EngineCounts
 
 JsonObject = dict[str, Any]
 """A JSON object as ``json.loads`` gives it."""
@@ -108,13 +109,16 @@ class EngineClient(Protocol):
     async def describe_model(self) -> DescribedModel:
         """Return the model's modules and points; only called when ready."""
 
+    def num_waiting(self) -> Mapping[str, int]:
+        """Return how much waits before it reaches the engine, by what it waits for; in every phase."""
+
     def trace_engines(self) -> Mapping[str, TraceEngine]:
         """Return what runs traces, by name; known before the start, used only when ready."""
 
-    async def count_steps(self) -> Mapping[str, int]:
-        """Return how many steps the engine has run, by tier; only when ready.
+    async def count_events(self) -> EngineCounts:
+        """Return what the engine has counted since it started; only when ready.
 
-        It answers between two steps, so it is asked rarely. ``plain`` are steps in which nobody intervened.
+        It answers between two steps, so it is asked rarely.
         """
 
     async def prepare_sandbox(self) -> None:

@@ -27,6 +27,7 @@ from app.services.responses import choice_json
 from app.services.served_model import ServedModel
 from app.settings import Settings
 from app.storage.results import ResultStore
+from nnsight_engine.core.engine_counts import EngineCounts
 from nnsight_engine.core.metering import METER
 
 _DEFAULT_MAX_TOKENS: Final = 16
@@ -46,7 +47,7 @@ class FakeBehaviour:
         num_events_before_error: See ``stream_error``.
         delay_s: Waited before each token.
         intervention_s: What each request that intervenes is said to have held the engine for.
-        num_steps: How many steps it says that it has run, by tier.
+        counts: What it says that it has counted.
         count_error: Raised instead.
         pulls: By word: how far it pulls the first number of what is captured, a number for each layer.
     """
@@ -59,9 +60,7 @@ class FakeBehaviour:
     num_events_before_error: int = 1
     delay_s: float = 0.0
     intervention_s: float = 0.0
-    num_steps: Mapping[str, int] = dataclasses.field(
-        default_factory=lambda: {"plain": 0, "tap": 0, "eager": 0}
-    )
+    counts: EngineCounts = dataclasses.field(default_factory=EngineCounts)
     count_error: Exception | None = None
     pulls: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
 
@@ -167,13 +166,17 @@ class FakeEngineClient:
         """Return ``traces``."""
         return self.traces
 
-    async def count_steps(self) -> Mapping[str, int]:
+    def num_waiting(self) -> Mapping[str, int]:
+        """Return that nothing waits."""
+        return {"sandboxes": 0}
+
+    async def count_events(self) -> EngineCounts:
         """Return what the behaviour says."""
         self.num_counted += 1
         await asyncio.sleep(self.behaviour.delay_s)
         if self.behaviour.count_error is not None:
             raise self.behaviour.count_error
-        return dict(self.behaviour.num_steps)
+        return dataclasses.replace(self.behaviour.counts)
 
     async def prepare_sandbox(self) -> None:
         """Take note of it."""

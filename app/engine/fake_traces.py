@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from api_schemas.jobs import JobStatus
+from app.audit.records import note_tier
 from app.services.traces import event_frame
 from nnsight_engine.core.metering import METER
 from nnsight_engine.remote_backend.frames import TIER, Frame, FrameKind, json_frame
@@ -84,6 +85,7 @@ class FakeTraceEngine:
                 await asyncio.Event().wait()
             if behaviour.late_error is not None:
                 raise behaviour.late_error
+            note_tier(behaviour.tier)
             yield json_frame(FrameKind.OUTPUTS, {TIER: behaviour.tier})
             yield Frame(FrameKind.RESULT, self._result(request.head))
         finally:

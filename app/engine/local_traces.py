@@ -27,7 +27,7 @@ class LocalTraceEngine(TraceProcesses):
         environment: Of the process.
     """
 
-    name = "local"
+    name = queue = "local"
     purpose = "the local engine"
     starts_ahead = True
 

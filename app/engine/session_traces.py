@@ -45,6 +45,7 @@ class SessionTraces(TraceProcesses):
     """
 
     name = "vllm"
+    queue = "sessions"
     purpose = "a session's process"
     are_engines = False
 

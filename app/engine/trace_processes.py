@@ -130,6 +130,7 @@ class TraceProcesses:
     """
 
     name = ""
+    queue = ""
     purpose = ""
     """What the processes are, for messages."""
     starts_ahead = False

@@ -48,6 +48,7 @@ from app.services.served_model import ServedModel
 from app.settings import Settings
 from app.storage.process_folders import ProcessFolder, claim_memory_folder
 from app.storage.results import ResultStore
+from nnsight_engine.core.engine_counts import EngineCounts
 from nnsight_engine.plans.collected import CollectedResults
 from nnsight_engine.remote_backend.identity import fingerprint_of
 from nnsight_engine.vllm_backend.answers import answer
@@ -199,9 +200,13 @@ class VLLMEngineClient:
         """Return what runs traces, by name."""
         return self._traces
 
-    async def count_steps(self) -> Mapping[str, int]:
-        """Return how many steps the engine has run, by tier."""
-        return await self.engine.count_steps()
+    async def count_events(self) -> EngineCounts:
+        """Return what the engine has counted since it started."""
+        return await self.engine.count_events()
+
+    def num_waiting(self) -> Mapping[str, int]:
+        """Return how much waits before it reaches the engine, by what it waits for."""
+        return {"sandboxes": self._sandboxes.num_waiting}
 
     async def prepare_sandbox(self) -> None:
         """Have sandboxes started; see ``EngineClient``."""

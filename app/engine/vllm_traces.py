@@ -19,6 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
+from app.audit.records import note_tier
 from app.engine.places import Places
 from app.engine.vllm_errors import translated
 from app.engine.vllm_sampling import sampling_params
@@ -216,6 +217,7 @@ class _Run:
             results = results_of({index: one.output for index, one in enumerate(self._gathered)})
             finished = await engine.finish_trace(trace.key, results)
             is_over = True
+            note_tier(finished.tier)
             for frame in _logs(finished.printed):
                 yield frame
             if finished.failure:

@@ -20,5 +20,5 @@ router = APIRouter(tags=["health"])
     responses=METRICS_ANSWERS,
 )
 async def get_metrics(context: Served) -> Response:
-    """Steps by how they ran, and vLLM's own metrics: requests, tokens, caches, latencies."""
-    return Response(await context.metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    """This server's metrics, listed in docs/monitoring.md, and vLLM's own."""
+    return Response(await context.scrape.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)

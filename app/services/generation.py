@@ -8,27 +8,32 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from api_schemas.interventions import FIELD, Intervention, Limits, parse_interventions
 from api_schemas.keys import Scope
+from api_schemas.operations import Ablate, Patch, Steer
 from api_schemas.request_traces import Trace
-from app.admission.estimates import check_choices, of_body
+from app.admission.estimates import check_choices, num_choices, of_body
 from app.admission.quotas import INTERVENING
 from app.admission.rates import admitted_of
-from app.audit.records import note_operations, note_refusal
+from app.audit.records import note, note_operations, note_refusal
 from app.auth.principal import Principal
 from app.body import THREAD_BYTES, BodyLimits, read_object
 from app.context import Context
 from app.engine.client import EngineReply, JsonObject
+from app.observability.token_times import TokenTimes
 from app.services.cache_salts import keep_apart
 from app.services.code_policy import check_code_allowed
 from app.services.disconnect import while_connected
 from app.services.streaming import ClosingStream, close_stream, events, first_event
 from app.settings import Settings
 from app.vectors.names import names_vectors
+
+_WRITES: Final = (Steer, Ablate, Patch, Trace)
 
 Generate = Callable[[JsonObject, tuple[Intervention, ...], Request, str], Awaitable[EngineReply]]
 """``EngineClient.completions`` or ``EngineClient.chat``."""
@@ -68,9 +73,11 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
         await admitted.reserve(of_body(body))
     if names_vectors(interventions):
         interventions = await context.vectors.resolved(interventions, caller.tenant)
+    note(salt=_salt_of(body, caller, interventions))
     keep_apart(body, caller)
     answer = call(body, interventions, request, caller.tenant)
-    started = await while_connected(request.receive, _start(answer))
+    times = TokenTimes(context.metrics, num_choices(body)) if body.get("stream") else None
+    started = await while_connected(request.receive, _start(answer, times))
     reply = started.reply
     if reply.stream is None:
         note_refusal(reply.body)
@@ -81,7 +88,7 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
         await close_stream(stream)
 
     return ClosingStream(
-        events(started.first, stream),
+        events(started.first, stream) if times is None else events(started.first, stream, times.saw),
         media_type="text/event-stream",
         headers=reply.headers,
         on_close=on_close,
@@ -103,9 +110,21 @@ def limits_of(settings: Settings) -> Limits:
     return Limits(max_operations=settings.max_operations, max_tensor_bytes=settings.max_tensor_bytes)
 
 
-async def _start(call: Awaitable[EngineReply]) -> _Started:
+def _salt_of(body: JsonObject, caller: Principal, interventions: tuple[Intervention, ...]) -> str:
+    """Return what keeps a request's part of the prefix cache from others', which is told of apart."""
+    if any(isinstance(operation, _WRITES) for operation in interventions):
+        return "writes"
+    if body.get("cache_salt"):
+        return "client"
+    return "tenant" if caller.has_key else "none"
+
+
+async def _start(call: Awaitable[EngineReply], times: TokenTimes | None) -> _Started:
     reply = await call
     if reply.stream is None:
         return _Started(reply, None)
     # Waiting for the first event lets an error that comes before it have its own status.
-    return _Started(reply, await first_event(reply.stream))
+    first = await first_event(reply.stream)
+    if first is not None and times is not None:
+        times.saw(first)
+    return _Started(reply, first)

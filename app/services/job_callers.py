@@ -6,11 +6,13 @@ to it, is found out when it is about to run, whichever process ended the key.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from api_schemas.jobs import JobStatus
 from app.admission.counts import Taken
 from app.admission.estimates import Estimate
 from app.admission.rates import Rates
+from app.audit.records import Record
 from app.auth.keys import Keys
 from app.auth.principal import Principal
 from app.services.code_policy import sandbox_of
@@ -28,10 +30,19 @@ class JobCallers:
         rates: Count what jobs use.
         stored: Is told what may be kept.
         settings: Say how far code is trusted.
+        ran: Is told of each run that is over: its record, how it ended if it has, and what it used.
     """
 
-    def __init__(self, keys: Keys, rates: Rates, stored: StoredBytes, settings: Settings) -> None:
+    def __init__(
+        self,
+        keys: Keys,
+        rates: Rates,
+        stored: StoredBytes,
+        settings: Settings,
+        ran: Callable[[Record, JobStatus | None, Meter], None] = lambda *_: None,
+    ) -> None:
         """Keep the parts."""
+        self.ran = ran
         self._settings = settings
         self._keys = keys
         self._rates = rates

@@ -218,6 +218,7 @@ class JobDispatcher:
         finally:
             # Before another job of the same key may begin.
             await self._callers.count(caller, meter, reserved)
+            self._callers.ran(run.record, run.ended, meter)
             del self._runs[job.id], self._running[job.id]
             slot.leave()
             self.wake()

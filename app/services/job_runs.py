@@ -24,7 +24,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus
 from app.admission.estimates import Estimate, of_trace
 from app.audit.log import AuditLog
-from app.audit.records import Record, note_trace
+from app.audit.records import RECORD, Record, note_trace
 from app.errors import internal_error
 from app.services.job_prints import JobPrints
 from app.services.job_slots import Slot
@@ -98,6 +98,10 @@ class JobRun:
         refusal: Why it is not to run after all.
         sandbox_of: In whose sandbox it runs; nothing where it runs as the engine's own.
         set_aside: Called once with what it states that it will use.
+
+    Attributes:
+        record: What is known of it for operators.
+        ended: How it ended; None until it has, and if it is to run again.
     """
 
     def __init__(
@@ -116,7 +120,8 @@ class JobRun:
         self._tools = tools
         self._slot = slot
         self._refusal = refusal
-        self._record = run_record(job)
+        self.record = run_record(job)
+        self.ended: JobStatus | None = None
         self._set_aside = set_aside
         self._dispatched: JobEvent | None = None
         self._events = _Batches(self._tell)
@@ -145,11 +150,12 @@ class JobRun:
     async def run(self) -> None:
         """Run the job to its end and write that down."""
         self._task = asyncio.current_task()
+        RECORD.set(self.record)  # of this task, which is the job's
         if self._ending is not None and self._task is not None:
             self._task.cancel()  # it was ended before its first step
         result = self._tools.files.new_result(self._job.id, self._job.attempt, self._job.holder)
         has_result = False
-        self._tools.log.begin(self._record)
+        self._tools.log.begin(self.record)
         try:
             end = await self._finished(await self._end(result), result)
             has_result = end is not None and end.result_bytes is not None
@@ -163,7 +169,7 @@ class JobRun:
             has_result &= self._is_unsure
             self._note_run(None)
         finally:
-            self._tools.log.drop(self._record)
+            self._tools.log.drop(self.record)
             if has_result:
                 result.leave()
             else:
@@ -173,7 +179,8 @@ class JobRun:
 
     def _note_run(self, end: JobEnd | None) -> None:
         """Have it written down that a tenant's job was run."""
-        record = self._record
+        record = self.record
+        self.ended = None if end is None else end.status
         if not record.tenant:
             return
         record.duration_s = time.time() - record.time
@@ -230,7 +237,7 @@ class JobRun:
         except (OSError, DecodeError) as error:
             logger.exception("the request of job %s cannot be read", self._job.id)
             raise ApiError(ErrorCode.INTERNAL, _NO_REQUEST) from error
-        await note_trace(request, self._record)
+        await note_trace(request, self.record)
         self._tools.check(request.head)
         if self._set_aside is not None:
             await self._set_aside(of_trace(request.head))

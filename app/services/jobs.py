@@ -135,6 +135,16 @@ class JobService:
         """Return how many of them are an owner's."""
         return self._dispatcher.num_running(owner) if self._dispatcher is not None else 0
 
+    @property
+    def used_bytes(self) -> int:
+        """How many bytes all jobs have, as far as this server knows."""
+        return self._files.space.used_bytes
+
+    async def levels(self) -> tuple[dict[str, int], float]:
+        """Return how many jobs of this model there are by status, and how long the first has waited."""
+        counts, since = await self._store.levels(self._served().names[0])
+        return counts, 0.0 if since is None else max(0.0, time.time() - since)
+
     def _check(self, head: TraceHead) -> None:
         """Raise ApiError for a job that this server would not take any more, or that is of another model."""
         check_still_taken(self._settings, head)

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from api_schemas.interventions import Intervention, tensor_of
 from api_schemas.tensors import NamedTensor
+from app.audit.records import note_tier
 from app.settings import Settings
 from app.storage.results import ResultStore
 from nnsight_engine.core.metering import METER
@@ -87,6 +88,8 @@ async def choice_json(
     answer: dict[str, Any] = {
         "results": {result.name: _result_json(result, tensors, decode) for result in collected.results}
     }
+    if collected.final:
+        note_tier(collected.tier)
     if collected.final and collected.is_code:
         answer["provenance"] = {"tier": collected.tier}
     elif collected.final:

@@ -88,12 +88,21 @@ async def first_event(stream: AsyncIterator[str]) -> str | None:
         raise
 
 
-async def events(first: str | None, stream: AsyncIterator[str]) -> AsyncGenerator[str, None]:
-    """Yield ``first`` and the rest of the stream; turn an error into its last two events."""
+async def events(
+    first: str | None, stream: AsyncIterator[str], saw: Callable[[str], None] = lambda _: None
+) -> AsyncGenerator[str, None]:
+    """Yield ``first`` and the rest of the stream; turn an error into its last two events.
+
+    Args:
+        first: Which ``saw`` has been told of.
+        stream: The rest.
+        saw: Is told of each event before it is yielded.
+    """
     try:
         if first is not None:
             yield first
             async for event in stream:
+                saw(event)
                 yield event
     except ApiError as error:
         logger.info("stream ended with %s: %s", error.code, error.message)

@@ -45,6 +45,11 @@ class Space:
         self._stored, self._written = self._limits.place(), self._limits.place()
         self._held = self._limits.place()
 
+    @property
+    def used_bytes(self) -> int:
+        """How many there are."""
+        return self._total(None)
+
     def take(self, num_bytes: int, holder: Holder = NOBODY) -> None:
         """Count bytes that are about to be written.
 

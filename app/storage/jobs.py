@@ -281,6 +281,21 @@ class JobStore:
         """Return how many jobs of a model wait, of all owners or of one."""
         return await self._database.read(lambda session: _num_waiting(session, model, owner))
 
+    async def levels(self, model: str) -> tuple[dict[str, int], float | None]:
+        """Return how many jobs of a model there are by status, and since when the first of those waits."""
+
+        def read(session: Session) -> tuple[dict[str, int], float | None]:
+            wanted = (JobRow.model == model, JobRow.removed.is_(False))
+            counts = session.execute(
+                select(JobRow.status, func.count()).where(*wanted).group_by(JobRow.status)
+            )
+            oldest = select(func.min(JobRow.queued_at)).where(
+                *wanted, JobRow.status == JobStatus.QUEUED.value, JobRow.lease_by.is_(None)
+            )
+            return {row[0]: row[1] for row in counts}, session.scalar(oldest)
+
+        return await self._database.read(read)
+
     async def known(self) -> set[str]:
         """Return the ids of all jobs."""
         return set(await self._database.read(lambda session: session.scalars(select(JobRow.id)).all()))

@@ -54,6 +54,11 @@ class VectorService:
         """What vectors of the model served must be like; only when the engine is ready."""
         return ModelShape.of(self._engine.served().names[0], self._engine.capabilities())
 
+    @property
+    def used_bytes(self) -> int:
+        """How many bytes all vectors have, as far as this server knows."""
+        return self._kept.total
+
     async def count(self) -> None:
         """Learn how much is kept, by whom; other servers' doings are seen then."""
         self._kept.set(await self._store.used_bytes())

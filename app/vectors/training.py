@@ -63,6 +63,11 @@ class Trainer:
             1, max_waiting=settings.max_queued_trainings, share=settings.tenant_share, what="trainings"
         )
 
+    @property
+    def num_waiting(self) -> int:
+        """How many wait for their turn."""
+        return self._places.num_waiting
+
     async def train(self, wanted: TrainingRequest, http: Request, caller: Principal, tell: Tell) -> Vector:
         """Train a vector and keep it.
 

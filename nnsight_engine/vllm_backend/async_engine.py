@@ -26,8 +26,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
 from api_schemas.errors import ApiError, ErrorCode
+from nnsight_engine.core.engine_counts import EngineCounts
 from nnsight_engine.core.metering import METER
 from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.core.trace_headers import TRACE_HEADERS
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.vllm_backend.answers import answer
 from nnsight_engine.vllm_backend.call import (
@@ -173,10 +175,9 @@ class InterventionAsyncLLM(AsyncLLM):
         note_spent(spent_s)
         return FinishedTrace(data, printed, failure, spent_s, tier)
 
-    async def count_steps(self) -> dict[str, int]:
-        """Return how many steps the engine has run, by tier; it answers between two of them."""
-        counts: dict[str, int] = answer(await self.collective_rpc("count_steps"))
-        return counts
+    async def count_events(self) -> EngineCounts:
+        """Return what the engine has counted since it started; it answers between two steps."""
+        return EngineCounts.from_plain(answer(await self.collective_rpc("count_events")))
 
     async def forget_trace(self, key: str, request_ids: Sequence[str]) -> None:
         """End what is left of a trace in the engine; never raises."""
@@ -282,6 +283,9 @@ class InterventionAsyncLLM(AsyncLLM):
 
     async def add_request(self, request_id: str, *args: Any, **kwargs: Any) -> Any:
         """Hand a request to the engine, as vLLM does, and say so where somebody wants to know."""
+        headers = TRACE_HEADERS.get()
+        if headers is not None:
+            kwargs["trace_headers"] = headers
         queue = await super().add_request(request_id, *args, **kwargs)
         come = self._coming.pop(request_id, None)
         if come is not None:

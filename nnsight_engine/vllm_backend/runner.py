@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 
+from nnsight_engine.core.engine_counts import EngineCounts
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tap_choice import NO_TAPS, chosen_taps
 from nnsight_engine.plans.records import StepResults
@@ -56,12 +58,15 @@ class InterventionRunnerMixin:
     """The numbers of those in place."""
 
     graphs: StepGraphs
-    num_steps: dict[str, int]
-    """How many steps ran in each tier."""
+    counts: EngineCounts
+    """How the steps ran, and what happened to sandboxes."""
 
     _step: Step | None = None
     _scheduled: dict[str, int]
     _num_rows: int
+    _spent_s: float = 0.0
+    """Seconds for which the running step was held up by interventions, as far as that is known."""
+
     execute_model_state: Any
     intermediate_tensors: Any
 
@@ -82,7 +87,7 @@ class InterventionRunnerMixin:
         if has_taps:  # several stages have none, and traces only
             self.taps = chosen_taps(limits.taps, len(points.layers))
             install_taps(points.layers, points.family.hidden_index, self.taps)
-        self.num_steps = dict.fromkeys(("plain", "tap", "eager"), 0)
+        self.counts = EngineCounts()
         self._make_room_for_stages(config)
         self.traces = traces_of_worker(points, config, limits)
         self.interventions = WorkerState(
@@ -148,10 +153,10 @@ class InterventionRunnerMixin:
         return self.graphs.choose(decide, options)
 
     def _model_forward(self, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
-        plan = None if self.interventions.idle else self._plan_step()
+        plan = None if self.interventions.idle else self._timed_plan()
         traced = not self.traces.idle and self._begin_traced_step(input_ids, kwargs)
         if plan is None and not traced:
-            self.num_steps["plain"] += 1
+            self.counts.steps["plain"] += 1
             return super()._model_forward(input_ids, *args, **kwargs)  # type: ignore[misc]
         forward = functools.partial(super()._model_forward, input_ids, *args, **kwargs)  # type: ignore[misc]
         context = get_forward_context()
@@ -173,7 +178,7 @@ class InterventionRunnerMixin:
 
     def _note_tier(self, plan: StepPlan | None, *, is_uncompiled: bool) -> None:
         """Note how a step ran in which somebody intervened, for all that did."""
-        self.num_steps["eager" if is_uncompiled else "tap"] += 1
+        self.counts.steps["eager" if is_uncompiled else "tap"] += 1
         self.traces.board.is_uncompiled = is_uncompiled
         if plan is not None and is_uncompiled:
             plan.note_uncompiled()
@@ -220,6 +225,12 @@ class InterventionRunnerMixin:
                 )
         tokens = input_ids if input_ids is not None else kwargs["inputs_embeds"]
         return self.traces.step(spans, int(tokens.shape[0]))
+
+    def _timed_plan(self) -> StepPlan | None:
+        begin = time.monotonic()
+        plan = self._plan_step()
+        self._spent_s = time.monotonic() - begin
+        return plan
 
     def _plan_step(self) -> StepPlan | None:
         batch = self.input_batch  # type: ignore[attr-defined]
@@ -277,17 +288,24 @@ class InterventionRunnerMixin:
         if isinstance(self.traces, WorkerTraces) and self.traces.in_step and _has_logits(state):
             self.execute_model_state = state._replace(logits=self.traces.on_logits(state.logits))
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        sampled_at = time.monotonic()
+        # What operations took is the plan's to say until its requests have their shares of it.
+        spent_s = 0.0 if step is None else self._spent_s + step.plan.spent_s
         results: StepResults | None = self.interventions.finish(
             None if step is None else step.plan,
             getattr(output, "sampled_token_ids", None) or [],
             getattr(output, "req_id_to_index", None) or {},
         )
+        spent_s += time.monotonic() - sampled_at
+        is_traced = isinstance(self.traces, WorkerTraces) and self.traces.in_step
         if not self.traces.idle:
             ended, news = self.traces.end(), self.traces.news()
             if ended or news:
                 results = results or StepResults({}, {}, {})
                 results.ended.extend(ended)
                 results.news.update(news)
+        if step is not None or is_traced:
+            self.counts.note_time(spent_s + (self.traces.last_step_s if is_traced else 0.0))
         return output if results is None else attach_results(output, results)
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:

@@ -57,10 +57,12 @@ class InterventionWorker(_PlatformWorker):
         counts: dict[str, int] = self.model_runner.interventions.num_live()
         return {**counts, **self.model_runner.traces.num_live()}
 
-    def count_steps(self) -> dict[str, int]:
-        """Return how many steps ran in each tier; called over vLLM's RPC."""
-        counts: dict[str, int] = self.model_runner.num_steps
-        return dict(counts)
+    def count_events(self) -> dict[str, Any]:
+        """Return ``EngineCounts`` as plain values; called over vLLM's RPC."""
+        runner = self.model_runner
+        runner.counts.sandboxes = runner.traces.count_sandboxes()
+        plain: dict[str, Any] = runner.counts.to_plain()
+        return plain if runner.is_last_stage else {}
 
     def hold_trace(self, key: str, data: bytes) -> None:
         """Take the blocks of a trace ahead of its requests, which bring none; over vLLM's RPC."""

@@ -91,6 +91,11 @@ class Server:
         tail = os.pread(self._output.fileno(), _OUTPUT_SHOWN, max(0, size - _OUTPUT_SHOWN))
         return tail.decode("utf-8", "replace")
 
+    def whole_output(self) -> str:
+        """Return everything that the server wrote, to either stream."""
+        size = os.fstat(self._output.fileno()).st_size
+        return os.pread(self._output.fileno(), size, 0).decode("utf-8", "replace")
+
     def __enter__(self) -> Self:
         """Start the server and wait until it is ready; raises ServerError."""
         self._process = subprocess.Popen(

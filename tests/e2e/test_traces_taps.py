@@ -47,8 +47,8 @@ class Steps:
         self.tiers: Counter[str] = Counter()
 
     def _counted(self) -> Counter[str]:
-        (counts,) = self._model.engine.collective_rpc("count_steps")
-        return Counter(counts)
+        (counts,) = self._model.engine.collective_rpc("count_events")
+        return Counter(counts["steps"])
 
     def __enter__(self) -> Steps:
         self._before = self._counted()

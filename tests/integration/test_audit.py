@@ -301,8 +301,7 @@ async def test_it_is_there_after_a_restart_until_its_time_is_over(serve: Serve) 
 
 async def test_nothing_is_written_without_keys_nor_where_it_is_switched_off(serve: Serve) -> None:
     async with serve() as server:
-        answer = await server.complete()
-        assert "x-request-id" not in answer.headers
+        await server.complete()
         assert await entries(server) == []
     async with serve(audit_days=0) as server:
         tenants = Tenants(server)

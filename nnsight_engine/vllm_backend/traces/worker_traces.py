@@ -70,6 +70,7 @@ class WorkerTraces:
         last_spent_s: Seconds for which the engine has waited for the trace that was closed last: its blocks,
             reading them and writing what they saved.
         last_tier: How the steps of the trace ran that was closed last, see ``TracedRequest``.
+        last_step_s: Seconds for which the engine has waited for blocks in the step that ended last.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class WorkerTraces:
         self._cells = Cells(self.board, limits)
         self.last_spent_s = 0.0
         self.last_tier = "tap"
+        self.last_step_s = self._began_s = 0.0
         self._habits = Habits()
         self._spent_s: defaultdict[str, float] = defaultdict(float)
 
@@ -214,6 +216,10 @@ class WorkerTraces:
             self._open_cells()
         return self._cells.is_ready
 
+    def count_sandboxes(self) -> dict[str, int]:
+        """Return what has happened to sandboxes, by event."""
+        return dict(self._cells.counts)
+
     def _open_cells(self) -> None:
         open_cells(self._cells, self.model, self._points, self._config, self._limits)
 
@@ -286,6 +292,7 @@ class WorkerTraces:
         self.board.begin()
         own = [span for span in spans if span.request_id in self._live]
         self._active = [self._live[span.request_id] for span in own]
+        self._began_s = sum(request.spent_s for request in self._active)
         for request, span in zip(self._active, own, strict=True):
             request.begin(span, num_rows)
         if len(own) < len(spans):
@@ -373,7 +380,9 @@ class WorkerTraces:
         self._ended += ended
         if self.board.interleaving:
             self.board.end()
-        self._active = []
+        spent_s = sum(request.spent_s for request in self._active)
+        self.last_step_s = spent_s - self._began_s + self._cells.last_step_s
+        self._active, self._began_s = [], 0.0
         over = [request_id for request_id, request in self._live.items() if request.is_over]
         for request_id in over:
             self._live.pop(request_id).retire()

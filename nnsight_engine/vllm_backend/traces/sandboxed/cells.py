@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from nnsight_engine.core.engine_counts import SANDBOX_EVENTS
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.sandboxed.cell import Cell, Opened
@@ -28,6 +29,10 @@ class Cells:
     Args:
         board: Where the model's calls and the requests meet.
         limits: What blocks may use.
+
+    Attributes:
+        counts: What has happened, see ``SANDBOX_EVENTS``.
+        last_step_s: Seconds for which the worker has waited for them in the step that ended last.
     """
 
     def __init__(self, board: Board, limits: EngineLimits) -> None:
@@ -40,6 +45,8 @@ class Cells:
         self._left: dict[str, tuple[str, str]] = {}
         self._active: list[Cell] = []
         self._parked = Parked(limits.sandbox_cpu_s)
+        self.counts = dict.fromkeys(SANDBOX_EVENTS, 0)
+        self.last_step_s = self._began_s = 0.0
 
     def open(self, server: ForkServer, served: ServedModules, max_bytes: int) -> None:
         """Run traces from now on.
@@ -82,18 +89,25 @@ class Cells:
         """
         cell = self._by_key.get(entry.key)
         if cell is None:
-            if len(self._by_key) >= self._limits.max_sandboxes:
-                raise SandboxUnavailableError(
-                    f"{len(self._by_key)} sandboxes are at work, as many as may be: send the request again"
-                )
-            if self._open is None:
-                raise SandboxUnavailableError("no sandbox has been started: send the request again")
-            sandbox = self._parked.take(entry.sandbox_of) or self._open.server.take()
-            step_s, trace_s = self._limits.sandbox_step_s, self._limits.sandbox_cpu_s
-            cell = Cell(self._board, sandbox, self._open, order, entry.sandbox_of, step_s, trace_s)
-            self._by_key[entry.key] = cell
+            try:
+                cell = self._by_key[entry.key] = self._started(entry.sandbox_of, order)
+            except Exception:
+                self.counts["refused"] += 1
+                raise
+            self.counts["started"] += 1
         self._by_request[request_id] = cell
         cell.begin([(request_id, msgspec.structs.replace(entry, sandbox_of=""))])
+
+    def _started(self, tenant: str, order: int) -> Cell:
+        if len(self._by_key) >= self._limits.max_sandboxes:
+            raise SandboxUnavailableError(
+                f"{len(self._by_key)} sandboxes are at work, as many as may be: send the request again"
+            )
+        if self._open is None:
+            raise SandboxUnavailableError("no sandbox has been started: send the request again")
+        sandbox = self._parked.take(tenant) or self._open.server.take()
+        step_s, trace_s = self._limits.sandbox_step_s, self._limits.sandbox_cpu_s
+        return Cell(self._board, sandbox, self._open, order, tenant, step_s, trace_s)
 
     def begin(self, finished: set[str]) -> None:
         """Begin a step: let go of requests that have ended, and let the others' blocks compute again."""
@@ -117,6 +131,7 @@ class Cells:
         by_cell: dict[Cell, list[TraceSpan]] = {}
         for span in spans:
             by_cell.setdefault(self._by_request[span.request_id], []).append(span)
+        self._began_s = sum(cell.spent_s for cell in by_cell)
         for cell, own in by_cell.items():
             cell.step(own, num_rows)
         self._active = list(by_cell)
@@ -150,7 +165,8 @@ class Cells:
             over, told = cell.end()
             ended += over
             news |= told
-        self._active = []
+        self.last_step_s = max(0.0, sum(cell.spent_s for cell in self._active) - self._began_s)
+        self._active, self._began_s = [], 0.0
         return ended, news
 
     def tier(self, key: str) -> str:
@@ -187,6 +203,7 @@ class Cells:
         cell = self._by_key.pop(key)
         for request_id in cell.entries:
             self._by_request.pop(request_id, None)
+        self.counts["killed"] += cell.error is not None
         sandbox = cell.close()
         if sandbox is not None:
             self._parked.put(cell.tenant, sandbox)

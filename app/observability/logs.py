@@ -1,0 +1,112 @@
+"""The server's log: text for people or a JSON object a line, the same for uvicorn's and vLLM's loggers.
+
+Everything is logged by the standard library's loggers and written by structlog's formatter, which adds whose
+request it is about. What clients send is never logged: no prompts, keys, vectors or code.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import logging
+import logging.config
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+from app.audit.records import RECORD, Record
+from app.observability.metrics import outcome_of
+from app.settings import Settings, set_engine_log
+
+_requests = logging.getLogger("app.requests")
+
+_FIELDS: Final = ("request_id", "tenant", "trace_id")
+_CHATTY: Final = ("app", "nnsight_engine", "uvicorn")
+"""Loggers that go by the setting ``log_level``."""
+_VLLM_CONFIG: Final = "vllm_logging.json"
+
+
+def start_logs(settings: Settings) -> None:
+    """Have everything logged as the settings say; before vLLM is imported, which sets its own loggers up."""
+    as_json = is_json(settings)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(json_formatter() if as_json else text_formatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    # Not of all: some libraries tell at these levels what they are given, statements with their values.
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(settings.log_level)
+    logging.captureWarnings(True)  # noqa: FBT003 - the library's
+    if as_json:
+        set_engine_log(str(importlib.resources.files("app.observability") / _VLLM_CONFIG))
+
+
+def is_json(settings: Settings) -> bool:
+    """Tell whether the log is for programs; unless that is set, it is where nobody looks at a terminal."""
+    if settings.log_format is None:
+        return not sys.stderr.isatty()
+    return settings.log_format == "json"
+
+
+def json_formatter() -> logging.Formatter:
+    """Return what writes a JSON object a line; also named in vLLM's configuration of its loggers."""
+    # Local variables are clients' content.
+    tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+    return _formatter(structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer())
+
+
+def text_formatter() -> logging.Formatter:
+    """Return what writes for people."""
+    plain = structlog.dev.plain_traceback
+    return _formatter(structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain))
+
+
+def _formatter(*last: Processor) -> logging.Formatter:
+    return structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=[
+            structlog.stdlib.add_log_level,
+            structlog.stdlib.add_logger_name,
+            structlog.stdlib.ExtraAdder(),
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            add_request,
+        ],
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
+    )
+
+
+def add_request(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Add whose request it is that logs."""
+    record = RECORD.get()
+    if record is not None:
+        for name in _FIELDS:
+            value = getattr(record, name)
+            if value:
+                event.setdefault(name, value)
+    return event
+
+
+def log_request(record: Record) -> None:
+    """Log a request that is over, at the level ``INFO``."""
+    if _requests.isEnabledFor(logging.INFO):
+        _requests.info("request", extra=_of_request(record))
+
+
+def _of_request(record: Record) -> Mapping[str, Any]:
+    return {
+        **{name: getattr(record, name) for name in _FIELDS if getattr(record, name)},
+        "method": record.method,
+        "route": record.route,
+        "status": record.status,
+        "outcome": outcome_of(record),
+        "error": record.error,
+        "operations": record.operations,
+        "duration_s": round(record.duration_s, 6),
+        "request_bytes": record.request_bytes,
+        "response_bytes": record.response_bytes,
+    }
+
+
+__all__ = ["add_request", "is_json", "json_formatter", "log_request", "start_logs", "text_formatter"]

@@ -1,0 +1,174 @@
+"""The outermost layer: a record of each request, from its first byte to its answer's last.
+
+Of it are made the metrics, a line in the log, the request's span and, where there are keys, the entry of the
+audit log of what runs or changes something.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from http import HTTPStatus
+from typing import Final
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api_schemas.errors import ErrorCode
+from app.admission.rates import ADMITTED, Admitted
+from app.audit.log import AuditLog
+from app.audit.records import RECORD, Record
+from app.auth.keys import Keys
+from app.engine.client import EngineClient
+from app.middleware import API_PREFIX
+from app.observability.logs import log_request
+from app.observability.metrics import Metrics, outcome_of
+from app.observability.tracing import RequestSpan, Tracing
+from nnsight_engine.core.metering import METER, Meter
+
+_READS: Final = {"GET", "HEAD", "OPTIONS"}
+_UNFINISHED: Final = "client_left"
+_NOT_RUN: Final = {ErrorCode.RATE_LIMITED}
+"""Refusals of which there may be thousands in a second, and which ran nothing."""
+_STARTS: Final = {"http.response.start", "websocket.http.response.start"}
+_SOCKET_ANSWERS: Final = {
+    "websocket.accept": HTTPStatus.SWITCHING_PROTOCOLS,
+    "websocket.close": HTTPStatus.FORBIDDEN,
+    "websocket.http.response.body": HTTPStatus.FORBIDDEN,
+}
+"""What an answer's status is that says none."""
+_ERROR_STATUS: Final = 400
+_TIMED: Final = {"/v1/completions", "/v1/chat/completions", "/v1/traces"}
+
+
+class RecordMiddleware:
+    """Lets everything pass, and sees to it that operators know of it."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        log: AuditLog,
+        keys: Keys,
+        metrics: Metrics,
+        engine: EngineClient,
+        tracing: Tracing | None,
+    ) -> None:
+        """Wrap ``app``; there are entries in the audit log only where there are keys."""
+        self._app = app
+        self._log = log
+        self._keys = keys
+        self._metrics = metrics
+        self._engine = engine
+        self._tracing = tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection of the ASGI server."""
+        if scope["type"] not in {"http", "websocket"}:
+            await self._app(scope, receive, send)
+            return
+        record = Record(str(scope.get("method", "WEBSOCKET")))
+        token, meter = RECORD.set(record), METER.set(Meter())
+        own = METER.get()
+        span = None
+        if self._tracing is not None and str(scope["path"]).startswith(API_PREFIX):
+            span = self._tracing.begin(scope, record)
+        is_kept = scope["type"] == "http" and record.method not in _READS and await self._has_log()
+        if is_kept:
+            self._log.begin(record)
+        try:
+            await self._watched(record, span, scope, receive, send)
+        finally:
+            RECORD.reset(token)
+            METER.reset(meter)
+            admitted: Admitted | None = scope.get(ADMITTED)
+            record.add_use(None if admitted is None else admitted.meter)
+            if is_kept and record.key_id and record.error not in _NOT_RUN:
+                self._log.add(record)
+            elif is_kept:
+                self._log.drop(record)
+            if not record.route and (route := getattr(scope.get("route"), "path", None)):
+                record.route = route
+            self._tell(record, span, own if admitted is None else admitted.meter)
+
+    async def _has_log(self) -> bool:
+        if not self._log.is_on:
+            return False
+        try:
+            return await self._keys.are_required()
+        except Exception:  # noqa: BLE001 - whoever serves the request meets the same, and says it
+            return True
+
+    async def _watched(
+        self, record: Record, span: RequestSpan | None, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        start, watch = record.begun_s, _Watch(record, span, receive, send)
+        try:
+            await self._app(scope, watch.receive, watch.send)
+        except ClientDisconnect:
+            raise
+        except Exception:
+            record.status = record.status or HTTPStatus.INTERNAL_SERVER_ERROR
+            record.error, watch.is_whole = ErrorCode.INTERNAL, True
+            raise
+        finally:
+            record.duration_s = time.perf_counter() - start
+            if not watch.is_whole:
+                record.error = record.error or _UNFINISHED
+
+    def _tell(self, record: Record, span: RequestSpan | None, meter: Meter | None) -> None:
+        metrics = self._metrics
+        metrics.count_request(record, self._engine.served().names)
+        if record.route in _TIMED and outcome_of(record) == "ok":
+            metrics.count_time(record)
+        if record.uses and (record.status or _ERROR_STATUS) < _ERROR_STATUS:
+            metrics.count_use(record, points_of(self._engine), 0 if meter is None else meter.captured_bytes)
+        log_request(record)
+        if span is not None:
+            span.end(record)
+
+
+class _Watch:
+    """Notes what comes and goes on one connection.
+
+    Attributes:
+        is_whole: Whether the answer's last byte was sent.
+    """
+
+    def __init__(self, record: Record, span: RequestSpan | None, receive: Receive, send: Send) -> None:
+        self.is_whole = False
+        self._record = record
+        self._receive = receive
+        self._send = send
+        self._headers = [(b"x-request-id", record.request_id.encode())]
+        if span is not None:
+            self._headers.append(span.answer_header)
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._record.request_bytes += len(message.get("body", b""))
+            self._record.begun_s = time.perf_counter()
+        return message
+
+    async def send(self, message: Message) -> None:
+        kind, record = message["type"], self._record
+        if kind == "http.response.body":
+            record.response_bytes += len(message.get("body", b""))
+            self.is_whole = not message.get("more_body", False)
+        elif kind in _STARTS:
+            record.status = message["status"]
+            message["headers"] = [*message.get("headers", []), *self._headers]
+        elif kind in _SOCKET_ANSWERS:
+            record.status, self.is_whole = record.status or _SOCKET_ANSWERS[kind], True
+        await self._send(message)
+
+
+def points_of(engine: EngineClient) -> Collection[str]:
+    """Return the kinds of points of the model; none while it is not there."""
+    if not engine.ready:
+        return ()
+    return {point.name for point in engine.capabilities().points}
+
+
+__all__ = ["RecordMiddleware", "points_of"]

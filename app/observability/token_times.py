@@ -1,0 +1,82 @@
+"""When a stream's tokens come: its first one, and each after it, at the moment they leave for the client.
+
+The first event with text is looked for, since a chat begins with one that has none. After it each event of
+vLLM's stands for a token or more, whose text may be empty; only what ends a stream stands for none.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import Any, Final
+
+from app.audit.records import RECORD
+from app.observability.metrics import Metrics, kind_of
+
+_PREFIX: Final = "data: "
+_ERROR: Final = 'data: {"error"'
+_DONE: Final = "data: [DONE]"
+_USAGE: Final = re.compile(r'"choices": ?\[\]')
+_HEAD_LENGTH: Final = 512
+"""Before that an event says whether it has choices."""
+_LARGE: Final = 8192
+"""An event of so many characters has results of interventions, which come with tokens."""
+
+
+class TokenTimes:
+    """The times of one stream's tokens.
+
+    Args:
+        metrics: Take them.
+        num_choices: Those of several come by turns, and nothing is told of the times between them.
+    """
+
+    def __init__(self, metrics: Metrics, num_choices: int) -> None:
+        """Wait for the first; called within the request whose stream it is."""
+        record = RECORD.get()
+        kind = "plain" if record is None else kind_of(record.operations)
+        route = "" if record is None else record.route
+        self._begun_s = time.perf_counter() if record is None else record.begun_s
+        self._first = metrics.first_token_s.labels(route, kind)
+        between = metrics.between_tokens_s.labels(route, kind)
+        self._between = between.observe if num_choices == 1 else None
+        self._last_s = 0.0
+
+    def saw(self, event: str) -> None:
+        """Take note of an event that is about to be sent."""
+        if self._last_s:
+            if self._between is not None and _has_token(event):
+                now = time.perf_counter()
+                self._between(now - self._last_s)
+                self._last_s = now
+        elif _has_text(event):
+            self._last_s = time.perf_counter()
+            self._first.observe(self._last_s - self._begun_s)
+
+
+def _has_token(event: str) -> bool:
+    if event.startswith((_DONE, _ERROR)):
+        return False
+    return _USAGE.search(event, 0, _HEAD_LENGTH) is None
+
+
+def _has_text(event: str) -> bool:
+    if not _has_token(event):
+        return False
+    if len(event) > _LARGE:
+        return True
+    try:
+        choices = json.loads(event.removeprefix(_PREFIX))["choices"]
+    except (ValueError, KeyError, TypeError):
+        return False
+    return any(_said(choice) for choice in choices)
+
+
+def _said(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta") or {}
+    texts = (choice.get("text"), delta.get("content"), delta.get("reasoning"), delta.get("tool_calls"))
+    return any(texts) or choice.get("finish_reason") is not None
+
+
+__all__ = ["TokenTimes"]

@@ -1,0 +1,113 @@
+"""A span for each API request, sent to an OpenTelemetry collector, and the trace handed on to the engine.
+
+A client's ``traceparent`` is continued, and the answer has one, so that both sides find the same trace. vLLM
+sends a span of its own for each prompt, below ours: the command line gives it the same collector.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Span, SpanKind, format_trace_id, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.trace.status import StatusCode
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from app.audit.records import Record
+from app.observability.metrics import kind_of
+from app.settings import Settings, otlp_traces_endpoint
+from nnsight_engine import __version__
+from nnsight_engine.core.trace_headers import TRACE_HEADERS
+
+_GRPC: Final = "grpc"
+_SERVER_ERROR: Final = 500
+_TRACEPARENT: Final = "traceparent"
+
+
+class RequestSpan:
+    """The span of one request.
+
+    Args:
+        span: It, begun.
+        headers: What continues it.
+    """
+
+    def __init__(self, span: Span, headers: dict[str, str]) -> None:
+        """Take over the span."""
+        self._span = span
+        self.headers = headers
+
+    @property
+    def answer_header(self) -> tuple[bytes, bytes]:
+        """What tells the client which trace it is."""
+        return _TRACEPARENT.encode(), self.headers[_TRACEPARENT].encode()
+
+    def end(self, record: Record) -> None:
+        """End it with what is known of the request: nothing that its client wrote but the route's name."""
+        route = record.route or "unknown"
+        self._span.update_name(f"{record.method} {route}")
+        self._span.set_attributes(
+            {
+                "http.request.method": record.method,
+                "http.route": route,
+                "http.response.status_code": record.status or 0,
+                "nnsight_engine.request_id": record.request_id,
+                "nnsight_engine.tenant": record.tenant,
+                "nnsight_engine.kind": kind_of(record.operations),
+                "nnsight_engine.operations": record.operations,
+                "nnsight_engine.tier": record.tier,
+                "error.type": record.error,
+            }
+        )
+        if (record.status or _SERVER_ERROR) >= _SERVER_ERROR:
+            self._span.set_status(StatusCode.ERROR)
+        self._span.end()
+
+
+class Tracing:
+    """The spans of one server.
+
+    Args:
+        endpoint: Where they go.
+        protocol: How: ``grpc`` or ``http/protobuf``.
+    """
+
+    def __init__(self, endpoint: str, protocol: str) -> None:
+        """Open the exporter, which connects when it has something to send."""
+        exporter = GrpcExporter(endpoint=endpoint) if protocol == _GRPC else HttpExporter(endpoint=endpoint)
+        resource = Resource.create({"service.name": "nnsight-engine", "service.version": __version__})
+        # Of this server alone: the process's own is vLLM's.
+        self._provider = TracerProvider(resource=resource)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("nnsight_engine", __version__)
+        self._propagator = TraceContextTextMapPropagator()
+
+    def begin(self, scope: Scope, record: Record) -> RequestSpan:
+        """Begin the span of a request, and let what runs on its behalf continue it."""
+        parent = self._propagator.extract(Headers(scope=scope), context=Context())
+        span = self._tracer.start_span("request", parent, SpanKind.SERVER)
+        headers: dict[str, str] = {}
+        self._propagator.inject(headers, set_span_in_context(span, Context()))
+        record.trace_id = format_trace_id(span.get_span_context().trace_id)
+        TRACE_HEADERS.set(headers)
+        return RequestSpan(span, headers)
+
+    def close(self) -> None:
+        """Send what is left; takes as long as the collector does, up to some seconds."""
+        self._provider.shutdown()
+
+
+def tracing_of(settings: Settings) -> Tracing | None:
+    """Return what keeps traces, None where the settings name no collector."""
+    endpoint = otlp_traces_endpoint(settings)
+    return Tracing(endpoint, settings.otlp_protocol) if endpoint else None
+
+
+__all__ = ["RequestSpan", "Tracing", "tracing_of"]
