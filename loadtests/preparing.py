@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from api_schemas.capabilities import Capabilities
+from app.services.code_policy import is_loopback
 from benchmarks.servers import created_key, own_folders, served
 from loadtests.asked import HOSTILE, TENANT_OF, Asked, Model, phases_of
 from loadtests.bodies import Bodies
@@ -53,8 +54,8 @@ class Server:
         has_hostile = bool(kinds & set(HOSTILE))
         if has_hostile and not self.admin_key:
             raise LoadTestError(
-                f"the scenario {scenario} has a hostile tenant, so the server needs keys, and this run one of "
-                "the scope `admin` that makes them: --admin-key-file FILE. Without --url one is started"
+                f"the scenario {scenario} has a hostile tenant, so the server needs keys, and this run one "
+                "of the scope `admin` that makes them: --admin-key-file FILE. Without --url one is started"
             )
         with contextlib.ExitStack() as stack:
             client = stack.enter_context(httpx.Client(base_url=self.url, timeout=_TIMEOUT_S))
@@ -95,11 +96,14 @@ def server_at(url: str, admin_key: str, options: Sequence[str]) -> Iterator[Serv
         options: Of ``nnsight-engine serve``, for one that is started; without a model, the bundled one.
 
     Raises:
+        LoadTestError: Nobody listens there, and it is another machine.
         ServerError: It does not start.
     """
     if url and _listens(url):
         yield Server(url.rstrip("/"), admin_key)
         return
+    if url and not is_loopback(urlsplit(url).hostname or ""):
+        raise LoadTestError(f"nobody listens at {url}, and a server can be started on this machine alone")
     with tempfile.TemporaryDirectory() as folder:
         variables = own_folders(folder)
         operator = created_key("operator", variables, "--scopes", "admin")
@@ -114,6 +118,8 @@ def _listens(url: str) -> bool:
         httpx.get(f"{url}/health/live", timeout=_TIMEOUT_S)
     except httpx.ConnectError:
         return False
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        raise LoadTestError(f"{url} does not answer as a server does: {error}") from error
     return True
 
 
