@@ -50,7 +50,7 @@ def _run(args: argparse.Namespace, console: Console) -> Summary:
     thresholds = read(args.thresholds)
     machine = announced_machine(console)
     with (
-        server_at(args.url, args.admin_key, args.serve) as server,
+        server_at(args.url, args.admin_key or "", args.serve) as server,
         server.asked(args.scenario, args.shape, args.time, counts_of(args.scenario, args.users)) as asked,
     ):
         console.print(f"{args.scenario}, {args.shape}, for {args.time:g} s at {server.url}", soft_wrap=True)

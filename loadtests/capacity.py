@@ -157,7 +157,7 @@ def main() -> int:
     file = args.output / f"{machine.date}-capacity.json"
     points = read(file, Capacity).points if args.add and file.exists() else []
     try:
-        with server_at(args.url, args.admin_key, args.serve) as server:
+        with server_at(args.url, args.admin_key or "", args.serve) as server:
             for load, concurrency in itertools.product(args.loads, args.concurrency):
                 if load == "mixed" and concurrency == 1:
                     continue  # there is no neighbour

@@ -16,7 +16,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         "--admin-key-file",
         dest="admin_key",
         type=_content,
-        default="",
+        default=None,  # text would be taken for a path
         help="a file with a key of the scope `admin`, of a server that has keys",
     )
 

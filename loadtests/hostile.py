@@ -104,6 +104,7 @@ class BreakOff(Hostile):
     """Breaks connections off, in the middle of a body or of an answer."""
 
     kind = "break-off"
+    pauses_s = (0.05, 0.1)
 
     def send(self, asking: Asking) -> None:
         """Leave."""

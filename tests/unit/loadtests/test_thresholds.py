@@ -37,7 +37,7 @@ def test_a_ratio_is_to_another_kind_of_the_same_phase() -> None:
     found = summary(
         row("plain", itl=10), row("lens", itl=14), row("plain", "flood", itl=50), row("lens", "flood", itl=90)
     )
-    wanted = {"kind": "lens", "measure": "itl_p50", "of_kind": "plain"}
+    wanted: dict[str, Any] = {"kind": "lens", "measure": "itl_p50", "of_kind": "plain"}
     assert kept(found, **wanted, most=1.5) == [True, False]
     (calm, flood) = judged(found, [Threshold(**wanted, most=1.5)]).verdicts
     assert calm.rule == "lens, calm: itl_p50 / that of plain, calm ≤ 1.5"
