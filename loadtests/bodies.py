@@ -56,10 +56,11 @@ class Bodies:
 
     def huge(self) -> bytes:
         """Return 16 MiB that are no request the model could answer: a text, or very many ids."""
-        prompt: Any = "a " * (_HUGE_BYTES // 2)
-        if self.is_one_in(2):
-            prompt = [1] * (_HUGE_BYTES // 3)
-        return self._json({"model": self._model.name, "prompt": prompt, "max_tokens": 1})
+        # Not by the JSON encoder: users of this process wait while one of them computes.
+        text = b'"%b"' % (b"a " * (_HUGE_BYTES // 2))
+        prompt = b"[%b1]" % (b"1," * (_HUGE_BYTES // 2)) if self.is_one_in(2) else text
+        head = self._json({"model": self._model.name, "max_tokens": 1})
+        return head[:-1] + b', "prompt": ' + prompt + b"}"
 
     def steer(self, *, is_same: bool) -> Operation:
         """Return an operation that adds a vector in the middle: everybody's one, or one of its own."""
