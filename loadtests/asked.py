@@ -43,7 +43,8 @@ def counts_of(scenario: str, users: int = 1) -> dict[str, int]:
 SHAPES: Final = ("steady", "spike", "soak")
 
 _TENANTS: Final[Mapping[str, Sequence[str]]] = {
-    "loadtest-plain": (PLAIN, "long-prompt"),
+    "loadtest-plain": (PLAIN,),
+    "loadtest-long": ("long-prompt",),
     "loadtest-steering": _STEERED,
     "loadtest-reading": _READING,
     "loadtest-sandboxed": ("trace-operation",),
@@ -62,12 +63,14 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
         share: The part of the run's time that it takes.
         load: How many times the run's users there are.
         is_hostile: Whether the hostile tenant does what it does.
+        is_counted: Whether it is in tables; the start of a run, which pays for first requests, is not.
     """
 
     name: str
     share: float
     load: int = 1
     is_hostile: bool = False
+    is_counted: bool = True
 
 
 def phases_of(shape: str, *, has_hostile: bool) -> list[Phase]:
@@ -77,18 +80,27 @@ def phases_of(shape: str, *, has_hostile: bool) -> list[Phase]:
         shape: One of ``SHAPES``.
         has_hostile: Whether the hostile tenant is in the scenario, who comes for a part of the time.
     """
+    phases = [Phase(name="steady", share=1.0)]
     if shape == "spike":
-        names = ("before", "spike", "after")
-        return [
-            Phase(name=name, share=1 / 3, load=4 if name == "spike" else 1, is_hostile=name == "spike")
-            for name in names
+        phases = [
+            Phase(name="before", share=1 / 3),
+            Phase(name="spike", share=1 / 3, load=4, is_hostile=True),
+            Phase(name="after", share=1 / 3),
         ]
-    if shape == "soak":
-        shares = {"early": 1 / 6, "middle": 2 / 3, "late": 1 / 6}
-        return [Phase(name=name, share=share, is_hostile=name == "middle") for name, share in shares.items()]
-    if has_hostile:
-        return [Phase(name="calm", share=1 / 3), Phase(name="flood", share=2 / 3, is_hostile=True)]
-    return [Phase(name="steady", share=1.0)]
+    elif shape == "soak":
+        phases = [
+            Phase(name="early", share=1 / 6),
+            Phase(name="middle", share=2 / 3, is_hostile=True),
+            Phase(name="late", share=1 / 6),
+        ]
+    elif has_hostile:
+        phases = [Phase(name="calm", share=1 / 3), Phase(name="flood", share=2 / 3, is_hostile=True)]
+    # The first phase begins when requests have been through once: sandboxes start, memory is first used.
+    first = msgspec.structs.replace(phases[0], share=phases[0].share - _WARM_UP.share)
+    return [_WARM_UP, first, *phases[1:]]
+
+
+_WARM_UP: Final = Phase(name="warm-up", share=1 / 12, is_counted=False)
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from loadtests.summary import Percentiles, Summary, times_cells
 
 LOADS: Final = ("plain", "mixed")
 _MEASURED: Final = "measured"
-PHASES: Final = (Phase(name="warm-up", share=0.25), Phase(name=_MEASURED, share=0.75))
+PHASES: Final = (Phase(name="warm-up", share=0.25, is_counted=False), Phase(name=_MEASURED, share=0.75))
 """Of each run; what begins in the first one does not count."""
 
 _OTHERS: Final = ("steered-different", "lens", "steered-same", "capture")

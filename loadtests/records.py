@@ -85,7 +85,8 @@ class Records:
             self._row(kind, phase.name, phase.share * self._asked.seconds)
             for kind in self._asked.counts
             for phase in self._asked.phases
-            if (kind, phase.name) in self._counted or not _rests(kind, is_hostile=phase.is_hostile)
+            if phase.is_counted
+            and ((kind, phase.name) in self._counted or not _rests(kind, is_hostile=phase.is_hostile))
         ]
 
     def _row(self, kind: str, phase: str, seconds: float) -> Row:

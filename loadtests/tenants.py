@@ -17,6 +17,7 @@ _KEYS: Final[Mapping[str, NewKey]] = {
     key.tenant: key
     for key in (
         NewKey(tenant="loadtest-plain", scopes=(Scope.COMPLETIONS,)),
+        NewKey(tenant="loadtest-long", scopes=(Scope.COMPLETIONS,)),
         NewKey(tenant="loadtest-steering", scopes=_INTERVENING),
         NewKey(tenant="loadtest-reading", scopes=_INTERVENING),
         NewKey(tenant="loadtest-sandboxed", scopes=_CODING),

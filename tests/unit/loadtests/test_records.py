@@ -41,7 +41,7 @@ def test_a_row_has_requests_tokens_and_times_of_its_phase() -> None:
         1,
         20,
     )
-    assert (calm.requests_per_s, calm.tokens_per_s, calm.error_share) == (3 / 20, 1.0, 1 / 3)
+    assert (calm.requests_per_s, calm.tokens_per_s, calm.error_share) == (3 / 15, 20 / 15, 1 / 3)
     assert calm.e2e_ms is not None
     assert (calm.e2e_ms.num, calm.e2e_ms.p50) == (2, 200.0)
     assert calm.measure("ttft_p50") == 20.0
@@ -75,6 +75,7 @@ def test_phases_fill_the_run_and_then_it_is_over(shape: str) -> None:
     run = asked("plain", shape=shape, has_hostile=True)
     assert sum(phase.share for phase in run.phases) == pytest.approx(1)
     assert run.phase_at(0) == run.phases[0]
+    assert [phase.is_counted for phase in run.phases] == [False] + [True] * (len(run.phases) - 1)
     assert run.phase_at(59.9) == run.phases[-1]
     assert run.phase_at(60.1) is None
     assert [phase for phase in run.phases if phase.is_hostile], "a hostile tenant comes in every shape"
