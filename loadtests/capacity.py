@@ -1,10 +1,12 @@
 """How much one server does, by the number of requests that run at once: plain ones alone, and beside others.
 
-    python -m loadtests.capacity [--concurrency 1 2 4 8 16 32] [--loads plain mixed] [--seconds 24] [--add]
-        [--url URL] [--admin-key-file FILE] [--output FOLDER] [-- SERVE OPTIONS]
+    python -m loadtests.capacity [--concurrency 1 2 4 8 16 32] [--loads plain mixed one-tenant] [--seconds 24]
+        [--add] [--url URL] [--admin-key-file FILE] [--output FOLDER] [-- SERVE OPTIONS]
 
 Each user sends one request after another without a pause. Under the mixed load half of them are plain, the
-neighbours, and the others steer, read the lens and capture. What began in the first quarter does not count.
+neighbours, and the others steer, read the lens and capture: three tenants, and the plain one has more than a
+share. With ``one-tenant`` it is one, so that only interventions differ from the plain load. What began in
+the first quarter does not count.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from rich.console import Console
 from benchmarks.files import write_report
 from benchmarks.machine import Machine, announced_machine
 from benchmarks.servers import ServerError
+from loadtests.asked import TENANT_OF
 from loadtests.child import RunError, run_child
 from loadtests.command import add_server_options, split_arguments
 from loadtests.points import LOADS, PHASES, Capacity, Point, cells, counts_of, page, point_of
@@ -30,6 +33,7 @@ from loadtests.summary import read
 
 _RESULTS: Final = Path(__file__).parents[1] / "benchmarks" / "results"
 _NO_RUN: Final = 2
+_TENANT: Final = TENANT_OF["steered-different"]
 
 
 def main() -> int:
@@ -41,7 +45,7 @@ def main() -> int:
     try:
         with server_at(args.url, args.admin_key or "", args.serve) as server:
             for load, concurrency in itertools.product(args.loads, args.concurrency):
-                if load == "mixed" and concurrency == 1:
+                if load != "plain" and concurrency == 1:
                     continue  # there is no neighbour
                 point = _measured(server, load, concurrency, args, machine)
                 points = [one for one in points if (one.load, one.concurrency) != (load, concurrency)]
@@ -66,7 +70,10 @@ def _measured(
 ) -> Point:
     counts = counts_of(load, concurrency)
     with server.asked(f"capacity, {load}", "steady", args.seconds, counts) as asked:
-        changed = msgspec.structs.replace(asked, phases=list(PHASES), has_pauses=False)
+        keys = asked.keys
+        if load == "one-tenant":
+            keys = dict.fromkeys(keys, keys.get(_TENANT, ""))
+        changed = msgspec.structs.replace(asked, phases=list(PHASES), has_pauses=False, keys=keys)
         summary = run_child(changed, args.reports / f"{load}-{concurrency}", machine)
     return point_of(load, concurrency, summary)
 
@@ -79,7 +86,7 @@ def _arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
-    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=["plain", "mixed"])
     parser.add_argument("--seconds", type=float, default=24.0, help="of each run")
     parser.add_argument("--add", action="store_true", help="to the table that the day has")
     parser.add_argument("--output", type=Path, default=_RESULTS, help="folder of the table")

@@ -15,7 +15,9 @@ from loadtests.asked import PLAIN, Phase
 from loadtests.child import RunError
 from loadtests.summary import Percentiles, Summary, times_cells
 
-LOADS: Final = ("plain", "mixed")
+LOADS: Final = ("plain", "mixed", "one-tenant")
+"""Plain requests alone; beside others, of three tenants; the same of one tenant, who share nothing out."""
+
 _MEASURED: Final = "measured"
 PHASES: Final = (Phase(name="warm-up", share=0.25, is_counted=False), Phase(name=_MEASURED, share=0.75))
 """Of each run; what begins in the first one does not count."""
@@ -27,7 +29,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     """One measurement.
 
     Attributes:
-        load: ``plain`` or ``mixed``.
+        load: One of ``LOADS``.
         concurrency: Requests that run at once.
         requests_per_s: Of all kinds.
         tokens_per_s: Generated, of all kinds.

@@ -38,6 +38,10 @@ class Shape(LoadTestShape):
 
     load: Load
 
+    def __init__(self) -> None:
+        """Begin when locust says so."""
+        super().__init__()
+
     def tick(self) -> tuple[int, float] | None:
         """Return how many users there are to be, and how many come in a second; None in the end."""
         phase = self.load.phase
