@@ -1,6 +1,7 @@
 # Everything a person runs. Needs Python 3.11, make and pip; each target installs what it lacks and skips what is done.
 #
 #   make serve [MODEL=Qwen/Qwen3-0.6B] [PORT=8000] [ARGS="--tensor-parallel-size 2"]
+#   make loadtest [SCENARIO=steered] [SHAPE=spike] [TIME=60] [USERS=1] [URL=http://127.0.0.1:8000]
 #   make test | test-fast | check | audit | bench | format | clean
 
 SHELL := /bin/bash
@@ -13,6 +14,12 @@ MODEL ?=
 PORT ?= 8000
 ARGS ?=
 TESTS ?=
+SCENARIO ?= mixed
+SHAPE ?= steady
+TIME ?= 120
+USERS ?= 1
+URL ?=
+ADMIN_KEY_FILE ?=
 # "required" makes a missing PostgreSQL a failure, where tests that need it are skipped else.
 POSTGRES ?= $(if $(CI),required,)
 # Likewise promtool, which checks the alert rules.
@@ -28,7 +35,7 @@ SOURCES = $(shell for d in api_schemas nnsight_engine app benchmarks examples lo
 PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(if $(filter required,$(POSTGRES)),--require-postgres) \
 	$(if $(filter required,$(PROMTOOL)),--require-promtool)
 
-.PHONY: help install postgres promtool serve test test-fast lint audit check bench format clean
+.PHONY: help install postgres promtool serve test test-fast lint audit check bench loadtest format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -72,6 +79,10 @@ check: lint audit postgres promtool ## What CI runs: lint, audit, then every tes
 
 bench: install ## Speed against plain vLLM, as ratios; writes benchmarks/results/
 	$(BIN)/python -m benchmarks $(ARGS)
+
+loadtest: install ## Load on a server, with a verdict, see docs/load-testing.md; without URL= one is started
+	$(BIN)/python -m loadtests $(SCENARIO) --shape $(SHAPE) --time $(TIME) --users $(USERS) $(if $(URL),--url $(URL)) \
+		$(if $(ADMIN_KEY_FILE),--admin-key-file $(ADMIN_KEY_FILE)) $(if $(MODEL)$(ARGS),-- $(MODEL) $(ARGS))
 
 format: install ## Format and fix what ruff can fix
 	$(BIN)/ruff format .

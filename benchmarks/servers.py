@@ -101,18 +101,25 @@ def served_by(
 
 
 @contextlib.contextmanager
-def served(options: Sequence[str], variables: Mapping[str, str]) -> Iterator[str]:
+def served(options: Sequence[str], variables: Mapping[str, str], port: int | None = None) -> Iterator[str]:
     """Start our server, and give its URL once it is ready; it is stopped in the end.
 
     Args:
         options: Of ``nnsight-engine serve``.
         variables: Environment variables beside our own.
+        port: Where it is to listen; a free one by default.
 
     Raises:
         ServerError: It ended before, or was not ready in time.
     """
-    with _started(["-m", "app", "serve", *options], variables, "/health/ready") as server:
+    with _started(["-m", "app", "serve", *options], variables, "/health/ready", port) as server:
         yield server.url
+
+
+def created_key(tenant: str, variables: Mapping[str, str], *options: str) -> str:
+    """Make a key with the command, in the database that the variables name, and return it."""
+    command = [sys.executable, "-m", "app", "keys", "create", "--tenant", tenant, *options]
+    return subprocess.check_output(command, text=True, env={**os.environ, **variables}).strip()
 
 
 def own_folders(folder: str) -> dict[str, str]:
@@ -121,9 +128,11 @@ def own_folders(folder: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _started(command: Sequence[str], variables: Mapping[str, str], ready: str) -> Iterator[Served]:
+def _started(
+    command: Sequence[str], variables: Mapping[str, str], ready: str, port: int | None = None
+) -> Iterator[Served]:
     set_engine_defaults()  # which vLLM's own server gets too
-    port = _free_port()
+    port = _free_port() if port is None else port
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
     with tempfile.TemporaryFile() as printed:
         start = time.perf_counter()
@@ -169,4 +178,14 @@ def _message(server: subprocess.Popen[bytes], printed: IO[bytes]) -> str:
     return f"the server must be ready within {_LIMIT_S} s, it is {ended}; its output:\n{output}"
 
 
-__all__ = ["MODEL_NAME", "Served", "ServerError", "Side", "command_of", "own_folders", "served", "served_by"]
+__all__ = [
+    "MODEL_NAME",
+    "Served",
+    "ServerError",
+    "Side",
+    "command_of",
+    "created_key",
+    "own_folders",
+    "served",
+    "served_by",
+]

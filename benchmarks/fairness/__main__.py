@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +27,7 @@ from benchmarks.fairness.load import FLOODS
 from benchmarks.line_process import LineProcess
 from benchmarks.machine import announced_machine
 from benchmarks.precision import DTYPE_NAME
-from benchmarks.servers import served
+from benchmarks.servers import created_key, served
 from benchmarks.tracing.report import Report
 from benchmarks.tracing.timing import Case, Measure, Row, Sample, Sampler, measure
 from nnsight_engine import bundled_model_path
@@ -100,14 +98,10 @@ def _tenants(model: str, window_s: str, num_probes: int) -> Iterator[Tenants]:
             "NNSIGHT_ENGINE_FAIR_WINDOW_S": window_s,
         }
         with served([model, "--max-model-len", "1024"], variables) as url:
-            tenants = Tenants(url, (_key("few", variables), _key("many", variables)), model, num_probes)
+            keys = created_key("few", variables), created_key("many", variables)
+            tenants = Tenants(url, keys, model, num_probes)
             yield tenants
             tenants.close()
-
-
-def _key(tenant: str, variables: dict[str, str]) -> str:
-    command = [sys.executable, "-m", "app", "keys", "create", "--tenant", tenant]
-    return subprocess.check_output(command, text=True, env={**os.environ, **variables}).strip()
 
 
 def _rows(model: str, window_s: str, args: argparse.Namespace) -> list[Row]:

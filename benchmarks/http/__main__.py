@@ -13,8 +13,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -28,7 +26,7 @@ from benchmarks.line_process import LineProcess, LineProcessError
 from benchmarks.machine import announced_machine
 from benchmarks.precision import DTYPE_NAME
 from benchmarks.processes import HUGE_PAGES
-from benchmarks.servers import MODEL_NAME, ServerError, Side, command_of, own_folders, served_by
+from benchmarks.servers import MODEL_NAME, ServerError, Side, command_of, created_key, own_folders, served_by
 from benchmarks.tracing.report import Report
 from benchmarks.tracing.timing import Case, Measure, Row, Sample, Sampler, measure
 from nnsight_engine.modeling.bundled import bundled_model_path
@@ -132,7 +130,7 @@ def _both(args: argparse.Namespace, console: Console) -> Iterator[Servers]:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         variables = {**HUGE_PAGES, "VLLM_CPU_KVCACHE_SPACE": "1", **own_folders(folder)}
-        key = _key(variables) if args.keyed else ""
+        key = created_key("one", variables) if args.keyed else ""
         urls = {}
         for side in Side:
             command = command_of(side, model, compiled=args.mode == "compiled", options=_ENGINE)
@@ -140,11 +138,6 @@ def _both(args: argparse.Namespace, console: Console) -> Iterator[Servers]:
             console.print(f"{side}: ready after {server.ready_s:.1f} s")
             urls[str(side)] = server.url
         yield Servers(urls, key, stack.enter_context(LineProcess("benchmarks.http.load")), console)
-
-
-def _key(variables: dict[str, str]) -> str:
-    command = [sys.executable, "-m", "app", "keys", "create", "--tenant", "one", "--scopes", "completions"]
-    return subprocess.check_output(command, text=True, env={**os.environ, **variables}).strip()
 
 
 def _measured(servers: Servers, concurrency: int, kind: str, repeats: int) -> list[Row]:

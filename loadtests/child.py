@@ -1,0 +1,41 @@
+"""Runs, each in a process of its own, which locust changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from benchmarks.machine import Machine
+from loadtests.asked import Asked
+from loadtests.summary import Summary, read
+
+SUMMARY_FILE: Final = "summary.json"
+
+
+class RunError(Exception):
+    """The process ended without a result; its error is on the terminal."""
+
+
+def run_child(asked: Asked, folder: Path, machine: Machine) -> Summary:
+    """Run what is asked, and return what was found; locust's report is in the folder then.
+
+    Raises:
+        RunError: There is no result.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    summary_file = folder / SUMMARY_FILE
+    summary_file.unlink(missing_ok=True)
+    # Through a pipe, since it has keys in it.
+    command = [sys.executable, "-m", "loadtests.run", str(folder)]
+    done = subprocess.run(command, input=msgspec.json.encode(asked), check=False)
+    if done.returncode or not summary_file.exists():
+        raise RunError(f"the process that sends requests ended with {done.returncode}; its error is above")
+    return msgspec.structs.replace(read(summary_file, Summary), machine=dataclasses.asdict(machine))
+
+
+__all__ = ["SUMMARY_FILE", "RunError", "run_child"]

@@ -1,0 +1,140 @@
+"""The table of ``loadtests.capacity``: measurements by load and concurrency, and what a step takes."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from benchmarks.files import table_lines
+from benchmarks.machine import Machine, machine_lines
+from loadtests.asked import PLAIN, Phase
+from loadtests.child import RunError
+from loadtests.summary import Percentiles, Summary, times_cells
+
+LOADS: Final = ("plain", "mixed", "one-tenant")
+"""Plain requests alone; beside others, of three tenants; the same of one tenant, who share nothing out."""
+
+_MEASURED: Final = "measured"
+PHASES: Final = (Phase(name="warm-up", share=0.25, is_counted=False), Phase(name=_MEASURED, share=0.75))
+"""Of each run; what begins in the first one does not count."""
+
+_OTHERS: Final = ("steered-different", "lens", "steered-same", "capture")
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """One measurement.
+
+    Attributes:
+        load: One of ``LOADS``.
+        concurrency: Requests that run at once.
+        requests_per_s: Of all kinds.
+        tokens_per_s: Generated, of all kinds.
+        num_failed: Requests that failed, which should be none.
+        ttft_ms: Of plain requests, the neighbours' under a mixed load.
+        itl_ms: Of the same.
+        client_cpu: The part of one core's time that the sender took, on the same machine.
+    """
+
+    load: str
+    concurrency: int
+    requests_per_s: float
+    tokens_per_s: float
+    num_failed: int
+    ttft_ms: Percentiles
+    itl_ms: Percentiles
+    client_cpu: float
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """A table of them."""
+
+    machine: dict[str, Any]
+    points: list[Point]
+
+
+def counts_of(load: str, concurrency: int) -> dict[str, int]:
+    """Return how many users of each kind there are under a load."""
+    if load == "plain":
+        return {PLAIN: concurrency}
+    others = list(itertools.islice(itertools.cycle(_OTHERS), concurrency // 2))
+    return {PLAIN: concurrency - len(others), **{kind: others.count(kind) for kind in others}}
+
+
+def point_of(load: str, concurrency: int, summary: Summary) -> Point:
+    """Return the measurement that a run is.
+
+    Raises:
+        RunError: No plain request came to its end in it.
+    """
+    rows = [row for row in summary.rows if row.phase == _MEASURED]
+    plain = summary.row(PLAIN, _MEASURED)
+    if summary.crashes or plain is None or plain.ttft_ms is None or plain.itl_ms is None:
+        raise RunError(f"no plain request was answered in {summary.seconds:.0f} s: {summary.errors}")
+    return Point(
+        load=load,
+        concurrency=concurrency,
+        requests_per_s=sum(row.requests_per_s for row in rows),
+        tokens_per_s=sum(row.tokens_per_s for row in rows),
+        num_failed=sum(row.num_failed for row in rows),
+        ttft_ms=plain.ttft_ms,
+        itl_ms=plain.itl_ms,
+        client_cpu=summary.client_cpu,
+    )
+
+
+def step_of(points: Sequence[Point]) -> tuple[float, float] | None:
+    """Return what a step takes, as milliseconds and milliseconds for each request in it, by least squares.
+
+    None of fewer than two plain points: there is no line.
+    """
+    plain = [point for point in points if point.load == "plain"]
+    if len({point.concurrency for point in plain}) < 2:
+        return None
+    line = statistics.linear_regression(
+        [point.concurrency for point in plain], [point.itl_ms.p50 for point in plain]
+    )
+    return line.intercept, line.slope
+
+
+def page(machine: Machine, points: Sequence[Point]) -> str:
+    """Return the table as markdown."""
+    head = (
+        "load", "concurrent", "requests/s", "tokens/s", "failed",
+        "TTFT p50, ms", "p95", "p99", "ITL p50, ms", "p95", "p99", "sender's CPU",
+    )  # fmt: skip
+    lines = [*machine_lines(machine, "Capacity"), "", _METHOD, "", *table_lines(head, map(cells, points))]
+    step = step_of(points)
+    if step is not None:
+        lines += [
+            "",
+            f"A step of the plain load, by least squares: {step[0]:.1f} ms + {step[1]:.2f} ms a request.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def cells(point: Point) -> list[str]:
+    """Return a row of the table."""
+    return [
+        point.load,
+        str(point.concurrency),
+        f"{point.requests_per_s:.2f}",
+        f"{point.tokens_per_s:.1f}",
+        str(point.num_failed),
+        *times_cells(point.ttft_ms),
+        *times_cells(point.itl_ms),
+        f"{point.client_cpu:.0%}",
+    ]
+
+
+_METHOD: Final = """\
+Made by `python -m loadtests.capacity`: the server with its defaults, one process that sends on the same
+cores. Prompts of 32 tokens, answers of 16 to 48; as many users as are concurrent, each with one request after
+another and no pause; rates and times are of requests that began after the first quarter of a run. Under the
+mixed load half of the users are plain, and times are theirs; the others steer (by one vector, by a new one
+each), read the lens of all layers, and capture the prompt."""
+
+__all__ = ["LOADS", "PHASES", "Capacity", "Point", "cells", "counts_of", "page", "point_of", "step_of"]

@@ -1,0 +1,143 @@
+"""What a run needs before it can begin: a server, keys, what its model is, messages of traces."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import httpx
+
+from api_schemas.capabilities import Capabilities
+from app.services.code_policy import is_loopback
+from benchmarks.servers import created_key, own_folders, served
+from loadtests.asked import HOSTILE, TENANT_OF, Asked, Model, phases_of
+from loadtests.bodies import Bodies
+from loadtests.messages import messages_of
+from loadtests.tenants import tenants
+from nnsight_engine.modeling.bundled import bundled_model_path
+
+_TIMEOUT_S: Final = 60.0
+_NUM_MESSAGES: Final = 8
+_DEFAULT_BODY_BYTES: Final = 2**27
+_SENDS_MESSAGES: Final = ("trace-message", "jobs")
+
+
+class LoadTestError(Exception):
+    """A run that cannot begin; the message says what to do."""
+
+
+class Server:
+    """A server that answers, and the key that makes others; nothing where it asks for none."""
+
+    def __init__(self, url: str, admin_key: str) -> None:
+        """Note where it is."""
+        self.url = url
+        self.admin_key = admin_key
+
+    @contextlib.contextmanager
+    def asked(self, scenario: str, shape: str, seconds: float, counts: dict[str, int]) -> Iterator[Asked]:
+        """Prepare a run; its keys work within the block.
+
+        Args:
+            scenario: What it is called.
+            shape: One of ``SHAPES``.
+            seconds: How long it takes.
+            counts: How many users there are of each kind.
+
+        Raises:
+            LoadTestError: It cannot be run on this server.
+        """
+        kinds = set(counts)
+        has_hostile = bool(kinds & set(HOSTILE))
+        if has_hostile and not self.admin_key:
+            raise LoadTestError(
+                f"the scenario {scenario} has a hostile tenant, so the server needs keys, and this run one "
+                "of the scope `admin` that makes them: --admin-key-file FILE. Without --url one is started"
+            )
+        with contextlib.ExitStack() as stack:
+            client = stack.enter_context(httpx.Client(base_url=self.url, timeout=_TIMEOUT_S))
+            try:
+                keys = stack.enter_context(tenants(client, self.admin_key, kinds)) if self.admin_key else {}
+                model = _model(client, next(iter(keys.values()), ""))
+                messages = self._messages(client, model, keys) if kinds & set(_SENDS_MESSAGES) else []
+            except httpx.HTTPStatusError as error:
+                raise LoadTestError(f"{error}: {error.response.text}") from error
+            except httpx.TransportError as error:
+                raise LoadTestError(f"{self.url} does not answer: {error}") from error
+            yield Asked(
+                scenario=scenario,
+                shape=shape,
+                url=self.url,
+                model=model,
+                counts=counts,
+                phases=phases_of(shape, has_hostile=has_hostile),
+                seconds=seconds,
+                keys=keys,
+                messages=messages,
+            )
+
+    def _messages(self, client: httpx.Client, model: Model, keys: dict[str, str]) -> list[str]:
+        key = keys.get(TENANT_OF[_SENDS_MESSAGES[0]], "")
+        outline: dict[str, Any] = _get(client, "/v1/traces/outline", key)
+        bodies = Bodies(model, "messages")
+        return messages_of(model, outline, [bodies.prompt() for _ in range(_NUM_MESSAGES)], self.url)
+
+
+@contextlib.contextmanager
+def server_at(url: str, admin_key: str, options: Sequence[str]) -> Iterator[Server]:
+    """Give the server at an address, or start one with keys where nobody listens; that one is stopped.
+
+    Args:
+        url: The address; a free port here where it is empty.
+        admin_key: A key of the scope ``admin`` of a server that listens.
+        options: Of ``nnsight-engine serve``, for one that is started; without a model, the bundled one.
+
+    Raises:
+        LoadTestError: Nobody listens there, and it is another machine.
+        ServerError: It does not start.
+    """
+    if url and _listens(url):
+        yield Server(url.rstrip("/"), admin_key)
+        return
+    if url and not is_loopback(urlsplit(url).hostname or ""):
+        raise LoadTestError(f"nobody listens at {url}, and a server can be started on this machine alone")
+    with tempfile.TemporaryDirectory() as folder:
+        variables = own_folders(folder)
+        operator = created_key("operator", variables, "--scopes", "admin")
+        has_model = bool(options) and not options[0].startswith("-")
+        model = [] if has_model else [str(bundled_model_path())]
+        with served([*model, *options], variables, urlsplit(url).port if url else None) as started:
+            yield Server(started, operator)
+
+
+def _listens(url: str) -> bool:
+    try:
+        httpx.get(f"{url}/health/live", timeout=_TIMEOUT_S)
+    except httpx.ConnectError:
+        return False
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        raise LoadTestError(f"{url} does not answer as a server does: {error}") from error
+    return True
+
+
+def _model(client: httpx.Client, key: str) -> Model:
+    said = Capabilities.model_validate(_get(client, "/v1/capabilities", key))
+    return Model(
+        name=said.model,
+        num_layers=said.sizes.num_layers,
+        width=said.sizes.hidden_size,
+        vocab_size=said.sizes.vocab_size,
+        max_model_len=said.sizes.max_model_len,
+        max_body_bytes=said.limits.max_body_bytes or _DEFAULT_BODY_BYTES,
+    )
+
+
+def _get(client: httpx.Client, path: str, key: str) -> Any:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return client.get(path, headers=headers).raise_for_status().json()
+
+
+__all__ = ["LoadTestError", "Server", "server_at"]

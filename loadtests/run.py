@@ -1,0 +1,99 @@
+"""A run, in a process of its own: ``python -m loadtests.run FOLDER``, told by standard input.
+
+Importing locust makes sockets and threads of this process gevent's; it comes before what uses them. Writes
+``report.html``, locust's own, and ``summary.json`` into the folder.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import gevent
+import locust.stats
+import msgspec
+from locust import LoadTestShape, User
+from locust.html import get_html_report
+from locust.log import setup_logging
+from locust.runners import Runner
+
+import loadtests.hostile
+import loadtests.scenarios
+from loadtests.asked import Asked
+from loadtests.child import SUMMARY_FILE
+from loadtests.records import Records
+from loadtests.summary import Summary, write
+from loadtests.users import Client, Load
+
+REPORT_FILE: Final = "report.html"
+_CLASSES: Final[dict[str, type[Client]]] = {
+    kind.kind: kind for kind in (*loadtests.scenarios.POLITE, *loadtests.hostile.ATTACKS)
+}
+
+
+class Shape(LoadTestShape):
+    """As many users as the phase has; locust asks once a second."""
+
+    load: Load
+
+    def __init__(self) -> None:
+        """Begin when locust says so."""
+        super().__init__()
+
+    def tick(self) -> tuple[int, float] | None:
+        """Return how many users there are to be, and how many come in a second; None in the end."""
+        phase = self.load.phase
+        if phase is None:
+            return None
+        num_users = sum(self.load.asked.counts.values()) * phase.load
+        return num_users, float(num_users)
+
+
+def run(asked: Asked, folder: Path) -> Summary:
+    """Send what is asked, write locust's report, and return what was found."""
+    classes: list[type[User]] = [_CLASSES[kind] for kind in asked.counts]
+    for kind, count in asked.counts.items():
+        _CLASSES[kind].weight = count  # locust starts users in this proportion
+    shape, records = Shape(), Records(asked)
+    load = shape.load = Load(asked, classes, shape)
+    load.events.request.add_listener(records.take)
+    runner = load.create_local_runner()
+    began, cpu_began = time.perf_counter(), time.process_time()
+    history = gevent.spawn(locust.stats.stats_history, runner)
+    load.began = began
+    runner.start_shape()
+    if runner.shape_greenlet is not None:
+        runner.shape_greenlet.join()
+    history.kill()
+    seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
+    (folder / REPORT_FILE).write_text(get_html_report(load, show_download_link=False), encoding="utf-8")
+    return Summary(
+        scenario=asked.scenario,
+        shape=asked.shape,
+        url=asked.url,
+        model=asked.model.name,
+        seconds=seconds,
+        users=sum(asked.counts.values()),
+        client_cpu=cpu_s / seconds,
+        rows=records.rows(),
+        errors=dict(records.errors),
+        crashes=_crashes(runner),
+    )
+
+
+def _crashes(runner: Runner) -> list[str]:
+    return [f"{crash['msg']}\n{crash['traceback']}" for crash in runner.exceptions.values()]
+
+
+def main() -> int:
+    """Run what standard input says, and return the exit status."""
+    asked, folder = msgspec.json.decode(sys.stdin.buffer.read(), type=Asked), Path(sys.argv[1])
+    setup_logging("WARNING")
+    write(folder / SUMMARY_FILE, run(asked, folder))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""Users who want something of the server, one class for each kind of request."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from typing import ClassVar, Final
+
+import gevent
+from locust import task
+
+from api_schemas.jobs import JobStatus
+from loadtests.asked import PLAIN
+from loadtests.bodies import Operation
+from loadtests.users import COMPLETIONS, Asking, Client, LoadError, check_status, read_stream
+from nnsight_engine.remote_backend.frames import Frame, FrameKind, FrameReader
+from nnsight_engine.remote_backend.messages import MEDIA_TYPE
+
+_MAX_FRAME_BYTES: Final = 2**30
+_ACCEPTED: Final = 202
+_POLL_S: Final = 0.1
+_JOB_S: Final = 300.0
+
+
+class Completing(Client):
+    """Streams completions."""
+
+    abstract = True
+
+    @task
+    def completion(self) -> None:
+        """Ask for one."""
+        self.ask()
+
+    def body(self) -> bytes:
+        """Return what is asked."""
+        return self.bodies.completion(*self.operations())
+
+    def operations(self) -> list[Operation]:
+        """Return the operations of a request."""
+        return []
+
+    def send(self, asking: Asking) -> None:
+        """Read it to its end."""
+        with self.request("POST", COMPLETIONS, self.body()) as response:
+            read_stream(response, asking)
+
+
+class Plain(Completing):
+    """Wants text alone."""
+
+    kind = PLAIN
+
+
+class SteeredSame(Completing):
+    """Steers by a vector that all of them share."""
+
+    kind = "steered-same"
+
+    def operations(self) -> list[Operation]:
+        """Steer."""
+        return [self.bodies.steer(is_same=True)]
+
+
+class SteeredDifferent(Completing):
+    """Steers by another vector each time."""
+
+    kind = "steered-different"
+
+    def operations(self) -> list[Operation]:
+        """Steer."""
+        return [self.bodies.steer(is_same=False)]
+
+
+class Lens(Completing):
+    """Reads the logit lens."""
+
+    kind = "lens"
+
+    def operations(self) -> list[Operation]:
+        """Read."""
+        return [self.bodies.lens()]
+
+
+class Capture(Completing):
+    """Takes the prompt's residual stream home."""
+
+    kind = "capture"
+
+    def operations(self) -> list[Operation]:
+        """Capture."""
+        return [self.bodies.capture()]
+
+
+class LongPrompt(Completing):
+    """Sends prompts that take a step or more by themselves."""
+
+    kind = "long-prompt"
+
+    def body(self) -> bytes:
+        """Return what is asked."""
+        return self.bodies.long_prompt()
+
+
+class TraceOperation(Completing):
+    """Runs code beside a completion."""
+
+    kind = "trace-operation"
+
+    def operations(self) -> list[Operation]:
+        """Run it."""
+        return [self.bodies.code()]
+
+
+class Tracing(Client):
+    """Has messages of blocks, which the command has encoded."""
+
+    abstract = True
+    _num_sent: ClassVar[int] = 0
+
+    def message(self) -> bytes:
+        """Return the next one."""
+        Tracing._num_sent += 1
+        messages = self.asked.messages
+        return base64.b64decode(messages[Tracing._num_sent % len(messages)])
+
+
+class TraceMessage(Tracing):
+    """Sends traces as the library does."""
+
+    kind = "trace-message"
+
+    @task
+    def trace(self) -> None:
+        """Run one."""
+        self.ask()
+
+    def send(self, asking: Asking) -> None:
+        """Read what came of it."""
+        with self.request("POST", "/v1/traces", self.message(), MEDIA_TYPE) as response:
+            check_status(response)
+            check_frames(response.read(), asking)
+
+
+class Jobs(Tracing):
+    """Has traces run as jobs, and fetches their results."""
+
+    kind = "jobs"
+
+    @task
+    def job(self) -> None:
+        """Run one."""
+        self.ask()
+
+    def send(self, asking: Asking) -> None:
+        """Submit it, wait for its end, fetch its result and remove it."""
+        with self.request("POST", "/v1/jobs", self.message(), MEDIA_TYPE) as response:
+            check_status(response, _ACCEPTED)
+            path = f"/v1/jobs/{json.loads(response.read())['id']}"
+        end = time.monotonic() + _JOB_S
+        while not (status := JobStatus(json.loads(self._get(path))["status"])).is_final:
+            if time.monotonic() > end:
+                raise LoadError(f"a job must end within {_JOB_S:g} s, it is {status}")
+            gevent.sleep(_POLL_S)
+        if status is not JobStatus.COMPLETED:
+            raise LoadError(f"a job ended as {status}")
+        check_frames(self._get(f"{path}/result"), asking)
+        with self.request("DELETE", path) as response:
+            response.read()
+
+    def _get(self, path: str) -> bytes:
+        with self.request("GET", path) as response:
+            check_status(response)
+            return response.read()
+
+
+def check_frames(data: bytes, asking: Asking) -> None:
+    """See that an answer to a trace is whole, and count its tokens and bytes.
+
+    Raises:
+        LoadError: It is not.
+    """
+    asking.num_bytes = len(data)
+    reader = FrameReader(_MAX_FRAME_BYTES)
+    frames = list(reader.feed(data))
+    last = frames[-1] if frames else None
+    if last is None or last.kind is not FrameKind.RESULT or not reader.is_between:
+        raise LoadError(f"a trace ended with {last.kind.name if last else 'nothing'}")
+    asking.num_tokens = sum(_num_tokens(frame) for frame in frames if frame.kind is FrameKind.OUTPUTS)
+
+
+def _num_tokens(frame: Frame) -> int:
+    return sum(len(one.get("token_ids", ())) for one in frame.json().values() if isinstance(one, dict))
+
+
+POLITE: Final[tuple[type[Client], ...]] = (
+    Plain, SteeredSame, SteeredDifferent, Lens, Capture, LongPrompt, TraceOperation, TraceMessage, Jobs,
+)  # fmt: skip
+
+__all__ = ["POLITE", "check_frames"]

@@ -1,0 +1,92 @@
+"""A streamed answer, line by line: when its first token came, and how long each next one took.
+
+The first token is the first event that has text, not the first byte: a server may send its head, a comment or
+a role long before. Tokens that are ready at once may come in one event, so gaps are between events with text,
+and tokens are counted by the server's own ``usage``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+_DATA: Final = b"data:"
+_DONE: Final = b"[DONE]"
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: dict[str, Any] | None = None
+
+
+_DECODER: Final = msgspec.json.Decoder(_Event)
+
+
+class Stream:
+    """What is known of one answer so far.
+
+    Attributes:
+        first_s: Seconds from the request to the first token; None before there is one.
+        gaps_s: Seconds between one event with text and the next.
+        num_tokens: Tokens, as the server counted them.
+        is_done: Whether the stream ended as one should.
+        error: The code of the error that it ended with, or nothing.
+    """
+
+    def __init__(self, began: float) -> None:
+        """Begin with nothing; ``began`` is when the request was sent, on the clock of ``take``."""
+        self.first_s: float | None = None
+        self.gaps_s: list[float] = []
+        self.num_tokens = 0
+        self.is_done = False
+        self.error = ""
+        self._began = began
+        self._last = 0.0
+
+    def take(self, line: bytes, now: float) -> None:
+        """Read a line that came at a time.
+
+        Raises:
+            msgspec.DecodeError: It is no event of a completion.
+        """
+        if not line.startswith(_DATA):
+            return
+        data = line[len(_DATA) :].strip()
+        if data == _DONE:
+            self.is_done = True
+            return
+        event = _DECODER.decode(data)
+        if event.error is not None:
+            self.error = str(event.error.get("code"))
+        if event.usage is not None:
+            self.num_tokens = event.usage.completion_tokens
+        if any(choice.text for choice in event.choices):
+            self._token(now)
+
+    def _token(self, now: float) -> None:
+        if self.first_s is None:
+            self.first_s = now - self._began
+        else:
+            self.gaps_s.append(now - self._last)
+        self._last = now
+
+    def failure(self) -> str:
+        """Return what is wrong with the answer now that nothing follows, or nothing."""
+        if self.error:
+            return self.error
+        if not self.is_done:
+            return "the stream broke off"
+        return "" if self.first_s is not None and self.num_tokens else "the stream had no token"
+
+
+__all__ = ["Stream"]

@@ -1,0 +1,56 @@
+"""Keys for the tenants of a run, made over HTTP by an operator's key and ended with the run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Final
+
+import httpx
+
+from api_schemas.keys import CreatedKey, Limits, NewKey, Scope, Tier
+from loadtests.asked import HOSTILE, TENANT_OF
+
+_INTERVENING: Final = (Scope.COMPLETIONS, Scope.INTERVENTIONS)
+_CODING: Final = (*_INTERVENING, Scope.CODE)
+_KEYS: Final[Mapping[str, NewKey]] = {
+    key.tenant: key
+    for key in (
+        NewKey(tenant="loadtest-plain", scopes=(Scope.COMPLETIONS,)),
+        NewKey(tenant="loadtest-long", scopes=(Scope.COMPLETIONS,)),
+        NewKey(tenant="loadtest-steering", scopes=_INTERVENING),
+        NewKey(tenant="loadtest-reading", scopes=_INTERVENING),
+        NewKey(tenant="loadtest-sandboxed", scopes=_CODING),
+        NewKey(tenant="loadtest-trusted", scopes=_CODING, tier=Tier.TRUSTED),
+        # As an operator would, who lets strangers send code: a block may hold up a step of everybody's.
+        NewKey(
+            tenant=TENANT_OF[HOSTILE[0]],
+            scopes=_CODING,
+            limits=Limits(intervention_seconds_per_minute=10),
+        ),
+    )
+}
+
+
+@contextlib.contextmanager
+def tenants(client: httpx.Client, admin_key: str, kinds: Collection[str]) -> Iterator[dict[str, str]]:
+    """Make keys for the tenants who send these kinds of requests, by tenant; they end with the block.
+
+    Raises:
+        httpx.HTTPStatusError: The server refuses to make them.
+    """
+    headers = {"authorization": f"Bearer {admin_key}"}
+    wanted = sorted({TENANT_OF[kind] for kind in kinds})
+    made: list[CreatedKey] = []
+    try:
+        for tenant in wanted:
+            body = _KEYS[tenant].model_dump(mode="json")
+            answer = client.post("/v1/admin/keys", json=body, headers=headers).raise_for_status()
+            made.append(CreatedKey.model_validate(answer.json()))
+        yield {key.tenant: key.key for key in made}
+    finally:
+        for key in made:
+            client.delete(f"/v1/admin/keys/{key.id}", headers=headers)
+
+
+__all__ = ["tenants"]

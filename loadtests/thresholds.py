@@ -1,0 +1,114 @@
+"""What a run must keep, from a file: see ``thresholds.toml``.
+
+Machines differ, so most of it is ratios within the run: to plain requests of the same phase, or to the same
+requests in another phase. What names a kind or a phase that a run does not have is not for that run; a number
+that is missing where there should be one is a miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from loadtests.asked import HOSTILE
+from loadtests.summary import ALL_MEASURES, Row, Summary, Verdict
+
+DEFAULT_FILE: Final = Path(__file__).with_name("thresholds.toml")
+_ANY: Final = "*"
+_POLITE: Final = "*polite"
+
+
+class ThresholdError(Exception):
+    """A file of thresholds that cannot be read; the message says why."""
+
+
+class Threshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of them.
+
+    Attributes:
+        measure: One of ``summary.ALL_MEASURES``.
+        most: The largest value, or ratio.
+        least: The smallest one.
+        kind: Of which requests; ``*`` for all, ``*polite`` for all but the hostile tenant's.
+        phase: When; ``*`` for every phase.
+        of_kind: If given, the measure is divided by that of these requests.
+        of_phase: If given, it is divided by that of this phase.
+    """
+
+    measure: str
+    most: float | None = None
+    least: float | None = None
+    kind: str = _ANY
+    phase: str = _ANY
+    of_kind: str = ""
+    of_phase: str = ""
+
+    def __post_init__(self) -> None:
+        """Check what the types do not."""
+        if self.measure not in ALL_MEASURES:
+            raise ValueError(f"`measure` must be one of {', '.join(ALL_MEASURES)}, got {self.measure!r}")
+        if self.most is None and self.least is None:
+            raise ValueError(f"the threshold of {self.measure} needs `most` or `least`")
+
+    def verdicts(self, summary: Summary) -> Iterator[Verdict]:
+        """Yield what became of it in each row that it is for."""
+        for row in summary.rows:
+            if self._is_for(row) and not self._is_itself(row):
+                base = self._base(summary, row)
+                if base is not None:
+                    yield self._verdict(row, base)
+
+    def _is_for(self, row: Row) -> bool:
+        is_kind = self.kind in {_ANY, row.kind} or (self.kind == _POLITE and row.kind not in HOSTILE)
+        return is_kind and self.phase in {_ANY, row.phase}
+
+    def _is_itself(self, row: Row) -> bool:
+        """Tell whether a row would be divided by itself."""
+        has_base = bool(self.of_kind or self.of_phase)
+        return has_base and (self.of_kind or row.kind, self.of_phase or row.phase) == (row.kind, row.phase)
+
+    def _base(self, summary: Summary, row: Row) -> Row | None:
+        return summary.row(self.of_kind or row.kind, self.of_phase or row.phase)
+
+    def _verdict(self, row: Row, base: Row) -> Verdict:
+        value = row.measure(self.measure) if row.num_requests else None
+        rule = f"{row.kind}, {row.phase}: {self.measure}"
+        if base is not row:
+            below = base.measure(self.measure)
+            value = value / below if value is not None and below else None
+            rule += f" / that of {base.kind}, {base.phase}"
+        rule += "".join(
+            f" {sign} {bound:g}" for sign, bound in (("≤", self.most), ("≥", self.least)) if bound is not None
+        )
+        return Verdict(rule=rule, value=value, is_kept=value is not None and self._allows(value))
+
+    def _allows(self, value: float) -> bool:
+        return (self.most is None or value <= self.most) and (self.least is None or value >= self.least)
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    threshold: list[Threshold] = []
+
+
+def read(path: Path) -> list[Threshold]:
+    """Return a file's thresholds.
+
+    Raises:
+        ThresholdError: It cannot be read.
+    """
+    try:
+        return msgspec.toml.decode(path.read_bytes(), type=_File).threshold
+    except (OSError, msgspec.DecodeError) as error:
+        raise ThresholdError(f"the thresholds in {path} cannot be read: {error}") from error
+
+
+def judged(summary: Summary, thresholds: list[Threshold]) -> Summary:
+    """Return the run with what became of thresholds in it."""
+    verdicts = [verdict for threshold in thresholds for verdict in threshold.verdicts(summary)]
+    return msgspec.structs.replace(summary, verdicts=verdicts)
+
+
+__all__ = ["DEFAULT_FILE", "Threshold", "ThresholdError", "judged", "read"]
