@@ -20,7 +20,7 @@ FROM ${PYTHON_IMAGE}${PYTHON_DIGEST} AS cpu-build
 RUN apt-get update && apt-get install --yes --no-install-recommends build-essential && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/nnsight-engine
 RUN python3 -m venv .venv
-COPY requirements requirements
+COPY requirements/cpu.txt requirements/installer.txt requirements/uv.txt requirements/
 COPY scripts/install.sh scripts/
 COPY pyproject.toml README.md LICENSE ./
 # The packages come before our sources, so that a change of ours does not install 3 GB again.
@@ -61,7 +61,7 @@ WORKDIR /data
 EXPOSE 8000
 # Live, not ready: whoever acts on an image's health ends what is not healthy, and loading a model is no reason to.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=90s --retries=3 \
-    CMD ["python3", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health/live', timeout=2)"]
+    CMD ["python3", "-c", "import os, urllib.request as u; u.urlopen('http://127.0.0.1:%s/health/live' % os.environ.get('NNSIGHT_ENGINE_PORT', 8000), timeout=2)"]
 ENTRYPOINT ["tini", "--", "nnsight-engine"]
 CMD ["serve"]
 
@@ -80,7 +80,8 @@ COPY api_schemas api_schemas
 COPY app app
 COPY nnsight_engine nnsight_engine
 # The last command imports the server, so a base that lacks something fails here and not where it runs.
-RUN python3 -m pip install --no-cache-dir --no-deps . && NNSIGHT_ENGINE_DATA_DIR=/tmp/empty nnsight-engine keys list
+RUN python3 -m pip install --no-cache-dir --no-deps . && NNSIGHT_ENGINE_DATA_DIR=/tmp/new nnsight-engine keys list \
+    && rm -rf /tmp/new
 ENV PYTHONUNBUFFERED=1 \
     USER=engine \
     HOME=/data \
@@ -96,6 +97,6 @@ USER 10001:10001
 WORKDIR /data
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=3s --start-period=90s --retries=3 \
-    CMD ["python3", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health/live', timeout=2)"]
+    CMD ["python3", "-c", "import os, urllib.request as u; u.urlopen('http://127.0.0.1:%s/health/live' % os.environ.get('NNSIGHT_ENGINE_PORT', 8000), timeout=2)"]
 ENTRYPOINT ["tini", "--", "nnsight-engine"]
 CMD ["serve", "Qwen/Qwen3-0.6B"]

@@ -1,4 +1,4 @@
-"""Print what the server needs and vLLM does not bring: `requirements/gpu.txt`, for the image built on vLLM's own.
+"""Print what the server needs and vLLM does not bring: `requirements/gpu.txt`, for the image on vLLM's own.
 
     python scripts/gpu_requirements.py > requirements/gpu.txt
 

@@ -1,8 +1,8 @@
-"""A root like a container's, for tests on machines without one: what is in it is read, and nothing else is there.
+"""A root like a container's, for tests where there are none: what is in it is read, nothing else is there.
 
-A mount namespace of the test's own has a new root with this machine's programs, the project and its environment,
-all of it read-only; `/data` and `/tmp` are in memory. The process in it has the image's user and variables and no
-rights. Making such a root takes root's rights, which the process then has no more.
+A mount namespace of the test's own has a new root with this machine's programs, the project and its
+environment, all of it read-only; `/data` and `/tmp` are in memory. The process in it has the image's user and
+variables and no rights. Making such a root takes root's rights, which the process then has no more.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Container:
         return self._process.poll() is not None
 
     def stop(self) -> tuple[int, float]:
-        """End the process as an orchestrator does; returns its exit status, and how many seconds that took."""
+        """End the process as an orchestrator does; returns its exit status, and the seconds that took."""
         process = self._process
         assert process is not None
         began = time.monotonic()

@@ -30,7 +30,12 @@ EVERYTHING: dict[str, Any] = {
     "imagePullSecrets": [{"name": "registry"}],
     "model": {"name": "Qwen/Qwen3-8B", "arguments": ["--max-model-len", "4096"], "tokenSecret": "hub"},
     "gpus": 2,
-    "settings": {"drain_timeout_s": 90, "job_store_bytes": 21474836480, "fair_step": 1.5, "local_engine": True},
+    "settings": {
+        "drain_timeout_s": 90,
+        "job_store_bytes": 21474836480,
+        "fair_step": 1.5,
+        "local_engine": True,
+    },
     "env": [{"name": "VLLM_LOGGING_LEVEL", "value": "INFO"}],
     "keys": {"existingSecret": "own-keys"},
     "ingress": {"enabled": True, "host": "models.example", "tlsSecret": "certificate"},
@@ -188,7 +193,7 @@ def test_the_values_know_every_setting_that_is_not_the_chart_s_own() -> None:
 
 def test_secrets_hold_what_is_secret_and_no_variable_does(full: Objects, plain: Objects) -> None:
     rest = {key: one for key, one in full.items() if key[0] != "Secret"}
-    assert "secret@db" not in json.dumps(rest)
+    assert "secret@db" not in json.dumps(list(rest.values()))
     url = full["Secret", f"{NAME}-database"]["data"]["url"]
     assert base64.b64decode(url).decode() == EVERYTHING["database"]["url"]
     variables = environment(full)

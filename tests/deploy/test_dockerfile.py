@@ -1,4 +1,4 @@
-"""The Dockerfile, without building it: what a linter says, and what it promises about users, paths and packages."""
+"""The Dockerfile, unbuilt: what a linter says, and what it promises about users, paths and packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server as its image runs it: an ordinary user, a root that cannot be written, the image's own variables."""
+"""The server as its image runs it: an ordinary user, a root that cannot be written, the image's variables."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def test_the_bundled_model_answers(served: tuple[Container, httpx.Client]) -> No
 def test_large_results_are_kept(served: tuple[Container, httpx.Client]) -> None:
     _, client = served
     results = completed(client, {"op": "capture", "at": "layers.5.output", "name": "c"})["interventions"]
-    url = results["results"]["c"]["layers.5.output"]["url"]
-    assert len(client.get(url).content) > 576 * 2
+    kept = results["results"]["c"]["points"]["layers.5.output"]
+    assert len(client.get(kept["url"]).content) > kept["shape"][0] * kept["shape"][1]
 
 
 def test_strangers_code_has_its_sandbox(served: tuple[Container, httpx.Client]) -> None:
@@ -127,7 +127,13 @@ def test_strangers_code_has_its_sandbox(served: tuple[Container, httpx.Client]) 
 def test_what_is_written_lies_where_it_belongs(served: tuple[Container, httpx.Client]) -> None:
     container, client = served
     completed(client)
-    assert {path.parts[0] for path in container.files()} <= {"server", "results", "cache", "models", ".config"}
+    assert {path.parts[0] for path in container.files()} <= {
+        "server",
+        "results",
+        "cache",
+        "models",
+        ".config",
+    }
     assert Path("server/server.db") in container.files()
 
 
