@@ -2,7 +2,7 @@
 #
 #   make serve [MODEL=Qwen/Qwen3-0.6B] [PORT=8000] [ARGS="--tensor-parallel-size 2"]
 #   make loadtest [SCENARIO=steered] [SHAPE=spike] [TIME=60] [USERS=1] [URL=http://127.0.0.1:8000]
-#   make test | test-fast | check | audit | bench | format | clean
+#   make test | test-fast | check | audit | bench | image-check | format | clean
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -35,10 +35,10 @@ SOURCES = $(shell for d in api_schemas nnsight_engine app benchmarks examples lo
 PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(if $(filter required,$(POSTGRES)),--require-postgres) \
 	$(if $(filter required,$(PROMTOOL)),--require-promtool)
 
-.PHONY: help install postgres promtool serve test test-fast lint audit check bench loadtest format clean
+.PHONY: help install postgres promtool serve test test-fast lint audit check bench loadtest image-check format clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 install: $(INSTALLED) ## Virtual environment with the locked packages and this project
 
@@ -83,6 +83,9 @@ bench: install ## Speed against plain vLLM, as ratios; writes benchmarks/results
 loadtest: install ## Load on a server, with a verdict, see docs/load-testing.md; without URL= one is started
 	$(BIN)/python -m loadtests $(SCENARIO) --shape $(SHAPE) --time $(TIME) --users $(USERS) $(if $(URL),--url $(URL)) \
 		$(if $(ADMIN_KEY_FILE),--admin-key-file $(ADMIN_KEY_FILE)) $(if $(MODEL)$(ARGS),-- $(MODEL) $(ARGS))
+
+image-check: ## Build the image for CPUs with buildah and run it with podman: Debian, root, 12 GB, ten minutes
+	scripts/image_check.sh $(ARGS)
 
 format: install ## Format and fix what ruff can fix
 	$(BIN)/ruff format .

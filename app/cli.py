@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 USAGE: Final = """\
 nnsight-engine serve [MODEL] [--port 8000] [--host 127.0.0.1] [--compile] [--local-engine]
                      [any vLLM engine argument]
-nnsight-engine keys create | list | limit | rotate | revoke
+nnsight-engine keys create | adopt | list | limit | rotate | revoke
 
   MODEL      A Hugging Face name or a folder; the bundled SmolLM2-135M-Instruct without one.
              It comes before the options.
@@ -136,15 +136,17 @@ def _serve(arguments: list[str], console: Console) -> int:
     set_engine_defaults()
     start_logs(settings)
     # The bundled model's checksums are read beside the import: hashing lets go of the interpreter's lock.
+    bundled = settings.bundled_model_dir
     with _progress(console) as progress, ThreadPoolExecutor(1) as beside:
-        found = None if model is not None else beside.submit(intact_bundled_model)
+        found = None if model is not None else beside.submit(intact_bundled_model, cache_dir=bundled)
         progress.add_task("Importing vLLM", total=None)
         # Importing vLLM takes seconds, so it waits until there is something to show.
         arguments_module = importlib.import_module("app.engine.vllm_arguments")
         client_module = importlib.import_module("app.engine.vllm_client")
         if found is not None:
             task = progress.add_task("Bundled model", total=None)
-            model = str(found.result() or bundled_model_path(progress=_reporter(progress, task)))
+            reporter = _reporter(progress, task)
+            model = str(found.result() or bundled_model_path(cache_dir=bundled, progress=reporter))
             options = ["--served-model-name", BUNDLED_MODEL_NAME, *options]
     if "--compile" in options:
         console.print(_COMPILE_COST, markup=False, soft_wrap=True)

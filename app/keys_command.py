@@ -1,4 +1,4 @@
-"""The command line of keys: ``nnsight-engine keys create | list | limit | rotate | revoke``.
+"""The command line of keys: ``nnsight-engine keys create | adopt | list | limit | rotate | revoke``.
 
 It works on the server's database, whether or not the server runs. A new key goes to standard output alone, so
 that a script can take it; whatever is said of it goes to standard error.
@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Final, TypeVar
 
 import typer
@@ -22,6 +23,7 @@ from api_schemas.errors import ApiError
 from api_schemas.keys import CreatedKey, Key, Limits, NewKey, Rotation, Scope, Tenant, Tier
 from app.audit.changes import of_command
 from app.auth.keys import Keys
+from app.auth.secrets import parsed
 from app.settings import Settings
 from app.storage.audit import AuditStore
 from app.storage.database import Database, DatabaseError
@@ -118,6 +120,29 @@ def create(
         expires_in_s=None if expires is None else expires * 86400,
     )
     _show(_change(context.obj, "keys create", "", lambda keys: keys.create(new)))
+
+
+@_COMMANDS.command()
+def adopt(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="Has the key, `nns_…`, and nothing else.")],
+    tenant: Annotated[str, typer.Option(help="Whose it is: a team or a customer.")],
+    scopes: Annotated[str, typer.Option(help="What it opens, with commas between.")] = "completions",
+    name: Annotated[str, typer.Option(help="What it is for.")] = "",
+) -> None:
+    """Make a key of one that a file has, unless there is one of its id: a secret of an orchestrator's."""
+    new = NewKey(tenant=tenant, scopes=_scopes(scopes), name=name)
+    try:
+        text = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{file} cannot be read: {error}") from error
+    secret = parsed(text)
+    if secret is None:
+        raise typer.BadParameter(f"{file} has no key: nns_, 16 of 0-9a-f, _, 43 of 0-9A-Za-z-_")
+    known = asyncio.run(_on_keys(context.obj, lambda keys: keys.recognized(secret)))
+    if known is None:
+        known = _change(context.obj, "keys adopt", "", lambda keys: keys.adopt(secret, new))
+    typer.echo(f"The key {known.id} of {known.tenant} is known here.", err=True)
 
 
 @_COMMANDS.command("list")

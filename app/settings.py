@@ -73,6 +73,10 @@ class Settings(BaseSettings):
         ge=0,
         description="Most bytes of result files; beyond it the oldest go before they expire.",
     )
+    bundled_model_dir: Path | None = Field(
+        default=None,
+        description="Where the bundled model lies, or is converted to; unset, the user's cache.",
+    )
     result_dir: Path = Field(
         default_factory=_default_result_dir,
         description="Where result files lie; each server process makes a folder of its own in it.",

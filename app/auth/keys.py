@@ -24,7 +24,7 @@ from app.admission.guesses import Guesses
 from app.admission.rates import ThrottledError
 from app.auth.principal import EVERYBODY, Principal
 from app.auth.secrets import Secret, bearer, hashed, matches, new_secret, parsed
-from app.storage.keys import KeyStore, is_open
+from app.storage.keys import KeyStore, is_open, told
 from app.storage.tables import KeyRow
 
 logger = logging.getLogger(__name__)
@@ -202,6 +202,29 @@ class Keys:
         logger.info("key %s was made for tenant %s", key.id, key.tenant)
         self._has_keys = True
         return CreatedKey(**key.model_dump(), key=secret.text)
+
+    async def adopt(self, secret: Secret, new: NewKey) -> Key:
+        """Make a key whose text somebody else has chosen; its id is nobody's yet."""
+        kept = await asyncio.to_thread(hashed, secret)
+        key = await self._store.add(new, secret.id, kept)
+        logger.info("key %s was adopted for tenant %s", key.id, key.tenant)
+        self._has_keys = True
+        return key
+
+    async def recognized(self, secret: Secret) -> Key | None:
+        """Return the key that this text is, one that has ended too; None where its id is nobody's.
+
+        Raises:
+            ApiError: ``invalid_api_key``: the id is another text's.
+        """
+        found = await self._store.find(secret.id)
+        if found is None:
+            return None
+        if not await self._matches(secret, found[0].hash):
+            raise ApiError(
+                ErrorCode.INVALID_KEY, f"The id {secret.id} is that of another key: make this one anew."
+            )
+        return told(found[0])
 
     async def rotate(self, key_id: str, grace_s: float) -> CreatedKey:
         """Make a key of the rights of another, which ends after the grace.

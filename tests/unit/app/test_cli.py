@@ -67,9 +67,34 @@ def test_keys_are_made_replaced_and_ended(own_data: Path, capsys: pytest.Capture
     assert made["id"] in capsys.readouterr().out
 
 
+def test_a_key_that_a_file_has_is_made_once_and_stays_ended(
+    own_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "key"
+    key_id = "0123456789abcdef"
+    adopt = ["keys", "adopt", str(file), "--tenant", "operators", "--scopes", "admin"]
+    for text in ("", "nns_0123_short", "\x00"):
+        file.write_text(text)
+        assert main(adopt) == 1
+        assert "has no key" in capsys.readouterr().err
+    file.write_text(f"nns_{key_id}_{'a' * 43}\n")
+    assert main(adopt) == 0
+    assert main(["keys", "revoke", key_id]) == 0
+    assert main(adopt) == 0
+    capsys.readouterr()
+    assert main(["keys", "list", "--json"]) == 0
+    (made,) = json.loads(capsys.readouterr().out)
+    assert (made["id"], made["tenant"], made["scopes"]) == (key_id, "operators", ["admin"])
+    assert made["revoked_at"] is not None
+    file.write_text(f"nns_{key_id}_{'b' * 43}")
+    assert main(adopt) == 1
+    assert "another key" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["adopt", "/nowhere/key", "--tenant", "a"], "/nowhere/key"),
         (["create"], "tenant"),
         (["create", "--tenant", "A b"], "tenant"),
         (["create", "--tenant", "a", "--scopes", "all"], "completions, interventions, code, metrics, admin"),

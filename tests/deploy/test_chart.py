@@ -1,0 +1,268 @@
+"""The Helm chart, rendered by Helm and checked against Kubernetes' own schemas."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from typing import Any
+
+import kubernetes_validate  # type: ignore[import-untyped] # it has no types
+import pytest
+
+from app.auth.secrets import parsed
+from app.settings import Settings
+from tests.deploy.dockerfile import stages
+from tests.deploy.helm import CHART, Helm, HelmError, unpacked
+
+Objects = dict[tuple[str, str], dict[str, Any]]
+NAME = "demo-nnsight-engine"
+SHARED = {"enabled": True, "accessModes": ["ReadWriteMany"]}
+SEVERAL: dict[str, Any] = {
+    "replicas": 3,
+    "database": {"url": "postgresql://nnsight:secret@db/nnsight"},
+    "redis": {"existingSecret": "counters"},
+    "persistence": {"data": SHARED, "models": SHARED},
+}
+EVERYTHING: dict[str, Any] = {
+    **SEVERAL,
+    "image": {"repository": "registry.example/nnsight-engine", "digest": f"sha256:{'a' * 64}"},
+    "imagePullSecrets": [{"name": "registry"}],
+    "model": {"name": "Qwen/Qwen3-8B", "arguments": ["--max-model-len", "4096"], "tokenSecret": "hub"},
+    "gpus": 2,
+    "settings": {
+        "drain_timeout_s": 90,
+        "job_store_bytes": 21474836480,
+        "fair_step": 1.5,
+        "local_engine": True,
+    },
+    "env": [{"name": "VLLM_LOGGING_LEVEL", "value": "INFO"}],
+    "keys": {"existingSecret": "own-keys"},
+    "ingress": {"enabled": True, "host": "models.example", "tlsSecret": "certificate"},
+    "autoscaling": {"enabled": True, "minReplicas": 2},
+    "networkPolicy": {"from": [{"namespaceSelector": {"matchLabels": {"name": "ingress-nginx"}}}]},
+    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "serviceAccount": {"annotations": {"a": "b"}},
+    "podAnnotations": {"a": "b"},
+    "podLabels": {"team": "models"},
+    "nodeSelector": {"gpu": "h200"},
+    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+    "affinity": {"podAntiAffinity": {}},
+    "topologySpreadConstraints": [
+        {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway", "labelSelector": {}}
+    ],
+    "priorityClassName": "serving",
+    "runtimeClassName": "nvidia",
+}
+
+
+@pytest.fixture(scope="module")
+def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
+    return unpacked(tmp_path_factory.mktemp("helm"))
+
+
+@pytest.fixture(scope="module")
+def plain(helm: Helm) -> Objects:
+    return helm.objects({})
+
+
+@pytest.fixture(scope="module")
+def full(helm: Helm) -> Objects:
+    return helm.objects(EVERYTHING)
+
+
+def pod(objects: Objects) -> dict[str, Any]:
+    spec: dict[str, Any] = objects["Deployment", NAME]["spec"]["template"]["spec"]
+    return spec
+
+
+def container(objects: Objects) -> dict[str, Any]:
+    (engine,) = pod(objects)["containers"]
+    assert isinstance(engine, dict)
+    return engine
+
+
+def environment(objects: Objects) -> dict[str, Any]:
+    return {one["name"]: one.get("value", one.get("valueFrom")) for one in container(objects)["env"]}
+
+
+@pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["plain", "everything"])
+def test_helm_finds_no_fault(helm: Helm, values: dict[str, Any]) -> None:
+    assert "0 chart(s) failed" in helm.run("lint", "--strict", CHART, *helm.with_values(values))
+
+
+@pytest.mark.parametrize("version", ["1.27", "1.37"])
+@pytest.mark.parametrize("values", [{}, SEVERAL, EVERYTHING], ids=["plain", "several", "everything"])
+def test_kubernetes_takes_every_object(helm: Helm, values: dict[str, Any], version: str) -> None:
+    objects = helm.objects(values)
+    for (kind, _), one in objects.items():
+        if kind != "ServiceMonitor":  # of the operator's own kinds, which Kubernetes does not know
+            kubernetes_validate.validate(one, version, strict=True)
+    assert len(objects) >= 8
+
+
+def test_what_is_rendered_is_wrong_where_it_should_be(plain: Objects) -> None:
+    """The schemas that the test above relies on refuse what Kubernetes would."""
+    deployment = json.loads(json.dumps(plain["Deployment", NAME]))
+    deployment["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(deployment, "1.37", strict=True)
+
+
+def test_every_name_that_an_object_gives_is_another_s(full: Objects, plain: Objects) -> None:
+    for objects in (full, plain):
+        labels = objects["Deployment", NAME]["spec"]["template"]["metadata"]["labels"]
+        selectors = [
+            objects["Deployment", NAME]["spec"]["selector"]["matchLabels"],
+            objects["Service", NAME]["spec"]["selector"],
+            objects["PodDisruptionBudget", NAME]["spec"]["selector"]["matchLabels"],
+            objects["NetworkPolicy", NAME]["spec"]["podSelector"]["matchLabels"],
+        ]
+        for selector in selectors:
+            assert selector.items() <= labels.items()
+        assert ("ServiceAccount", pod(objects)["serviceAccountName"]) in objects
+        (port,) = objects["Service", NAME]["spec"]["ports"]
+        assert port["targetPort"] in {port["name"] for port in container(objects)["ports"]}
+        for volume in pod(objects)["volumes"]:
+            if "persistentVolumeClaim" in volume:
+                assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in objects
+    assert full["HorizontalPodAutoscaler", NAME]["spec"]["scaleTargetRef"]["name"] == NAME
+    (rule,) = full["Ingress", NAME]["spec"]["rules"]
+    assert rule["http"]["paths"][0]["backend"]["service"] == {"name": NAME, "port": {"name": "http"}}
+
+
+def test_the_pod_is_nobody_special_and_writes_where_the_image_does(plain: Objects) -> None:
+    cpu = stages()["cpu"]
+    security = pod(plain)["securityContext"]
+    assert cpu.values("USER") == [f"{security['runAsUser']}:{security['runAsGroup']}"]
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod(plain)["automountServiceAccountToken"] is False
+    for one in [container(plain), *pod(plain)["initContainers"]]:
+        assert one["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        mounted = {mount["mountPath"] for mount in one["volumeMounts"]}
+        variables = cpu.environment()
+        assert {"/data", "/tmp", "/dev/shm", variables["HF_HOME"], variables["XDG_CACHE_HOME"]} <= mounted
+        assert variables["NNSIGHT_ENGINE_RESULT_DIR"] in mounted
+    mounted_volumes = {mount["name"] for mount in pod(plain)["initContainers"][0]["volumeMounts"]}
+    assert mounted_volumes == {volume["name"] for volume in pod(plain)["volumes"]}
+
+
+def test_streams_have_the_time_to_end(helm: Helm, plain: Objects, full: Objects) -> None:
+    pause_s = int(container(plain)["lifecycle"]["preStop"]["exec"]["command"][-1])
+    for objects, drain_s in ((plain, Settings().drain_timeout_s), (full, 90)):
+        assert pod(objects)["terminationGracePeriodSeconds"] > drain_s + pause_s
+    annotations = full["Ingress", NAME]["metadata"]["annotations"]
+    prefix = "nginx.ingress.kubernetes.io"
+    assert annotations[f"{prefix}/proxy-buffering"] == "off"
+    assert int(annotations[f"{prefix}/proxy-read-timeout"]) >= Settings().trace_time_limit_s
+
+
+def test_probes_ask_what_they_are_for(plain: Objects) -> None:
+    engine = container(plain)
+    paths = {probe: engine[probe]["httpGet"]["path"] for probe in engine if probe.endswith("Probe")}
+    assert paths == {
+        "startupProbe": "/health/live",
+        "livenessProbe": "/health/live",
+        "readinessProbe": "/health/ready",
+    }
+
+
+def test_settings_become_variables_that_the_server_reads(
+    full: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment(full).items():
+        if isinstance(value, str):
+            monkeypatch.setenv(name, value)
+    settings = Settings()
+    assert {name: getattr(settings, name) for name in EVERYTHING["settings"]} == EVERYTHING["settings"]
+    # A Service's own variables would be read as settings.
+    assert pod(full)["enableServiceLinks"] is False
+
+
+def test_the_values_know_every_setting_that_is_not_the_chart_s_own() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+    image = {name.removeprefix("NNSIGHT_ENGINE_").lower() for name in stages()["cpu"].environment()}
+    own = (image & set(Settings.model_fields)) | {"port", "database_url", "limits_url"}
+    # Those that have a variable of another project's name are given as `env`.
+    all_of_them = {name for name, field in Settings.model_fields.items() if field.validation_alias is None}
+    named = schema["properties"]["settings"]["propertyNames"]["enum"]
+    assert set(named) == all_of_them - own, f"the enum is to be {json.dumps(sorted(all_of_them - own))}"
+
+
+def test_secrets_hold_what_is_secret_and_no_variable_does(full: Objects, plain: Objects) -> None:
+    rest = {key: one for key, one in full.items() if key[0] != "Secret"}
+    assert "secret@db" not in json.dumps(list(rest.values()))
+    url = full["Secret", f"{NAME}-database"]["data"]["url"]
+    assert base64.b64decode(url).decode() == EVERYTHING["database"]["url"]
+    variables = environment(full)
+    assert variables["NNSIGHT_ENGINE_DATABASE_URL"]["secretKeyRef"]["name"] == f"{NAME}-database"
+    assert variables["NNSIGHT_ENGINE_LIMITS_URL"]["secretKeyRef"]["name"] == "counters"
+    assert variables["HF_TOKEN"]["secretKeyRef"] == {"name": "hub", "key": "HF_TOKEN"}
+    assert ("Secret", f"{NAME}-redis") not in full
+    assert ("Secret", f"{NAME}-keys") not in full
+    made = plain["Secret", f"{NAME}-keys"]["data"]
+    keys = {name: base64.b64decode(text).decode() for name, text in made.items()}
+    assert set(keys) == {"admin.key", "metrics.key"}
+    ids = {secret.id for secret in map(parsed, keys.values()) if secret is not None}
+    assert len(ids) == 2
+
+
+def test_gpus_and_the_model_reach_the_server(full: Objects, plain: Objects) -> None:
+    assert container(full)["args"] == ["serve", "Qwen/Qwen3-8B", "--max-model-len", "4096"]
+    assert container(plain)["args"] == ["serve"]
+    assert container(full)["resources"]["limits"] == {"memory": "8Gi", "nvidia.com/gpu": 2}
+    assert "nvidia.com/gpu" not in container(plain)["resources"]["limits"]
+    assert container(full)["image"] == f"registry.example/nnsight-engine@sha256:{'a' * 64}"
+
+
+def test_replicas_follow_the_queue(full: Objects, plain: Objects) -> None:
+    spec = full["HorizontalPodAutoscaler", NAME]["spec"]
+    assert (spec["minReplicas"], spec["maxReplicas"]) == (2, 4)
+    assert spec["metrics"][0]["pods"]["metric"]["name"] == "vllm_num_requests_waiting"
+    assert "replicas" not in full["Deployment", NAME]["spec"]
+    assert plain["Deployment", NAME]["spec"]["replicas"] == 1
+
+
+def test_one_volume_is_never_two_pods_at_once(helm: Helm, plain: Objects) -> None:
+    assert plain["Deployment", NAME]["spec"]["strategy"] == {"type": "Recreate"}
+    several = helm.objects(SEVERAL)["Deployment", NAME]["spec"]
+    assert (several["replicas"], several["strategy"]["type"]) == (3, "RollingUpdate")
+
+
+def test_prometheus_operator_is_given_the_key(full: Objects) -> None:
+    (endpoint,) = full["ServiceMonitor", NAME]["spec"]["endpoints"]
+    assert endpoint["authorization"]["credentials"] == {"name": "own-keys", "key": "metrics.key"}
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"replica": 2}, "replica"),
+        ({"settings": {"drain_timeout": 3}}, "drain_timeout"),
+        ({"settings": {"database_url": "sqlite://"}}, "database_url"),
+        ({"database": {"url": "mysql://db"}}, "database"),
+        ({"replicas": 2}, "database.url"),
+        ({"autoscaling": {"enabled": True}}, "database.url"),
+        ({**SEVERAL, "persistence": {"models": SHARED}}, "persistence.data"),
+        ({**SEVERAL, "persistence": {"data": SHARED}}, "persistence.models"),
+        ({"ingress": {"enabled": True}}, "ingress.host"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_cannot_work_is_refused_before_it_is_installed(
+    helm: Helm, values: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(HelmError, match=re.escape(said)):
+        helm.objects(values)
+
+
+def test_notes_tell_how_to_make_the_first_key(helm: Helm) -> None:
+    said = helm.run("install", "demo", CHART, "--dry-run=client", *helm.with_values({}))
+    notes = said.partition("NOTES:")[2]
+    assert "/v1/admin/keys" in notes
+    assert f"get secret {NAME}-keys" in notes
+    assert "SQLite" in notes

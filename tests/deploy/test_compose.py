@@ -1,0 +1,152 @@
+"""Compose's files, read as Compose reads them: their form, and what they promise about rights and order."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml  # type: ignore[import-untyped] # it has no types
+from compose_spec import PyCompose
+
+from app.auth.secrets import parsed
+from app.settings import Settings
+from tests.deploy.dockerfile import PROJECT, stages
+
+DEPLOY: Final = PROJECT / "deploy"
+FILES: Final = ("compose.yaml", "compose.gpu.yaml")
+ONCE: Final = {"admin-key", "metrics-key"}
+
+
+def interpolated(text: str, variables: dict[str, str]) -> str:
+    """Put variables in, with Compose's two ways of saying what holds without one."""
+
+    def value(found: re.Match[str]) -> str:
+        name, kind, rest = found[1], found[2], found[3]
+        if kind == ":?":
+            assert variables.get(name), f"{name} is needed: {rest}"
+        return variables.get(name) or (rest if kind == ":-" else "")
+
+    return re.sub(r"\$\{(\w+)(?:(:[-?])([^}]*))?\}", value, text)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    subprocess.run([DEPLOY / "prepare.sh", folder], check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def variables(prepared: Path) -> dict[str, str]:
+    lines = (prepared / ".env").read_text(encoding="utf-8").splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+@pytest.fixture(scope="module")
+def compose(variables: dict[str, str]) -> dict[str, Any]:
+    read: dict[str, Any] = yaml.safe_load(interpolated((DEPLOY / FILES[0]).read_text("utf-8"), variables))
+    return read
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_compose_takes_its_files(name: str, variables: dict[str, str]) -> None:
+    text = interpolated((DEPLOY / name).read_text(encoding="utf-8"), variables)
+    # Merged as YAML has it, which the library does not do.
+    spec = PyCompose.from_yaml(yaml.safe_dump(yaml.safe_load(text)))
+    assert set(spec.services or {}) >= {"engine", *ONCE}
+
+
+def test_variables_that_can_be_changed_stand_in_the_example(variables: dict[str, str]) -> None:
+    asked = set()
+    for name in FILES:
+        asked |= set(re.findall(r"\$\{(\w+)", (DEPLOY / name).read_text(encoding="utf-8")))
+    assert asked - {"ENGINE_IMAGE"} == set(variables)
+
+
+def test_nobody_has_more_rights_than_needed(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        for port in service.get("ports", []):
+            assert port.startswith("127.0.0.1:"), name
+    assert compose["networks"]["inside"]["internal"] is True
+    for name in ("postgres", "redis"):
+        assert compose["services"][name]["networks"] == ["inside"], name
+
+
+def test_services_wait_for_what_they_need(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    for name, service in services.items():
+        if name not in ONCE:
+            assert service["healthcheck"]["test"][0] == "CMD", name
+        for other, how in service.get("depends_on", {}).items():
+            expected = "service_completed_successfully" if other in ONCE else "service_healthy"
+            assert how["condition"] == expected, (name, other)
+    assert set(services["engine"]["depends_on"]) == {"postgres", "redis", *ONCE}
+    assert "/health/ready" in services["engine"]["healthcheck"]["test"][-1]
+
+
+def test_streams_have_the_time_to_end(compose: dict[str, Any]) -> None:
+    grace_s = int(compose["services"]["engine"]["stop_grace_period"].removesuffix("s"))
+    assert grace_s > Settings().drain_timeout_s + 10
+
+
+def test_what_is_written_is_a_volume_or_in_memory(compose: dict[str, Any]) -> None:
+    (volume,) = stages()["cpu"].values("VOLUME")
+    for name in ("engine", *ONCE):
+        assert f"data:{volume}" in compose["services"][name]["volumes"]
+    named = {
+        entry.split(":")[0]
+        for service in compose["services"].values()
+        for entry in service.get("volumes", [])
+        if not entry.startswith(".")
+    }
+    assert named == set(compose["volumes"])
+
+
+def test_folders_that_are_shown_to_a_service_are_there(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
+        for entry in service.get("volumes", []):
+            if entry.startswith("."):
+                folder = DEPLOY / entry.split(":")[0]
+                assert any(folder.iterdir()), f"{name}: {entry}"
+
+
+def test_prometheus_finds_the_server_and_its_key(compose: dict[str, Any]) -> None:
+    (option,) = [word for word in compose["services"]["prometheus"]["command"] if "config.file" in word]
+    file = DEPLOY / "prometheus" / option.rsplit("/", 1)[1]
+    jobs = yaml.safe_load(file.read_text(encoding="utf-8"))["scrape_configs"]
+    (ours,) = [
+        job for job in jobs if any("engine:8000" in group["targets"] for group in job["static_configs"])
+    ]
+    secrets = {f"/run/secrets/{secret}" for secret in compose["services"]["prometheus"]["secrets"]}
+    assert ours["authorization"]["credentials_file"] in secrets
+
+
+def test_secrets_are_made_once_and_nobody_else_may_read_them(prepared: Path, compose: dict[str, Any]) -> None:
+    made = {path: path.read_bytes() for path in prepared.rglob("*") if path.is_file()}
+    subprocess.run([DEPLOY / "prepare.sh", prepared], check=True, capture_output=True)
+    assert {path: path.read_bytes() for path in prepared.rglob("*") if path.is_file()} == made
+    for secret in compose["secrets"].values():
+        key = parsed((prepared / secret["file"]).read_text(encoding="utf-8").strip())
+        assert key is not None
+    for private in (prepared / ".env", prepared / "secrets"):
+        assert stat.S_IMODE(private.stat().st_mode) & 0o077 == 0
+    passwords = re.findall(rb"_PASSWORD=(.*)", (prepared / ".env").read_bytes())
+    assert len(passwords) == len(set(passwords)) == 3
+    assert all(len(password) >= 32 for password in passwords)
+
+
+def test_git_does_not_take_secrets() -> None:
+    git = shutil.which("git")
+    if git is None or not (PROJECT / ".git").exists():
+        pytest.skip("this is no checkout of git's")
+    paths = ["deploy/.env", "deploy/engine.env", "deploy/secrets/admin.key"]
+    done = subprocess.run([git, "check-ignore", *paths], cwd=PROJECT, capture_output=True, check=False)
+    assert done.stdout.decode().split() == paths
