@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -19,7 +19,7 @@ from app.engine.local_traces import LocalTraceEngine
 from app.engine.session_traces import SessionTraces
 from app.engine.trace_processes import TraceProcesses
 from app.errors import install_error_handlers
-from app.lifecycle import Lifecycle
+from app.lifecycle import Lifecycle, Restarts
 from app.middleware import GateMiddleware
 from app.openapi import DocumentedApp
 from app.receiving import Receiving
@@ -88,7 +88,7 @@ def create_app(
         engine: Answers the requests; not started yet.
         store: Where large results lie; made from the settings where absent. Engines that store
             results need the same one.
-        on_engine_failure: Called where the engine does not start, e.g. to end the process.
+        on_engine_failure: Called where the engine does not start, or dies too often, e.g. to end the process.
         local: Runs traces of models of the transformers library; not started yet.
 
     Returns:
@@ -96,7 +96,10 @@ def create_app(
         shutdown.
     """
     store = store or new_store(settings)
-    lifecycle = Lifecycle(engine, on_engine_failure)
+    restarts = Restarts(
+        settings.max_engine_restarts, settings.engine_restart_window_s, settings.engine_restart_delay_s
+    )
+    lifecycle = Lifecycle(engine, on_engine_failure, restarts)
     beside = _beside(settings, engine, local)
     engines = {**engine.trace_engines(), **{one.name: one for one in beside}}
     trace_service = TraceService(engines)
@@ -122,13 +125,15 @@ def create_app(
         vector_service,
         Trainer(settings, engine, vector_service),
         Receiving(settings.max_received_bytes, settings.tenant_share),
-        Metrics(engine),
+        Metrics(engine, lambda: lifecycle.num_restarts),
         beside,
     )
     app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)
     app.state.context = context
     app.add_middleware(AuditMiddleware, log=log, keys=callers)
-    app.add_middleware(GateMiddleware, lifecycle=context.lifecycle)
+    app.add_middleware(
+        GateMiddleware, lifecycle=context.lifecycle, request_timeout_s=settings.request_timeout_s
+    )
     install_error_handlers(app)
     for router in _ROUTERS:
         app.include_router(router)
@@ -163,11 +168,6 @@ def new_store(settings: Settings) -> ResultStore:
     )
 
 
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     context: Context = app.state.context
@@ -187,10 +187,10 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             stack.push_async_callback(one.close)
         stack.push_async_callback(context.jobs.stop)
         await context.jobs.start()
-        context.lifecycle.start()
+        context.lifecycle.start(
+            functools.partial(start_sandbox, context.settings, context.engine, context.keys)
+        )
         for one in context.processes:
             one.start(after=context.lifecycle.started())
-        starting = start_sandbox(context.settings, context.engine, context.keys, context.lifecycle)
-        stack.push_async_callback(_end, asyncio.create_task(starting, name="sandbox-start"))
         stack.push_async_callback(context.lifecycle.drain, context.settings.drain_timeout_s)
         yield

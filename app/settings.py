@@ -222,6 +222,29 @@ class Settings(BaseSettings):
     upload_idle_timeout_s: float = Field(
         default=30.0, gt=0, description="How long a request's body may pause while it is sent."
     )
+    request_timeout_s: float = Field(
+        default=3600.0,
+        gt=0,
+        description="How long a request may take from its head to the last byte of its answer.",
+    )
+    client_stall_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="How long a client may take nothing of its answer before it counts as gone.",
+    )
+    max_engine_restarts: int = Field(
+        default=5,
+        ge=0,
+        description="How often an engine that died is started again within `engine_restart_window_s`.",
+    )
+    engine_restart_window_s: float = Field(
+        default=900.0, gt=0, description="After so long without another the death of an engine is forgotten."
+    )
+    engine_restart_delay_s: float = Field(
+        default=1.0,
+        ge=0,
+        description="How long after its death an engine is started again; twice as long each further time.",
+    )
     drain_timeout_s: float = Field(
         default=30.0,
         ge=0,
@@ -247,6 +270,14 @@ def set_engine_defaults() -> None:
     """Set vLLM's environment variables where the operator has not; before vLLM is imported."""
     for name, value in _ENGINE_DEFAULTS.items():
         os.environ.setdefault(name, value)
+
+
+def spawn_engines() -> None:
+    """Have vLLM start its next engine as a new program, where it would fork this process.
+
+    One that is forked has a copy of each connection to a client, which then does not end when we end it.
+    """
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 
 _PASSED_ON: Final = frozenset(

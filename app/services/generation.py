@@ -22,11 +22,12 @@ from app.audit.records import note_operations, note_refusal
 from app.auth.principal import Principal
 from app.body import THREAD_BYTES, BodyLimits, read_object
 from app.context import Context
+from app.cutoff import cutoff_of
 from app.engine.client import EngineReply, JsonObject
 from app.services.cache_salts import keep_apart
 from app.services.code_policy import check_code_allowed
 from app.services.disconnect import while_connected
-from app.services.streaming import ClosingStream, close_stream, events, first_event
+from app.services.streaming import ClosingStream, close_stream, events, first_event, last_events
 from app.settings import Settings
 from app.vectors.names import names_vectors
 
@@ -70,7 +71,7 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
         interventions = await context.vectors.resolved(interventions, caller.tenant)
     keep_apart(body, caller)
     answer = call(body, interventions, request, caller.tenant)
-    started = await while_connected(request.receive, _start(answer))
+    started = await while_connected(request.receive, _start(answer), cutoff_of(request.scope))
     reply = started.reply
     if reply.stream is None:
         note_refusal(reply.body)
@@ -85,6 +86,8 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
         media_type="text/event-stream",
         headers=reply.headers,
         on_close=on_close,
+        stall_s=settings.client_stall_timeout_s,
+        last_words=last_events,
     )
 
 

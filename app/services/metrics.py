@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
@@ -32,10 +32,12 @@ class Metrics:
 
     Args:
         engine: Counts its steps.
+        num_restarts: Returns how often an engine that had died was started again.
     """
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineClient, num_restarts: Callable[[], int]) -> None:
         """Know nothing yet."""
+        self._num_restarts = num_restarts
         self._engine = engine
         self._num_steps: Mapping[str, int] = {}
         self._asking: asyncio.Task[None] | None = None
@@ -65,6 +67,11 @@ class Metrics:
         for tier, number in self._num_steps.items():
             steps.add_metric([tier], number)
         yield steps
+        yield CounterMetricFamily(
+            "nnsight_engine_engine_restarts",
+            "How often an engine that had died was started again.",
+            value=self._num_restarts(),
+        )
 
     async def _ask(self) -> None:
         """Learn how many steps there were, unless somebody just has; whoever is asking, is waited for."""
