@@ -72,6 +72,8 @@ class ScriptedEngine:
             raise ApiError(ErrorCode.WRONG_WIDTH, "`vector` is \ud800 too wide.", "vector")
         if script == "crash":
             raise RuntimeError("secret path /etc/x")
+        if script == "gone" and len(self.started) == 1:
+            raise ApiError(ErrorCode.ENGINE_RESTARTING, "Another engine is loading the model.")
         if script == "dead":
             raise ApiError(ErrorCode.ENGINE_DEAD, "The engine has stopped.")
         if script == "error-frame":
