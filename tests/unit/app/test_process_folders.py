@@ -55,7 +55,7 @@ def test_sockets_have_a_folder_where_their_paths_are_short(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "far" / "away"))
     assert claim_socket_folder() is None
-    with tempfile.TemporaryDirectory(dir="/tmp", prefix="n-") as near:  # noqa: S108 - for its length
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="n-") as near:
         monkeypatch.setattr("tempfile.tempdir", near)
         folder = claim_socket_folder()
         assert folder is not None
