@@ -2,7 +2,7 @@
 #
 #   make serve [MODEL=Qwen/Qwen3-0.6B] [PORT=8000] [ARGS="--tensor-parallel-size 2"]
 #   make loadtest [SCENARIO=steered] [SHAPE=spike] [TIME=60] [USERS=1] [URL=http://127.0.0.1:8000]
-#   make test | test-fast | check | audit | bench | image-check | format | clean
+#   make test | test-fast | check | audit | soak | bench | image-check | format | clean
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -35,7 +35,7 @@ SOURCES = $(shell for d in api_schemas nnsight_engine app benchmarks examples lo
 PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(if $(filter required,$(POSTGRES)),--require-postgres) \
 	$(if $(filter required,$(PROMTOOL)),--require-promtool)
 
-.PHONY: help install postgres promtool serve test test-fast lint audit check bench loadtest image-check format clean
+.PHONY: help install postgres promtool serve test test-fast lint audit check soak bench loadtest image-check format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -76,6 +76,9 @@ audit: install ## Whether versions of the lock are known to be vulnerable, where
 
 check: lint audit postgres promtool ## What CI runs: lint, audit, then every test
 	$(PYTEST) $(TESTS)
+
+soak: install ## Faults under load for an hour; ARGS="--minutes 2" for less
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.e2e.soak $(ARGS)
 
 bench: install ## Speed against plain vLLM, as ratios; writes benchmarks/results/
 	$(BIN)/python -m benchmarks $(ARGS)
