@@ -67,7 +67,7 @@ check: lint audit postgres ## What CI runs: lint, audit, then every test
 bench: install ## Speed against plain vLLM, as ratios; writes benchmarks/results/
 	$(BIN)/python -m benchmarks $(ARGS)
 
-image-check: ## Build the image for CPUs with buildah and run it with podman: Debian, root, 12 GB, ten minutes
+image-check: ## Build the image for CPUs with buildah and try it: Debian, root, 12 GB, ten minutes
 	scripts/image_check.sh $(ARGS)
 
 format: install ## Format and fix what ruff can fix
