@@ -87,7 +87,7 @@ loadtest: install ## Load on a server, with a verdict, see docs/load-testing.md;
 	$(BIN)/python -m loadtests $(SCENARIO) --shape $(SHAPE) --time $(TIME) --users $(USERS) $(if $(URL),--url $(URL)) \
 		$(if $(ADMIN_KEY_FILE),--admin-key-file $(ADMIN_KEY_FILE)) $(if $(MODEL)$(ARGS),-- $(MODEL) $(ARGS))
 
-image-check: ## Build the image for CPUs with buildah and run it with podman: Debian, root, 12 GB, ten minutes
+image-check: ## Build the image for CPUs with buildah and try it: Debian, root, 12 GB, ten minutes
 	scripts/image_check.sh $(ARGS)
 
 format: install ## Format and fix what ruff can fix
