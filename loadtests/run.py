@@ -40,7 +40,7 @@ class Shape(LoadTestShape):
 
     def __init__(self) -> None:
         """Begin when locust says so."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call] # locust's has no types
 
     def tick(self) -> tuple[int, float] | None:
         """Return how many users there are to be, and how many come in a second; None in the end."""
