@@ -165,7 +165,8 @@ async def test_interventions_are_counted_by_operation_point_and_tier(serve: Serv
     async with serve() as server:
         for _ in range(2):
             assert (await server.complete(interventions=[STEER, lens, capture], n=3)).status_code == 200
-        await server.complete(interventions=[{"op": "steer", "at": "nowhere", "vector": [1.0]}])
+        refused = await server.complete(interventions=[{**STEER, "mode": "sideways"}])
+        assert refused.status_code == 400
         told = await look(server)
     name = f"{OURS}interventions_total"
     for op in ("steer", "logit_lens", "capture"):
