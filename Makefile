@@ -1,7 +1,7 @@
 # Everything a person runs. Needs Python 3.11, make and pip; each target installs what it lacks and skips what is done.
 #
 #   make serve [MODEL=Qwen/Qwen3-0.6B] [PORT=8000] [ARGS="--tensor-parallel-size 2"]
-#   make test | test-fast | check | audit | bench | format | clean
+#   make test | test-fast | check | audit | soak | bench | format | clean
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -28,7 +28,7 @@ SOURCES = $(shell for d in api_schemas nnsight_engine app benchmarks examples lo
 PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(if $(filter required,$(POSTGRES)),--require-postgres) \
 	$(if $(filter required,$(PROMTOOL)),--require-promtool)
 
-.PHONY: help install postgres promtool serve test test-fast lint audit check bench format clean
+.PHONY: help install postgres promtool serve test test-fast lint audit check soak bench format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -69,6 +69,9 @@ audit: install ## Whether versions of the lock are known to be vulnerable, where
 
 check: lint audit postgres promtool ## What CI runs: lint, audit, then every test
 	$(PYTEST) $(TESTS)
+
+soak: install ## Faults under load for an hour; ARGS="--minutes 2" for less
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.e2e.soak $(ARGS)
 
 bench: install ## Speed against plain vLLM, as ratios; writes benchmarks/results/
 	$(BIN)/python -m benchmarks $(ARGS)

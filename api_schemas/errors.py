@@ -84,6 +84,8 @@ class ErrorCode(enum.StrEnum):
     STARTING = "starting"
     DRAINING = "draining"
     ENGINE_DEAD = "engine_dead"
+    ENGINE_RESTARTING = "engine_restarting"
+    REQUEST_TIMED_OUT = "request_timed_out"
     DATABASE_UNAVAILABLE = "database_unavailable"
     INTERNAL = "internal_error"
 
@@ -127,6 +129,8 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.STARTING: 503,
     ErrorCode.DRAINING: 503,
     ErrorCode.ENGINE_DEAD: 503,
+    ErrorCode.ENGINE_RESTARTING: 503,
+    ErrorCode.REQUEST_TIMED_OUT: 504,
     ErrorCode.DATABASE_UNAVAILABLE: 503,
     ErrorCode.ENGINE_CAPTURE_FULL: 503,
     ErrorCode.PROMPT_WAS_CHUNKED: 503,

@@ -17,6 +17,7 @@ import numpy as np
 from starlette.requests import Request
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.cutoff import cutoff_of
 from app.receiving import intake_of
 
 _QUOTE: Final = ord('"')
@@ -137,7 +138,10 @@ async def stream_bytes(
         raise _too_large(f"{declared[:20]} bytes", max_bytes)
     num_bytes = 0
     chunks = aiter(request.stream())
+    cutoff = cutoff_of(request.scope)
     while True:
+        if cutoff is not None and cutoff.error is not None:
+            raise cutoff.error  # one that sends slowly enough never pauses
         try:
             async with asyncio.timeout(idle_s):
                 chunk = await anext(chunks, None)

@@ -11,6 +11,8 @@ import asyncio
 import importlib
 import importlib.metadata
 import logging
+import signal
+import socket
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +24,11 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from app.context import Context
 from app.engine.local_traces import LocalTraceEngine
 from app.keys_command import has_keys
 from app.keys_command import run as run_keys
-from app.listening import listening_socket
+from app.listening import listening_socket, patient_for
 from app.main import create_app, new_store
 from app.observability.logs import is_json, start_logs
 from app.services.code_policy import is_loopback
@@ -70,6 +73,9 @@ vLLM's own arguments: vllm serve --help=all
 
 _USAGE_ERROR: Final = 2
 _DEMO_AXIS: Final = 464
+_CLOSE_S: Final = 5
+"""How long connections may take to close after what they were for has ended, or was ended."""
+
 _MAX_SOCKET_MESSAGE_BYTES: Final = 2 * 2**20
 """A unit of the bundled model's residual stream along which steering reads well."""
 
@@ -92,13 +98,32 @@ class CommandError(Exception):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which refuses new work from the first signal on."""
+    """uvicorn's server, which drains at the first signal and ends at the second."""
+
+    @property
+    def _context(self) -> Context:
+        app: Any = self.config.app
+        context: Context = app.state.context
+        return context
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to drain, then shut down as uvicorn does."""
-        app: Any = self.config.app
-        app.state.context.lifecycle.begin_drain()
+        """Refuse new work; at the second signal, wait for nothing, and leave a third to the system."""
+        if self.should_exit:
+            self.force_exit = True
+            self._context.lifecycle.give_up()
+            signal.signal(sig, signal.SIG_DFL)
+        self._context.lifecycle.begin_drain()
         super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Shut down as uvicorn does, once what runs has ended; until then requests are still answered.
+
+        uvicorn would close its port first, and who comes late or asks ``/health/ready`` would learn nothing.
+        """
+        await self._context.lifecycle.drain(self._context.settings.drain_timeout_s)
+        await super().shutdown(sockets)
+        if self.force_exit:  # then uvicorn leaves it out, and with it the end of the engine's processes
+            await self.lifespan.shutdown()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -201,7 +226,7 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
     failures: list[str] = []
 
     def stop() -> None:
-        failures.append("the engine did not start; its error is above")
+        failures.append("the engine did not start, or died too often; its errors are above")
         server.should_exit = True
 
     app = create_app(settings, engine, store, on_engine_failure=stop, local=_local_engine(args, settings))
@@ -211,12 +236,14 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
         port=settings.port,
         log_config=None,  # ours writes what it says too
         timeout_keep_alive=75,
+        timeout_graceful_shutdown=_CLOSE_S,
+        http=patient_for(settings.upload_idle_timeout_s),
         # What a WebSocket has of one message is in no count of ours; clients send pieces of a mebibyte.
         ws_max_size=_MAX_SOCKET_MESSAGE_BYTES,
     )
     server = _Server(config)
     # Bound before the model is loaded: a port that is taken is known at once.
-    sock = listening_socket(config)
+    sock = listening_socket(config, stall_s=settings.client_stall_timeout_s)
     port = sock.getsockname()[1]
 
     async def serve() -> None:

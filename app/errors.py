@@ -30,6 +30,8 @@ RETRY_AFTER_S: Final = 5
 _WORTH_WAITING: Final = {429, 503}
 _MAX_PROBLEMS: Final = 5
 
+_MID_BODY: Final = frozenset({ErrorCode.UPLOAD_TIMED_OUT, ErrorCode.REQUEST_TIMED_OUT})
+
 _CHALLENGES: Final = {
     ErrorCode.NO_KEY: "Bearer",
     ErrorCode.INVALID_KEY: 'Bearer error="invalid_token"',
@@ -59,7 +61,7 @@ def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Re
     sent = dict(headers or {})
     if error.code in _CHALLENGES:
         sent.setdefault("WWW-Authenticate", _CHALLENGES[error.code])
-    if error.code is ErrorCode.UPLOAD_TIMED_OUT:
+    if error.code in _MID_BODY:
         sent.setdefault("Connection", "close")  # what else came would be taken for the next request
     if error.status in _WORTH_WAITING:
         sent.setdefault("Retry-After", str(RETRY_AFTER_S))

@@ -1,22 +1,30 @@
-"""Which phase the server is in, who is still being served, and what new requests are told.
+"""Which phase the server is in, who is still being served, what new requests are told; and the engine's life.
 
-The engine loads in the background, so the port answers from the first second. Phases only go
-forward: starting, ready, draining; or dead, from anywhere. ``create_app`` owns the one instance;
-whoever handles signals calls ``begin_drain`` at the first of them.
+The engine loads in the background, so the port answers from the first second. One that dies is started again
+in the same server, a few times and ever later: see ``docs/decisions/0030-another-engine.md``. ``create_app``
+owns the one instance; whoever handles signals calls ``begin_drain`` at the first of them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import enum
 import logging
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Final
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.cutoff import Cutoff
 from app.engine.client import EngineClient
 
 logger = logging.getLogger(__name__)
+
+_MAX_DELAY_S: Final = 60.0
+_LAST_WORDS_S: Final = 3.0
+"""How long requests that were ended are given to say so to their clients."""
 
 
 class Phase(enum.StrEnum):
@@ -24,8 +32,24 @@ class Phase(enum.StrEnum):
 
     STARTING = "starting"
     READY = "ready"
+    RESTARTING = "restarting"
     DRAINING = "draining"
     DEAD = "dead"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Restarts:
+    """How often an engine is started again.
+
+    Attributes:
+        most: So many times within ``window_s``; then the server is dead.
+        window_s: After so long a death is forgotten.
+        delay_s: How long after the first death; twice as long after each further one.
+    """
+
+    most: int = 0
+    window_s: float = 900.0
+    delay_s: float = 1.0
 
 
 class Lifecycle:
@@ -33,28 +57,47 @@ class Lifecycle:
 
     Args:
         engine: The engine to start, to watch and to close.
-        on_engine_failure: Called once where the engine does not start, so that a command line can end
-            the process.
+        on_engine_failure: Called once where the engine does not start, or dies too often, so that a command
+            line can end the process.
+        restarts: How often one that died is started again.
+
+    Attributes:
+        num_restarts: How often it was.
     """
 
-    def __init__(self, engine: EngineClient, on_engine_failure: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        on_engine_failure: Callable[[], None] | None = None,
+        restarts: Restarts | None = None,
+    ) -> None:
         """Begin in the phase ``starting``; nothing runs yet."""
         self._engine = engine
         self._on_engine_failure = on_engine_failure
-        self._start: asyncio.Task[None] | None = None
+        self._restarts = restarts or Restarts()
+        self._deaths: list[float] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._has_started = asyncio.Event()
         self._has_failed = False
+        self._is_restarting = False
         self._is_draining = False
+        self._has_drained = False
         self._num_in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._given_up = asyncio.Event()
+        self._cutoffs: set[Cutoff] = set()
+        self.num_restarts = 0
 
     @property
     def phase(self) -> Phase:
         """The phase now; asked of the engine, never stored, so it cannot go stale."""
-        if self._has_failed or not self._engine.alive:
+        if self._has_failed:
             return Phase.DEAD
         if self._is_draining:
             return Phase.DRAINING
+        if self._is_restarting or not self._engine.alive:
+            return Phase.RESTARTING
         return Phase.READY if self._engine.ready else Phase.STARTING
 
     @property
@@ -65,77 +108,163 @@ class Lifecycle:
     def refusal(self) -> ApiError | None:
         """Return why new work is refused now, or None where it is welcome."""
         phase = self.phase
-        if phase is Phase.READY:
-            return None
-        if phase is Phase.STARTING:
-            return ApiError(
-                ErrorCode.STARTING,
-                "The engine is still loading the model; GET /health/ready turns 200 when it serves.",
-            )
-        if phase is Phase.DRAINING:
-            return ApiError(
-                ErrorCode.DRAINING,
-                "The server is shutting down and takes no new requests; send it to another replica.",
-            )
-        return ApiError(
-            ErrorCode.ENGINE_DEAD,
-            "The engine has stopped and this server must be restarted; its log says why.",
-        )
+        return None if phase is Phase.READY else ApiError(*_REFUSALS[phase])
 
     @contextlib.contextmanager
-    def serving(self) -> Iterator[None]:
-        """Count one request, or one job, as in flight for the length of the block."""
+    def serving(self, cutoff: Cutoff | None = None) -> Iterator[None]:
+        """Count one request, or one job, as in flight for the length of the block.
+
+        Args:
+            cutoff: Ends it where the server cannot wait for it any longer; None if others do that.
+        """
         self._num_in_flight += 1
         self._idle.clear()
+        if cutoff is not None:
+            self._cutoffs.add(cutoff)
         try:
             yield
         finally:
             self._num_in_flight -= 1
+            if cutoff is not None:
+                self._cutoffs.discard(cutoff)
+                cutoff.close()
             if self._num_in_flight == 0:
                 self._idle.set()
 
-    def start(self) -> None:
-        """Start the engine in the background; called inside the running event loop."""
-        self._start = asyncio.create_task(self._start_engine(), name="engine-start")
+    def start(self, then: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """Start the engine in the background; called inside the running event loop.
+
+        Args:
+            then: Run in the background each time that an engine serves anew.
+        """
+        self._tasks = [asyncio.create_task(self._keep_engine(then), name="engine-start")]
 
     async def started(self) -> None:
         """Wait until the engine has started, or has failed to."""
-        if self._start is not None:
-            await asyncio.wait({self._start})
+        await self._has_started.wait()
 
     def begin_drain(self) -> None:
         """Refuse new work from now on; requests in flight go on."""
         self._is_draining = True
 
+    def give_up(self) -> None:
+        """Wait no longer for requests in flight while draining."""
+        self._is_draining = True
+        self._given_up.set()
+
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until nothing is in flight; return whether that came in time."""
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+        return self._idle.is_set()
 
     async def drain(self, drain_timeout_s: float) -> None:
-        """Refuse new work and wait for what is in flight, but not for ever."""
+        """Refuse new work and wait for what is in flight, but not for ever: then end it; once is enough."""
         self.begin_drain()
-        if not await self.wait_idle(drain_timeout_s):
-            logger.warning(
-                "closing with %d requests in flight after %s s", self.num_in_flight, drain_timeout_s
-            )
+        if self._has_drained:
+            return
+        self._has_drained = True
+        waiting = [asyncio.ensure_future(one.wait()) for one in (self._idle, self._given_up)]
+        try:
+            await asyncio.wait(waiting, timeout=drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waiting:
+                one.cancel()
+        if self._idle.is_set():
+            return
+        logger.warning("closing with %d requests in flight after %s s", self.num_in_flight, drain_timeout_s)
+        for cutoff in self._cutoffs:
+            cutoff.end(ApiError(*_CUT_SHORT))
+        end = time.monotonic() + _LAST_WORDS_S
+        while self._cutoffs and time.monotonic() < end:  # noqa: ASYNC110 - only here does anybody wait for it
+            await asyncio.sleep(0.01)
 
     async def close(self) -> None:
         """Close the engine, whatever state its start is in."""
-        if self._start is not None:
-            self._start.cancel()
-            await asyncio.gather(self._start, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._engine.close()
 
-    async def _start_engine(self) -> None:
+    async def _keep_engine(self, then: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+        """Start the engine, and another one each time that it dies."""
+        serves = await self._begin()
+        while serves:
+            self._has_started.set()
+            beside = None if then is None else asyncio.create_task(then(), name="engine-started")
+            try:
+                await self._engine.died()
+            finally:
+                if beside is not None:
+                    beside.cancel()
+                    await asyncio.gather(beside, return_exceptions=True)
+            serves = await self._restart()
+        self._has_started.set()
+        if not self._is_draining:
+            self._has_failed = True
+            if self._on_engine_failure is not None:
+                self._on_engine_failure()
+
+    async def _restart(self) -> bool:
+        """Start the engine again; returns whether it serves, which it does not where the server is to end."""
+        self._is_restarting = True
+        while not self._is_draining:
+            delay_s = self._delay_s()
+            if delay_s is None:
+                logger.error("the engine has died more than %d times: giving up", self._restarts.most)
+                return False
+            logger.error("the engine has died, and is started again in %g s", delay_s)
+            try:
+                await self._engine.close()
+            except Exception:
+                logger.exception("what the dead engine left could not be closed")
+            await asyncio.sleep(delay_s)
+            if await self._begin():
+                self.num_restarts += 1
+                self._is_restarting = False
+                logger.warning("the engine serves again")
+                return True
+        return False
+
+    def _delay_s(self) -> float | None:
+        """Count a death, and return how long to wait before the next start; None if there is to be none."""
+        moment, restarts = time.monotonic(), self._restarts
+        self._deaths = [*(one for one in self._deaths if moment - one < restarts.window_s), moment]
+        if len(self._deaths) > restarts.most:
+            return None
+        return float(min(restarts.delay_s * 2 ** (len(self._deaths) - 1), _MAX_DELAY_S))
+
+    async def _begin(self) -> bool:
         try:
             await self._engine.start()
         except Exception:
             logger.exception("the engine did not start")
-            self._has_failed = True
-            if self._on_engine_failure is not None:
-                self._on_engine_failure()
+            return False
+        return True
+
+
+_CUT_SHORT: Final = (
+    ErrorCode.DRAINING,
+    "The server is shutting down and could not wait for the request's end (drain_timeout_s); send it to "
+    "another replica.",
+)
+
+_REFUSALS: Final = {
+    Phase.STARTING: (
+        ErrorCode.STARTING,
+        "The engine is still loading the model; GET /health/ready turns 200 when it serves.",
+    ),
+    Phase.RESTARTING: (
+        ErrorCode.ENGINE_RESTARTING,
+        "The engine has died and is being started again; GET /health/ready turns 200 when it serves.",
+    ),
+    Phase.DRAINING: (
+        ErrorCode.DRAINING,
+        "The server is shutting down and takes no new requests; send it to another replica.",
+    ),
+    Phase.DEAD: (
+        ErrorCode.ENGINE_DEAD,
+        "The engine has stopped and this server must be restarted; its log says why.",
+    ),
+}

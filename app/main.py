@@ -21,7 +21,7 @@ from app.engine.local_traces import LocalTraceEngine
 from app.engine.session_traces import SessionTraces
 from app.engine.trace_processes import TraceProcesses
 from app.errors import install_error_handlers
-from app.lifecycle import Lifecycle
+from app.lifecycle import Lifecycle, Restarts
 from app.middleware import GateMiddleware
 from app.observability.metrics import Metrics
 from app.observability.middleware import RecordMiddleware, points_of
@@ -94,7 +94,7 @@ def create_app(
         engine: Answers the requests; not started yet.
         store: Where large results lie; made from the settings where absent. Engines that store
             results need the same one.
-        on_engine_failure: Called where the engine does not start, e.g. to end the process.
+        on_engine_failure: Called where the engine does not start, or dies too often, e.g. to end the process.
         local: Runs traces of models of the transformers library; not started yet.
 
     Returns:
@@ -102,7 +102,10 @@ def create_app(
         shutdown.
     """
     store = store or new_store(settings)
-    lifecycle = Lifecycle(engine, on_engine_failure)
+    restarts = Restarts(
+        settings.max_engine_restarts, settings.engine_restart_window_s, settings.engine_restart_delay_s
+    )
+    lifecycle = Lifecycle(engine, on_engine_failure, restarts)
     beside = _beside(settings, engine, local)
     engines = {**engine.trace_engines(), **{one.name: one for one in beside}}
     trace_service = TraceService(engines)
@@ -153,13 +156,23 @@ def create_app(
         trainer,
         receiving,
         counted,
-        Scrape(counted, engine, lifecycle, job_service, waiting=waiting, stored=stored),
+        Scrape(
+            counted,
+            engine,
+            lifecycle,
+            job_service,
+            waiting=waiting,
+            stored=stored,
+            restarts=lambda: lifecycle.num_restarts,
+        ),
         tracing_of(settings),
         beside,
     )
     app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)
     app.state.context = context
-    app.add_middleware(GateMiddleware, lifecycle=context.lifecycle)
+    app.add_middleware(
+        GateMiddleware, lifecycle=context.lifecycle, request_timeout_s=settings.request_timeout_s
+    )
     app.add_middleware(
         RecordMiddleware, log=log, keys=callers, metrics=counted, engine=engine, tracing=context.tracing
     )
@@ -206,11 +219,6 @@ def new_store(settings: Settings) -> ResultStore:
     )
 
 
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     context: Context = app.state.context
@@ -232,10 +240,10 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             stack.push_async_callback(one.close)
         stack.push_async_callback(context.jobs.stop)
         await context.jobs.start()
-        context.lifecycle.start()
+        context.lifecycle.start(
+            functools.partial(start_sandbox, context.settings, context.engine, context.keys)
+        )
         for one in context.processes:
             one.start(after=context.lifecycle.started())
-        starting = start_sandbox(context.settings, context.engine, context.keys, context.lifecycle)
-        stack.push_async_callback(_end, asyncio.create_task(starting, name="sandbox-start"))
         stack.push_async_callback(context.lifecycle.drain, context.settings.drain_timeout_s)
         yield

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_schemas.errors import ApiError
 from app.admission.rates import ADMITTED, Admitted
+from app.cutoff import CUTOFF, Cutoff
 from app.errors import error_response, internal_error
 from app.lifecycle import Lifecycle, Phase
 from app.receiving import intake_of
@@ -32,10 +33,11 @@ _TRY_AGAIN_LATER: Final = 1013
 class GateMiddleware:
     """Lets API requests in when the server can serve them, and counts them until their last byte."""
 
-    def __init__(self, app: ASGIApp, lifecycle: Lifecycle) -> None:
-        """Wrap ``app``; ``lifecycle`` says what is refused."""
+    def __init__(self, app: ASGIApp, lifecycle: Lifecycle, request_timeout_s: float) -> None:
+        """Wrap ``app``; ``lifecycle`` says what is refused, and the other how long a request may take."""
         self._app = app
         self._lifecycle = lifecycle
+        self._request_timeout_s = request_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection of the ASGI server."""
@@ -54,7 +56,10 @@ class GateMiddleware:
             # Whoever follows a job waits for it as we do, and comes back to the next server.
             await self._answer(scope, receive, send)
             return
-        with self._lifecycle.serving():
+        cutoff = scope[CUTOFF] = Cutoff()
+        with self._lifecycle.serving(cutoff):
+            if scope.get("method") == "POST":  # others look things up, or fetch what is there
+                cutoff.limit(self._request_timeout_s)
             await self._answer(scope, receive, send)
 
     def _refusal(self, path: str, method: str) -> ApiError | None:

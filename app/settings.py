@@ -245,6 +245,29 @@ class Settings(BaseSettings):
     upload_idle_timeout_s: float = Field(
         default=30.0, gt=0, description="How long a request's body may pause while it is sent."
     )
+    request_timeout_s: float = Field(
+        default=3600.0,
+        gt=0,
+        description="How long a request may take from its head to the last byte of its answer.",
+    )
+    client_stall_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="How long a client may take nothing of its answer before it counts as gone.",
+    )
+    max_engine_restarts: int = Field(
+        default=5,
+        ge=0,
+        description="How often an engine that died is started again within `engine_restart_window_s`.",
+    )
+    engine_restart_window_s: float = Field(
+        default=900.0, gt=0, description="After so long without another the death of an engine is forgotten."
+    )
+    engine_restart_delay_s: float = Field(
+        default=1.0,
+        ge=0,
+        description="How long after its death an engine is started again; twice as long each further time.",
+    )
     drain_timeout_s: float = Field(
         default=30.0,
         ge=0,
@@ -293,6 +316,14 @@ def engine_trace_options(settings: Settings) -> list[str]:
     os.environ.setdefault("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", settings.otlp_protocol)
     os.environ.setdefault("OTEL_SERVICE_NAME", "nnsight-engine")
     return ["--otlp-traces-endpoint", endpoint]
+
+
+def spawn_engines() -> None:
+    """Have vLLM start its next engine as a new program, where it would fork this process.
+
+    One that is forked has a copy of each connection to a client, which then does not end when we end it.
+    """
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 
 _PASSED_ON: Final = frozenset(

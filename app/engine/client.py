@@ -129,7 +129,13 @@ class EngineClient(Protocol):
         """
 
     async def start(self) -> None:
-        """Load the model; must not hold up the event loop, and raises where it fails."""
+        """Load the model and generate a token; must not hold up the event loop, and raises where it fails.
+
+        Called again after ``close`` where the engine had died.
+        """
+
+    async def died(self) -> None:
+        """Wait until the engine, which was started, has died."""
 
     async def close(self) -> None:
         """Stop and free everything; also after a start that failed or was cancelled."""

@@ -32,6 +32,7 @@ from nnsight_engine.core.metering import METER
 
 _DEFAULT_MAX_TOKENS: Final = 16
 _MAX_CHOICES: Final = 128
+_LOOK_S: Final = 0.01
 
 
 @dataclasses.dataclass(slots=True)
@@ -117,6 +118,7 @@ class FakeEngineClient:
         fake_traces: What runs them otherwise; tests change how it behaves.
         has_sandbox: Whether sandboxes were to be started.
         num_counted: How often it was asked for its steps.
+        num_starts: How often it was started.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class FakeEngineClient:
         self.num_running = 0
         self.num_calls = 0
         self.num_counted = 0
+        self.num_starts = 0
         self.has_sandbox = False
         self.fake_traces = FakeTraceEngine()
         self.traces: Mapping[str, TraceEngine] = {"vllm": self.fake_traces}
@@ -186,7 +189,13 @@ class FakeEngineClient:
         """Become ready, unless the behaviour says otherwise."""
         if self.behaviour.start_error is not None:
             raise self.behaviour.start_error
-        self._has_started = True
+        self.num_starts += 1
+        self._has_started, self._is_closed, self.behaviour.is_dead = True, False, False
+
+    async def died(self) -> None:
+        """Look whether the behaviour says so."""
+        while self.alive:  # noqa: ASYNC110 - a test sets a flag
+            await asyncio.sleep(_LOOK_S)
 
     async def close(self) -> None:
         """Serve no more."""

@@ -11,9 +11,10 @@ import argparse
 import asyncio
 import json
 import logging
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -38,14 +39,14 @@ from app.engine.client import DescribedModel, EngineReply, JsonObject
 from app.engine.intervening_requests import InterveningChatRequest, InterveningCompletionRequest
 from app.engine.places import Places
 from app.engine.traces import TraceEngine
-from app.engine.vllm_errors import engine_dead
+from app.engine.vllm_errors import engine_dead, said_dead
 from app.engine.vllm_traces import VLLMTraceEngine
 from app.errors import DONE_FRAME, error_frame
 from app.services.capabilities import describe
 from app.services.code_policy import SANDBOX_OF, has_process
 from app.services.responses import choice_json
 from app.services.served_model import ServedModel
-from app.settings import Settings
+from app.settings import Settings, spawn_engines
 from app.storage.process_folders import ProcessFolder, claim_memory_folder
 from app.storage.results import ResultStore
 from nnsight_engine.core.engine_counts import EngineCounts
@@ -60,6 +61,9 @@ from nnsight_engine.vllm_backend.request_code import encoded_code, filename_of
 from nnsight_engine.vllm_backend.trace_call import TraceCall
 
 logger = logging.getLogger(__name__)
+
+_WARM_UP_S: Final = 300.0
+"""How long an engine whose model is loaded may take to say what it is and to generate a token."""
 
 Serve = Callable[[Any, Request], Awaitable[Any]]
 Call = InterventionCall | TraceCall
@@ -111,11 +115,13 @@ class VLLMEngineClient:
     def engine(self) -> InterventionAsyncLLM:
         """The engine; only after ``start``."""
         if self._engine is None:
-            raise ApiError(ErrorCode.STARTING, "The engine is still loading the model; try again shortly.")
+            raise ApiError(ErrorCode.STARTING, "The engine is loading the model; try again shortly.")
         return self._engine
 
     async def start(self) -> None:
-        """Load the model and generate one token."""
+        """Load the model and generate one token; also where an earlier engine has died."""
+        if self.started.is_set():
+            spawn_engines()
         limits = EngineLimits(
             self._settings.max_capture_bytes_per_request,
             self._settings.max_capture_bytes_engine,
@@ -139,16 +145,33 @@ class VLLMEngineClient:
         # A thread cannot be cancelled; `close` waits for it, lest an engine be left behind.
         self._loading = asyncio.create_task(asyncio.to_thread(self._load))
         self._engine = await asyncio.shield(self._loading)
-        await self._engine.describe()
-        self._memory = claim_memory_folder()
-        self._engine.handover = None if self._memory is None else Handover(self._memory.path)
-        tasks = await self._engine.get_supported_tasks()
-        await init_app_state(self._engine, self._vllm_app.state, self._args, tasks)
-        params = SamplingParams(max_tokens=1, temperature=0.0)
-        async for _ in self._engine.generate({"prompt_token_ids": [0]}, params, "warm-up"):
-            pass
+        async with asyncio.timeout(_WARM_UP_S):
+            await self._engine.describe()
+            self._memory = claim_memory_folder()
+            self._engine.handover = None if self._memory is None else Handover(self._memory.path)
+            tasks = await self._engine.get_supported_tasks()
+            state = self._vllm_app.state
+            await init_app_state(self._engine, state, self._args, tasks)
+            for serving in (state.openai_serving_completion, state.openai_serving_chat):
+                _say_dead(serving)
+            await self._generate_one()
         self._is_ready = True
         self.started.set()
+
+    async def died(self) -> None:
+        """Wait until the engine has died."""
+        await self.engine.died()
+
+    async def _generate_one(self) -> None:
+        """Generate a token, so that whoever asks whether requests are served is told what was tried."""
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        num_tokens = 0
+        async for output in self.engine.generate(
+            {"prompt_token_ids": [0]}, params, f"warm-up-{uuid.uuid4()}"
+        ):
+            num_tokens = len(output.outputs[0].token_ids)
+        if not num_tokens:
+            raise RuntimeError("the engine answers, and generates no token")
 
     def _load(self) -> InterventionAsyncLLM:
         engine_args = AsyncEngineArgs.from_cli_args(self._args)
@@ -191,8 +214,9 @@ class VLLMEngineClient:
     async def describe_model(self) -> DescribedModel:
         """Return the model's modules and points, as blocks see them."""
         if self._described is None:
-            outline = answer(await self.engine.collective_rpc("outline_model"))
-            spec = answer(await self.engine.collective_rpc("describe_traces"))
+            with said_dead():
+                outline = answer(await self.engine.collective_rpc("outline_model"))
+                spec = answer(await self.engine.collective_rpc("describe_traces"))
             self._described = DescribedModel([tuple(entry) for entry in outline], spec)
         return self._described
 
@@ -202,7 +226,8 @@ class VLLMEngineClient:
 
     async def count_events(self) -> EngineCounts:
         """Return what the engine has counted since it started."""
-        return await self.engine.count_events()
+        with said_dead():
+            return await self.engine.count_events()
 
     def num_waiting(self) -> Mapping[str, int]:
         """Return how much waits before it reaches the engine, by what it waits for."""
@@ -210,7 +235,8 @@ class VLLMEngineClient:
 
     async def prepare_sandbox(self) -> None:
         """Have sandboxes started; see ``EngineClient``."""
-        await self.engine.prepare_sandbox()
+        with said_dead():
+            await self.engine.prepare_sandbox()
 
     async def models(self) -> JsonObject:
         """Return vLLM's own list of models."""
@@ -299,7 +325,7 @@ class VLLMEngineClient:
             num_choices = request.n or 1
             if not hasattr(answer, "model_dump"):
                 streams = True
-                return EngineReply(stream=self._stream(answer, call, num_choices, owner))
+                return EngineReply(stream=self._stream(answer, engine, call, num_choices, owner))
             body = answer.model_dump()
             return EngineReply(body=await self._whole(body, call, num_choices, owner, inline=inline))
         finally:
@@ -313,7 +339,7 @@ class VLLMEngineClient:
             param = f"{FIELD}.0"
             sandbox_of: str = http.scope[SANDBOX_OF]
             if sandbox_of:
-                await self.engine.prepare_sandbox()
+                await self.prepare_sandbox()
             data = await asyncio.to_thread(encoded_code, first, param)
             call = TraceCall(
                 data, name=first.name or f"{first.op}_0", param=param, filename=filename_of(first),
@@ -332,6 +358,8 @@ class VLLMEngineClient:
         except EngineDeadError as error:
             raise engine_dead() from error
         except Exception as error:
+            if isinstance(error.__cause__, EngineDeadError):
+                raise engine_dead() from error
             cause = error.__cause__
             if isinstance(cause, ApiError):
                 raise cause from error
@@ -347,14 +375,19 @@ class VLLMEngineClient:
         return body
 
     async def _stream(
-        self, frames: AsyncIterator[str], call: Call, num_choices: int, owner: str
+        self,
+        frames: AsyncIterator[str],
+        engine: InterventionAsyncLLM,
+        call: Call,
+        num_choices: int,
+        owner: str,
     ) -> AsyncIterator[str]:
         try:
             async for frame in frames:
                 yield frame if frame == DONE_FRAME else await self._frame(frame, call, num_choices, owner)
         finally:
             await frames.aclose()  # type: ignore[attr-defined]  # vLLM's streams are generators
-            self.engine.close_call(call)
+            engine.close_call(call)  # another one may serve by now
 
     async def _frame(self, frame: str, call: Call, num_choices: int, owner: str) -> str:
         chunk = json.loads(frame.removeprefix("data: "))
@@ -402,6 +435,19 @@ class VLLMEngineClient:
 
     def _as_vllm(self, http: Request) -> Request:
         return Request({**http.scope, "app": self._vllm_app}, http.receive)
+
+
+def _say_dead(serving: Any) -> None:
+    """Have streams of a serving class of vLLM's raise our error where the engine dies; theirs has no code."""
+    worded = serving.create_streaming_error_response
+
+    def create(message: str | Exception, *args: Any, **kwargs: Any) -> str:
+        if isinstance(message, EngineDeadError):
+            raise engine_dead() from message
+        said: str = worded(message, *args, **kwargs)
+        return said
+
+    serving.create_streaming_error_response = create
 
 
 def _error_reply(answer: ErrorResponse) -> EngineReply:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
 from vllm import SamplingParams
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
@@ -15,7 +17,19 @@ logger = logging.getLogger(__name__)
 
 def engine_dead() -> ApiError:
     """Return the error for an engine that has died."""
-    return ApiError(ErrorCode.ENGINE_DEAD, "The engine has stopped and this server must be restarted.")
+    return ApiError(
+        ErrorCode.ENGINE_DEAD,
+        "The engine has stopped while it worked on this; GET /health/ready turns 200 when one serves again.",
+    )
+
+
+@contextlib.contextmanager
+def said_dead() -> Iterator[None]:
+    """Raise ``engine_dead`` where vLLM says in the block that its engine has died."""
+    try:
+        yield
+    except EngineDeadError as error:
+        raise engine_dead() from error
 
 
 def translated(error: Exception, field: str) -> ApiError | None:

@@ -21,7 +21,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
 from app.audit.records import note_tier
 from app.engine.places import Places
-from app.engine.vllm_errors import translated
+from app.engine.vllm_errors import said_dead, translated
 from app.engine.vllm_sampling import sampling_params
 from app.errors import internal_error
 from app.services.code_policy import has_process
@@ -74,7 +74,8 @@ class VLLMTraceEngine:
         """
         check_head(request.head)
         if request.sandbox_of:
-            await self._engine().prepare_sandbox()
+            with said_dead():
+                await self._engine().prepare_sandbox()
         trace = _Trace(request, job_id, self._settings)
         async with contextlib.AsyncExitStack() as stack:
             if has_process(self._settings, request.sandbox_of):

@@ -155,4 +155,5 @@ async def get_job_result(job_id: str, request: Request, context: Served, caller:
         raise
     if result.file is None:
         return Response(result.frame, media_type=FRAMES_TYPE, headers={"ETag": result.tag})
-    return await download(request, result.file, media_type=FRAMES_TYPE, tag=result.tag)
+    stall_s = context.settings.client_stall_timeout_s
+    return await download(request, result.file, media_type=FRAMES_TYPE, tag=result.tag, stall_s=stall_s)

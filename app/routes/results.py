@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from app.context import Intervener, Served
 from app.openapi import BINARY, error_responses
-from app.services.streaming import DOWNLOAD_STALL_S, ClosingStream
+from app.services.streaming import ClosingStream
 
 router = APIRouter(tags=["interventions"])
 
@@ -32,5 +32,5 @@ async def get_result(result_id: str, context: Served, caller: Intervener) -> Res
         media_type="application/safetensors",
         headers={"Content-Length": str(result.num_bytes), "Cache-Control": "private, no-store"},
         on_close=result.close,
-        stall_s=DOWNLOAD_STALL_S,
+        stall_s=context.settings.client_stall_timeout_s,
     )

@@ -23,10 +23,11 @@ from app.admission.quotas import INTERVENING
 from app.admission.rates import admitted_of
 from app.body import BodyLimits, read_object
 from app.context import Intervener, Served, Trains
+from app.cutoff import cutoff_of
 from app.errors import validated
 from app.openapi import BINARY, EVENTS_TYPE, error_responses, json_body, json_events, schema_of
 from app.services.disconnect import while_connected
-from app.services.streaming import ClosingStream, events, first_event
+from app.services.streaming import ClosingStream, events, first_event, last_events
 from app.vectors.training import training_events
 from app.vectors.uploads import FORM_TYPE
 
@@ -78,14 +79,21 @@ async def train_vector(request: Request, context: Served, caller: Trains) -> Res
     wanted = validated(TrainingRequest, await read_object(request, limits))
     if admitted is not None:
         await admitted.reserve(of_training(wanted))
+    cutoff = cutoff_of(request.scope)
     train = functools.partial(context.trainer.train, wanted, request, caller)
     if not wanted.stream:
-        vector = await while_connected(request.receive, train(lambda _: None))
+        vector = await while_connected(request.receive, train(lambda _: None), cutoff)
         return Response(vector.model_dump_json(), 201, media_type="application/json")
     source = training_events(train)
     # An error before the first event has its own status.
-    first = await while_connected(request.receive, first_event(source))
-    return ClosingStream(events(first, source), media_type=EVENTS_TYPE, on_close=source.aclose)
+    first = await while_connected(request.receive, first_event(source), cutoff)
+    return ClosingStream(
+        events(first, source),
+        media_type=EVENTS_TYPE,
+        on_close=source.aclose,
+        stall_s=settings.client_stall_timeout_s,
+        last_words=last_events,
+    )
 
 
 @router.get("", summary="List vectors, the newest first", responses=error_responses(404, 503))

@@ -10,13 +10,15 @@ from starlette.responses import Response
 
 from api_schemas.errors import ApiError, ErrorCode
 from app.errors import error_response
-from app.services.streaming import DOWNLOAD_STALL_S, ClosingStream
+from app.services.streaming import ClosingStream
 from app.storage.open_files import OpenResult
 
 _RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
 
 
-async def download(request: Request, file: OpenResult, *, media_type: str, tag: str) -> Response:
+async def download(
+    request: Request, file: OpenResult, *, media_type: str, tag: str, stall_s: float
+) -> Response:
     """Return a file as the response, or the one range of it that the request asks for.
 
     Args:
@@ -24,6 +26,7 @@ async def download(request: Request, file: OpenResult, *, media_type: str, tag: 
         file: Closed in the end.
         media_type: Content type.
         tag: Changes with the content, an ``ETag``.
+        stall_s: How long the client may take none of it.
     """
     size = file.num_bytes
     headers = {"Accept-Ranges": "bytes", "ETag": tag, "Cache-Control": "private, no-store"}
@@ -43,7 +46,7 @@ async def download(request: Request, file: OpenResult, *, media_type: str, tag: 
         media_type=media_type,
         headers={**headers, "Content-Length": str(stop - start)},
         on_close=file.close,
-        stall_s=DOWNLOAD_STALL_S,
+        stall_s=stall_s,
     )
 
 

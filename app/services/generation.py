@@ -24,12 +24,13 @@ from app.audit.records import note, note_operations, note_refusal
 from app.auth.principal import Principal
 from app.body import THREAD_BYTES, BodyLimits, read_object
 from app.context import Context
+from app.cutoff import cutoff_of
 from app.engine.client import EngineReply, JsonObject
 from app.observability.token_times import TokenTimes
 from app.services.cache_salts import keep_apart
 from app.services.code_policy import check_code_allowed
 from app.services.disconnect import while_connected
-from app.services.streaming import ClosingStream, close_stream, events, first_event
+from app.services.streaming import ClosingStream, close_stream, events, first_event, last_events
 from app.settings import Settings
 from app.vectors.names import names_vectors
 
@@ -77,7 +78,7 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
     keep_apart(body, caller)
     answer = call(body, interventions, request, caller.tenant)
     times = TokenTimes(context.metrics, num_choices(body)) if body.get("stream") else None
-    started = await while_connected(request.receive, _start(answer, times))
+    started = await while_connected(request.receive, _start(answer, times), cutoff_of(request.scope))
     reply = started.reply
     if reply.stream is None:
         note_refusal(reply.body)
@@ -92,6 +93,8 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
         media_type="text/event-stream",
         headers=reply.headers,
         on_close=on_close,
+        stall_s=settings.client_stall_timeout_s,
+        last_words=last_events,
     )
 
 

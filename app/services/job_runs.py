@@ -51,6 +51,9 @@ _BUSY_DELAYS_S: Final = (1.0, 2.0, 5.0)
 
 _NO_REQUEST: Final = "The job's request on the server's disk is gone or broken; send the trace as a new job."
 _BUSY: Final = "The engine's own queue is full; the job waits until it has room."
+_NO_ENGINE: Final = frozenset({ErrorCode.STARTING, ErrorCode.ENGINE_RESTARTING})
+"""What an engine says that was gone when a job came to it, of which nothing has run then."""
+
 _TO_RUN_AGAIN: Final = "to_run_again"
 _RETRY_DELAYS_S: Final = (0.5, 1.5, 4.0)
 
@@ -313,6 +316,8 @@ class JobRun:
 
     def _refused(self, error: ApiError) -> JobEnd | None:
         """Return how a job ended that its engine did not run, or not to its end."""
+        if error.code in _NO_ENGINE:
+            return None
         self._was_interrupted = error.code is ErrorCode.ENGINE_DEAD
         if self._was_interrupted and self._job.reruns and self._job.num_interruptions + 1 < MAX_INTERRUPTIONS:
             return None

@@ -1,7 +1,8 @@
 """Starting the sandbox before its first code comes, where keys exist whose code would wait for it.
 
-It takes ten seconds and some memory, so whoever has no such keys is spared both. ``create_app``'s lifespan
-begins this; nothing waits for it, and what goes wrong is said again to whoever needs a sandbox.
+It takes ten seconds and some memory, so whoever has no such keys is spared both. The lifecycle runs this each
+time that an engine serves anew, since the sandbox goes with its engine; nothing waits for it, and what goes
+wrong is said again to whoever needs a sandbox.
 """
 
 from __future__ import annotations
@@ -11,19 +12,15 @@ import logging
 from api_schemas.errors import ApiError
 from app.auth.keys import Keys
 from app.engine.client import EngineClient
-from app.lifecycle import Lifecycle, Phase
 from app.services.code_policy import takes_code
 from app.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 
-async def start_sandbox(settings: Settings, engine: EngineClient, keys: Keys, lifecycle: Lifecycle) -> None:
-    """Have sandboxes started once the engine serves, if some key's code is to run in one."""
+async def start_sandbox(settings: Settings, engine: EngineClient, keys: Keys) -> None:
+    """Have sandboxes started, if some key's code is to run in one."""
     if settings.sandbox != "process" or not takes_code(settings):
-        return
-    await lifecycle.started()
-    if lifecycle.phase is not Phase.READY:
         return
     try:
         if await keys.need_sandbox():

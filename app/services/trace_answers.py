@@ -25,6 +25,7 @@ from app.audit.records import note, note_trace
 from app.auth.principal import Principal
 from app.body import read_bytes
 from app.context import Context
+from app.cutoff import cutoff_of
 from app.errors import error_bytes, internal_error
 from app.services.code_policy import SANDBOX_OF
 from app.services.disconnect import while_connected
@@ -56,7 +57,7 @@ async def answer_trace(context: Context, http: Request, caller: Principal) -> Re
     engine = context.traces.engine_for(request.head)
     frames = context.traces.run(request, job_id)
     del request  # large, perhaps
-    opened = await while_connected(http.receive, _opened(frames))
+    opened = await while_connected(http.receive, _opened(frames), cutoff_of(http.scope))
     return ClosingStream(
         _answer([event_frame(JobStatus.RECEIVED, job=job_id), *opened], frames),
         media_type=MEDIA_TYPE,
@@ -67,6 +68,8 @@ async def answer_trace(context: Context, http: Request, caller: Principal) -> Re
             "X-Accel-Buffering": "no",
         },
         on_close=frames.aclose,
+        stall_s=context.settings.client_stall_timeout_s,
+        last_words=_last_frame,
     )
 
 
@@ -123,12 +126,10 @@ async def _answer(opened: list[Frame], frames: Frames) -> AsyncGenerator[bytes |
                     yield piece
     except ApiError as error:
         logger.info("a trace ended with %s: %s", error.code, error.message)
-        note(error=error.code)
-        yield b"".join(pieces(Frame(FrameKind.ERROR, error_bytes(error))))
+        yield _last_frame(error)
     except Exception:
         logger.exception("unhandled error in a trace")
-        note(error=ErrorCode.INTERNAL)
-        yield b"".join(pieces(Frame(FrameKind.ERROR, error_bytes(internal_error()))))
+        yield _last_frame(internal_error())
     finally:
         await frames.aclose()
 
@@ -154,6 +155,11 @@ async def _completed(opened: list[Frame], frames: Frames) -> Frames:
         yield frame
     logger.error("a trace ended without a result")
     raise internal_error()
+
+
+def _last_frame(error: ApiError) -> bytes:
+    note(error=error.code)
+    return b"".join(pieces(Frame(FrameKind.ERROR, error_bytes(error))))
 
 
 def pieces(frame: Frame) -> Iterator[bytes | memoryview]:

@@ -2,14 +2,17 @@
 
 Whoever runs a job holds its lease. Everything it writes asks for the lease in the same statement, so a server
 that was taken for dead, and whose job another has begun anew, changes nothing any more.
+
+A lease is over when somebody has looked at it for so long without seeing it renewed, by a clock of their own
+that only goes forward: machines' clocks differ, and jump, and neither may end a job or keep one from running.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from sqlalchemy import ColumnElement, and_, func, not_, or_, select, update
 from sqlalchemy.orm import Session
@@ -29,7 +32,7 @@ LEASE_S: Final = 30.0
 MAX_INTERRUPTIONS: Final = 3
 """A job that was running when the server died, so often, does not begin by itself again: it may be why."""
 
-_STOPPED: Final = "The server stopped; the job runs again when one serves its model."
+_STOPPED: Final = "The server or its engine stopped; the job runs again when one serves its model."
 _DIED: Final = "The server died; the job runs again."
 _INTERRUPTED: Final = (
     "The server died while the job ran, and what its blocks had computed is lost. POST …/rerun runs it "
@@ -47,6 +50,14 @@ class JobEnd:
     result_bytes: int | None = None
 
 
+class _Seen(NamedTuple):
+    """A lease that somebody else holds, and when it was first seen as it is."""
+
+    holder: str | None
+    until: float | None
+    since: float
+
+
 class LeaseLostError(Exception):
     """Another server runs the job."""
 
@@ -58,13 +69,18 @@ class JobLeases:
         database: Has the tables.
         holder: This process, as no other is called.
         ttl_s: How long a job is kept after its end.
+        clock: Never goes back.
     """
 
-    def __init__(self, database: Database, *, holder: str, ttl_s: float) -> None:
+    def __init__(
+        self, database: Database, *, holder: str, ttl_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Hold nothing yet."""
         self._database = database
         self._holder = holder
         self._ttl_s = ttl_s
+        self._clock = clock
+        self._seen: dict[int, _Seen] = {}
 
     async def claim(
         self,
@@ -216,29 +232,49 @@ class JobLeases:
         Returns:
             The jobs as they were; what their last attempts had written of a result is not whole.
         """
-        lost = (
+        held = select(JobRow.number, JobRow.lease_by, JobRow.lease_until).where(
             or_(
-                and_(
-                    JobRow.lease_by.is_not(None),
-                    or_(JobRow.lease_by.in_(dead), JobRow.lease_until < time.time()),
-                ),
+                JobRow.lease_by.is_not(None),
                 # Given back, by an older version of this server, though it was to end.
-                and_(JobRow.lease_by.is_(None), JobRow.cancel_requested, JobRow.status.not_in(FINAL)),
+                and_(JobRow.cancel_requested, JobRow.status.not_in(FINAL)),
             ),
             JobRow.id.not_in(own),
         )
         # Nothing is lost most of the time, and a look at it writes nothing.
-        if not await self._database.read(lambda session: session.scalar(select(func.count()).where(*lost))):
+        rows = await self._database.read(lambda session: session.execute(held).all())
+        lost = self._over([tuple(row) for row in rows], dead)
+        if not lost:
             return []
 
         def write(session: Session) -> list[JobRow]:
-            jobs = session.scalars(select(JobRow).where(*lost)).all()
-            return [job for job in jobs if self._recover(session, job)]
+            jobs = session.scalars(select(JobRow).where(JobRow.number.in_(lost))).all()
+            still = [job for job in jobs if (job.lease_by, job.lease_until) == lost[job.number]]
+            return [job for job in still if self._recover(session, job)]
 
         return await self._database.write(write)
 
+    def _over(
+        self, held: Sequence[tuple[int, str | None, float | None]], dead: Collection[str]
+    ) -> dict[int, tuple[str | None, float | None]]:
+        """Return those of the leases that are over, and remember since when the others are as they are."""
+        moment, before = self._clock(), self._seen
+        self._seen = {}
+        over: dict[int, tuple[str | None, float | None]] = {}
+        for number, holder, until in held:
+            seen = before.get(number)
+            if seen is None or (seen.holder, seen.until) != (holder, until):
+                seen = _Seen(holder, until, moment)
+            self._seen[number] = seen
+            if holder is None or holder in dead or moment - seen.since > LEASE_S:
+                over[number] = (holder, until)
+        return over
+
     def _recover(self, session: Session, job: JobRow) -> bool:
-        same = (JobRow.lease_by == job.lease_by, JobRow.status.not_in(FINAL))
+        same = (
+            JobRow.lease_by == job.lease_by,
+            JobRow.lease_until == job.lease_until,
+            JobRow.status.not_in(FINAL),
+        )
         num = job.num_interruptions + 1
         if job.cancel_requested:
             event, values = cancelled(self._ttl_s)

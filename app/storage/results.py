@@ -65,14 +65,14 @@ class ResultStore:
         ttl_s: float,
         max_bytes: int,
         share: float = 1.0,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         """Remember the limits; the disk is first touched by ``start``."""
         self._directory = directory
         self._ttl_s = ttl_s
         self._max_bytes = max_bytes
         self._max_tenant_bytes = int(max_bytes * share)
-        self._clock = clock
+        self._clock = clock or steady_time()
         self._folder: ProcessFolder | None = None
         self._entries: dict[str, StoredResult] = {}
         self._open = OpenFiles()
@@ -270,6 +270,12 @@ class _Leaving:
     def _oldest_of(self, name: str) -> StoredResult | None:
         found = (entry for left in self._left.values() for entry in reversed(left))
         return next((entry for entry in found if name in entry.holder.names), None)
+
+
+def steady_time() -> Callable[[], float]:
+    """Return a clock that tells the time now, and from now on does not jump when the machine's is set."""
+    offset_s = time.time() - time.monotonic()
+    return lambda: offset_s + time.monotonic()
 
 
 def _not_found() -> ApiError:

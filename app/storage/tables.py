@@ -76,7 +76,7 @@ class JobRow(Base):
         cancel_requested: Whether whoever runs it is to end it.
         removed: Whether it is gone for clients, and goes when it has ended.
         lease_by: The server process that runs it.
-        lease_until: When that process counts as dead unless it says otherwise.
+        lease_until: When it thinks that this is over unless it says otherwise; others see that it changes.
     """
 
     __tablename__ = "jobs"

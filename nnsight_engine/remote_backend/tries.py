@@ -22,7 +22,7 @@ _PATIENCE_S: Final = 120.0
 """How long one is waited for that has: it may be starting, or be started again."""
 _FIRST_PAUSE_S: Final = 0.2
 _MAX_PAUSE_S: Final = 5.0
-_RETRIED_CODES: Final = frozenset({"queue_full", "starting", "draining"})
+_RETRIED_CODES: Final = frozenset({"queue_full", "starting", "draining", "engine_restarting"})
 _UNSENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 """Of these, the server has seen nothing."""
 

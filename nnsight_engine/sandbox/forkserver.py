@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import fcntl
 import logging
 import os
 import shutil
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 _START_S: Final = 120.0
 """For the clean process to load what it needs."""
 _FORK_S: Final = 10.0
+_FOLDER: Final = "nnsight-engine-sandbox-"
 _CPU_CLOCK: Final = 2
 """What makes the number of a process that of its clock, see ``clock_getcpuclockid``."""
 _READY_BYTES: Final = 16 * 1024
@@ -110,7 +112,10 @@ class _Nursery:
         self._half_bytes = half_bytes
         self._lock = threading.Lock()
         self._num_due = 0
-        self._folder = tempfile.mkdtemp(prefix=f"nnsight-engine-sandbox-{os.getpid()}-")
+        _remove_abandoned()
+        self._folder = tempfile.mkdtemp(prefix=_FOLDER)
+        self._held = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(self._held, fcntl.LOCK_EX)
         own, theirs = socket.socketpair()
         self._orders = own
         environment = {
@@ -132,6 +137,7 @@ class _Nursery:
                 start_new_session=True,
             )
         except OSError as error:
+            self._let_folder_go()
             raise SandboxUnavailableError(f"the sandbox could not be started: {error}") from error
         finally:
             theirs.close()
@@ -206,7 +212,23 @@ class _Nursery:
         self._orders.close()
         self._process.kill()
         self._process.wait()
+        self._let_folder_go()
+
+    def _let_folder_go(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._held)
+
+
+def _remove_abandoned() -> None:
+    """Remove the empty folders of engines that were killed: whoever lives holds the lock of theirs."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        with contextlib.suppress(OSError):  # another user's, or somebody removes it too
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                folder.rmdir()
+            finally:
+                os.close(descriptor)
 
 
 class ForkServer:

@@ -108,6 +108,7 @@ class InterventionAsyncLLM(AsyncLLM):
 
     async def describe(self) -> ModelSpec:
         """Fetch the model's description from the worker and start routing results."""
+        self._run_output_handler()  # vLLM's own begins with the first request; it knows when the engine dies
         (plain, *_) = await self.collective_rpc("describe_interventions")
         self.spec = ModelSpec.from_plain(plain)
         self.router = ResultRouter(self.spec)
@@ -122,6 +123,30 @@ class InterventionAsyncLLM(AsyncLLM):
         self._contents = ContentTable()
         self._salt_secret = secrets.token_hex()
         return self.spec
+
+    async def died(self) -> None:
+        """Wait until the engine has died, or was shut down."""
+        if self.output_handler is not None:
+            await asyncio.wait({self.output_handler})
+
+    async def collective_rpc(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Have all workers do something; as vLLM's own, which never returns where the engine dies meanwhile.
+
+        Raises:
+            EngineDeadError: It has died.
+        """
+        asking = asyncio.ensure_future(super().collective_rpc(*args, **kwargs))
+        waited_for: set[asyncio.Future[Any]] = {asking}
+        if self.output_handler is not None:
+            waited_for.add(self.output_handler)
+        try:
+            await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise EngineDeadError
+            answers: list[Any] = asking.result()
+            return answers
+        finally:
+            asking.cancel()
 
     async def prepare_sandbox(self) -> None:
         """Wait until there are sandboxes for code of strangers; the first time takes some seconds.

@@ -71,7 +71,9 @@ async def live_server(
     model: Path, result_dir: Path, *options: str, **settings_given: Any
 ) -> AsyncIterator[Live]:
     """Serve the bundled model on a free port for the length of the block."""
-    settings = Settings(port=0, result_dir=result_dir, drain_timeout_s=5, **settings_given)
+    settings = Settings(
+        port=0, result_dir=result_dir, drain_timeout_s=5, max_engine_restarts=0, **settings_given
+    )
     store = new_store(settings)
     args = parse([str(model), "--served-model-name", MODEL, "--max-model-len", "1024", *options])
     engine = VLLMEngineClient(args, settings, store)

@@ -12,17 +12,16 @@ from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import update
 
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
 from api_schemas.keys import Limits, Scope
 from app.audit import log as audit_log
 from app.cli import main
+from app.storage import job_leases
 from app.storage.audit import AuditStore, Wanted
 from app.storage.database import Database
 from app.storage.job_leases import JobLeases
 from app.storage.jobs import JobStore, NewJob
-from app.storage.tables import JobRow
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.tenants import Tenants
 from tests.integration.trace_messages import HEADERS, message
@@ -135,7 +134,7 @@ async def test_what_runs_long_is_written_down_before_it_ends(
 
 @pytest.mark.both_databases
 async def test_a_job_whose_server_died_is_written_down_by_the_next(
-    serve: Serve, tmp_path: Path, database_url: str
+    serve: Serve, tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     database = Database(tmp_path / "data", database_url)
     await database.start()
@@ -150,8 +149,8 @@ async def test_a_job_whose_server_died_is_written_down_by_the_next(
     job = await dead.claim("fake-model", {})
     assert job is not None
     await dead.tell(job, [JobEvent(status=JobStatus.RUNNING, time=1.0)])
-    await database.write(lambda session: session.execute(update(JobRow).values(lease_until=1.0)))
     await database.close()
+    monkeypatch.setattr(job_leases, "LEASE_S", -1.0)
     async with serve(database_url=database_url) as server:
         (entry,) = [one for one in await entries(server) if one["error"] == "interrupted"]
         assert (entry["method"], entry["tenant"], entry["subject"]) == ("RUN", "acme", job.id)

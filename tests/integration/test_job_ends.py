@@ -230,7 +230,7 @@ async def test_jobs_wait_for_the_engine_and_are_read_in_every_phase(with_jobs: A
         done = await jobs.end(await jobs.submit())
         await jobs.submit("hang")
         waiting = await jobs.submit()
-        refusals = [("is_starting", "starting"), ("is_dead", "engine_dead")]
+        refusals = [("is_starting", "starting"), ("is_dead", "engine_restarting")]
         for flag, code in refusals:
             setattr(behaviour, flag, True)
             error_of(await jobs.post(), 503, code)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import uvicorn
 from api_schemas.keys import Limits, NewKey
 from app.auth.keys import Keys
 from app.engine.fake import FakeBehaviour, FakeEngineClient
+from app.listening import listening_socket, patient_for
 from app.main import create_app, new_store
 from app.settings import Settings
 from app.storage.database import Database
@@ -29,13 +32,19 @@ async def listening(
     chosen = Settings.model_validate({"result_dir": directory, "drain_timeout_s": 1, **settings})
     store = new_store(chosen)
     engine = FakeEngineClient(chosen, store, behaviour)
-    config = uvicorn.Config(create_app(chosen, engine, store), port=0, log_level="warning")
+    config = uvicorn.Config(
+        create_app(chosen, engine, store),
+        port=0,
+        log_level="warning",
+        http=patient_for(chosen.upload_idle_timeout_s),
+    )
+    sock = listening_socket(config, stall_s=chosen.client_stall_timeout_s)
+    port = sock.getsockname()[1]
     server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve())
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
     async with asyncio.timeout(10):
         while not server.started:  # noqa: ASYNC110 - uvicorn has a flag and no event
             await asyncio.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
         yield client, engine
     server.should_exit = True
@@ -164,3 +173,85 @@ async def test_a_client_that_vanishes_while_it_sends_gives_its_place_back(tmp_pa
         assert b"upload_timed_out" in answer
         assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
         writer.close()
+
+
+async def test_a_client_that_reads_nothing_of_its_stream_is_cut_off(tmp_path: Path):
+    """Its request ends, and its connection, with what it has not taken, goes too."""
+    request = {"prompt": "w" * 20_000, "stream": True, "max_tokens": 2000, "n": 8}
+    before = len(os.listdir("/proc/self/fd"))
+    async with listening(tmp_path, FakeBehaviour(), client_stall_timeout_s=1) as (client, engine):
+        await client.get("/health/live")
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port, limit=1024)
+        writer.write(post_of(json.dumps(request)))
+        async with asyncio.timeout(20):
+            while not engine.num_running:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.01)
+            await until_idle(engine)
+            # Nothing more comes than what was on its way.
+            got = b""
+            with contextlib.suppress(ConnectionError):
+                while piece := await reader.read(2**20):
+                    got += piece
+        assert b"data: " in got
+        assert b"[DONE]" not in got
+        writer.close()
+        # One that reads, however slowly, gets all of it.
+        few = {"prompt": "a", "stream": True, "max_tokens": 200}
+        engine.behaviour.delay_s = 0.02
+        async with client.stream("POST", "/v1/completions", json=few) as response:
+            lines = [line async for line in response.aiter_lines() if line]
+        assert len(lines) == 201
+    await asyncio.sleep(0.1)
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+async def test_a_connection_without_a_request_is_not_kept(tmp_path: Path):
+    async with listening(tmp_path, FakeBehaviour(), upload_idle_timeout_s=0.5) as (client, _):
+        port = client.base_url.port
+        silent = await asyncio.open_connection("127.0.0.1", port)
+        half = await asyncio.open_connection("127.0.0.1", port)
+        half[1].write(b"POST /v1/completions HTTP/1.1\r\nHost: local")
+        again = await asyncio.open_connection("127.0.0.1", port)
+        again[1].write(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await again[0].readuntil(b"}")).startswith(b"HTTP/1.1 200")
+        again[1].write(b"GET /health/live HTTP/1.1\r\n")  # and no more of it
+        for reader, writer in (silent, half, again):
+            with pytest.raises(ConnectionError):
+                assert not await asyncio.wait_for(reader.read(), 5)
+                raise ConnectionError("at its end")
+            writer.close()
+        # Whoever works on, is not hurried.
+        assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+        await asyncio.sleep(1)
+        assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+
+
+async def test_a_body_that_comes_byte_by_byte_is_not_waited_for_for_ever(tmp_path: Path):
+    served = listening(tmp_path, FakeBehaviour(), upload_idle_timeout_s=1, request_timeout_s=1.5)
+    async with served as (client, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        whole = post_of(json.dumps({"prompt": "a" * 5000}))
+        writer.write(whole[:200])
+        sending = asyncio.create_task(trickle(writer, whole[200:]))
+        answer = await asyncio.wait_for(reader.read(), 10)
+        assert answer.startswith(b"HTTP/1.1 504")
+        assert b"request_timed_out" in answer
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        writer.close()
+
+
+def post_of(body: str) -> bytes:
+    """Return a completion request as bytes."""
+    return (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n{body}"
+    ).encode()
+
+
+async def trickle(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """Send a byte now and then."""
+    for byte in data:
+        writer.write(bytes([byte]))
+        await writer.drain()
+        await asyncio.sleep(0.1)

@@ -34,5 +34,5 @@ async def test_the_sandbox_is_started_for_keys_that_need_it(
         assert not server.engine.has_sandbox
         await Tenants(server).headers("acme", *scopes, **key)
     async with serve(**settings) as server:
-        await asyncio.gather(*(one for one in asyncio.all_tasks() if one.get_name() == "sandbox-start"))
+        await asyncio.gather(*(one for one in asyncio.all_tasks() if one.get_name() == "engine-started"))
         assert server.engine.has_sandbox == expected

@@ -164,8 +164,8 @@ async def test_traces_wait_for_the_engine_and_the_status_does_not(serve: Serve, 
         assert ready["phase"] == "ready"
         assert ready["models"] == [{"name": MODEL, "names": [MODEL], "running": True, "engines": ["vllm"]}]
         server.engine.behaviour.is_dead = True
-        assert (await server.client.get("/v1/status")).json()["phase"] == "dead"
-        error_of(await run(server), 503, "engine_dead")
+        assert (await server.client.get("/v1/status")).json()["phase"] == "restarting"
+        error_of(await run(server), 503, "engine_restarting")
 
 
 async def test_the_outline_says_of_what_model_it_is(serve: Serve) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from sqlalchemy import update
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
 from app.storage import job_leases
 from app.storage.database import Database
-from app.storage.job_leases import MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError
+from app.storage.job_leases import LEASE_S, MAX_INTERRUPTIONS, JobEnd, JobLeases, LeaseLostError
 from app.storage.jobs import JobStore, NewJob
 from app.storage.tables import JobRow
 
@@ -100,12 +101,12 @@ async def test_a_server_taken_for_dead_changes_nothing_any_more(
 ):
     job_id = await servers.add(reruns=True)
     slow, other = servers.named("slow"), servers.named("other")
-    monkeypatch.setattr(job_leases, "LEASE_S", -1.0)
     stale = await claimed(slow)
     await slow.tell(stale, [RUNNING])
-    monkeypatch.undo()
+    monkeypatch.setattr(job_leases, "LEASE_S", -1.0)  # one look is enough
     assert await slow.recover(own=[job_id]) == []
     assert attempts(await other.recover()) == [(job_id, 1)]
+    monkeypatch.undo()
     fresh = await claimed(other)
     assert (fresh.id, fresh.attempt) == (job_id, 2)
     for late in (slow.tell(stale, [RUNNING]), slow.end(stale, JobEnd(JobStatus.COMPLETED, result_bytes=1))):
@@ -119,13 +120,31 @@ async def test_a_server_taken_for_dead_changes_nothing_any_more(
     assert [event.id for event in events] == list(range(1, len(events) + 1))
 
 
-async def test_a_lease_that_is_renewed_stays(servers: Servers, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("jump_s", [0.0, 86400.0, -86400.0])
+async def test_a_lease_is_over_that_nobody_renews_whatever_the_clock_says(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, jump_s: float
+):
     job_id = await servers.add()
-    leases = servers.named("a")
-    monkeypatch.setattr(job_leases, "LEASE_S", -1.0)
-    await claimed(leases)
-    monkeypatch.undo()
-    await leases.renew([job_id])
+    await claimed(servers.named("a"))
+    moment = 1000.0
+    other = JobLeases(servers.database, holder="b", ttl_s=60, clock=lambda: moment)
+    assert await other.recover() == []
+    wall = time.time
+    monkeypatch.setattr(time, "time", lambda: wall() + jump_s)
+    for _ in range(5):
+        moment += LEASE_S / 3
+        await servers.named("a").renew([job_id])
+        assert await other.recover() == []
+    for _ in range(3):
+        moment += LEASE_S / 3
+        assert await other.recover() == []
+    moment += 1
+    assert attempts(await other.recover()) == [(job_id, 1)]
+
+
+async def test_who_is_known_to_be_dead_is_not_waited_for(servers: Servers):
+    job_id = await servers.add()
+    await claimed(servers.named("a"))
     assert await servers.named("b").recover() == []
     assert attempts(await servers.named("b").recover(dead=["a"])) == [(job_id, 1)]
 

@@ -10,7 +10,9 @@ import pytest
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
-from app.services.streaming import ClosingStream, events, first_event
+from api_schemas.errors import ApiError, ErrorCode
+from app.cutoff import CUTOFF, Cutoff
+from app.services.streaming import ClosingStream, events, first_event, last_events
 
 
 class Source:
@@ -60,6 +62,50 @@ async def test_who_takes_nothing_of_a_download_is_taken_for_gone():
     with pytest.raises(ClientDisconnect):
         await stream({}, never, send)
     assert closed == [True]
+
+
+async def test_who_takes_little_now_and_then_is_not():
+    sent: list[Message] = []
+
+    async def content() -> AsyncGenerator[bytes, None]:
+        for number in range(8):
+            if number == 4:
+                await asyncio.sleep(0.15)  # now it is the engine that takes long
+            yield bytes(10)
+
+    async def send(message: Message) -> None:
+        await asyncio.sleep(0.03)
+        sent.append(message)
+
+    await ClosingStream(content(), media_type="text/plain", stall_s=0.06)({}, never, send)
+    assert len(sent) == 10
+
+
+async def test_a_stream_that_is_ended_says_why():
+    cutoff = Cutoff()
+    error = ApiError(ErrorCode.DRAINING, "The server goes.")
+    sent: list[Message] = []
+
+    async def content() -> AsyncGenerator[str, None]:
+        yield "a"
+        cutoff.end(error)
+        await asyncio.Event().wait()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def stuck(message: Message) -> None:
+        await asyncio.Event().wait()
+
+    stream = ClosingStream(content(), media_type="text/event-stream", last_words=last_events)
+    await stream({CUTOFF: cutoff}, never, send)
+    assert sent[-1]["body"].endswith(b"data: [DONE]\n\n")
+    assert b'"code":"draining"' in sent[-1]["body"]
+    # What has no end of that kind breaks off, and what has not begun is an error like any other.
+    with pytest.raises(ClientDisconnect):
+        await ClosingStream(content(), media_type="text/plain")({CUTOFF: cutoff}, never, send)
+    with pytest.raises(ApiError, match="The server goes"):
+        await ClosingStream(content(), media_type="text/plain")({CUTOFF: cutoff}, never, stuck)
 
 
 async def test_events_end_and_close():

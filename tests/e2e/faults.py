@@ -1,0 +1,143 @@
+"""What breaks a server from outside, and what of a server can be counted before and after."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+_SHM: Final = Path("/dev/shm")
+_PIECE_BYTES: Final = 2**16
+
+
+class Proxy:
+    """TCP on this machine, passed on to a Unix socket until it is cut.
+
+    Args:
+        target: The socket's path.
+    """
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._open: set[socket.socket] = set()
+        self._listener = self._listen(0)
+        self.port = self._listener.getsockname()[1]
+
+    def cut(self) -> None:
+        """End all connections, and refuse others."""
+        # A thread that waits in ``accept`` holds the socket until it is shut down.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for one in list(self._open):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def restore(self) -> None:
+        """Take connections again, at the same port."""
+        self._listener = self._listen(self.port)
+
+    def _listen(self, port: int) -> socket.socket:
+        listener = socket.create_server(("127.0.0.1", port))
+        threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+        return listener
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                near, _ = listener.accept()
+            except OSError:
+                return
+            far = socket.socket(socket.AF_UNIX)
+            far.connect(self._target)
+            self._open |= {near, far}
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(_PIECE_BYTES):
+                sink.sendall(data)
+        for one in (source, sink):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        self._open.discard(source)
+        source.close()
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, num_bytes: int) -> Iterator[bool]:
+    """Have a folder be a disk of its own; yields whether it is, which takes root's rights."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes},mode=0700", "tmpfs", str(folder)]
+    is_mounted = os.geteuid() == 0 and subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    try:
+        yield is_mounted
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def filled(folder: Path) -> Iterator[None]:
+    """Leave no room on a folder's disk."""
+    ballast = folder / "ballast"
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    try:
+        yield
+    finally:
+        ballast.unlink()
+
+
+def engine_processes(server: int) -> list[psutil.Process]:
+    """Return the engine's processes of a server; those below them belong to them."""
+    found = psutil.Process(server).children()
+    return [one for one in found if "resource_tracker" not in " ".join(one.cmdline())]
+
+
+def sandbox_processes(server: int) -> list[psutil.Process]:
+    """Return the process that a server's sandboxes are forked from, and all of those."""
+    found = [one for engine in engine_processes(server) for one in engine.children(recursive=True)]
+    return [one for one in found if "sandbox" in " ".join(one.cmdline())]
+
+
+def kill(*processes: psutil.Process) -> None:
+    """End processes as a lack of memory does."""
+    for one in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one.pid, signal.SIGKILL)
+
+
+def held(server: int, temporary: Path) -> dict[str, int]:
+    """Count what a server holds: processes, descriptors, shared memory, temporary files."""
+    process = psutil.Process(server)
+    below = process.children(recursive=True)
+    return {
+        "processes": sum("resource_tracker" not in " ".join(one.cmdline()) for one in below),
+        "descriptors": process.num_fds(),
+        "shared memory": num_shared(),
+        "temporary files": len(list(temporary.iterdir())),
+    }
+
+
+def num_shared() -> int:
+    """Count what lies in shared memory, of all processes of this machine."""
+    return sum(1 for path in _SHM.rglob("*") if path.name != ".lock")
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    """Wait for something; fails where it takes too long."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it did not come in time"
+        time.sleep(0.05)

@@ -1,0 +1,50 @@
+"""The real command's server over the fake engine, as a process, for tests that send it signals.
+
+It listens on the port that is its argument, and ends as ``nnsight-engine serve`` does. The variable
+``DIES_AFTER_S`` lets its engines live for so long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from rich.console import Console
+
+from app import cli
+from app.engine.fake import FakeBehaviour, FakeEngineClient
+from app.settings import Settings
+from app.storage.results import ResultStore
+
+
+class _Engine(FakeEngineClient):
+    def __init__(self, args: Any, settings: Settings, store: ResultStore) -> None:
+        del args
+        super().__init__(settings, store, FakeBehaviour(delay_s=0.05))
+        self.started = asyncio.Event()  # of what the command prints then, there is nothing here
+
+    async def died(self) -> None:
+        life_s = float(os.environ.get("DIES_AFTER_S", "inf"))
+        if life_s == float("inf"):
+            await asyncio.Event().wait()
+        await asyncio.sleep(life_s)
+        self.behaviour.is_dead = True
+
+
+def main() -> int:
+    """Serve until told to stop."""
+    settings = Settings(port=int(sys.argv[1]))
+    modules = SimpleNamespace(VLLMEngineClient=_Engine)
+    try:
+        return cli._run(argparse.Namespace(), settings, modules, Console(stderr=True))
+    except cli.CommandError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
