@@ -400,4 +400,4 @@ def _message(job: _Job, key: str, text: str) -> JsonObject:
 
 
 def _event(content: JsonObject) -> str:
-    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
+    return f"data: {json.dumps(content)}\n\n"

@@ -7,6 +7,7 @@ vLLM's stands for a token or more, whose text may be empty; only what ends a str
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from app.observability.metrics import Metrics, kind_of
 _PREFIX: Final = "data: "
 _ERROR: Final = 'data: {"error"'
 _DONE: Final = "data: [DONE]"
-_USAGE: Final = '"choices":[]'
+_USAGE: Final = re.compile(r'"choices": ?\[\]')
 _HEAD_LENGTH: Final = 512
 """Before that an event says whether it has choices."""
 _LARGE: Final = 8192
@@ -57,7 +58,7 @@ class TokenTimes:
 def _has_token(event: str) -> bool:
     if event.startswith((_DONE, _ERROR)):
         return False
-    return event.find(_USAGE, 0, _HEAD_LENGTH) < 0
+    return _USAGE.search(event, 0, _HEAD_LENGTH) is None
 
 
 def _has_text(event: str) -> bool:

@@ -292,7 +292,7 @@ class JobStore:
             oldest = select(func.min(JobRow.queued_at)).where(
                 *wanted, JobRow.status == JobStatus.QUEUED.value, JobRow.lease_by.is_(None)
             )
-            return dict(counts.tuples().all()), session.scalar(oldest)
+            return {row[0]: row[1] for row in counts}, session.scalar(oldest)
 
         return await self._database.read(read)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,16 +16,17 @@ import nnsight_engine
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.server import Server
 from tests.e2e.test_keys import made
+from tests.monitoring import OURS, Exposition
 
 PROMPT = "The Eiffel Tower is in the city of"
 pytestmark = pytest.mark.e2e
 
 
 class Sandboxed:
-    """A server, a key whose code is sandboxed, one whose code is trusted, and a file not to be touched."""
+    """A server, a key whose code is sandboxed, one whose code is trusted, one that may look at metrics."""
 
-    def __init__(self, url: str, stranger: str, trusted: str, canary: Path) -> None:
-        self.url, self.stranger, self.trusted, self.canary = url, stranger, trusted, canary
+    def __init__(self, url: str, stranger: str, trusted: str, monitor: str) -> None:
+        self.url, self.stranger, self.trusted, self.monitor = url, stranger, trusted, monitor
 
     def complete(self, code: str | None, key: str | None = None, **body: Any) -> httpx.Response:
         """Send a completion, with code beside it perhaps."""
@@ -55,9 +57,10 @@ def sandboxed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandboxed]:
         patch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(folder))
         stranger = made(patch, "stranger", "--tier", "sandboxed")
         trusted = made(patch, "friend")
+        monitor = made(patch, "operator", "--scopes", "metrics")
     environment = {"NNSIGHT_ENGINE_DATA_DIR": str(folder), "NNSIGHT_ENGINE_MAX_SANDBOXES": "4"}
     with Server(arguments=["--max-model-len", "512"], environment=environment) as server:
-        yield Sandboxed(server.base_url, stranger, trusted, canary)
+        yield Sandboxed(server.base_url, stranger, trusted, monitor)
         counts = httpx.get(
             f"{server.base_url}/v1/status", headers={"authorization": f"Bearer {trusted}"}, timeout=60
         )
@@ -161,6 +164,26 @@ def test_the_hostile_fail_alone(name: str, sandboxed: Sandboxed) -> None:
     assert sandboxed.refusal(HOSTILE[name])
     assert sandboxed.complete(None).json()["choices"][0]["text"] == before
     assert sandboxed.saves("h = model.layers[1].output.shape[-1]\nh = save(h)") == {"h": 576}
+
+
+def test_metrics_tell_of_sandboxes_and_of_those_that_were_killed(sandboxed: Sandboxed) -> None:
+    def told() -> Exposition:
+        time.sleep(1.1)  # the engine is asked once a second
+        headers = {"authorization": f"Bearer {sandboxed.monitor}"}
+        return Exposition(httpx.get(f"{sandboxed.url}/metrics", headers=headers, timeout=60).text)
+
+    def grown(event: str) -> float:
+        name = f"{OURS}sandboxes_total"
+        return after.value(name, event=event) - before.value(name, event=event)
+
+    before = told()
+    sandboxed.saves("h = save(1)")
+    sandboxed.refusal(HOSTILE["exit"])
+    after = told()
+    assert (grown("started"), grown("killed"), grown("refused")) == (2, 1, 0)
+    spent = f"{OURS}step_intervention_seconds_sum"
+    assert after.value(spent) > before.value(spent)
+    assert "stranger" not in after.text
 
 
 def test_one_tenants_process_is_not_anothers(sandboxed: Sandboxed, bundled: Path) -> None:

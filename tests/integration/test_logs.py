@@ -28,11 +28,11 @@ class Log:
     """What was written since."""
 
     def __init__(self, stream: io.StringIO) -> None:
-        self._stream = stream
+        self.stream = stream
 
     @property
     def text(self) -> str:
-        return self._stream.getvalue()
+        return self.stream.getvalue()
 
     @property
     def lines(self) -> list[dict[str, Any]]:
@@ -118,7 +118,8 @@ def test_uvicorn_s_and_other_loggers_go_the_same_way(log: Log) -> None:
 def test_a_terminal_gets_text_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch, log: Log, chosen: str | None, *, is_terminal: bool, as_json: bool
 ) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", log.stream)  # which pytest has put back since
+    monkeypatch.setattr(log.stream, "isatty", lambda: is_terminal)
     start_logs(Settings.model_validate({"log_format": chosen}))
     logging.getLogger("app").warning("said")
     assert log.text.startswith("{") is as_json

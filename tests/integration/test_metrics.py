@@ -165,7 +165,7 @@ async def test_interventions_are_counted_by_operation_point_and_tier(serve: Serv
     async with serve() as server:
         for _ in range(2):
             assert (await server.complete(interventions=[STEER, lens, capture], n=3)).status_code == 200
-        await server.complete(interventions=[{"op": "steer", "at": "layers.1.output", "vector": []}])
+        await server.complete(interventions=[{"op": "steer", "at": "nowhere", "vector": [1.0]}])
         told = await look(server)
     name = f"{OURS}interventions_total"
     for op in ("steer", "logit_lens", "capture"):
@@ -272,7 +272,7 @@ async def test_jobs_are_told_by_status_and_stores_by_what_they_have(with_jobs: S
 
 async def test_hostile_values_never_become_labels(tenants: Tenants) -> None:
     """Whatever clients write: each label has one of few values, and no tenant's name is told."""
-    acme = await tenants.headers("acme-secret", tier=Tier.SANDBOXED, limits=Limits(requests_per_minute=30))
+    acme = await tenants.headers("acme-secret", tier=Tier.SANDBOXED, limits=Limits(requests_per_minute=10))
     op = {"op": "capture", "at": "layers.1.evil_leaf"}
     monitor = await tenants.headers("operator", Scope.METRICS)
     before = len((await look(tenants.server, monitor)).text.splitlines())
