@@ -318,6 +318,22 @@ def engine_trace_options(settings: Settings) -> list[str]:
     return ["--otlp-traces-endpoint", endpoint]
 
 
+_SOCKETS: Final = "VLLM_RPC_BASE_PATH"
+
+
+def are_sockets_placed() -> bool:
+    """Return whether an operator has said where vLLM makes its engines' sockets."""
+    return _SOCKETS in os.environ
+
+
+def place_sockets(folder: Path | None) -> None:
+    """Have vLLM, which never removes them, make its next engine's sockets in a folder, or where it likes."""
+    if folder is None:
+        os.environ.pop(_SOCKETS, None)
+    else:
+        os.environ[_SOCKETS] = str(folder)
+
+
 def spawn_engines() -> None:
     """Have vLLM start its next engine as a new program, where it would fork this process.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import logging
 import uuid
@@ -46,8 +47,8 @@ from app.services.capabilities import describe
 from app.services.code_policy import SANDBOX_OF, has_process
 from app.services.responses import choice_json
 from app.services.served_model import ServedModel
-from app.settings import Settings, spawn_engines
-from app.storage.process_folders import ProcessFolder, claim_memory_folder
+from app.settings import Settings, are_sockets_placed, place_sockets, spawn_engines
+from app.storage.process_folders import ProcessFolder, claim_memory_folder, claim_socket_folder
 from app.storage.results import ResultStore
 from nnsight_engine.core.engine_counts import EngineCounts
 from nnsight_engine.plans.collected import CollectedResults
@@ -85,6 +86,7 @@ class VLLMEngineClient:
         self._store = store
         self._engine: InterventionAsyncLLM | None = None
         self._memory: ProcessFolder | None = None
+        self._sockets: ProcessFolder | None = None
         self._is_ready = False
         self._loading: asyncio.Task[InterventionAsyncLLM] | None = None
         self._described: DescribedModel | None = None
@@ -142,6 +144,9 @@ class VLLMEngineClient:
                 setattr(self._args, name, value)
         additional = {**(self._args.additional_config or {}), **engine_options(limits)["additional_config"]}
         self._args.additional_config = additional
+        self._sockets = None if are_sockets_placed() else claim_socket_folder()
+        if self._sockets is not None:
+            place_sockets(self._sockets.path)
         # A thread cannot be cancelled; `close` waits for it, lest an engine be left behind.
         self._loading = asyncio.create_task(asyncio.to_thread(self._load))
         self._engine = await asyncio.shield(self._loading)
@@ -155,6 +160,8 @@ class VLLMEngineClient:
             for serving in (state.openai_serving_completion, state.openai_serving_chat):
                 _say_dead(serving)
             await self._generate_one()
+        if self.started.is_set():
+            gc.collect()  # what is left of the dead one is in circles; nobody is kept waiting now
         self._is_ready = True
         self.started.set()
 
@@ -190,15 +197,17 @@ class VLLMEngineClient:
             return
         (engine,) = await asyncio.gather(loading, return_exceptions=True)
         self._engine = None
-        if isinstance(engine, BaseException):
-            return
-        if engine.output_handler is not None:
-            # It would take the engine's orderly end for its death.
-            engine.output_handler.cancel()
-        await asyncio.to_thread(engine.shutdown)
-        if self._memory is not None:
-            self._memory.release()
-            self._memory = None
+        if not isinstance(engine, BaseException):
+            if engine.output_handler is not None:
+                # It would take the engine's orderly end for its death.
+                engine.output_handler.cancel()
+            await asyncio.to_thread(engine.shutdown)
+        if self._sockets is not None:
+            place_sockets(None)
+        for folder in (self._memory, self._sockets):
+            if folder is not None:
+                folder.release()
+        self._memory = self._sockets = None
 
     def capabilities(self) -> Capabilities:
         """Return what this model offers to interventions."""

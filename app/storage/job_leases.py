@@ -242,7 +242,7 @@ class JobLeases:
         )
         # Nothing is lost most of the time, and a look at it writes nothing.
         rows = await self._database.read(lambda session: session.execute(held).all())
-        lost = self._over([tuple(row) for row in rows], dead)
+        lost = self._over([(row.number, row.lease_by, row.lease_until) for row in rows], dead)
         if not lost:
             return []
 

@@ -14,12 +14,15 @@ import os
 import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 logger = logging.getLogger(__name__)
 
+_MAX_TEMPORARY_CHARS: Final = 20
+"""A socket's path has 107 characters, of which ours take 50 and vLLM's name of one 36."""
 LOCK_NAME: Final = ".lock"
 _MEMORY: Final = Path("/dev/shm")  # noqa: S108 - in it a folder of ours, which is looked at
 
@@ -63,16 +66,28 @@ def claim_folder(directory: Path) -> ProcessFolder:
 
 def claim_memory_folder() -> ProcessFolder | None:
     """Make and lock a folder on the file system in memory; None where there is none for this user alone."""
-    directory = _MEMORY / f"nnsight-engine-{os.getuid()}"
+    return _claim_private(_MEMORY / f"nnsight-engine-{os.getuid()}", "large results go over sockets")
+
+
+def claim_socket_folder() -> ProcessFolder | None:
+    """Make and lock a folder for sockets with names, whose paths are short; None where there can be none."""
+    temporary = Path(tempfile.gettempdir())
+    if len(str(temporary)) > _MAX_TEMPORARY_CHARS:
+        return None
+    return _claim_private(temporary / f"nnsight-engine-{os.getuid()}", "the engine's sockets stay behind")
+
+
+def _claim_private(directory: Path, otherwise: str) -> ProcessFolder | None:
+    """Claim a folder in a directory of this user's alone, in a place that is everybody's."""
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
         status = directory.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-            logger.warning("%s is not this user's alone: large results go over sockets", directory)
+            logger.warning("%s is not this user's alone: %s", directory, otherwise)
             return None
         return claim_folder(directory)
     except OSError as error:
-        logger.info("large results go over sockets: %s", error)
+        logger.info("%s: %s", otherwise, error)
         return None
 
 

@@ -126,7 +126,7 @@ def held(server: int, temporary: Path) -> dict[str, int]:
         "processes": sum("resource_tracker" not in " ".join(one.cmdline()) for one in below),
         "descriptors": process.num_fds(),
         "shared memory": num_shared(),
-        "temporary files": len(list(temporary.iterdir())),
+        "temporary files": sum(1 for _ in temporary.rglob("*")),
     }
 
 

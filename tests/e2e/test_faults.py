@@ -219,7 +219,7 @@ def test_a_killed_engine_costs_what_ran_on_it_and_another_one_serves(faulty: Fau
     time.sleep(0.5)
     kill(*engine_processes(faulty.pid))
     killed_at = time.monotonic()
-    futures = [*(reading for _, reading in streams), *wholes, waited]
+    futures: list[Future[Any]] = [*(reading for _, reading in streams), *wholes, waited]
     done, _ = concurrent.futures.wait(futures, timeout=10)
     assert len(done) == len(futures)
     assert time.monotonic() - killed_at < 5
@@ -247,7 +247,7 @@ def test_a_killed_engine_costs_what_ran_on_it_and_another_one_serves(faulty: Fau
     until(lambda: faulty.sandboxed() == (200, ""), 90)
     assert "nnsight_engine_engine_restarts_total 1.0" in faulty.client.get("/metrics").text
     status = faulty.client.get("/v1/status").json()
-    assert (status["phase"], status["in_flight"], status["queued"]) == ("ready", 1, 0)
+    assert (status["phase"], status["in_flight"], status["queued"]) == ("ready", 0, 0)
 
 
 def test_a_database_that_cannot_be_reached_is_waited_for(
@@ -274,7 +274,7 @@ def test_a_database_that_cannot_be_reached_is_waited_for(
 def test_a_full_disk_is_said_so_and_nothing_half_is_left(faulty: Faulty, trace: bytes) -> None:
     """Without a disk of its own, what results may take is what is too small."""
     kept = faulty.complete(interventions=[CAPTURE])
-    url = kept.json()["choices"][0]["interventions"]["results"]["c"]["url"]
+    url = kept.text.split('"url":"')[1].split('"')[0]
     before = _files(faulty.disk)
     if not faulty.is_small:
         large = {"op": "capture", "at": ["layers.*.output"], "name": "c"}
@@ -305,7 +305,7 @@ def test_an_engine_that_was_replaced_leaves_nothing(faulty: Faulty) -> None:
     after = _settled(faulty)
     # Connections to the database come and go.
     descriptors = (before.pop("descriptors"), after.pop("descriptors"))
-    assert after == before
+    assert after == before, _left(faulty)
     assert abs(descriptors[1] - descriptors[0]) <= 4
 
 
@@ -333,7 +333,7 @@ def test_a_server_that_is_told_to_stop_under_load_loses_nothing(faulty: Faulty, 
     assert faulty.server.process.wait(30) == -signal.SIGTERM
     _, alive = psutil.wait_procs(below, timeout=10)
     assert alive == []
-    assert list(faulty.temporary.iterdir()) == []
+    assert _left(faulty) == []
     assert _files(faulty.disk / "results") == []
     assert num_shared() < shared
     job = asyncio.run(_job_of(faulty, given_back))
@@ -361,6 +361,12 @@ def _settled(faulty: Faulty) -> dict[str, int]:
     assert faulty.text() == faulty.expected
     time.sleep(1)
     return held(faulty.pid, faulty.temporary)
+
+
+def _left(faulty: Faulty) -> list[str]:
+    """Name what lies among temporary files, but for places that servers of one user share."""
+    found = (path for path in faulty.temporary.rglob("*") if path.name != ".lock")
+    return sorted(str(path) for path in found if path.name != f"nnsight-engine-{os.getuid()}")
 
 
 def _files(folder: Path) -> list[str]:

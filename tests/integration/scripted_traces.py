@@ -52,6 +52,8 @@ class ScriptedEngine:
             script, _, number = request.head.client.partition(":")
             if script == "hang-early":
                 await self.released.wait()
+            if script == "gone" and len(self.started) == 1:
+                raise ApiError(ErrorCode.ENGINE_RESTARTING, "Another engine is loading the model.")
             yield event_frame(JobStatus.RUNNING, engine=self.name)
             async for frame in self._played(script, int(number or 0)):
                 yield frame

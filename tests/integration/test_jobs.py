@@ -38,6 +38,13 @@ async def test_a_job_runs_and_its_result_is_what_a_trace_would_have_ended_with(w
         assert statuses == ["RECEIVED", "QUEUED", "DISPATCHED", "RUNNING", "COMPLETED"]
 
 
+async def test_a_job_that_comes_when_the_engine_is_gone_waits_for_the_next(with_jobs: Any):
+    async with with_jobs() as jobs:
+        job = await jobs.end(await jobs.submit("gone"))
+        assert (job.status, job.attempt) == ("COMPLETED", 2)
+        assert len(jobs.engine.started) == 2
+
+
 @pytest.mark.both_databases
 @pytest.mark.parametrize(
     ("script", "code", "message"),

@@ -138,13 +138,14 @@ async def test_a_request_that_takes_too_long_is_ended(serve: Serve, error_of: Er
 async def test_an_engine_that_dies_is_started_again(serve: Serve, error_of: ErrorCheck):
     async with serve(engine_restart_delay_s=0.3) as server:
         for number in (1, 2):
+            num_starts = number + 1
             server.engine.behaviour.is_dead = True
             error_of(await server.complete(), 503, "engine_restarting")
             refused = await server.client.get("/health/ready")
             error_of(refused, 503, "engine_restarting")
             assert int(refused.headers["retry-after"]) > 0
             assert (await server.client.get("/health/live")).json() == {"status": "restarting"}
-            await until(lambda number=number: server.engine.num_starts == number + 1)
+            await until(lambda: server.engine.num_starts == num_starts)  # noqa: B023 - called here
             assert (await server.complete()).status_code == 200
             scraped = (await server.client.get("/metrics")).text
             assert f"nnsight_engine_engine_restarts_total {number}.0" in scraped
