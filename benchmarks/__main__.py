@@ -30,7 +30,7 @@ from benchmarks.cases import Case
 from benchmarks.machine import Machine, announced_machine
 from benchmarks.processes import HUGE_PAGES, ChildError, run_child
 from benchmarks.ratios import summarize
-from benchmarks.report import Report, ReportError
+from benchmarks.report import Report, ReportError, check_addable
 from benchmarks.selection import add_options, as_options, check_options
 from nnsight_engine.modeling.bundled import BundledModelError, bundled_model_path
 from nnsight_engine.modeling.progress import console_progress
@@ -46,6 +46,9 @@ def main() -> int:
     console = Console()
     machine = announced_machine(console)
     try:
+        if args.add:  # told before the measuring, not behind it
+            for mode in _MODES[args.mode]:
+                check_addable(args.output, mode, machine)
         with console_progress("Bundled model") as progress:
             bundled_model_path(progress=progress)
         for mode in _MODES[args.mode]:

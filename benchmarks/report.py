@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.table import Table
@@ -28,6 +29,31 @@ class ReportError(Exception):
     """Two runs that cannot be one table."""
 
 
+def name_of(machine: Machine, mode: str) -> str:
+    """Return the name of a table's files."""
+    return f"{machine.date}-{mode}"
+
+
+def check_addable(folder: Path, mode: str, machine: Machine) -> None:
+    """Raise ReportError where a run on this machine could not be added to the day's table, if any."""
+    _alike(folder, name_of(machine, mode), machine)
+
+
+def _alike(folder: Path, name: str, machine: Machine) -> dict[str, Any] | None:
+    """Return what a table's file has, None where there is none."""
+    file = (folder / name).with_suffix(".json")
+    if not file.exists():
+        return None
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    before = msgspec.convert(content["machine"], Machine)
+    if not before.is_alike(machine):
+        raise ReportError(
+            f"a table has results of one commit on one machine, {file.name} is of {before.commit} on "
+            f"{before.cpu} and these would be of {machine.commit} on {machine.cpu}; leave --add out"
+        )
+    return content
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
     """One mode's results.
@@ -47,7 +73,7 @@ class Report:
     @property
     def name(self) -> str:
         """The files' name."""
-        return f"{self.machine.date}-{self.mode}"
+        return name_of(self.machine, self.mode)
 
     def added_to(self, folder: Path) -> Report:
         """Return the day's table with these results in it; this one where there is none yet.
@@ -55,16 +81,10 @@ class Report:
         Raises:
             ReportError: The table is of another commit or machine.
         """
-        file = (folder / self.name).with_suffix(".json")
-        if not file.exists():
+        content = _alike(folder, self.name, self.machine)
+        if content is None:
             return self
-        content = json.loads(file.read_text(encoding="utf-8"))
         before = msgspec.convert(content["machine"], Machine)
-        if not before.is_alike(self.machine):
-            raise ReportError(
-                f"a table has results of one commit on one machine, {file.name} is of {before.commit} on "
-                f"{before.cpu} and these are of {self.machine.commit} on {self.machine.cpu}; leave --add out"
-            )
         places = {row.place for row in self.rows}
         kept = [row for row in msgspec.convert(content["rows"], list[Row]) if row.place not in places]
         busier = max(before, self.machine, key=lambda machine: machine.load)

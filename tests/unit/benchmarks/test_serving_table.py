@@ -10,7 +10,7 @@ import pytest
 from benchmarks.cases import all_cases
 from benchmarks.machine import Machine
 from benchmarks.ratios import summarize
-from benchmarks.report import Report, ReportError
+from benchmarks.report import Report, ReportError, check_addable
 from benchmarks.selection import chosen
 
 HERE = Machine("2026-01-01", "abc1234", "a CPU", 2, 0.1, {"python": "3.11"})
@@ -73,3 +73,5 @@ def test_a_table_never_mixes_commits(tmp_path: Path) -> None:
     later = dataclasses.replace(HERE, commit="def5678")
     with pytest.raises(ReportError, match="abc1234"):
         report_of("idle", machine=later).added_to(tmp_path)
+    with pytest.raises(ReportError, match="leave --add out"):  # and before anything is measured
+        check_addable(tmp_path, "eager", later)
