@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
+import yaml  # type: ignore[import-untyped] # it has no types
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from prometheus_client import (
     REGISTRY,
@@ -213,7 +213,7 @@ class Metrics:
         """Make those of what is there at the moment; several processes' are added up, or are the same."""
 
         def gauge(name: str, about: str, labels: Iterable[str] = (), *, is_shared: bool = False) -> Gauge:
-            mode = "livemax" if is_shared else "livesum"
+            mode: Literal["livemax", "livesum"] = "livemax" if is_shared else "livesum"
             return Gauge(f"nnsight_engine_{name}", about, labels, registry=own, multiprocess_mode=mode)
 
         self._phase = gauge("phase", "How many server processes are in this phase.", ["phase"])

@@ -8,7 +8,7 @@ import subprocess
 from typing import Any
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped] # it has no types
 
 from tests.monitoring import DASHBOARDS, PROJECT, RULES
 

@@ -178,7 +178,7 @@ def test_metrics_tell_of_sandboxes_and_of_those_that_were_killed(sandboxed: Sand
 
     before = told()
     sandboxed.saves("h = save(1)")
-    sandboxed.refusal(HOSTILE["exit"])
+    sandboxed.refusal(HOSTILE["deaf"])
     after = told()
     assert (grown("started"), grown("killed"), grown("refused")) == (2, 1, 0)
     spent = f"{OURS}step_intervention_seconds_sum"

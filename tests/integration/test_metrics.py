@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -165,7 +166,8 @@ async def test_interventions_are_counted_by_operation_point_and_tier(serve: Serv
     async with serve() as server:
         for _ in range(2):
             assert (await server.complete(interventions=[STEER, lens, capture], n=3)).status_code == 200
-        await server.complete(interventions=[{"op": "steer", "at": "nowhere", "vector": [1.0]}])
+        refused = await server.complete(interventions=[{**STEER, "mode": "sideways"}])
+        assert refused.status_code == 400
         told = await look(server)
     name = f"{OURS}interventions_total"
     for op in ("steer", "logit_lens", "capture"):
@@ -178,7 +180,10 @@ async def test_interventions_are_counted_by_operation_point_and_tier(serve: Serv
 
 async def test_salts_are_told_apart(tenants: Tenants) -> None:
     headers = await tenants.headers("acme")
-    for body in ({}, {"cache_salt": "mine"}, {"interventions": [STEER]}, {"interventions": []}):
+    bodies: list[dict[str, Any]] = [
+        {}, {"cache_salt": "mine"}, {"interventions": [STEER]}, {"interventions": []},
+    ]  # fmt: skip
+    for body in bodies:
         answer = await tenants.send("POST", COMPLETIONS, headers, json={"prompt": "a", **body})
         assert answer.status_code == 200, answer.text
     told = await look(tenants.server, await tenants.headers("operator", Scope.METRICS))
@@ -256,7 +261,7 @@ async def test_there_are_metrics_whatever_becomes_of_the_engine(
     # And the server ends, though it has an answer to wait for.
 
 
-async def test_jobs_are_told_by_status_and_stores_by_what_they_have(with_jobs: Serve, at_once: None) -> None:
+async def test_jobs_are_told_by_status_and_stores_by_what_they_have(with_jobs: Any, at_once: None) -> None:
     async with with_jobs(max_running_jobs=1, job_store_bytes=12345678) as jobs:
         await jobs.end(await jobs.submit())
 
