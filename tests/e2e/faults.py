@@ -126,13 +126,26 @@ def held(server: int, temporary: Path) -> dict[str, int]:
         "processes": sum("resource_tracker" not in " ".join(one.cmdline()) for one in below),
         "descriptors": process.num_fds(),
         "shared memory": num_shared(),
-        "temporary files": sum(1 for _ in temporary.rglob("*")),
+        "temporary files": len(files_in(temporary)),
     }
 
 
+def files_in(temporary: Path) -> list[str]:
+    """Name what a server has in its temporary folder, but for places that servers of one user share.
+
+    Of an engine that was killed vLLM leaves a file of some bytes by which its processes found each other.
+    """
+    shared = {".lock", f"nnsight-engine-{os.getuid()}"}
+    found = (path for path in temporary.rglob("*") if path.name not in shared)
+    return sorted(str(path) for path in found if not path.name.startswith("vllm_dist_"))
+
+
 def num_shared() -> int:
-    """Count what lies in shared memory, of all processes of this machine."""
-    return sum(1 for path in _SHM.rglob("*") if path.name != ".lock")
+    """Count what lies in shared memory, of all processes of this machine.
+
+    Of an engine that was killed there is the name of a lock, until the server ends.
+    """
+    return sum(1 for path in _SHM.rglob("*") if path.name != ".lock" and not path.name.startswith("sem."))
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:

@@ -36,6 +36,7 @@ from tests.databases import Postgres, programs
 from tests.e2e.faults import (
     Proxy,
     engine_processes,
+    files_in,
     filled,
     held,
     kill,
@@ -305,7 +306,7 @@ def test_an_engine_that_was_replaced_leaves_nothing(faulty: Faulty) -> None:
     after = _settled(faulty)
     # Connections to the database come and go.
     descriptors = (before.pop("descriptors"), after.pop("descriptors"))
-    assert after == before, _left(faulty)
+    assert after == before, files_in(faulty.temporary)
     assert abs(descriptors[1] - descriptors[0]) <= 4
 
 
@@ -333,7 +334,7 @@ def test_a_server_that_is_told_to_stop_under_load_loses_nothing(faulty: Faulty, 
     assert faulty.server.process.wait(30) == -signal.SIGTERM
     _, alive = psutil.wait_procs(below, timeout=10)
     assert alive == []
-    assert _left(faulty) == []
+    assert files_in(faulty.temporary) == []
     assert _files(faulty.disk / "results") == []
     assert num_shared() < shared
     job = asyncio.run(_job_of(faulty, given_back))
@@ -361,12 +362,6 @@ def _settled(faulty: Faulty) -> dict[str, int]:
     assert faulty.text() == faulty.expected
     time.sleep(1)
     return held(faulty.pid, faulty.temporary)
-
-
-def _left(faulty: Faulty) -> list[str]:
-    """Name what lies among temporary files, but for places that servers of one user share."""
-    found = (path for path in faulty.temporary.rglob("*") if path.name != ".lock")
-    return sorted(str(path) for path in found if path.name != f"nnsight-engine-{os.getuid()}")
 
 
 def _files(folder: Path) -> list[str]:

@@ -240,7 +240,7 @@ async def test_there_are_metrics_whatever_becomes_of_the_engine(
     monkeypatch.setattr(scrape, "_PATIENCE_S", 0.05)
 
     def phases(told: Exposition) -> list[str]:
-        every = ("starting", "ready", "draining", "dead")
+        every = ("starting", "ready", "restarting", "draining", "dead")
         return [phase for phase in every if told.value(f"{OURS}phase", phase=phase)]
 
     async with serve(FakeBehaviour(counts=counted(), is_starting=True)) as server:
@@ -257,7 +257,7 @@ async def test_there_are_metrics_whatever_becomes_of_the_engine(
         assert steps(await look(server)) == STEPS
         behaviour.is_dead = True
         told = await look(server)
-        assert (phases(told), steps(told)) == (["dead"], STEPS)
+        assert (phases(told), steps(told)) == (["restarting"], STEPS)
     # And the server ends, though it has an answer to wait for.
 
 
