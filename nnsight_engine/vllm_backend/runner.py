@@ -297,15 +297,15 @@ class InterventionRunnerMixin:
             getattr(output, "req_id_to_index", None) or {},
         )
         spent_s += time.monotonic() - sampled_at
-        is_traced = isinstance(self.traces, WorkerTraces) and self.traces.in_step
+        served = self.traces if isinstance(self.traces, WorkerTraces) and self.traces.in_step else None
         if not self.traces.idle:
             ended, news = self.traces.end(), self.traces.news()
             if ended or news:
                 results = results or StepResults({}, {}, {})
                 results.ended.extend(ended)
                 results.news.update(news)
-        if step is not None or is_traced:
-            self.counts.note_time(spent_s + (self.traces.last_step_s if is_traced else 0.0))
+        if step is not None or served is not None:
+            self.counts.note_time(spent_s + (0.0 if served is None else served.last_step_s))
         return output if results is None else attach_results(output, results)
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:

@@ -23,10 +23,12 @@ pytestmark = pytest.mark.e2e
 
 
 class Sandboxed:
-    """A server, a key whose code is sandboxed, one whose code is trusted, one that may look at metrics."""
+    """A server, a key whose code is sandboxed, one whose code is trusted, and a file not to be touched."""
 
-    def __init__(self, url: str, stranger: str, trusted: str, monitor: str) -> None:
-        self.url, self.stranger, self.trusted, self.monitor = url, stranger, trusted, monitor
+    def __init__(self, url: str, stranger: str, trusted: str, canary: Path, monitor: str = "") -> None:
+        self.url, self.stranger, self.trusted, self.canary = url, stranger, trusted, canary
+        self.monitor = monitor
+        """A key that may look at metrics, if there is one."""
 
     def complete(self, code: str | None, key: str | None = None, **body: Any) -> httpx.Response:
         """Send a completion, with code beside it perhaps."""
@@ -60,7 +62,7 @@ def sandboxed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandboxed]:
         monitor = made(patch, "operator", "--scopes", "metrics")
     environment = {"NNSIGHT_ENGINE_DATA_DIR": str(folder), "NNSIGHT_ENGINE_MAX_SANDBOXES": "4"}
     with Server(arguments=["--max-model-len", "512"], environment=environment) as server:
-        yield Sandboxed(server.base_url, stranger, trusted, monitor)
+        yield Sandboxed(server.base_url, stranger, trusted, canary, monitor)
         counts = httpx.get(
             f"{server.base_url}/v1/status", headers={"authorization": f"Bearer {trusted}"}, timeout=60
         )

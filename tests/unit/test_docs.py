@@ -55,7 +55,7 @@ def test_every_setting_has_its_variable_and_its_default() -> None:
     documented = rows("settings.md")
     prefix = Settings.model_config["env_prefix"]
     for name, field in Settings.model_fields.items():
-        cells = documented[field.validation_alias or f"{prefix}{name}".upper()]
+        cells = documented[str(field.validation_alias or f"{prefix}{name}".upper())]
         if field.default_factory is None:
             default = field.default
             written = f"{default:g}" if isinstance(default, float) else str(default)
