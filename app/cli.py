@@ -108,7 +108,7 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Refuse new work; at the second signal, wait for nothing, and leave a third to the system."""
-        if self.should_exit:
+        if self._captured_signals:
             self.force_exit = True
             self._context.lifecycle.give_up()
             signal.signal(sig, signal.SIG_DFL)
@@ -237,6 +237,7 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
         host=settings.host,
         port=settings.port,
         log_config=None,  # ours writes what it says too
+        access_log=False,  # and has a line for each request
         timeout_keep_alive=75,
         timeout_graceful_shutdown=_CLOSE_S,
         http=patient_for(settings.upload_idle_timeout_s),

@@ -232,10 +232,10 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         stack.push_async_callback(context.keys.close)
         stack.push_async_callback(context.store.close)
         await context.store.start()
+        if context.tracing is not None:  # behind the engine's end, which is not to wait for a collector
+            stack.push_async_callback(asyncio.to_thread, context.tracing.close)
         stack.push_async_callback(context.lifecycle.close)
         stack.push_async_callback(context.scrape.close)
-        if context.tracing is not None:
-            stack.push_async_callback(asyncio.to_thread, context.tracing.close)
         for one in context.processes:
             stack.push_async_callback(one.close)
         stack.push_async_callback(context.jobs.stop)

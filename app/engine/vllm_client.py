@@ -372,7 +372,8 @@ class VLLMEngineClient:
             cause = error.__cause__
             if isinstance(cause, ApiError):
                 raise cause from error
-            logger.info("vLLM refused a request", exc_info=True)
+            # What it says may quote the request.
+            logger.info("vLLM refused a request with %s", type(error).__name__)
             return create_error_response(error)
 
     async def _whole(

@@ -39,6 +39,9 @@ def start_logs(settings: Settings) -> None:
     # Not of all: some libraries tell at these levels what they are given, statements with their values.
     for name in _CHATTY:
         logging.getLogger(name).setLevel(settings.log_level)
+    # Below that it writes the headers of WebSockets, keys among them.
+    uvicorns = logging.getLogger("uvicorn")
+    uvicorns.setLevel(max(uvicorns.level, logging.INFO))
     logging.captureWarnings(True)  # noqa: FBT003 - the library's
     if as_json:
         set_engine_log(str(importlib.resources.files("app.observability") / _VLLM_CONFIG))

@@ -27,7 +27,7 @@ from prometheus_client import (
     multiprocess,
 )
 
-from api_schemas.errors import ErrorCode
+from api_schemas.errors import STATUS, ErrorCode
 from api_schemas.interventions import OPERATIONS
 from api_schemas.jobs import JobStatus
 from app.audit.records import CODE, Record
@@ -120,6 +120,7 @@ class Metrics:
         own = self._own = CollectorRegistry()
         self._folder = folder
         self._told = EngineCounts()
+        self._engine_told = 0
         self._num_restarts = 0
         self._requests = Counter(
             "nnsight_engine_requests",
@@ -239,9 +240,15 @@ class Metrics:
             told.register(REGISTRY)
         return generate_latest(told)
 
-    def count_engine(self, counts: EngineCounts) -> None:
-        """Learn what the engine has counted since it started; a new one begins again at zero."""
-        last, self._told = self._told, counts
+    def count_engine(self, counts: EngineCounts, number: int = 0) -> None:
+        """Learn what the engine has counted since it started; the next one begins again at zero.
+
+        Args:
+            counts: Its counts.
+            number: Which engine of this server it is.
+        """
+        last, self._told = self._told if number == self._engine_told else EngineCounts(), counts
+        self._engine_told = number
         for tier in TIERS:
             self._steps.labels(tier).inc(_grown(last.steps.get(tier, 0), counts.steps.get(tier, 0)))
         for event in SANDBOX_EVENTS:
@@ -329,9 +336,11 @@ def kind_of(operations: Collection[str]) -> str:
 
 def outcome_of(record: Record) -> str:
     """Return how a request ended: ``ok``, ``refused``, ``busy``, ``failed`` or ``client_left``."""
-    status = record.status or 0
     if record.error == _CLIENT_LEFT:
         return _CLIENT_LEFT
+    status = record.status or 0
+    if 0 < status < 400 and record.error in _CODES:  # told in the middle of a stream, which had begun well
+        status = STATUS.get(ErrorCode(record.error), 400)
     if status in _BUSY and record.error != ErrorCode.ENGINE_DEAD:
         return "busy"
     if not status or status >= 500 or (record.error and status < 400):

@@ -141,7 +141,7 @@ class _Watch:
         self._receive = receive
         self._send = send
         self._headers = [(b"x-request-id", record.request_id.encode())]
-        if span is not None:
+        if span is not None and span.answer_header is not None:
             self._headers.append(span.answer_header)
 
     async def receive(self) -> Message:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final, Protocol
 
 from app.engine.client import EngineClient
@@ -30,6 +30,38 @@ class Jobs(Protocol):
 
     async def levels(self) -> tuple[dict[str, int], float]:
         """Return how many there are by status, and for how long the first of them waits."""
+
+
+class _Question:
+    """Something asked once a second at most, however many want to know.
+
+    Args:
+        ask: Asks and keeps the answer; raises nothing.
+    """
+
+    def __init__(self, ask: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._ask = ask
+        self._asking: asyncio.Task[None] | None = None
+        self._answered_at = float("-inf")
+
+    async def answered(self) -> None:
+        """Ask, unless somebody just has; whoever is asking, is waited for, but not for ever."""
+        if self._asking is None and time.monotonic() - self._answered_at >= _PAUSE_S:
+            self._asking = asyncio.create_task(self._asked(), name="metrics")
+        if self._asking is not None:
+            await asyncio.wait({self._asking}, timeout=_PATIENCE_S)
+
+    async def close(self) -> None:
+        """Wait for no answer any more."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
+
+    async def _asked(self) -> None:
+        try:
+            await self._ask()
+        finally:
+            self._asking, self._answered_at = None, time.monotonic()
 
 
 class Scrape:
@@ -65,12 +97,11 @@ class Scrape:
         self._stored = stored
         self._restarts = restarts
         self._known_jobs: tuple[dict[str, int], float] = ({}, 0.0)
-        self._asking: asyncio.Task[Any] | None = None
-        self._told_at = float("-inf")
+        self._questions = (_Question(self._ask_engine), _Question(self._ask_jobs))
 
     async def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        await self._ask()
+        await asyncio.gather(*(question.answered() for question in self._questions))
         jobs, oldest_s = self._known_jobs
         levels = Levels(
             self._lifecycle.phase,
@@ -86,28 +117,17 @@ class Scrape:
 
     async def close(self) -> None:
         """Wait for no answer any more."""
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.gather(self._asking, return_exceptions=True)
+        for question in self._questions:
+            await question.close()
         self._metrics.close()
-
-    async def _ask(self) -> None:
-        """Ask, unless somebody just has; whoever is asking, is waited for."""
-        if self._asking is None and time.monotonic() - self._told_at >= _PAUSE_S:
-            self._asking = asyncio.create_task(self._asked(), name="metrics")
-        if self._asking is not None:
-            await asyncio.wait({self._asking}, timeout=_PATIENCE_S)
-
-    async def _asked(self) -> None:
-        try:
-            await asyncio.gather(self._ask_engine(), self._ask_jobs())
-        finally:
-            self._asking, self._told_at = None, time.monotonic()
 
     async def _ask_engine(self) -> None:
         try:
             if self._engine.ready:
-                self._metrics.count_engine(await self._engine.count_events())
+                number = self._restarts()
+                counts = await self._engine.count_events()
+                if number == self._restarts():
+                    self._metrics.count_engine(counts, number)
         except Exception:
             logger.warning("the engine could not be asked what it has counted", exc_info=True)
 

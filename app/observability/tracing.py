@@ -6,6 +6,7 @@ sends a span of its own for each prompt, below ours: the command line gives it t
 
 from __future__ import annotations
 
+import threading
 from typing import Final
 
 from opentelemetry.context import Context
@@ -28,6 +29,7 @@ from nnsight_engine.core.trace_headers import TRACE_HEADERS
 
 _GRPC: Final = "grpc"
 _SERVER_ERROR: Final = 500
+_LAST_S: Final = 3.0
 _TRACEPARENT: Final = "traceparent"
 
 
@@ -45,9 +47,10 @@ class RequestSpan:
         self.headers = headers
 
     @property
-    def answer_header(self) -> tuple[bytes, bytes]:
-        """What tells the client which trace it is."""
-        return _TRACEPARENT.encode(), self.headers[_TRACEPARENT].encode()
+    def answer_header(self) -> tuple[bytes, bytes] | None:
+        """What tells the client which trace it is; None where the SDK is switched off."""
+        told = self.headers.get(_TRACEPARENT)
+        return None if told is None else (_TRACEPARENT.encode(), told.encode())
 
     def end(self, record: Record) -> None:
         """End it with what is known of the request: nothing that its client wrote but the route's name."""
@@ -100,8 +103,10 @@ class Tracing:
         return RequestSpan(span, headers)
 
     def close(self) -> None:
-        """Send what is left; takes as long as the collector does, up to some seconds."""
-        self._provider.shutdown()
+        """Send what is left, for as long as the collector takes, but some seconds at most."""
+        ending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
+        ending.start()
+        ending.join(_LAST_S)
 
 
 def tracing_of(settings: Settings) -> Tracing | None:

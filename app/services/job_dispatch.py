@@ -218,10 +218,10 @@ class JobDispatcher:
         finally:
             # Before another job of the same key may begin.
             await self._callers.count(caller, meter, reserved)
-            self._callers.ran(run.record, run.ended, meter)
             del self._runs[job.id], self._running[job.id]
             slot.leave()
             self.wake()
+            self._callers.ran(run.record, run.ended, meter)
 
     async def _keep(self) -> None:
         renewed_at = recovered_at = time.monotonic()

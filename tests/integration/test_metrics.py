@@ -167,7 +167,7 @@ async def test_interventions_are_counted_by_operation_point_and_tier(serve: Serv
         for _ in range(2):
             assert (await server.complete(interventions=[STEER, lens, capture], n=3)).status_code == 200
         refused = await server.complete(interventions=[{**STEER, "mode": "sideways"}])
-        assert refused.status_code == 400
+        assert refused.status_code == 422
         told = await look(server)
     name = f"{OURS}interventions_total"
     for op in ("steer", "logit_lens", "capture"):
