@@ -146,6 +146,12 @@ class Asking:
             failure = LoadError(f"{type(error).__name__}: {error}")
         except LoadError as error:
             failure = error
+        except gevent.GreenletExit:
+            # The run is over and has waited; without this it would be in no row.
+            self._tell(
+                self.outcome, time.perf_counter() - self.began, LoadError("it had no end with the run")
+            )
+            raise
         self._tell(self.outcome, time.perf_counter() - self.began, failure)
 
     def told_first(self, seconds: float) -> None:

@@ -40,7 +40,10 @@ EVERYTHING: dict[str, Any] = {
     "keys": {"existingSecret": "own-keys"},
     "ingress": {"enabled": True, "host": "models.example", "tlsSecret": "certificate"},
     "autoscaling": {"enabled": True, "minReplicas": 2},
-    "networkPolicy": {"from": [{"namespaceSelector": {"matchLabels": {"name": "ingress-nginx"}}}]},
+    "networkPolicy": {
+        "from": [{"namespaceSelector": {"matchLabels": {"name": "ingress-nginx"}}}],
+        "metricsFrom": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}],
+    },
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "serviceAccount": {"annotations": {"a": "b"}},
     "podAnnotations": {"a": "b"},
@@ -154,7 +157,7 @@ def test_the_pod_is_nobody_special_and_writes_where_the_image_does(plain: Object
 def test_streams_have_the_time_to_end(helm: Helm, plain: Objects, full: Objects) -> None:
     pause_s = int(container(plain)["lifecycle"]["preStop"]["exec"]["command"][-1])
     for objects, drain_s in ((plain, Settings().drain_timeout_s), (full, 90)):
-        assert pod(objects)["terminationGracePeriodSeconds"] > drain_s + pause_s
+        assert pod(objects)["terminationGracePeriodSeconds"] > drain_s + pause_s + 10
     annotations = full["Ingress", NAME]["metadata"]["annotations"]
     prefix = "nginx.ingress.kubernetes.io"
     assert annotations[f"{prefix}/proxy-buffering"] == "off"
@@ -236,6 +239,20 @@ def test_one_volume_is_never_two_pods_at_once(helm: Helm, plain: Objects) -> Non
 def test_prometheus_operator_is_given_the_key(full: Objects) -> None:
     (endpoint,) = full["ServiceMonitor", NAME]["spec"]["endpoints"]
     assert endpoint["authorization"]["credentials"] == {"name": "own-keys", "key": "metrics.key"}
+    # Alert rules ask for the job, which the operator names by this label of the Service.
+    label = full["ServiceMonitor", NAME]["spec"]["jobLabel"]
+    assert full["Service", NAME]["metadata"]["labels"][label] == "nnsight-engine"
+
+
+def test_prometheus_gets_through_where_others_do_not(full: Objects) -> None:
+    (rule,) = full["NetworkPolicy", NAME]["spec"]["ingress"]
+    names = [one["namespaceSelector"]["matchLabels"]["name"] for one in rule["from"]]
+    assert names == ["ingress-nginx", "monitoring"]
+
+
+def test_a_long_release_name_is_cut_to_what_a_service_may_be_called(helm: Helm) -> None:
+    (name,) = [name for kind, name in helm.objects({}, release="a" * 53) if kind == "Service"]
+    assert len(name) == 63
 
 
 @pytest.mark.parametrize(

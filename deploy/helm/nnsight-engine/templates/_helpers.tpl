@@ -1,5 +1,7 @@
 {{- define "nnsight-engine.name" -}}
-{{- if contains .Chart.Name .Release.Name }}{{ .Release.Name }}{{ else }}{{ printf "%s-%s" .Release.Name .Chart.Name }}{{ end -}}
+{{- $name := .Release.Name }}
+{{- if not (contains .Chart.Name $name) }}{{ $name = printf "%s-%s" $name .Chart.Name }}{{ end }}
+{{- $name | trunc 63 | trimSuffix "-" -}}
 {{- end }}
 
 {{- define "nnsight-engine.selector" -}}
