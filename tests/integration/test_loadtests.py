@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from benchmarks.servers import created_key, own_folders
@@ -77,6 +78,11 @@ def test_a_mixed_run_sends_every_kind_and_tells_of_each(target: Target, tmp_path
     for told in ("TTFT", "ITL", "E2E"):
         assert told in report
     assert "steered-same (flood)" in report
+    headers = {"authorization": f"Bearer {target.key_file.read_text(encoding='utf-8')}"}
+    keys = httpx.get(f"{target.url}/v1/admin/keys", headers=headers).json()["data"]
+    made = [key for key in keys if key["tenant"].startswith("loadtest-")]
+    assert made
+    assert all(key["revoked_at"] and key["expires_at"] for key in made)
 
 
 def test_a_threshold_that_is_missed_fails_the_command(target: Target, tmp_path: Path) -> None:

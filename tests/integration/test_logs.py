@@ -46,6 +46,12 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
     handlers, level = root.handlers[:], root.level
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("VLLM_LOGGING_CONFIG_PATH", "")
+    for name in ("app", "nnsight_engine", "uvicorn", "uvicorn.error"):
+        # Servers of other tests may have had uvicorn's own configuration; and later ones get theirs back.
+        logger = logging.getLogger(name)
+        monkeypatch.setattr(logger, "handlers", [])
+        monkeypatch.setattr(logger, "propagate", True)
+        monkeypatch.setattr(logger, "level", logger.level)
     start_logs(Settings(log_format="json", log_level="DEBUG"))
     yield Log(stream)
     root.handlers[:] = handlers
