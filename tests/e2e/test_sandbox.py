@@ -180,9 +180,10 @@ def test_metrics_tell_of_sandboxes_and_of_those_that_were_killed(sandboxed: Sand
 
     before = told()
     sandboxed.saves("h = save(1)")
-    sandboxed.refusal(HOSTILE["deaf"])
+    # One call that lasts for longer than a step's time: nothing inside the process can end it.
+    said = sandboxed.refusal("a = torch.ones(6000, 6000)\nh = save((a @ a).sum())")
     after = told()
-    assert (grown("started"), grown("killed"), grown("refused")) == (2, 1, 0)
+    assert (grown("started"), grown("killed"), grown("refused")) == (2, 1, 0), said
     spent = f"{OURS}step_intervention_seconds_sum"
     assert after.value(spent) > before.value(spent)
     assert "stranger" not in after.text
