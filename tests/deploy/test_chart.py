@@ -14,6 +14,13 @@ from app.auth.secrets import parsed
 from app.settings import Settings
 from tests.deploy.dockerfile import stages
 from tests.deploy.helm import CHART, Helm, HelmError, unpacked
+from tests.monitoring import RULES
+
+
+def namespace(name: str) -> dict[str, Any]:
+    """Return how a network policy names one."""
+    return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
+
 
 Objects = dict[tuple[str, str], dict[str, Any]]
 NAME = "demo-nnsight-engine"
@@ -40,7 +47,8 @@ EVERYTHING: dict[str, Any] = {
     "keys": {"existingSecret": "own-keys"},
     "ingress": {"enabled": True, "host": "models.example", "tlsSecret": "certificate"},
     "autoscaling": {"enabled": True, "minReplicas": 2},
-    "networkPolicy": {"from": [{"namespaceSelector": {"matchLabels": {"name": "ingress-nginx"}}}]},
+    "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}},
+    "networkPolicy": {"from": [namespace("ingress-nginx")], "metricsFrom": [namespace("monitoring")]},
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "serviceAccount": {"annotations": {"a": "b"}},
     "podAnnotations": {"a": "b"},
@@ -154,7 +162,7 @@ def test_the_pod_is_nobody_special_and_writes_where_the_image_does(plain: Object
 def test_streams_have_the_time_to_end(helm: Helm, plain: Objects, full: Objects) -> None:
     pause_s = int(container(plain)["lifecycle"]["preStop"]["exec"]["command"][-1])
     for objects, drain_s in ((plain, Settings().drain_timeout_s), (full, 90)):
-        assert pod(objects)["terminationGracePeriodSeconds"] > drain_s + pause_s
+        assert pod(objects)["terminationGracePeriodSeconds"] > drain_s + pause_s + 10
     annotations = full["Ingress", NAME]["metadata"]["annotations"]
     prefix = "nginx.ingress.kubernetes.io"
     assert annotations[f"{prefix}/proxy-buffering"] == "off"
@@ -233,9 +241,47 @@ def test_one_volume_is_never_two_pods_at_once(helm: Helm, plain: Objects) -> Non
     assert (several["replicas"], several["strategy"]["type"]) == (3, "RollingUpdate")
 
 
+def test_pods_are_replaced_as_the_values_say_and_may_take_their_time(full: Objects) -> None:
+    spec = full["Deployment", NAME]["spec"]
+    assert spec["strategy"] == EVERYTHING["strategy"]
+    assert spec["progressDeadlineSeconds"] >= 1800
+
+
 def test_prometheus_operator_is_given_the_key(full: Objects) -> None:
     (endpoint,) = full["ServiceMonitor", NAME]["spec"]["endpoints"]
     assert endpoint["authorization"]["credentials"] == {"name": "own-keys", "key": "metrics.key"}
+    # The alerts ask for this `job`.
+    job = full["Service", NAME]["metadata"]["labels"][full["ServiceMonitor", NAME]["spec"]["jobLabel"]]
+    assert f'up{{job="{job}"}}' in RULES[0].read_text(encoding="utf-8")
+
+
+def test_prometheus_is_let_in_beside_those_who_send_requests(helm: Helm, full: Objects) -> None:
+    http = [{"protocol": "TCP", "port": "http"}]
+    assert full["NetworkPolicy", NAME]["spec"]["ingress"] == [
+        {"ports": http, "from": [namespace("ingress-nginx")]},
+        {"ports": http, "from": [namespace("monitoring")]},
+    ]
+    # A rule without `from` would let in everybody.
+    alone = helm.objects({"networkPolicy": {"from": [namespace("ingress-nginx")]}})
+    assert alone["NetworkPolicy", NAME]["spec"]["ingress"] == [
+        {"ports": http, "from": [namespace("ingress-nginx")]}
+    ]
+
+
+def test_the_longest_name_of_a_release_is_not_too_long(helm: Helm) -> None:
+    for length in (48, 53):
+        objects = helm.objects({}, release="r" * length)
+        (service,) = [name for kind, name in objects if kind == "Service"]
+        assert re.fullmatch("r+-[a-z-]*[a-z]", service)
+        assert len(service) <= 63
+
+
+def test_results_have_the_room_that_the_server_takes(helm: Helm) -> None:
+    most = Settings().result_store_bytes
+    assert helm.objects({"persistence": {"results": str(most)}})
+    assert helm.objects({"settings": {"result_store_bytes": 3 << 30}, "persistence": {"results": "3072Mi"}})
+    with pytest.raises(HelmError, match=re.escape("persistence.results")):
+        helm.objects({"persistence": {"results": str(most - 1)}})
 
 
 @pytest.mark.parametrize(
@@ -250,6 +296,9 @@ def test_prometheus_operator_is_given_the_key(full: Objects) -> None:
         ({**SEVERAL, "persistence": {"models": SHARED}}, "persistence.data"),
         ({**SEVERAL, "persistence": {"data": SHARED}}, "persistence.models"),
         ({"ingress": {"enabled": True}}, "ingress.host"),
+        ({"strategy": {"type": "RollingUpdate"}}, "strategy.type"),
+        ({"strategy": {"rollingUpdate": {"maxSurge": 0}}}, "strategy"),
+        ({"settings": {"result_store_bytes": 3500000000}}, "persistence.results"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
