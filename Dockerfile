@@ -22,11 +22,11 @@ WORKDIR /opt/nnsight-engine
 RUN python3 -m venv .venv
 COPY requirements/cpu.txt requirements/installer.txt requirements/uv.txt requirements/
 COPY scripts/install.sh scripts/
-COPY pyproject.toml README.md LICENSE ./
 # The packages come before our sources, so that a change of ours does not install 3 GB again.
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=cache,target=/root/.cache/uv \
     scripts/install.sh .venv --packages-only requirements/cpu.txt
+COPY pyproject.toml README.md LICENSE ./
 COPY api_schemas api_schemas
 COPY app app
 COPY nnsight_engine nnsight_engine

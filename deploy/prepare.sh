@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make what compose.yaml needs and no repository has: deploy/.env with passwords, and keys in deploy/secrets.
+# Make what compose.yaml needs and no repository has: deploy/.env with passwords, and deploy/secrets.
 #
 #   deploy/prepare.sh [DIRECTORY]
 #
@@ -22,10 +22,13 @@ if [ ! -e .env ]; then
 fi
 # The folder is this user's alone; a container, which runs as another, is shown one file of it.
 mkdir -p secrets
+secret() {
+  [ ! -e "secrets/$1" ] || return 0
+  printf '%s\n' "$2" >"secrets/$1"
+  chmod 644 "secrets/$1"
+  echo "made secrets/$1" >&2
+}
 for name in admin metrics; do
-  if [ ! -e "secrets/$name.key" ]; then
-    printf 'nns_%s_%s\n' "$(hex 8)" "$(hex 22 | cut -c1-43)" >"secrets/$name.key"
-    chmod 644 "secrets/$name.key"
-    echo "made secrets/$name.key" >&2
-  fi
+  secret "$name.key" "nns_$(hex 8)_$(hex 22 | cut -c1-43)"
 done
+secret grafana.password "$(hex 24)"

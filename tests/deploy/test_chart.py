@@ -14,6 +14,13 @@ from app.auth.secrets import parsed
 from app.settings import Settings
 from tests.deploy.dockerfile import stages
 from tests.deploy.helm import CHART, Helm, HelmError, unpacked
+from tests.monitoring import RULES
+
+
+def namespace(name: str) -> dict[str, Any]:
+    """Return how a network policy names one."""
+    return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
+
 
 Objects = dict[tuple[str, str], dict[str, Any]]
 NAME = "demo-nnsight-engine"
@@ -40,10 +47,8 @@ EVERYTHING: dict[str, Any] = {
     "keys": {"existingSecret": "own-keys"},
     "ingress": {"enabled": True, "host": "models.example", "tlsSecret": "certificate"},
     "autoscaling": {"enabled": True, "minReplicas": 2},
-    "networkPolicy": {
-        "from": [{"namespaceSelector": {"matchLabels": {"name": "ingress-nginx"}}}],
-        "metricsFrom": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}],
-    },
+    "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}},
+    "networkPolicy": {"from": [namespace("ingress-nginx")], "metricsFrom": [namespace("monitoring")]},
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "serviceAccount": {"annotations": {"a": "b"}},
     "podAnnotations": {"a": "b"},
@@ -236,23 +241,47 @@ def test_one_volume_is_never_two_pods_at_once(helm: Helm, plain: Objects) -> Non
     assert (several["replicas"], several["strategy"]["type"]) == (3, "RollingUpdate")
 
 
+def test_pods_are_replaced_as_the_values_say_and_may_take_their_time(full: Objects) -> None:
+    spec = full["Deployment", NAME]["spec"]
+    assert spec["strategy"] == EVERYTHING["strategy"]
+    assert spec["progressDeadlineSeconds"] >= 1800
+
+
 def test_prometheus_operator_is_given_the_key(full: Objects) -> None:
     (endpoint,) = full["ServiceMonitor", NAME]["spec"]["endpoints"]
     assert endpoint["authorization"]["credentials"] == {"name": "own-keys", "key": "metrics.key"}
-    # Alert rules ask for the job, which the operator names by this label of the Service.
-    label = full["ServiceMonitor", NAME]["spec"]["jobLabel"]
-    assert full["Service", NAME]["metadata"]["labels"][label] == "nnsight-engine"
+    # The alerts ask for this `job`.
+    job = full["Service", NAME]["metadata"]["labels"][full["ServiceMonitor", NAME]["spec"]["jobLabel"]]
+    assert f'up{{job="{job}"}}' in RULES[0].read_text(encoding="utf-8")
 
 
-def test_prometheus_gets_through_where_others_do_not(full: Objects) -> None:
-    (rule,) = full["NetworkPolicy", NAME]["spec"]["ingress"]
-    names = [one["namespaceSelector"]["matchLabels"]["name"] for one in rule["from"]]
-    assert names == ["ingress-nginx", "monitoring"]
+def test_prometheus_is_let_in_beside_those_who_send_requests(helm: Helm, full: Objects) -> None:
+    http = [{"protocol": "TCP", "port": "http"}]
+    assert full["NetworkPolicy", NAME]["spec"]["ingress"] == [
+        {"ports": http, "from": [namespace("ingress-nginx")]},
+        {"ports": http, "from": [namespace("monitoring")]},
+    ]
+    # A rule without `from` would let in everybody.
+    alone = helm.objects({"networkPolicy": {"from": [namespace("ingress-nginx")]}})
+    assert alone["NetworkPolicy", NAME]["spec"]["ingress"] == [
+        {"ports": http, "from": [namespace("ingress-nginx")]}
+    ]
 
 
-def test_a_long_release_name_is_cut_to_what_a_service_may_be_called(helm: Helm) -> None:
-    (name,) = [name for kind, name in helm.objects({}, release="a" * 53) if kind == "Service"]
-    assert len(name) == 63
+def test_the_longest_name_of_a_release_is_not_too_long(helm: Helm) -> None:
+    for length in (48, 53):
+        objects = helm.objects({}, release="r" * length)
+        (service,) = [name for kind, name in objects if kind == "Service"]
+        assert re.fullmatch("r+-[a-z-]*[a-z]", service)
+        assert len(service) <= 63
+
+
+def test_results_have_the_room_that_the_server_takes(helm: Helm) -> None:
+    most = Settings().result_store_bytes
+    assert helm.objects({"persistence": {"results": str(most)}})
+    assert helm.objects({"settings": {"result_store_bytes": 3 << 30}, "persistence": {"results": "3072Mi"}})
+    with pytest.raises(HelmError, match=re.escape("persistence.results")):
+        helm.objects({"persistence": {"results": str(most - 1)}})
 
 
 @pytest.mark.parametrize(
@@ -267,6 +296,9 @@ def test_a_long_release_name_is_cut_to_what_a_service_may_be_called(helm: Helm) 
         ({**SEVERAL, "persistence": {"models": SHARED}}, "persistence.data"),
         ({**SEVERAL, "persistence": {"data": SHARED}}, "persistence.models"),
         ({"ingress": {"enabled": True}}, "ingress.host"),
+        ({"strategy": {"type": "RollingUpdate"}}, "strategy.type"),
+        ({"strategy": {"rollingUpdate": {"maxSurge": 0}}}, "strategy"),
+        ({"settings": {"result_store_bytes": 3500000000}}, "persistence.results"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

@@ -1,7 +1,6 @@
 {{- define "nnsight-engine.name" -}}
-{{- $name := .Release.Name }}
-{{- if not (contains .Chart.Name $name) }}{{ $name = printf "%s-%s" $name .Chart.Name }}{{ end }}
-{{- $name | trunc 63 | trimSuffix "-" -}}
+{{- /* A Service's name may have 63 characters, a release's 53. */ -}}
+{{- if contains .Chart.Name .Release.Name }}{{ .Release.Name }}{{ else }}{{ printf "%s-%s" .Release.Name .Chart.Name | trunc 63 | trimSuffix "-" }}{{ end -}}
 {{- end }}
 
 {{- define "nnsight-engine.selector" -}}
@@ -47,9 +46,22 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- fail "several replicas share the models: persistence.models.accessModes must have ReadWriteMany or ReadOnlyMany, or persistence.models.enabled be false" }}
 {{- end }}
 {{- end }}
+{{- if and (eq (dig "type" "" .Values.strategy) "RollingUpdate") (not (include "nnsight-engine.rolls" .)) }}
+{{- fail "strategy.type RollingUpdate has two pods at once, on one volume or one SQLite: Recreate, or a database and volumes that are ReadWriteMany" }}
+{{- end }}
+{{- $resultBytes := dig "result_store_bytes" 2147483648 .Values.settings | float64 }}
+{{- if gt $resultBytes (include "nnsight-engine.bytes" .Values.persistence.results | float64) }}
+{{- fail (printf "persistence.results is %s, and results may take %.0f bytes (settings.result_store_bytes): a pod that exceeds its volume is evicted" .Values.persistence.results $resultBytes) }}
+{{- end }}
 {{- if and .Values.ingress.enabled (not .Values.ingress.host) }}
 {{- fail "ingress.enabled needs ingress.host" }}
 {{- end }}
+{{- end }}
+
+{{/* A quantity of Kubernetes', 3Gi, in bytes. */}}
+{{- define "nnsight-engine.bytes" -}}
+{{- $units := dict "" 1 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 }}
+{{- mulf (regexFind "^[0-9.]+" . | float64) (get $units (regexFind "[A-Za-z]*$" .)) -}}
 {{- end }}
 
 {{/* Seconds for which the server ends what runs; settings may say so, else the server's own default. */}}
