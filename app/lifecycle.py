@@ -220,7 +220,7 @@ class Lifecycle:
             except Exception:
                 logger.exception("what the dead engine left could not be closed")
             await asyncio.sleep(delay_s)
-            if not self._is_draining and await self._begin():
+            if self.phase is not Phase.DRAINING and await self._begin():
                 self.num_restarts += 1
                 self._is_restarting = False
                 logger.warning("the engine serves again")
