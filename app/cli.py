@@ -72,6 +72,9 @@ vLLM's own arguments: vllm serve --help=all
 """
 
 _USAGE_ERROR: Final = 2
+_INTERRUPTED: Final = 130
+"""As shells have it for a command that Ctrl-C ended."""
+
 _DEMO_AXIS: Final = 464
 _CLOSE_S: Final = 5
 """How long connections may take to close after what they were for has ended, or was ended."""
@@ -143,6 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CommandError, BundledModelError, UnsupportedOptionError) as error:
         console.print(f"nnsight-engine: {error}", markup=False, soft_wrap=True)
         return 1
+    except KeyboardInterrupt:  # raised again by uvicorn once everything is closed
+        return _INTERRUPTED
 
 
 def _keys(arguments: list[str], console: Console) -> int:
