@@ -1,7 +1,7 @@
 """``make bench``: speed of an engine that can intervene, against plain vLLM on the same machine.
 
-    python -m benchmarks [--mode eager|compiled|both] [--batches 1 8 32 64] [--prompts 16 512] [--repeats 7]
-        [--only WORDS …] [--quantity decode|first_token] [--add] [--quick]
+    python -m benchmarks [--mode eager|compiled|both] [--batches 1 8 32 64] [--prompts 16 512] [--processes 3]
+        [--repeats 5] [--only WORDS …] [--quantity decode|first_token] [--add] [--quick]
 
 Run it on a machine that does nothing else. ``--only``, ``--batches`` and ``--quantity`` cut it into shorter
 runs, of which ``--add`` makes one table. docs/development.md lists the other commands.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections import defaultdict
 from pathlib import Path
 from typing import Final
 
@@ -37,6 +36,7 @@ from nnsight_engine.modeling.progress import console_progress
 
 _SUMMARY: Final = "Speed of an engine that can intervene, against plain vLLM on the same machine."
 _RESULTS: Final = Path(__file__).parent / "results"
+_PROCESSES: Final = 3
 _MODES: Final = {"eager": ["eager"], "compiled": ["compiled"], "both": ["eager", "compiled"]}
 
 
@@ -75,15 +75,22 @@ def _arguments() -> tuple[argparse.Namespace, list[Case]]:
         "--add", action="store_true", help="keep what today's table has and this run does not measure"
     )
     parser.add_argument("--output", type=Path, default=_RESULTS, help="folder of the tables")
+    parser.add_argument(
+        "--processes", type=int, default=_PROCESSES, help="processes, each with engines of its own"
+    )
     args = parser.parse_args()
+    if args.quick:
+        args.processes = 1
+    if args.processes < 1:
+        parser.error("there must be a process at least")
     return args, check_options(parser, args)
 
 
 def _run(
     mode: str, args: argparse.Namespace, cases: list[Case], machine: Machine, console: Console
 ) -> Report:
-    plain: dict[str, list[float]] = defaultdict(list)
-    ours: dict[str, list[float]] = defaultdict(list)
+    plain: dict[str, list[list[float]]] = {case.key: [] for case in cases}
+    ours: dict[str, list[list[float]]] = {case.key: [] for case in cases}
     options = ["--mode", mode, *as_options(args)]
     columns = (
         TextColumn("{task.description}"),
@@ -93,16 +100,22 @@ def _run(
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(mode, total=args.repeats * len(cases))
-        for event in run_child("benchmarks.worker", options, HUGE_PAGES):
-            if "stage" in event:
-                progress.update(task, description=f"{mode}: {event['stage']}")
-            else:
-                plain[event["case"]].append(event["plain"])
-                ours[event["case"]].append(event["ours"])
-                progress.advance(task)
+        task = progress.add_task(mode, total=args.processes * args.repeats * len(cases))
+        for process in range(args.processes):
+            for case in cases:
+                plain[case.key].append([])
+                ours[case.key].append([])
+            for event in run_child("benchmarks.worker", [*options, "--process", str(process)], HUGE_PAGES):
+                if "stage" in event:
+                    stage = f"{mode}, process {process + 1} of {args.processes}: {event['stage']}"
+                    progress.update(task, description=stage)
+                else:
+                    plain[event["case"]][-1].append(event["plain"])
+                    ours[event["case"]][-1].append(event["ours"])
+                    progress.advance(task)
     rows = [summarize(case, plain[case.key], ours[case.key], args.steps) for case in cases]
-    return Report(mode, machine, [f"python -m benchmarks {shlex.join(options)}"], rows)
+    command = shlex.join([*options, "--processes", str(args.processes)])
+    return Report(mode, machine, [f"python -m benchmarks {command}"], rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""From repetitions to the numbers of a table: medians and quartiles of paired ratios."""
+"""From repetitions to the numbers of a table: medians and quartiles of paired ratios, over processes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ class Row:
         quantity: What was measured.
         num_requests: Requests in the batch.
         prompt_tokens: Tokens of each prompt.
-        ratio: Median over repetitions of ours divided by plain.
-        quartiles: First and third quartile of those ratios.
+        ratio: Ours divided by plain: the median over processes of each one's median over repetitions.
+        quartiles: First and third quartile of all repetitions' ratios.
+        processes: The lowest and the highest process's median. Where memory happens to lie, one process's
+            engines differ from another's by several percent, which no number of repetitions shows.
         target: Ratio to reach, None where none is set.
         reached: Whether the median reaches it, None where none is set.
         ours: Median of ours, in the quantity's unit.
         plain: Median of plain, in the quantity's unit.
-        num_repeats: Repetitions behind them.
+        num_processes: Processes behind them.
+        num_repeats: Repetitions in each.
         num_steps: Timed decode steps per side and repetition.
         bound: What bounds the ratio.
     """
@@ -36,10 +39,12 @@ class Row:
     prompt_tokens: int
     ratio: float
     quartiles: tuple[float, float]
+    processes: tuple[float, float]
     target: float | None
     reached: bool | None
     ours: float
     plain: float
+    num_processes: int
     num_repeats: int
     num_steps: int
     bound: str
@@ -50,10 +55,14 @@ class Row:
         return self.quantity, self.name, self.prompt_tokens, self.num_requests
 
 
-def summarize(case: Case, plain: Sequence[float], ours: Sequence[float], num_steps: int) -> Row:
-    """Return the row of a case out of its repetitions, in order."""
+def summarize(
+    case: Case, plain: Sequence[Sequence[float]], ours: Sequence[Sequence[float]], num_steps: int
+) -> Row:
+    """Return the row of a case out of each process's repetitions, in order."""
     ratios = np.asarray(ours) / np.asarray(plain)
-    low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
+    medians = np.median(ratios, axis=1)
+    middle = float(np.median(medians))
+    low, high = np.quantile(ratios, [0.25, 0.75]).tolist()
     return Row(
         name=case.variant.name,
         quantity=str(case.variant.quantity),
@@ -61,11 +70,13 @@ def summarize(case: Case, plain: Sequence[float], ours: Sequence[float], num_ste
         prompt_tokens=case.prompt_tokens,
         ratio=middle,
         quartiles=(low, high),
+        processes=(float(medians.min()), float(medians.max())),
         target=case.target,
         reached=case.reached(middle),
-        ours=float(np.median(ours)),
-        plain=float(np.median(plain)),
-        num_repeats=len(ratios),
+        ours=float(np.median(np.asarray(ours))),
+        plain=float(np.median(np.asarray(plain))),
+        num_processes=ratios.shape[0],
+        num_repeats=ratios.shape[1],
         num_steps=num_steps,
         bound=case.variant.bound,
     )

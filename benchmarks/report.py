@@ -17,7 +17,18 @@ from benchmarks.machine import Machine, machine_lines
 from benchmarks.precision import DTYPE_NAME
 from benchmarks.ratios import Row
 
-_COLUMNS = ("case", "requests", "prompt", "ratio", "quartiles", "target", "reached", "ours", "plain")
+_COLUMNS = (
+    "case",
+    "requests",
+    "prompt",
+    "ratio",
+    "processes",
+    "quartiles",
+    "target",
+    "reached",
+    "ours",
+    "plain",
+)
 
 _TITLES = {
     Quantity.DECODE: "Decode throughput, ours / plain vLLM",
@@ -114,9 +125,11 @@ class Report:
             "",
             f"SmolLM2-135M-Instruct in {DTYPE_NAME}. Both engines live in one process with the same "
             "arguments and take strict turns.",
-            "A ratio is the median over repetitions of paired ratios, quartiles beside it; the control's "
-            "distance from 1 is the",
-            f"error of the measurement. {_spread(row.num_repeats for row in self.rows)} repetitions, "
+            "A ratio is the median over processes of each one's median of paired ratios; beside it are the",
+            "lowest and the highest process, and the quartiles of all repetitions. The control's distance",
+            "from 1 is the error of the measurement. "
+            f"{_spread(row.num_processes for row in self.rows)} processes, "
+            f"{_spread(row.num_repeats for row in self.rows)} repetitions in each, "
             f"{_spread(row.num_steps for row in self.rows)} timed decode steps each, made by",
             "",
             *(f"    {command}" for command in self.commands),
@@ -169,6 +182,7 @@ def _cells(row: Row) -> list[str]:
         str(row.num_requests),
         str(row.prompt_tokens),
         f"{row.ratio:.3f}",
+        f"{row.processes[0]:.3f} – {row.processes[1]:.3f}",
         f"{row.quartiles[0]:.3f} – {row.quartiles[1]:.3f}",
         "" if row.target is None else f"{sign} {row.target:g}",
         {True: "yes", False: "no", None: ""}[row.reached],

@@ -30,12 +30,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--only", nargs="+", default=[], metavar="WORDS", help="cases with this in their name"
     )
     parser.add_argument("--quantity", choices=list(Quantity), help="either throughput or time to first token")
-    parser.add_argument("--repeats", type=int, default=7, help="repetitions of every case")
+    parser.add_argument("--repeats", type=int, default=5, help="repetitions of every case in each process")
     parser.add_argument(
         "--steps", type=int, default=48, help=f"timed decode steps, a multiple of {TURN_STEPS}"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="2 repetitions of 16 steps, printed and not written"
+        "--quick",
+        action="store_true",
+        help="2 repetitions of 16 steps in one process, printed and not written",
     )
 
 

@@ -18,7 +18,7 @@ HERE = Machine("2026-01-01", "abc1234", "a CPU", 2, 0.1, {"python": "3.11"})
 
 def report_of(*words: str, ours: float = 90.0, machine: Machine = HERE) -> Report:
     cases = chosen([1, 8], [16], words, "decode")
-    rows = [summarize(case, [100.0, 50.0, 200.0], [ours, ours / 2, ours], 24) for case in cases]
+    rows = [summarize(case, [[100.0, 50.0, 200.0]], [[ours, ours / 2, ours]], 24) for case in cases]
     return Report("eager", machine, [f"a command with {' '.join(words)}"], rows)
 
 
@@ -34,10 +34,14 @@ def test_every_batch_runs_behind_short_prompts_and_one_behind_long_ones() -> Non
     assert len(keys) == len(set(keys))
 
 
-def test_a_ratio_is_the_median_of_pairs() -> None:
+def test_a_ratio_is_the_median_over_processes_of_medians_of_pairs() -> None:
     (case,) = chosen([8], [16], ["idle"], "decode")
-    row = summarize(case, [100.0, 50.0, 200.0], [90.0, 50.0, 190.0], 24)
+    plain = [[100.0, 50.0, 200.0], [100.0, 100.0, 100.0], [100.0, 100.0, 100.0]]
+    ours = [[90.0, 50.0, 190.0], [120.0, 120.0, 120.0], [80.0, 80.0, 90.0]]
+    row = summarize(case, plain, ours, 24)
     assert (row.ratio, row.ours, row.plain) == (0.95, 90.0, 100.0)
+    assert row.processes == (0.8, 1.2)
+    assert (row.num_processes, row.num_repeats) == (3, 3)
     assert (row.target, row.reached) == (0.985, False)
 
 
