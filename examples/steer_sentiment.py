@@ -4,7 +4,8 @@ Captures the residual stream on cheerful and on gloomy sentences, takes the diff
 means as a direction, and adds it while the model writes. Prints what the model writes without
 and with it, side by side, and what each layer would have said next (the logit lens).
 
-Needs a running server (``make serve``) and ``pip install httpx numpy rich``:
+Needs a running server (``make serve``) and ``pip install httpx numpy rich``; where the server has keys,
+one in the variable ``NNSIGHT_ENGINE_KEY``:
 
     python examples/steer_sentiment.py --layer 15 --scale 0.2
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import base64
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from types import TracebackType
@@ -53,6 +55,9 @@ PROMPTS = (
     "When I woke up this morning I felt",
 )
 LENS_PROMPT = "The Eiffel Tower is in the city of"
+TIMEOUT_S = 120.0
+INTERRUPTED = 130
+"""Exit status of what Ctrl-C ends."""
 
 
 class ExampleError(Exception):
@@ -64,11 +69,13 @@ class Server:
 
     Args:
         base_url: Where the server listens, without ``/v1``.
+        key: What it knows us by; empty where it has no keys.
     """
 
-    def __init__(self, base_url: str) -> None:
+    def __init__(self, base_url: str, key: str = "") -> None:
         """Connect on the first request."""
-        self._client = httpx.Client(base_url=base_url, timeout=120.0)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(base_url=base_url, headers=headers, timeout=TIMEOUT_S)
         self._model = ""
 
     def __enter__(self) -> Self:
@@ -103,6 +110,11 @@ class Server:
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:
             response = self._client.request(method, path, json=body)
+        except httpx.ReadTimeout as error:
+            raise ExampleError(
+                f"{self._client.base_url} took the request, and did not answer within {TIMEOUT_S:g} s; it "
+                "may be busy"
+            ) from error
         except httpx.TransportError as error:
             raise ExampleError(
                 f"no server answers at {self._client.base_url} ({error}); start one with `make serve`, or "
@@ -172,7 +184,7 @@ def capture_means(server: Server, sentences: Sequence[str], layer: int) -> Vecto
         "name": "residual",
     }
     choices = server.complete(sentences, [capture], max_tokens=1)
-    tensors = [choice["interventions"]["results"]["residual"]["points"][point] for choice in choices]
+    tensors = [_only_point(choice, "residual") for choice in choices]
     rows = [np.frombuffer(base64.b64decode(tensor["data"]), "<f4") for tensor in tensors]
     mean: Vector = np.mean(rows, axis=0, dtype=np.float32)
     return mean
@@ -205,7 +217,7 @@ def compare(
     baseline = server.complete(prompts, [probe], max_tokens)
     steered = server.complete(prompts, [probe, steer], max_tokens)
     return [
-        Comparison(prompt, plain["text"], moved["text"], _projection(plain, point), _projection(moved, point))
+        Comparison(prompt, plain["text"], moved["text"], _projection(plain), _projection(moved))
         for prompt, plain, moved in zip(prompts, baseline, steered, strict=True)
     ]
 
@@ -230,7 +242,10 @@ def read_lens(server: Server, prompt: str) -> Lens:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the example and return its exit status."""
-    parser = argparse.ArgumentParser(description="Steer a served model towards a cheerful tone.")
+    parser = argparse.ArgumentParser(
+        description="Steer a served model towards a cheerful tone.",
+        epilog="Where the server has keys, give one in the variable NNSIGHT_ENGINE_KEY.",
+    )
     parser.add_argument("--base-url", default="http://127.0.0.1:8000", help="default: %(default)s")
     parser.add_argument("--layer", type=int, help="whose output is steered; default: the middle one")
     parser.add_argument(
@@ -238,11 +253,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--max-tokens", type=int, default=24, help="default: %(default)s")
     options = parser.parse_args(arguments)
+    if options.max_tokens < 2:  # what is measured is the state at tokens that were written and read again
+        parser.error(f"--max-tokens must be 2 or more, got {options.max_tokens}")
     try:
-        with Server(options.base_url) as server:
+        with Server(options.base_url, os.environ.get("NNSIGHT_ENGINE_KEY", "")) as server:
             _run(server, options)
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except ExampleError as error:
-        Console(stderr=True).print(f"steer_sentiment: {error}", markup=False, highlight=False)
+        Console(stderr=True).print(f"steer_sentiment: {error}", markup=False, highlight=False, soft_wrap=True)
         return 1
     return 0
 
@@ -266,8 +285,14 @@ def _run(server: Server, options: argparse.Namespace) -> None:
     console.print(_lens_table(lens))
 
 
-def _projection(choice: dict[str, Any], point: str) -> float:
-    return float(np.mean(choice["interventions"]["results"]["projection"]["points"][point]))
+def _projection(choice: dict[str, Any]) -> float:
+    return float(np.mean(_only_point(choice, "projection")))
+
+
+def _only_point(choice: dict[str, Any], name: str) -> Any:
+    """Return what an operation read; the server names its point by the layer counted from 0."""
+    (found,) = choice["interventions"]["results"][name]["points"].values()
+    return found
 
 
 def _comparison_table(comparisons: Sequence[Comparison], layer: int, scale: float) -> Table:
