@@ -1,0 +1,256 @@
+"""Applications of Ray Serve: replicas of each model as a deployment, and, where Ray Serve listens, the front.
+
+``build`` is what a configuration for ``serve deploy`` names, see ``deploy/ray_serve.yaml``. ``command`` has a
+front of its own, and needs the deployments alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
+
+from app.keys_command import has_keys
+from app.replicas.front import create_front
+from app.replicas.handles import ServedReplicas
+from app.replicas.options import ModelOptions, ReplicaOptions
+from app.replicas.protocol import Replicas
+from app.replicas.replica import Replica, ServerOptions
+from app.services.code_policy import is_loopback
+from app.settings import Settings, environment_for_replicas
+from nnsight_engine.core.errors import UnsupportedOptionError
+
+logger = logging.getLogger(__name__)
+
+_ROUTER: Final = "app.replicas.router.PrefixRouter"
+_MARGIN_S: Final = 15.0
+"""What a replica's shutdown takes beyond its drain."""
+_HEALTH_S: Final = 5.0
+_HEALTH_TIMEOUT_S: Final = 30.0
+_RETRIES: Final = 2
+_SMALLEST_CPU: Final = 0.1
+_QUIET: Final = {"enable_access_log": False}
+_NOT_A_NAME: Final = re.compile(r"[^\w.-]+")
+
+
+def build(args: dict[str, Any]) -> Application:
+    """Return the application of a configuration.
+
+    Args:
+        args: As ``ReplicaOptions`` has them.
+
+    Raises:
+        UnsupportedOptionError: There are no keys. Replicas would take whoever comes through Ray Serve's
+            proxies for somebody on their own machine.
+    """
+    options, settings = ReplicaOptions.model_validate(args), Settings()
+    if not asyncio.run(has_keys(settings)):
+        raise no_keys(
+            "Ray Serve's proxies listen to other machines; it belongs in the database that the application's "
+            "runtime_env names"
+        )
+    deployments = [replicas_of(index, options, settings) for index in range(len(options.models))]
+    return front_of(options, settings, deployments)
+
+
+def no_keys(why: str) -> UnsupportedOptionError:
+    """Return the error for a server that needs a key and has none."""
+    return UnsupportedOptionError(
+        "there are no keys: make one with `nnsight-engine keys create --tenant NAME --scopes "
+        f"completions,interventions`, for {why}"
+    )
+
+
+def front_of(options: ReplicaOptions, settings: Settings, deployments: Sequence[Application]) -> Application:
+    """Return the front as an application that Ray Serve listens for.
+
+    Args:
+        options: Of the replicas.
+        settings: The front's.
+        deployments: The replicas of each model.
+    """
+    front = serve.deployment(serve.ingress()(ServedFront))
+    return front.options(
+        name="front",
+        max_ongoing_requests=options.max_ongoing_requests * 8,
+        graceful_shutdown_timeout_s=settings.drain_timeout_s + _MARGIN_S,
+        ray_actor_options={"num_cpus": 0},
+        logging_config=_QUIET,
+    ).bind(options, settings, *deployments)
+
+
+def replicas_of(index: int, options: ReplicaOptions, settings: Settings) -> Application:
+    """Return the deployment of one of the models' replicas.
+
+    Args:
+        index: Which model.
+        options: Of all.
+        settings: The front's; replicas read their own, from the environment that they are told.
+
+    Raises:
+        UnsupportedOptionError: The cluster has several nodes, and replicas would listen to their own alone.
+    """
+    nodes = nodes_of_cluster()
+    if len(nodes) > 1 and is_loopback(options.host):
+        raise UnsupportedOptionError(
+            f"the cluster has {len(nodes)} nodes, and replicas that listen on {options.host} are reached "
+            "from their own alone: set `host: 0.0.0.0`, for which there must be keys"
+        )
+    shared = [resources_of(one, options.models, nodes) for one in options.models]
+    model, resources = options.models[index], shared[index]
+    if model.num_devices > 1 and not resources["num_gpus"]:
+        logger.warning(
+            "the engine of %s is to spread over %d GPUs, and Ray knows of none: it is started on cores; "
+            "where GPUs come later, say how many with num_gpus or --replica-gpus",
+            model.names[0],
+            model.num_devices,
+        )
+    before = zip(options.models[:index], shared[:index], strict=True)
+    stop_s = settings.drain_timeout_s + _MARGIN_S
+    server = ServerOptions(
+        arguments=[*([] if model.model is None else [model.model]), *model.arguments],
+        environment={**environment_for_replicas(), **options.environment, **model.environment},
+        host=options.host,
+        num_cores=num_cores_of(model, resources),
+        first_core=sum(one.most_replicas * num_cores_of(one, its) for one, its in before),
+        stop_s=stop_s,
+    )
+    return (
+        serve.deployment(Replica)
+        .options(
+            name=deployment_name(index, model),
+            **scaling_of(model),
+            max_ongoing_requests=options.max_ongoing_requests,
+            ray_actor_options=resources,
+            request_router_config=routing_of(options),
+            health_check_period_s=_HEALTH_S,
+            health_check_timeout_s=_HEALTH_TIMEOUT_S,
+            graceful_shutdown_timeout_s=settings.drain_timeout_s + stop_s + _MARGIN_S,
+            max_constructor_retry_count=_RETRIES,
+            logging_config=_QUIET,
+        )
+        .bind(server)
+    )
+
+
+def routing_of(options: ReplicaOptions) -> dict[str, Any]:
+    """Return how replicas are chosen, as Ray Serve has it."""
+    return {"request_router_class": _ROUTER, "request_router_kwargs": {"slack": options.slack}}
+
+
+def scaling_of(model: ModelOptions) -> dict[str, Any]:
+    """Return how many replicas there are to be, as Ray Serve has it."""
+    if model.max_replicas is None:
+        return {"num_replicas": model.replicas}
+    autoscaling = {
+        "min_replicas": model.replicas,
+        "max_replicas": model.max_replicas,
+        "target_ongoing_requests": model.target_ongoing_requests,
+        "upscale_delay_s": model.upscale_delay_s,
+        "downscale_delay_s": model.downscale_delay_s,
+    }
+    return {"autoscaling_config": autoscaling}
+
+
+def nodes_of_cluster() -> list[dict[str, float]]:
+    """Return what each node of the cluster has that is there, in cores and GPUs."""
+    nodes: list[dict[str, Any]] = ray.nodes()
+    return [node["Resources"] for node in nodes if node["Alive"]]
+
+
+def resources_of(
+    model: ModelOptions, models: Sequence[ModelOptions], nodes: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
+    """Return what a replica has to itself of its node's cores and GPUs.
+
+    A replica with GPUs has one core. Of the smallest node that has any, the others' cores are shared out
+    among as many replicas of all models as there may be on each: so all find room. An engine whose workers
+    Ray starts elsewhere has its GPUs from Ray, in a group of its own.
+    """
+    has_gpus = any(one.get("GPU", 0) > 0 for one in nodes)
+    num_gpus = _num_gpus(model, has_gpus=has_gpus)
+    if model.num_cpus is not None:
+        return {"num_cpus": model.num_cpus, "num_gpus": num_gpus}
+    if num_gpus or (has_gpus and not model.num_devices):
+        return {"num_cpus": 1.0, "num_gpus": num_gpus}
+    sizes = [one["CPU"] for one in nodes if one.get("CPU", 0) >= 1] or [
+        1.0
+    ]  # heads may be kept for Ray itself
+    taken, sharing = 0.0, 0
+    for one in models:
+        if one.num_cpus is None and not _num_gpus(one, has_gpus=has_gpus):
+            sharing += one.most_replicas
+        else:
+            taken += one.most_replicas * (1.0 if one.num_cpus is None else one.num_cpus)
+    left = min(sizes) - taken / len(sizes)
+    share = left / max(1, math.ceil(sharing / len(sizes)))
+    return {"num_cpus": float(int(share)) if share >= 1 else _SMALLEST_CPU, "num_gpus": num_gpus}
+
+
+def _num_gpus(model: ModelOptions, *, has_gpus: bool) -> float:
+    if model.num_gpus is not None:
+        return model.num_gpus
+    return float(model.num_devices) if has_gpus else 0.0
+
+
+def num_cores_of(model: ModelOptions, resources: dict[str, float]) -> int:
+    """Return on how many cores a replica's engine computes; 0 where it has GPUs or processes of its own."""
+    return 0 if resources["num_gpus"] or model.num_devices != 1 else max(1, int(resources["num_cpus"]))
+
+
+def deployment_name(index: int, model: ModelOptions) -> str:
+    """Return what Ray Serve calls a model's deployment."""
+    return f"{index}-{_NOT_A_NAME.sub('-', model.names[0]).strip('-')[-60:]}"
+
+
+class ServedFront:
+    """The front where Ray Serve listens, behind its proxies."""
+
+    async def __init__(self, options: ReplicaOptions, settings: Settings, *handles: DeploymentHandle) -> None:  # type: ignore[misc]  # Ray Serve awaits it
+        """Know the replicas, which Ray Serve starts and ends."""
+        self._options = options
+        self._settings = settings
+        self._replicas: list[Replicas] = [ServedReplicas(one, options.wait_s) for one in handles]
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        """Return the front's application."""
+        return create_front(self._settings, self._options, lambda: self._replicas, _Elsewhere())
+
+
+class _Elsewhere:
+    """Replicas that somebody else starts and ends."""
+
+    ready = True
+    alive = True
+
+    async def start(self) -> None:
+        """Have nothing to start."""
+
+    async def died(self) -> None:
+        """Wait for ever."""
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        """Have nothing to close."""
+
+
+__all__ = [
+    "build",
+    "deployment_name",
+    "front_of",
+    "nodes_of_cluster",
+    "num_cores_of",
+    "replicas_of",
+    "resources_of",
+    "routing_of",
+    "scaling_of",
+]

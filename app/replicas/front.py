@@ -1,0 +1,286 @@
+"""The front: one HTTP address for all replicas of all models. It decides where a request goes, and no more.
+
+What callers may do is the replicas' to say, which look keys up in the database that they share. What belongs
+to one replica, a result behind a URL, is asked of that one; all else of any. ``command`` serves this
+application itself, ``application`` has Ray Serve do that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from typing import Final
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from api_schemas.errors import ApiError, ErrorCode
+from app.body import THREAD_BYTES
+from app.cutoff import cutoff_of
+from app.errors import error_response, install_error_handlers
+from app.lifecycle import Lifecycle, Phase, Startable
+from app.middleware import GateMiddleware
+from app.receiving import INTAKE, Receiving
+from app.replicas.asked import Asked, of_body, owner_of, split_path
+from app.replicas.options import ReplicaOptions
+from app.replicas.protocol import Place, Replicas, none_ready
+from app.replicas.questions import Questions
+from app.replicas.relay import NotTakenError, Relay, Sent, is_held
+from app.replicas.sockets import deny, relay_socket
+from app.services.disconnect import while_connected
+from app.settings import Settings
+
+_UNASKED_BYTES: Final = 1024 * 1024
+"""So much of a body is held before a replica has said whether its sender may come in."""
+_EVENTS: Final = "/events"
+_YES: Final = {"1", "on", "t", "true", "y", "yes"}
+"""As pydantic reads them in a query."""
+MODEL: Final = "nnsight_engine.model"
+"""Where a request's scope has the model that its path named."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrontContext:
+    """The parts of a front; ``app.state.context`` has them."""
+
+    settings: Settings
+    lifecycle: Lifecycle
+
+
+class Front:
+    """Where requests go.
+
+    Args:
+        settings: The server's.
+        options: Of the replicas.
+        replicas: Of each model, in the order of ``options.models``.
+    """
+
+    def __init__(
+        self, settings: Settings, options: ReplicaOptions, replicas: Callable[[], list[Replicas]]
+    ) -> None:
+        """Know the models; nothing is asked yet."""
+        self._settings = settings
+        self._options = options
+        self._replicas = replicas
+        self._receiving = Receiving(settings.max_received_bytes, settings.tenant_share)
+        self._questions = Questions(options.models, replicas, lambda: self._relay)
+        self._index = {name: index for index, one in enumerate(options.models) for name in one.names}
+        self._opened: Relay | None = None
+
+    async def close(self) -> None:
+        """Close connections to replicas."""
+        if self._opened is not None:
+            await self._opened.close()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request or a WebSocket on."""
+        if scope["type"] == "websocket":
+            await self._socket(WebSocket(scope, receive, send))
+            return
+        request = Request(scope, receive)
+        path, named = scope["path"], str(scope.get(MODEL, ""))
+        answer: Response | None = None
+        if path == "/metrics":
+            answer = await self._questions.metrics(request)
+        elif path == "/v1/models" and not named and len(self._options.models) > 1:
+            answer = await self._questions.models(request)
+        elif path == "/health/ready":
+            answer = await self._questions.ready(request, self._wanted(named))
+        elif is_held(request):
+            answer = await self._count_body(request)
+        if answer is not None:
+            await answer(scope, receive, send)
+            return
+        sent = await self._relay.read(request, path)
+        await self._pass_on(sent, await self._asked(sent, named), send)
+
+    def _wanted(self, named: str) -> list[int]:
+        """Return which models must be there for all to be well: one that is named, or those with replicas."""
+        if named:
+            return [self._index[named]]
+        return [index for index, one in enumerate(self._options.models) if one.replicas]
+
+    async def _count_body(self, request: Request) -> Response | None:
+        """Have a body counted while it is held: a key's own bytes, once replicas know it, else an address's.
+
+        So nobody whom no replica knows has more than a share of what may be held, or much of it at once.
+
+        Returns:
+            What its sender is told instead, where that is not let in.
+        """
+        name = "" if request.client is None else request.client.host
+        declared = request.headers.get("content-length", "")
+        if not declared.isdecimal() or int(declared[:20]) > _UNASKED_BYTES:
+            refusal = await self._questions.refusal(request)
+            if refusal is not None:
+                return refusal
+            key = request.headers.get("authorization", "")
+            # Who is let in without a key is of a server that only this machine uses.
+            name = f"key {hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}" if key else ""
+        request.scope[INTAKE] = self._receiving.intake(name)
+        return None
+
+    async def _asked(self, sent: Sent, named: str) -> Asked:
+        body = sent.body
+        if not body:
+            return Asked(named, owner=owner_of(sent.path))
+        key = sent.request.headers.get("authorization", "").encode()
+
+        def look() -> Asked:
+            return of_body(body, key, prefix_bytes=self._options.prefix_bytes)
+
+        found = look() if len(body) < THREAD_BYTES else await asyncio.to_thread(look)
+        return Asked(named or found.model, found.key)
+
+    @property
+    def _relay(self) -> Relay:
+        if self._opened is None:
+            self._opened = Relay(self._settings)
+        return self._opened
+
+    async def _pass_on(self, sent: Sent, asked: Asked, send: Send) -> None:
+        """Send a request to a replica, or to the next one where that has not taken it."""
+        replicas = await self._of(asked)
+        scope = sent.request.scope
+        tried: set[str] = set()
+        answer: Response | None = None
+        while True:
+            try:
+                async with contextlib.AsyncExitStack() as stack:
+                    taking = replicas.taken(asked.key, owner=asked.owner, tried=tried)
+                    entering = stack.enter_async_context(taking)
+                    place = await while_connected(sent.receive, entering, cutoff_of(scope))
+                    if place.name in tried or (asked.owner and place.name != asked.owner):
+                        break
+                    tried.add(place.name)
+                    reply = await self._relay.answer(sent, place)
+                    await reply(scope, sent.receive, send)
+                    return
+            except NotTakenError as refusal:
+                answer = refusal.answer or answer
+        if answer is None:
+            raise _no_result() if asked.owner else none_ready()
+        await answer(scope, sent.receive, send)
+
+    async def _of(self, asked: Asked) -> Replicas:
+        """Return the replicas that a request is for, of a model that nobody has those of the first one."""
+        replicas = self._replicas()
+        if not replicas:
+            raise none_ready()
+        if asked.owner and len(replicas) > 1:
+            found = await self._questions.having(asked.owner)
+            if found is None:
+                raise _no_result()
+            return found
+        return replicas[self._index.get(asked.model, 0)]
+
+    async def _socket(self, websocket: WebSocket) -> None:
+        try:
+            await self._pass_socket_on(websocket, websocket.scope["path"])
+        except ApiError as error:
+            await deny(websocket, error_response(error))
+
+    async def _pass_socket_on(self, websocket: WebSocket, path: str) -> None:
+        """Lead a WebSocket to a replica, or to the next one where that does not take it."""
+        replicas = await self._of(Asked(str(websocket.scope.get(MODEL, ""))))
+        is_local = websocket.query_params.get("local", "").lower() in _YES and path.endswith(_EVENTS)
+        tried: set[str] = set()
+        answer: Response | None = None
+        while True:
+            async with replicas.taken(tried=tried) as place:
+                if place.name in tried:
+                    break
+                tried.add(place.name)
+                places: list[Place] = await self._questions.places() if is_local else []
+                others = [one for one in places if one.name != place.name]
+                try:
+                    await relay_socket(websocket, path, place, others)
+                except NotTakenError as refusal:
+                    answer = refusal.answer or answer
+                else:
+                    return
+        await deny(websocket, answer or error_response(none_ready()))
+
+
+def create_front(
+    settings: Settings,
+    options: ReplicaOptions,
+    replicas: Callable[[], list[Replicas]],
+    started: Startable,
+    *,
+    on_failure: Callable[[], None] | None = None,
+) -> Starlette:
+    """Return the application.
+
+    Args:
+        settings: The server's.
+        options: Of the replicas.
+        replicas: Returns those of each model, once ``started`` is ready.
+        started: Starts and closes them, with the application.
+        on_failure: Called where they do not start.
+    """
+    front = Front(settings, options, replicas)
+    lifecycle = Lifecycle(started, on_failure)
+
+    async def live(_request: Request) -> Response:
+        refusal = lifecycle.refusal()
+        if lifecycle.phase is Phase.DEAD and refusal is not None:
+            return error_response(refusal)
+        return JSONResponse({"status": lifecycle.phase})
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(front.close)
+            stack.push_async_callback(lifecycle.close)
+            lifecycle.start()
+            stack.push_async_callback(lifecycle.drain, settings.drain_timeout_s)
+            yield
+
+    async def ready(scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = lifecycle.refusal() if scope["path"] == "/health/ready" else None
+        await (front if refusal is None else error_response(refusal))(scope, receive, send)
+
+    app = Starlette(routes=[Route("/health/live", live), Mount("/", app=ready)], lifespan=lifespan)
+    app.state.context = FrontContext(settings, lifecycle)
+    app.add_middleware(GateMiddleware, lifecycle=lifecycle, request_timeout_s=settings.request_timeout_s)
+    app.add_middleware(_ModelInPath, options=options)
+    install_error_handlers(app)
+    return app
+
+
+class _ModelInPath:
+    """Takes out of a path where Ray Serve has the front, and a model's name, before anybody looks at it."""
+
+    def __init__(self, app: ASGIApp, options: ReplicaOptions) -> None:
+        self._app = app
+        self._names = [name for one in options.models for name in one.names]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in {"http", "websocket"}:
+            root, whole = str(scope.get("root_path", "")).rstrip("/"), str(scope["path"])
+            below = whole.removeprefix(root) if whole.startswith(f"{root}/") else whole
+            model, path = split_path(below, self._names)
+            if path != whole:
+                scope = {**scope, "root_path": "", "path": path, "raw_path": path.encode()}
+            if model:
+                scope[MODEL] = model
+        await self._app(scope, receive, send)
+
+
+def _no_result() -> ApiError:
+    return ApiError(
+        ErrorCode.RESULT_NOT_FOUND,
+        "The replica that had this result has gone, and the result with it; send the request again.",
+    )
+
+
+__all__ = ["Front", "FrontContext", "create_front"]

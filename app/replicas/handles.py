@@ -1,0 +1,98 @@
+"""Replicas as Ray Serve knows them: a request is a call of the replica's ``lease`` for as long as it takes.
+
+So Ray Serve counts what is under way in each replica, which is what it scales by and what the router goes by,
+while not a byte of any request or answer passes through Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Collection
+from typing import Any, Final
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from app.replicas.protocol import Place, none_ready
+
+logger = logging.getLogger(__name__)
+
+_PLACES_S: Final = 2.0
+_PAUSE_S: Final = 0.1
+
+
+class ServedReplicas:
+    """The replicas of one deployment.
+
+    Args:
+        handle: The deployment's.
+        wait_s: How long a request waits for a replica.
+    """
+
+    def __init__(self, handle: DeploymentHandle, wait_s: float) -> None:
+        """Ask nothing yet."""
+        self._handle = handle
+        self._leases = handle.options(method_name="lease", stream=True)
+        self._wait_s = wait_s
+        self._last: list[Place] = []
+
+    @contextlib.asynccontextmanager
+    async def taken(
+        self, key: bytes = b"", *, owner: str = "", tried: Collection[str] = ()
+    ) -> AsyncGenerator[Place, None]:
+        """Choose a replica, and count a request there for the length of the block.
+
+        Raises:
+            ApiError: ``starting``: none is there in time.
+        """
+        asked = {"key": key, "owner": owner, "tried": list(tried)}
+        leases: list[Any] = []
+        try:
+            try:
+                async with asyncio.timeout(self._wait_s):
+                    name, url = await self._next(leases, asked)
+            except (TimeoutError, RayServeException) as error:
+                logger.info("no replica was chosen: %r", error)
+                raise none_ready() from error
+            yield Place(name, url)
+        finally:
+            for lease in leases:
+                _end(lease)
+
+    async def places(self) -> list[Place]:
+        """Return where all of them are, or were: one whose machine has gone lets the others' answers wait."""
+        try:
+            found = await self._handle.broadcast("place").results_async(
+                timeout_s=_PLACES_S, return_exceptions=True
+            )
+        except TimeoutError:
+            return self._last
+        except (RayError, RayServeException):
+            return []
+        self._last = [Place(*one) for one in found if not isinstance(one, BaseException)]
+        return self._last
+
+    async def _next(self, leases: list[Any], asked: dict[str, Any]) -> tuple[str, str]:
+        """Ask until a replica answers; one may have died without the router's knowing it."""
+        while True:
+            leases.append(self._leases.remote(**asked))
+            try:
+                place: tuple[str, str] = await anext(leases[-1])
+            except (RayError, StopAsyncIteration) as error:
+                logger.info("a replica that was chosen has gone: %r", error)
+                await asyncio.sleep(_PAUSE_S)
+            else:
+                return place
+
+
+def _end(lease: Any) -> None:
+    try:
+        lease.cancel()
+    except Exception as error:  # noqa: BLE001 - it has ended by itself, or its replica has
+        logger.debug("a lease could not be cancelled: %r", error)
+
+
+__all__ = ["ServedReplicas"]

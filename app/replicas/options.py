@@ -1,0 +1,185 @@
+"""What an operator says of replicas: on the command line, or as ``args`` in Ray Serve's configuration."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from nnsight_engine.core.errors import UnsupportedOptionError
+from nnsight_engine.modeling.bundled import BUNDLED_MODEL_NAME
+
+OPTIONS: Final = {
+    "--replicas": int,
+    "--max-replicas": int,
+    "--target-ongoing-requests": float,
+    "--replica-cpus": float,
+    "--replica-gpus": float,
+}
+"""Of the command line; a number each."""
+_FIELDS: Final = {"--replica-cpus": "num_cpus", "--replica-gpus": "num_gpus"}
+
+_STRICT: Final = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelOptions(BaseModel):
+    """One model, and how many replicas have it."""
+
+    model_config = _STRICT
+
+    model: str | None = Field(
+        default=None, description="A Hugging Face name or a folder; else the bundled one."
+    )
+    arguments: list[str] = Field(
+        default=[],
+        description="What `nnsight-engine serve` takes after the model: vLLM's arguments, our own.",
+    )
+    replicas: int = Field(default=1, ge=0, description="How many there are; with `max_replicas` the fewest.")
+    max_replicas: int | None = Field(
+        default=None, ge=1, description="Up to how many more are started under load."
+    )
+    target_ongoing_requests: float = Field(
+        default=32.0, gt=0, description="Requests under way in a replica beyond which there are to be more."
+    )
+    upscale_delay_s: float = Field(default=30.0, ge=0, description="How long it must be so.")
+    downscale_delay_s: float = Field(default=600.0, ge=0, description="How long there must be fewer.")
+    num_cpus: float | None = Field(default=None, ge=0, description="Cores of a replica; else shared out.")
+    num_gpus: float | None = Field(
+        default=None, ge=0, description="GPUs of a replica; else as many as its engine spreads over."
+    )
+    environment: dict[str, str] = Field(default={}, description="Variables of this model's replicas.")
+
+    @model_validator(mode="after")
+    def _check_range(self) -> ModelOptions:
+        try:
+            options = _engine_options(self.arguments)
+        except argparse.ArgumentError as error:
+            raise ValueError(str(error)) from error
+        if options.config is not None:
+            raise ValueError(
+                f"--config {options.config}: what a file says of names and GPUs would not be known to Ray; "
+                "say it in the arguments"
+            )
+        if self.max_replicas is None and not self.replicas:
+            raise ValueError("replicas may be 0 only where max_replicas lets them be started")
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ValueError(
+                f"max_replicas is {self.max_replicas} and must not be below {self.replicas} replicas"
+            )
+        return self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What clients may call it."""
+        given = _engine_options(self.arguments).served_model_name
+        return tuple(given) if given else (self.model or BUNDLED_MODEL_NAME,)
+
+    @property
+    def num_devices(self) -> int:
+        """How many GPUs one engine spreads over that its own process looks after; 0 where Ray does that."""
+        options = _engine_options(self.arguments)
+        if options.distributed_executor_backend == "ray":
+            return 0
+        num_devices: int = options.tensor * options.pipeline * options.data * options.prefill
+        return num_devices
+
+    @property
+    def most_replicas(self) -> int:
+        """How many replicas there may be at once."""
+        return self.max_replicas or self.replicas
+
+
+class ReplicaOptions(BaseModel):
+    """Models behind one address."""
+
+    model_config = _STRICT
+
+    models: list[ModelOptions] = Field(min_length=1)
+    environment: dict[str, str] = Field(default={}, description="Variables of all replicas.")
+    host: str = Field(
+        default="127.0.0.1",
+        description="Where replicas listen; `0.0.0.0` where they and the front are on several machines.",
+    )
+    wait_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="How long a request waits for a replica; longer to start one from none.",
+    )
+    prefix_bytes: int = Field(
+        default=256,
+        ge=0,
+        description="Prompts that agree in so many bytes go to one replica; 0 for no such rule.",
+    )
+    slack: int = Field(
+        default=8, ge=0, description="Unless it has so many more requests than the one with the fewest."
+    )
+    max_ongoing_requests: int = Field(default=1024, ge=1, description="Most requests under way in a replica.")
+
+    @model_validator(mode="after")
+    def _check_names(self) -> ReplicaOptions:
+        names = [name for one in self.models for name in one.names]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"each model needs names of its own, `--served-model-name`; of several models are: {twice}"
+            )
+        return self
+
+
+def split_replicas(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any] | None]:
+    """Return a command's arguments without those about replicas, and what these say; None where none does.
+
+    Raises:
+        UnsupportedOptionError: One of them has no number.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name, kind in OPTIONS.items():
+        parser.add_argument(name, type=kind, dest=_FIELDS.get(name), default=argparse.SUPPRESS)
+    try:
+        found, left = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UnsupportedOptionError(str(error)) from error
+    wanted = vars(found)
+    if not wanted:
+        return list(arguments), None
+    return left, wanted
+
+
+def split_address(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Return a command's arguments without ``--host`` and ``--port``, which are the front's, and these.
+
+    Raises:
+        UnsupportedOptionError: The port is none.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--host", default=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=argparse.SUPPRESS)
+    try:
+        found, left = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UnsupportedOptionError(str(error)) from error
+    return left, vars(found)
+
+
+def _engine_options(arguments: list[str]) -> Any:
+    """Return those of vLLM's arguments that concern us; vLLM itself is not to be imported for them."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--served-model-name", nargs="+", default=[])
+    parser.add_argument("--tensor-parallel-size", "-tp", dest="tensor", type=int, default=1)
+    parser.add_argument("--pipeline-parallel-size", "-pp", dest="pipeline", type=int, default=1)
+    parser.add_argument("--data-parallel-size", "-dp", dest="data", type=int, default=1)
+    parser.add_argument("--prefill-context-parallel-size", "-pcp", dest="prefill", type=int, default=1)
+    parser.add_argument("--distributed-executor-backend", default="")
+    parser.add_argument("--config")
+    return parser.parse_known_args([_dashed(one) for one in arguments])[0]
+
+
+def _dashed(argument: str) -> str:
+    """Return an argument with its name as vLLM reads it, which takes underscores for dashes."""
+    name, equals, value = argument.partition("=")
+    return f"{name.replace('_', '-')}{equals}{value}" if argument.startswith("--") else argument
+
+
+__all__ = ["OPTIONS", "ModelOptions", "ReplicaOptions", "split_address", "split_replicas"]

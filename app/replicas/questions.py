@@ -1,0 +1,141 @@
+"""What the front asks of replicas itself: metrics, models, whether they serve, whether they let a caller in.
+
+No lease is taken for it, so that no model is started and none waited for; and each answer has a limit, so
+that a replica that says nothing holds up nobody for long. The front calls it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final
+
+import msgspec
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from app.replicas.merging import merged
+from app.replicas.options import ModelOptions
+from app.replicas.protocol import Place, Replicas, none_ready
+from app.replicas.relay import Relay, Said
+
+_METRICS_S: Final = 10.0
+_FIRST_S: Final = 2.0
+_OK: Final = 200
+_UNAVAILABLE: Final = 503
+
+
+class Questions:
+    """Answers for one front.
+
+    Args:
+        models: The options of each model.
+        replicas: Of each model, in that order; of none before they are there.
+        relay: Opens connections to them.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ModelOptions],
+        replicas: Callable[[], list[Replicas]],
+        relay: Callable[[], Relay],
+    ) -> None:
+        """Ask nothing yet."""
+        self._models = models
+        self._replicas = replicas
+        self._relay = relay
+
+    async def metrics(self, request: Request) -> Response:
+        """Return the metrics of all replicas, where the caller may see them."""
+        places = await self.places()
+        found = await asyncio.gather(*(self._ask(one, "/metrics", request, _METRICS_S) for one in places))
+        said = [one for one in found if one is not None]
+        refused = next((one for one in said if one.status != _OK), None)
+        if refused is not None:
+            return refused.response()
+        pages = {one.place.name: one.text for one in said}
+        return Response(merged(pages), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    async def models(self, request: Request) -> Response:
+        """Return the lists of all models as one; those that no replica has now are named at least."""
+        asking = (self._first(one, "/v1/models", request) for one in self._replicas())
+        found = await asyncio.gather(*asking)
+        said = [one for one in found if one is not None and one.status != _UNAVAILABLE]
+        if not said:
+            raise none_ready()
+        refused = next((one for one in said if one.status != _OK), None)
+        if refused is not None:
+            return refused.response()
+        data: list[Any] = []
+        for model, one in zip(self._models, found, strict=True):
+            is_there = one is not None and one.status == _OK
+            data += msgspec.json.decode(one.text)["data"] if one and is_there else _cards(model)
+        return JSONResponse({"object": "list", "data": data})
+
+    async def ready(self, request: Request, wanted: Collection[int]) -> Response:
+        """Return whether each of some models has a replica that serves."""
+        replicas = self._replicas()
+        if not replicas:
+            raise none_ready()
+        asking = (self._first(replicas[index], "/health/ready", request) for index in sorted(wanted))
+        found = await asyncio.gather(*asking)
+        for one in found:
+            if one is None:
+                raise none_ready()
+            if one.status != _OK:
+                return one.response()
+        first = next(iter(found), None)  # none where all models may have no replicas
+        return JSONResponse({"status": "ready"}) if first is None else first.response()
+
+    async def refusal(self, request: Request) -> Response | None:
+        """Return with what a caller is refused; None where replicas let them in, or are not there to ask."""
+        for one in self._replicas():
+            said = await self._first(one, "/v1/models", request)
+            if said is not None and said.status != _UNAVAILABLE:
+                return None if said.status == _OK else said.response()
+        return None
+
+    async def having(self, name: str) -> Replicas | None:
+        """Return the replicas that one of some name is of; None where it is gone."""
+        replicas = self._replicas()
+        found = await asyncio.gather(*(one.places() for one in replicas))
+        if not any(found):
+            raise none_ready()
+        for one, places in zip(replicas, found, strict=True):
+            if any(place.name == name for place in places):
+                return one
+        return None
+
+    async def places(self) -> list[Place]:
+        """Return where the replicas of all models are."""
+        found = await asyncio.gather(*(one.places() for one in self._replicas()))
+        return [place for some in found for place in some]
+
+    async def _first(self, replicas: Replicas, path: str, request: Request) -> Said | None:
+        """Return what the first of some replicas says that serves; else that none does, None without any."""
+        places = await replicas.places()
+        unavailable: Said | None = None
+        for place in random.sample(places, len(places)):
+            said = await self._ask(place, path, request, _FIRST_S)
+            if said is not None and said.status != _UNAVAILABLE:
+                return said
+            unavailable = said or unavailable
+        return unavailable
+
+    async def _ask(self, place: Place, path: str, request: Request, most_s: float) -> Said | None:
+        try:
+            async with asyncio.timeout(most_s):
+                return await self._relay().ask(place, path, request)
+        except TimeoutError:
+            return None
+
+
+def _cards(model: ModelOptions) -> list[dict[str, Any]]:
+    return [
+        {"id": name, "object": "model", "created": 0, "owned_by": "nnsight-engine"} for name in model.names
+    ]
+
+
+__all__ = ["Questions"]

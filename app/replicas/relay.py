@@ -1,0 +1,346 @@
+"""HTTP from a client to a replica and back, piece by piece: neither side gets ahead of the other by much.
+
+Who reads slowly is waited for, who leaves is left, and what the replica says goes to the client as it is but
+for what concerns the connection alone. Bodies in JSON are held, since they say where the request goes; then
+the request may be sent again, to another replica, where the first one refused it or was not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import socket
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Final
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+from multidict import CIMultiDict
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
+from starlette.responses import Response
+from starlette.types import Message
+from yarl import URL
+
+from api_schemas.errors import ErrorCode
+from app.body import read_bytes, stream_bytes
+from app.cutoff import cutoff_of
+from app.listening import notice_loss
+from app.replicas.protocol import Place, lost
+from app.services.disconnect import while_connected
+from app.services.streaming import ClosingStream, last_events
+from app.settings import Settings
+
+REPLICA_HEADER: Final = "x-nnsight-replica"
+_CONNECT_S: Final = 5.0
+_STREAMS: Final = {"/v1/completions", "/v1/chat/completions"}
+"""What answers with events of which the last may say that something went wrong."""
+_EVENTS: Final = "text/event-stream"
+_EVENT_END: Final = b"\n\n"
+_MOST_REFUSAL_BYTES: Final = 64 * 1024
+_PIECE_BYTES: Final = 64 * 1024
+_REFUSALS: Final = {ErrorCode.STARTING.value, ErrorCode.DRAINING.value, ErrorCode.ENGINE_RESTARTING.value}
+"""Codes of replicas that have done nothing of a request, or nothing that another may not do again."""
+_UNAVAILABLE: Final = 503
+_SAFE: Final = {"GET", "HEAD", "OPTIONS"}
+_OF_CONNECTIONS: Final = {
+    "connection", "date", "expect", "forwarded", "keep-alive", "proxy-authenticate", "proxy-authorization",
+    "server", "te", "trailer", "transfer-encoding", "upgrade", "x-forwarded-for", "x-forwarded-host",
+    "x-forwarded-proto", REPLICA_HEADER,
+}  # fmt: skip
+"""Headers that each side has of its own, and those that only the front may say."""
+_OF_CALLERS: Final = {"authorization", "host"}
+"""Headers that say who asks."""
+_OF_REFUSALS: Final = {"retry-after", "www-authenticate"}
+_JSON: Final = "application/json"
+
+
+class NotTakenError(Exception):
+    """The replica has not taken the request, which may be sent to another one.
+
+    Attributes:
+        answer: What it said instead; None where it could not be reached.
+    """
+
+    def __init__(self, answer: Response | None = None) -> None:
+        """Keep its answer, for the case that no other replica takes it either."""
+        super().__init__()
+        self.answer = answer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Said:
+    """What a replica answers to a question of the front's.
+
+    Attributes:
+        place: The replica.
+        status: HTTP's.
+        text: The body.
+        headers: Those that refusals have.
+    """
+
+    place: Place
+    status: int
+    text: str
+    headers: Mapping[str, str]
+
+    def response(self) -> Response:
+        """Return it as the answer to a client."""
+        headers = {**self.headers, REPLICA_HEADER: self.place.name}
+        return Response(self.text, self.status, headers, media_type=_JSON)
+
+
+class Sent:
+    """A request on its way.
+
+    Args:
+        request: The client's.
+        path: As the replica has it.
+        body: All of the body, where it is held; else it goes on as it comes, once.
+
+    Attributes:
+        error: Why a body that goes on as it comes ended before its time.
+    """
+
+    def __init__(self, request: Request, path: str, body: bytearray | None) -> None:
+        """Send nothing yet."""
+        self.request = request
+        self.path = path
+        self.body = body
+        self.error: Exception | None = None
+        self._is_read = asyncio.Event()
+        if body is not None:
+            self._is_read.set()
+
+    async def receive(self) -> Message:
+        """Receive what the client sends behind the body."""
+        await self._is_read.wait()
+        if self.error is not None:  # whoever sends the body tells
+            await asyncio.Event().wait()
+        return await self.request.receive()
+
+    async def pieces(self, settings: Settings) -> AsyncGenerator[bytes | memoryview, None]:
+        """Yield the body."""
+        if self.body is not None:
+            view = memoryview(self.body)
+            for start in range(0, len(view), _PIECE_BYTES):
+                yield view[start : start + _PIECE_BYTES]
+            return
+        most = max(settings.max_trace_request_bytes, settings.max_body_bytes)
+        try:
+            async for chunk in stream_bytes(self.request, most, settings.upload_idle_timeout_s):
+                yield chunk
+        except Exception as error:
+            self.error = error
+            raise
+        finally:
+            self._is_read.set()
+
+    def headers(self) -> CIMultiDict[str]:
+        """Return the headers as the replica gets them: the client's host, and where the client is."""
+        found = [(name, one) for name, one in self.request.headers.items() if name not in _OF_CONNECTIONS]
+        headers = CIMultiDict(found)
+        if self.body is not None:
+            headers.popall("content-length", None)
+            if self.body or self.request.method not in _SAFE:
+                headers["content-length"] = str(len(self.body))
+        headers.update(whereabouts(self.request))
+        return headers
+
+
+class Relay:
+    """Connections to replicas.
+
+    Args:
+        settings: The server's.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        """Open nothing yet; called inside the running event loop."""
+        self._settings = settings
+        self._session = aiohttp.ClientSession(
+            # A connection each: nothing of one request can be taken for the beginning of the next one.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_socket),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+            auto_decompress=False,
+            read_bufsize=_PIECE_BYTES,
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._session.close()
+
+    async def read(self, request: Request, path: str) -> Sent:
+        """Read a request as far as it is to be held.
+
+        Raises:
+            ApiError: As ``body.read_bytes``.
+        """
+        if request.method in _SAFE:
+            return Sent(request, path, bytearray())
+        if not is_held(request):
+            return Sent(request, path, None)
+        settings = self._settings
+        body = await read_bytes(request, settings.max_body_bytes, settings.upload_idle_timeout_s)
+        return Sent(request, path, body)
+
+    async def answer(self, sent: Sent, place: Place) -> ClosingStream:
+        """Send a request to a replica, and return what comes back.
+
+        Raises:
+            NotTakenError: It may be sent to another one.
+            ApiError: ``replica_lost``, or what ended the request.
+            ClientDisconnect: The client has left.
+        """
+        cutoff = cutoff_of(sent.request.scope)
+        try:
+            response = await while_connected(sent.receive, self._request(sent, place), cutoff)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise NotTakenError from error
+        except (aiohttp.ClientError, OSError) as error:
+            if sent.error is not None:
+                raise sent.error from error
+            if sent.request.method in _SAFE:
+                raise NotTakenError from error
+            raise lost(place.name) from error
+        speaks = sent.path in _STREAMS and response.headers.get("content-type", "").startswith(_EVENTS)
+        source = _pieces(response, place, has_last_words=speaks)
+        if response.status == _UNAVAILABLE and sent.body is not None and _is_short(response):
+            said = await _read(response, place)
+            source = _once(said)
+            if is_refusal(response.status, said):
+                raise NotTakenError(self._stream(response, source, place, speaks=False))
+        return self._stream(response, source, place, speaks=speaks)
+
+    async def ask(self, place: Place, path: str, request: Request) -> Said | None:
+        """Return what a replica answers to a GET on behalf of a client; None where nothing comes.
+
+        Of the request no more goes on than who sends it, and from where.
+        """
+        headers = {name: value for name, value in request.headers.items() if name in _OF_CALLERS}
+        headers.update(whereabouts(request))
+        try:
+            async with self._session.get(f"{place.url}{path}", headers=headers) as response:
+                told = {name: one for name, one in response.headers.items() if name.lower() in _OF_REFUSALS}
+                return Said(place, response.status, await response.text(), told)
+        except (aiohttp.ClientError, OSError):
+            return None
+
+    async def _request(self, sent: Sent, place: Place) -> aiohttp.ClientResponse:
+        request = sent.request
+        query = request.scope["query_string"].decode("latin-1")
+        path = quote(sent.path, safe="/:@!$&'()*+,;=~")
+        has_body = sent.body is None or len(sent.body) > 0
+        return await self._session.request(
+            request.method,
+            URL(f"{place.url}{path}{'?' if query else ''}{query}", encoded=True),
+            headers=sent.headers(),
+            data=sent.pieces(self._settings) if has_body else None,
+            allow_redirects=False,
+        )
+
+    def _stream(
+        self,
+        response: aiohttp.ClientResponse,
+        source: AsyncGenerator[bytes, None],
+        place: Place,
+        *,
+        speaks: bool,
+    ) -> ClosingStream:
+        async def close() -> None:
+            response.close()
+
+        answer = ClosingStream(
+            source,
+            media_type="",
+            status_code=response.status,
+            on_close=close,
+            stall_s=self._settings.client_stall_timeout_s,
+            last_words=last_events if speaks else None,
+        )
+        answer.raw_headers = [
+            (name.lower(), value)
+            for name, value in response.raw_headers
+            if name.decode("latin-1").lower() not in _OF_CONNECTIONS
+        ]
+        answer.headers[REPLICA_HEADER] = place.name
+        return answer
+
+
+def is_held(request: Request) -> bool:
+    """Return whether a request's body is read whole, since it says where the request goes."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return request.method not in _SAFE and kind == _JSON
+
+
+def is_refusal(status: int, said: bytes) -> bool:
+    """Return whether a replica has done nothing of what it answers, and another one may do it."""
+    return status == _UNAVAILABLE and _code(said) in _REFUSALS
+
+
+def whereabouts(connection: HTTPConnection) -> dict[str, str]:
+    """Return what replicas are told of a client's place, whatever the client says of it."""
+    address = "" if connection.client is None else connection.client.host
+    return {"x-forwarded-for": address, "x-forwarded-proto": connection.url.scheme}
+
+
+def _socket(address: tuple[Any, ...]) -> socket.socket:
+    family, kind, protocol, _, _ = address
+    found = socket.socket(family, kind, protocol)
+    notice_loss(found)
+    return found
+
+
+async def _pieces(
+    response: aiohttp.ClientResponse, place: Place, *, has_last_words: bool
+) -> AsyncGenerator[bytes, None]:
+    """Yield an answer as it comes; where the replica goes in the middle, say so or break off."""
+    is_between = True
+    try:
+        async for piece in response.content.iter_any():
+            yield piece
+            is_between = piece.endswith(_EVENT_END)
+    except (aiohttp.ClientError, OSError) as error:
+        if not has_last_words or not is_between:
+            raise ClientDisconnect from error  # which cuts the client's connection
+        yield last_events(lost(place.name))
+    finally:
+        response.close()
+
+
+async def _once(said: bytes) -> AsyncGenerator[bytes, None]:
+    yield said
+
+
+async def _read(response: aiohttp.ClientResponse, place: Place) -> bytes:
+    try:
+        return await response.read()
+    except (aiohttp.ClientError, OSError) as error:
+        raise lost(place.name) from error
+
+
+def _is_short(response: aiohttp.ClientResponse) -> bool:
+    return response.content_length is not None and response.content_length <= _MOST_REFUSAL_BYTES
+
+
+def _code(said: bytes) -> str:
+    """Return the code of an error of ours, or nothing."""
+    try:
+        return msgspec.json.decode(said, type=_Said).error.code
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+
+
+class _Error(msgspec.Struct):
+    code: str
+
+
+class _Said(msgspec.Struct):
+    """An answer that is an error."""
+
+    error: _Error
+
+
+__all__ = ["REPLICA_HEADER", "NotTakenError", "Relay", "Said", "Sent", "is_held", "is_refusal", "whereabouts"]

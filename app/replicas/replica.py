@@ -1,0 +1,185 @@
+"""One replica: an actor of Ray Serve's that runs and watches one server, ``nnsight-engine serve``.
+
+The server is a process of its own, the same as everywhere, with its own drain, restarts of its engine and
+limits; the actor never touches a request. Whatever ends one of the two ends the other, see ``guard``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from typing import Any, Final
+
+import httpx
+import ray
+from ray import serve
+
+from app.settings import environment_of_replica
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S: Final = 0.25
+_ANSWER_S: Final = 5.0
+_LOOPBACK: Final = "127.0.0.1"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """How a replica's server is started.
+
+    Attributes:
+        arguments: Of ``nnsight-engine serve``, but for host and port.
+        environment: Variables.
+        host: Where it listens.
+        num_cores: On how many cores an engine on a CPU computes; 0 where that is not for us to say.
+        first_core: How many cores come before, for replicas of other models.
+        stop_s: How long its shutdown may take.
+    """
+
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    host: str
+    num_cores: int
+    first_core: int
+    stop_s: float
+
+
+class Replica:
+    """One server; ``application`` makes a deployment of this class.
+
+    Args:
+        options: The server's.
+    """
+
+    async def __init__(self, options: ServerOptions) -> None:  # type: ignore[misc]  # Ray Serve awaits it
+        """Start the server, and wait until it has generated a token.
+
+        Raises:
+            RuntimeError: It ended before that.
+        """
+        context = serve.get_replica_context()
+        self._name: str = context.replica_id.unique_id
+        self._options = options
+        address = ray.util.get_node_ip_address() if options.host != _LOOPBACK else _LOOPBACK
+        port = _free_port(options.host)
+        self._url = f"http://{address}:{port}"
+        self._http = httpx.AsyncClient(base_url=self._url, timeout=_ANSWER_S, trust_env=False)
+        environment = environment_of_replica(
+            {**options.environment, **_cluster(options)},
+            self._name,
+            cores=cores_of(
+                options.first_core + context.rank.local_rank * options.num_cores,
+                options.num_cores,
+                sorted(os.sched_getaffinity(0)),
+            ),
+        )
+        self._process = subprocess.Popen(  # noqa: ASYNC220, S603 - it takes milliseconds; ourselves
+            [
+                *(sys.executable, "-m", "app.replicas.guard", "serve", *options.arguments),
+                *("--host", options.host, "--port", str(port)),
+            ],
+            stdin=subprocess.PIPE,  # never written to; its end is ours
+            start_new_session=True,
+            env=environment,
+        )
+        await self._wait_ready()
+        self._watching = asyncio.create_task(self._end_with_server(), name="replica-server")
+
+    async def lease(
+        self, key: bytes = b"", owner: str = "", tried: Collection[str] = ()
+    ) -> AsyncGenerator[tuple[str, str], None]:
+        """Say where the server is, and count as a request until the caller ends the call.
+
+        The arguments are the router's, which has gone by them.
+        """
+        del key, owner, tried
+        yield await self.place()
+        await asyncio.Event().wait()
+
+    async def place(self) -> tuple[str, str]:
+        """Return the replica's name and the server's URL."""
+        return self._name, self._url
+
+    async def check_health(self) -> None:
+        """Raise where the server is dead; one whose engine is being restarted is not."""
+        response = await self._http.get("/health/live")
+        response.raise_for_status()
+
+    async def __del__(self) -> None:
+        """Have the server drain and end; Ray Serve calls this, once nothing is under way here."""
+        watching = getattr(self, "_watching", None)
+        if watching is None:
+            return
+        watching.cancel()
+        await self._stop()
+
+    async def _wait_ready(self) -> None:
+        while True:
+            if self._process.poll() is not None:
+                raise RuntimeError("the replica's server has ended; the log of this actor says why")
+            with contextlib.suppress(httpx.TransportError):
+                if (await self._http.get("/health/ready")).is_success:
+                    return
+            await asyncio.sleep(_LOOK_S)
+
+    async def _end_with_server(self) -> None:
+        await self._ended()
+        logger.error("the server of the replica %s has ended", self._name)
+        with contextlib.suppress(ProcessLookupError):  # where the guard alone has died, the others live
+            os.killpg(self._process.pid, signal.SIGKILL)
+        os._exit(1)  # Ray notices that at once, and starts another
+
+    async def _stop(self) -> None:
+        self._process.terminate()
+        try:
+            async with asyncio.timeout(self._options.stop_s):
+                await self._ended()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            await self._ended()
+        await self._http.aclose()
+
+    async def _ended(self) -> None:
+        while self._process.poll() is None:  # noqa: ASYNC110 - processes of another loop's thread tell nobody
+            await asyncio.sleep(_LOOK_S)
+
+
+def cores_of(first: int, num_cores: int, cores: Sequence[int]) -> str:
+    """Return which cores a replica computes on, as vLLM takes them; empty for those it chooses.
+
+    Args:
+        first: How many cores are of replicas that come before it on its machine.
+        num_cores: How many it has; 0 where it chooses.
+        cores: Those that there are.
+    """
+    chosen = {cores[(first + index) % len(cores)] for index in range(num_cores)}
+    return ",".join(map(str, sorted(chosen)))
+
+
+def _cluster(options: ServerOptions) -> dict[str, str]:
+    """Return what a server is told of the cluster: where it is, and whose word counts on clients' places."""
+    told = {"RAY_ADDRESS": str(ray.get_runtime_context().gcs_address)}  # for engines whose workers are Ray's
+    if options.host != _LOOPBACK:
+        nodes: list[dict[str, Any]] = ray.nodes()
+        addresses = {str(node["NodeManagerAddress"]) for node in nodes if node["Alive"]}
+        told["FORWARDED_ALLOW_IPS"] = ",".join(sorted({_LOOPBACK, *addresses}))
+    return told
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as found:
+        found.bind((host, 0))
+        port: int = found.getsockname()[1]
+    return port
+
+
+__all__ = ["Replica", "ServerOptions", "cores_of"]

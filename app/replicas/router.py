@@ -1,0 +1,45 @@
+"""Ray Serve's side of ``choosing``: the router that runs wherever a handle is, which is in the front."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from app.replicas.choosing import ranked
+
+
+class PrefixRouter(RequestRouter):
+    """Sends requests that have a key in common to one replica, see ``choosing``.
+
+    What it goes by are the arguments of ``Replica.lease``: ``key``, ``owner`` and ``tried``.
+    """
+
+    _slack = 8
+
+    def initialize_state(self, **kwargs: Any) -> None:
+        """Take the deployment's ``request_router_kwargs``: ``slack``, see ``choosing.ranked``."""
+        self._slack = int(kwargs.get("slack", self._slack))
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the replicas in the order in which they are asked; each alone, so that the order holds."""
+        given: dict[str, Any] = {}
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # where none of them has room
+            given = pending_request.kwargs
+        replicas = {one.replica_id.unique_id: one for one in candidate_replicas}
+        cache = self.replica_queue_len_cache
+        loads = {name: cache.get(one.replica_id) or 0 for name, one in replicas.items()}
+        order = ranked(
+            loads,
+            given.get("key", b""),
+            owner=given.get("owner", ""),
+            tried=given.get("tried", ()),
+            slack=self._slack,
+        )
+        return [[replicas[name]] for name in order]
+
+
+__all__ = ["PrefixRouter"]

@@ -1,0 +1,159 @@
+"""A client's WebSocket, passed on to a replica; to all of them, where the one that runs a job is to be found.
+
+Whoever follows a job and runs parts of its blocks (``local=true``) is asked by the replica that runs it,
+which may be any, and another one after the first has died. So such a socket leads to all: one tells what
+happens, each may ask, and all are given the answers, which only the one that asked waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Final
+from urllib.parse import quote, urlsplit
+
+from starlette.responses import Response
+from starlette.websockets import WebSocket
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
+
+from app.listening import notice_loss
+from app.replicas.protocol import Place
+from app.replicas.relay import REPLICA_HEADER, NotTakenError, is_refusal, whereabouts
+
+_OPEN_S: Final = 10.0
+_OTHERS_S: Final = 2.0
+"""How long a replica may take to be one of the others; the client waits meanwhile."""
+_GOING_AWAY, _TRY_AGAIN_LATER = 1001, 1013
+_NOT_SENT: Final = {1005, 1006, 1015}
+"""Codes that stand for an end without one."""
+_OF_HANDSHAKES: Final = {"connection", "host", "upgrade", "x-forwarded-for", "x-forwarded-proto"}
+_DROPPED: Final = {"connection", "content-length", "date", "server", "transfer-encoding"}
+
+
+async def relay_socket(websocket: WebSocket, path: str, place: Place, others: Sequence[Place]) -> None:
+    """Pass a client's WebSocket on until either side ends it.
+
+    Args:
+        websocket: Not accepted yet.
+        path: As replicas have it.
+        place: Where it leads.
+        others: Where it leads too, see above.
+
+    Raises:
+        NotTakenError: The replica has not taken it; the client has been told nothing.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            first = await stack.enter_async_context(_connection(websocket, path, place))
+        except InvalidStatus as error:
+            denial = _denial(error)
+            if is_refusal(denial.status_code, bytes(denial.body)):
+                raise NotTakenError(denial) from error
+            await deny(websocket, denial)
+            return
+        except (OSError, TimeoutError, WebSocketException) as error:
+            raise NotTakenError from error
+        notice_loss(first.transport.get_extra_info("socket"))
+
+        async def join(one: Place) -> ClientConnection | None:
+            try:
+                connection = _connection(websocket, path, one, open_s=_OTHERS_S)
+                joined = await stack.enter_async_context(connection)
+            except (OSError, TimeoutError, WebSocketException):
+                return None
+            notice_loss(joined.transport.get_extra_info("socket"))
+            return joined
+
+        further = [one for one in await asyncio.gather(*map(join, others)) if one is not None]
+        await websocket.accept(first.subprotocol, [(REPLICA_HEADER.encode(), place.name.encode())])
+        code = await _pump(websocket, first, further)
+        if code is not None:
+            with contextlib.suppress(RuntimeError, OSError):  # it has left meanwhile
+                await websocket.close(_GOING_AWAY if code in _NOT_SENT else code)
+
+
+async def deny(websocket: WebSocket, response: Response) -> None:
+    """Refuse a WebSocket with a response, or, where the server cannot send one, as Ray Serve's, without."""
+    if "websocket.http.response" in websocket.scope.get("extensions", {}):
+        await websocket.send_denial_response(response)
+    else:
+        await websocket.close(_TRY_AGAIN_LATER)
+
+
+def _connection(websocket: WebSocket, path: str, place: Place, *, open_s: float = _OPEN_S) -> connect:
+    # The replica is to see the host that the client named, and looks at it.
+    host = websocket.headers.get("host", "localhost")
+    query = websocket.url.query
+    target = urlsplit(place.url)
+    dropped = (*_OF_HANDSHAKES, REPLICA_HEADER)
+    headers = [
+        (name, value)
+        for name, value in websocket.headers.items()
+        if name not in dropped and not name.startswith("sec-websocket-")
+    ]
+    headers += whereabouts(websocket).items()
+    return connect(
+        f"ws://{host}{quote(path, safe='/:@')}{'?' if query else ''}{query}",
+        host=target.hostname,
+        port=target.port,
+        additional_headers=headers,
+        user_agent_header=None,
+        compression=None,
+        max_size=None,  # the replica has its limits, and says them
+        ping_interval=None,  # as both ends have it; the system asks whether the replica's machine is there
+        open_timeout=open_s,
+        proxy=None,
+    )
+
+
+async def _pump(
+    websocket: WebSocket, first: ClientConnection, further: Sequence[ClientConnection]
+) -> int | None:
+    """Pass messages on; returns with which code the replica closed, None where the client did."""
+    listening = asyncio.create_task(_up(websocket, first, further))
+    telling = asyncio.create_task(_down(websocket, first))
+    asking = [asyncio.create_task(_ask(websocket, one)) for one in further]
+    try:
+        done, _ = await asyncio.wait([listening, telling], return_when=asyncio.FIRST_COMPLETED)
+        return telling.result() if telling in done else None
+    finally:
+        for task in (listening, telling, *asking):
+            task.cancel()
+        await asyncio.gather(listening, telling, *asking, return_exceptions=True)
+
+
+async def _up(websocket: WebSocket, first: ClientConnection, further: Sequence[ClientConnection]) -> None:
+    while (message := await websocket.receive())["type"] != "websocket.disconnect":
+        text, data = message.get("text"), message.get("bytes")
+        targets = (first,) if data is None else (first, *further)
+        for one in targets:
+            with contextlib.suppress(ConnectionClosed):  # who reads from it knows
+                await one.send(text or "" if data is None else data)
+
+
+async def _down(websocket: WebSocket, source: ClientConnection) -> int:
+    with contextlib.suppress(ConnectionClosed):
+        async for message in source:
+            if isinstance(message, str):
+                await websocket.send_text(message)
+            else:
+                await websocket.send_bytes(message)
+    return source.close_code or _GOING_AWAY
+
+
+async def _ask(websocket: WebSocket, source: ClientConnection) -> None:
+    with contextlib.suppress(ConnectionClosed):
+        async for message in source:
+            if isinstance(message, bytes):  # what happens to the job the first one tells
+                await websocket.send_bytes(message)
+
+
+def _denial(error: InvalidStatus) -> Response:
+    found = error.response
+    headers = {name: value for name, value in found.headers.raw_items() if name.lower() not in _DROPPED}
+    return Response(bytes(found.body or b""), found.status_code, headers)
+
+
+__all__ = ["deny", "relay_socket"]

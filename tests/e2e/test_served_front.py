@@ -1,0 +1,221 @@
+"""The front behind Ray Serve's own proxy, over servers with the fake engine: what ``serve deploy`` gives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+import ray
+from ray import serve
+from websockets.sync.client import connect
+
+from api_schemas.errors import ApiError
+from app.cli import main
+from app.engine.fake import FakeBehaviour, FakeEngineClient
+from app.main import create_app, new_store
+from app.replicas.application import build, front_of, routing_of, scaling_of
+from app.replicas.handles import ServedReplicas
+from app.replicas.options import ModelOptions, ReplicaOptions
+from app.settings import Settings
+from nnsight_engine.core.errors import UnsupportedOptionError
+from tests.e2e.faults import until
+from tests.integration.live import listening
+from tests.integration.scripted_traces import HEADERS, ScriptedEngine, trace
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+REPLICA: Final = "x-nnsight-replica"
+LONG: Final = "once upon a time in a land far away there was a queen " * 8
+_PROJECT: Final = Path(__file__).resolve().parents[2]
+
+
+class Elsewhere:
+    """A replica whose server the test has started."""
+
+    def __init__(self, urls: list[str]) -> None:
+        context = serve.get_replica_context()
+        self._place = context.replica_id.unique_id, urls[context.rank.rank]
+        self._num_leases = 0
+
+    async def lease(self, **_wanted: Any) -> AsyncGenerator[tuple[str, str], None]:
+        self._num_leases += 1
+        try:
+            yield self._place
+            await asyncio.Event().wait()
+        finally:
+            self._num_leases -= 1
+
+    async def place(self) -> tuple[str, str]:
+        return self._place
+
+    async def num_leases(self) -> int:
+        return self._num_leases
+
+
+class Served:
+    """The front's address, and the engines behind it."""
+
+    def __init__(self, url: str, engines: list[FakeEngineClient]) -> None:
+        self.url = url
+        self.engines = engines
+        self.client = httpx.Client(base_url=url, timeout=30)
+        self._replicas = serve.get_deployment_handle("replicas", "front")
+
+    def complete(self, prompt: str = "a b", **body: Any) -> httpx.Response:
+        answer = self.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1, **body})
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    def num_leases(self) -> int:
+        found: list[int] = self._replicas.broadcast("num_leases").results(timeout_s=10)
+        return sum(found)
+
+    def slow_down(self, delay_s: float) -> None:
+        for one in self.engines:
+            one.behaviour.delay_s = delay_s
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return port
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("served")
+    settings = Settings.model_validate(
+        {"result_dir": folder / "results", "data_dir": folder / "data", "drain_timeout_s": 1}
+    )
+    with contextlib.ExitStack() as stack:
+        urls, engines = [], []
+        for _ in range(2):
+            store = new_store(settings)
+            engine = FakeEngineClient(settings, store, FakeBehaviour())
+            engine.traces = {"vllm": ScriptedEngine()}
+            engines.append(engine)
+            urls.append(stack.enter_context(listening(create_app(settings, engine, store))))
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("PYTHONPATH", str(_PROJECT))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.delenv("RAY_ADDRESS", raising=False)
+        ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100_000_000)
+        stack.callback(ray.shutdown)
+        port = _free_port()
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+        stack.callback(serve.shutdown)
+        options = ReplicaOptions(models=[ModelOptions(model="fake")])
+        replicas = serve.deployment(Elsewhere).options(
+            name="replicas",
+            num_replicas=2,
+            max_ongoing_requests=100,
+            ray_actor_options={"num_cpus": 0},
+            request_router_config=routing_of(options),
+        )
+        serve.run(front_of(options, settings, [replicas.bind(urls)]), name="front")
+        served = Served(f"http://127.0.0.1:{port}", engines)
+        until(lambda: served.client.get("/health/ready").status_code == 200)
+        yield served
+        served.client.close()
+
+
+def test_requests_are_answered_and_counted_while_they_last(served: Served) -> None:
+    assert served.complete().headers[REPLICA]
+    assert served.client.get("/v1/models").json()["data"][0]["id"]
+    refused = served.client.get("/v1/jobs/none")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "job_not_found")
+    page = served.client.get("/metrics").text
+    assert (
+        len({line.split('replica="')[1].split('"')[0] for line in page.splitlines() if "replica=" in line})
+        == 2
+    )
+    until(lambda: served.num_leases() == 0)
+
+
+def test_a_common_beginning_leads_to_one_replica_others_to_all(served: Served) -> None:
+    first = served.complete(LONG).headers[REPLICA]
+    assert {served.complete(f"{LONG}{number}").headers[REPLICA] for number in range(6)} == {first}
+    assert len({served.complete(f"{number}{LONG}").headers[REPLICA] for number in range(20)}) == 2
+
+
+def test_events_arrive_as_they_are_made_and_who_leaves_is_left(served: Served) -> None:
+    served.slow_down(0.1)
+    body = {"prompt": "a", "stream": True, "max_tokens": 5}
+    with served.client.stream("POST", "/v1/completions", json=body) as answer:
+        arrivals = [time.monotonic() for line in answer.iter_lines() if line]
+    assert arrivals[3] - arrivals[0] > 0.2
+    with served.client.stream("POST", "/v1/completions", json={**body, "max_tokens": 2000}) as answer:
+        lines = answer.iter_lines()
+        assert next(lines)
+        assert sum(one.num_running for one in served.engines) == 1
+        until(lambda: served.num_leases() == 1)  # those of the requests before end in a while
+    until(lambda: not any(one.num_running for one in served.engines))
+    until(lambda: served.num_leases() == 0)
+    served.slow_down(0)
+
+
+def test_jobs_go_through_by_http_and_websocket(served: Served) -> None:
+    answer = served.client.post("/v1/jobs", content=trace("print hello"), headers=HEADERS)
+    assert answer.status_code in {200, 202}, answer.text
+    job_id = answer.json()["id"]
+    address = served.url.replace("http", "ws")
+    with connect(f"{address}/v1/jobs/{job_id}/events?local=true") as socket_:
+        events = [json.loads(message) for message in socket_]
+    assert events[-1]["status"] == "COMPLETED"
+    until(lambda: served.num_leases() == 0)
+
+
+def test_a_configuration_is_refused_without_keys(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(tmp_path))
+    models = [{"model": "one", "max_replicas": 4}, {"model": "two", "arguments": ["-tp", "2"]}]
+    with pytest.raises(UnsupportedOptionError, match="there are no keys"):
+        build({"models": models})
+    assert main(["keys", "create", "--tenant", "acme"]) == 0
+    assert isinstance(build({"models": models, "host": "0.0.0.0"}), serve.Application)
+
+
+async def test_leases_scale_replicas_and_find_those_that_are_wanted(served: Served) -> None:
+    model = ModelOptions(
+        model="fake", replicas=1, max_replicas=2, target_ongoing_requests=2, upscale_delay_s=0
+    )
+    scaling = {**scaling_of(model)["autoscaling_config"], "metrics_interval_s": 0.5, "look_back_period_s": 1}
+    scaled = serve.deployment(Elsewhere).options(
+        name="scaled",
+        autoscaling_config=scaling,
+        max_ongoing_requests=100,
+        ray_actor_options={"num_cpus": 0},
+        request_router_config=routing_of(ReplicaOptions(models=[model])),
+    )
+    application = scaled.bind(["http://one", "http://two"])
+    handle = await asyncio.to_thread(serve.run, application, name="scaled", route_prefix=None)
+    replicas = ServedReplicas(handle, 10)
+    assert len(await replicas.places()) == 1
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(8):
+            await stack.enter_async_context(replicas.taken())
+        async with asyncio.timeout(60):
+            while len(await replicas.places()) < 2:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.2)
+    one, other = await replicas.places()
+    for _ in range(4):
+        async with replicas.taken(b"key", owner=one.name) as place:
+            assert place == one
+        async with replicas.taken(b"key", tried=[one.name]) as place:
+            assert place == other
+    await asyncio.to_thread(serve.delete, "scaled")
+    assert await replicas.places() == []
+    with pytest.raises(ApiError) as caught:
+        async with ServedReplicas(handle, 1).taken():
+            pass
+    assert caught.value.code == "starting"

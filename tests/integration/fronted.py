@@ -1,0 +1,183 @@
+"""Replicas with the fake engine on real sockets behind a front, for tests of what goes where."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+from starlette.applications import Starlette
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.context import Context
+from app.engine.fake import FakeBehaviour, FakeEngineClient
+from app.engine.fake_results import MODEL
+from app.main import create_app, new_store
+from app.replicas.choosing import ranked
+from app.replicas.front import create_front
+from app.replicas.options import ModelOptions, ReplicaOptions
+from app.replicas.protocol import Place, Replicas, none_ready
+from app.replicas.relay import REPLICA_HEADER
+from app.server import DrainingServer, server_config
+from app.settings import Settings
+from tests.integration.scripted_traces import ScriptedEngine
+from tests.integration.waiting import until
+
+
+class Replica:
+    """A server with the fake engine, which a test may kill."""
+
+    def __init__(self, name: str, directory: Path, **settings: Any) -> None:
+        folders = {"result_dir": directory / "results", "data_dir": directory / "data"}
+        self.settings = Settings.model_validate(
+            {**folders, "replica": name, "drain_timeout_s": 0.2, "inline_tensor_bytes": 0, **settings}
+        )
+        store = new_store(self.settings)
+        self.name = name
+        self.engine = FakeEngineClient(self.settings, store, FakeBehaviour())
+        self.engine.traces = {"vllm": ScriptedEngine()}
+        self.app = create_app(self.settings, self.engine, store)
+        self.context: Context = self.app.state.context
+        self.place = Place(name, "http://127.0.0.1:9")
+        self.connections: Any = None
+
+    def kill(self) -> None:
+        """Cut all connections and take no more, as when a process is killed."""
+        self.connections.servers[0].close()
+        for one in list(self.connections.server_state.connections):
+            one.transport.abort()
+
+
+class Some(Replicas):
+    """Replicas as the front sees them; counts what is under way."""
+
+    def __init__(self, replicas: list[Replica]) -> None:
+        self.all = {one.name: one for one in replicas}
+        self.loads: collections.Counter[str] = collections.Counter(dict.fromkeys(self.all, 0))
+
+    @contextlib.asynccontextmanager
+    async def taken(
+        self, key: bytes = b"", *, owner: str = "", tried: Collection[str] = ()
+    ) -> AsyncGenerator[Place, None]:
+        order = ranked({name: self.loads[name] for name in self.all}, key, owner=owner, tried=tried)
+        if not order:
+            raise none_ready()
+        self.loads[order[0]] += 1
+        try:
+            yield self.all[order[0]].place
+        finally:
+            self.loads[order[0]] -= 1
+
+    async def places(self) -> list[Place]:
+        return [one.place for one in self.all.values()]
+
+
+class Started:
+    """Somebody else has started the replicas."""
+
+    ready = True
+    alive = True
+
+    async def start(self) -> None: ...
+
+    async def died(self) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None: ...
+
+
+@contextlib.asynccontextmanager
+async def listening(app: ASGIApp, settings: Settings, proxies: str = "127.0.0.1") -> AsyncIterator[Any]:
+    config = server_config(app, settings.model_copy(update={"port": 0}))
+    config.forwarded_allow_ips = proxies
+    server = DrainingServer(config)
+    serving = asyncio.create_task(server.serve())
+    await until(lambda: server.started)
+    try:
+        yield server
+    finally:
+        server.should_exit = True
+        await serving
+
+
+class Below:
+    """An application below a path, as Ray Serve has one whose ``route_prefix`` is not the root."""
+
+    def __init__(self, app: Starlette, prefix: str) -> None:
+        self.app = app
+        self.state = app.state
+        self.prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app({**scope, "root_path": self.prefix}, receive, send)
+
+
+def port_of(server: Any) -> int:
+    port: int = server.servers[0].sockets[0].getsockname()[1]
+    return port
+
+
+class Fronted:
+    """A front, its replicas, and a client."""
+
+    def __init__(self, server: Any, client: httpx.AsyncClient, models: list[Some]) -> None:
+        self.server = server
+        self.client = client
+        self.models = models
+
+    @property
+    def some(self) -> Some:
+        return self.models[0]
+
+    @property
+    def replicas(self) -> Iterator[Replica]:
+        return (one for some in self.models for one in some.all.values())
+
+    async def complete(self, prompt: str = "a b", **body: Any) -> httpx.Response:
+        return await self.client.post("/v1/completions", json={"prompt": prompt, **body})
+
+    async def until_idle(self) -> None:
+        await until(lambda: not any(one.engine.num_running for one in self.replicas))
+        await until(lambda: not any(count for some in self.models for count in some.loads.values()))
+
+
+@contextlib.asynccontextmanager
+async def fronted(
+    directory: Path, *sizes: int, proxies: str = "127.0.0.1", prefix: str = "", **settings: Any
+) -> AsyncIterator[Fronted]:
+    """Run so many replicas of each model behind a front."""
+    async with contextlib.AsyncExitStack() as stack:
+        models = []
+        for index, size in enumerate(sizes or (2,)):
+            replicas = [Replica(f"m{index}r{number}", directory, **settings) for number in range(size)]
+            for one in replicas:
+                one.connections = await stack.enter_async_context(listening(one.app, one.settings))
+                one.place = Place(one.name, f"http://127.0.0.1:{port_of(one.connections)}")
+            await until(lambda: all(one.engine.ready for one in replicas))  # noqa: B023 - it is awaited here
+            models.append(Some(replicas))
+        named = [ModelOptions(model=MODEL if not index else f"other/{index}") for index in range(len(models))]
+        chosen = Settings.model_validate({"drain_timeout_s": 1.0, **settings})
+        front = create_front(
+            chosen,
+            ReplicaOptions(models=named),
+            lambda: list[Replicas](models),
+            Started(),
+        )
+        app = Below(front, prefix)
+        server = await stack.enter_async_context(listening(app, chosen, proxies))
+        address = f"http://127.0.0.1:{port_of(server)}"
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=address, timeout=20))
+        yield Fronted(server, client, models)
+
+
+def who(answer: httpx.Response) -> str:
+    return answer.headers[REPLICA_HEADER]
+
+
+def code_of(answer: httpx.Response) -> str:
+    code: str = answer.json()["error"]["code"]
+    return code
