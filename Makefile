@@ -2,7 +2,7 @@
 #
 #   make serve [MODEL=Qwen/Qwen3-0.6B] [PORT=8000] [ARGS="--tensor-parallel-size 2"]
 #   make loadtest [SCENARIO=steered] [SHAPE=spike] [TIME=60] [USERS=1] [URL=http://127.0.0.1:8000]
-#   make test | test-fast | check | audit | soak | bench | image-check | format | clean
+#   make test | test-fast | check | audit | docs | soak | bench | image-check | format | clean
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -20,10 +20,15 @@ TIME ?= 120
 USERS ?= 1
 URL ?=
 ADMIN_KEY_FILE ?=
+# Processes that share the tests; 0 runs all in one, in order, as a debugger wants it.
+WORKERS ?= 2
 # "required" makes a missing PostgreSQL a failure, where tests that need it are skipped else.
 POSTGRES ?= $(if $(CI),required,)
 # Likewise promtool, which checks the alert rules.
 PROMTOOL ?= $(if $(CI),required,)
+# Chromium, in which the playground is tested, and Node.js, which builds it.
+CHROMIUM ?= $(if $(CI),required,)
+NODE ?= $(if $(CI),required,)
 
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml scripts/install.sh $(sort $(wildcard requirements/*.txt))
@@ -32,10 +37,11 @@ INSTALLED := $(VENV)/.installed-$(shell cat $(INPUTS) | sha256sum | cut -c1-16)
 # Those of our folders that hold Python; mypy refuses an empty one.
 SOURCES = $(shell for d in api_schemas nnsight_engine app benchmarks examples loadtests tests; do \
 	[ -z "$$(find $$d -name '*.py' -print -quit 2>/dev/null)" ] || echo $$d; done)
-PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(if $(filter required,$(POSTGRES)),--require-postgres) \
-	$(if $(filter required,$(PROMTOOL)),--require-promtool)
+PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) $(if $(filter required,$(POSTGRES)),--require-postgres) \
+	$(if $(filter required,$(PROMTOOL)),--require-promtool) \
+	$(if $(filter required,$(CHROMIUM)),--require-chromium) $(if $(filter required,$(NODE)),--require-node)
 
-.PHONY: help install postgres promtool serve test test-fast lint audit check soak bench loadtest image-check format clean
+.PHONY: help install postgres promtool chromium node playground serve test test-fast lint audit check docs soak bench loadtest image-check format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -55,13 +61,23 @@ postgres: ## PostgreSQL for the tests, where it is missing and can be installed
 promtool: ## What checks the alert rules, where it is missing and can be installed
 	@scripts/promtool.sh $(PROMTOOL)
 
+chromium: ## The browser that the playground is tested in, where it is missing and can be installed
+	@scripts/chromium.sh $(CHROMIUM)
+
+node: ## Node.js and npm, which build the playground, where they are missing and can be installed
+	@scripts/node.sh $(NODE)
+
+playground: ## The page at /playground, built again from app/playground/src
+	@scripts/node.sh required
+	cd app/playground && npm ci && npm run build
+
 serve: install ## OpenAI-compatible server on 127.0.0.1:$(PORT); MODEL empty means the bundled model
 	@exec $(BIN)/nnsight-engine serve $(MODEL) --port $(PORT) $(ARGS)
 
-test: install postgres promtool ## Every test, those on the real engine included
+test: install postgres promtool chromium node ## Every test, those on the real engine included
 	$(PYTEST) $(TESTS)
 
-test-fast: install postgres promtool ## Tests without vLLM, in some minutes
+test-fast: install postgres promtool chromium node ## Tests without vLLM, in some minutes
 	$(PYTEST) -m "not e2e" $(TESTS)
 
 lint: install ## Format, ruff, mypy, layers, bandit
@@ -74,8 +90,11 @@ lint: install ## Format, ruff, mypy, layers, bandit
 audit: install ## Whether versions of the lock are known to be vulnerable, where somebody can be asked
 	@$(BIN)/python scripts/audit.py requirements/cpu.txt requirements/dev.txt
 
-check: lint audit postgres promtool ## What CI runs: lint, audit, then every test
+check: lint audit postgres promtool chromium node ## What CI runs: lint, audit, then every test
 	$(PYTEST) $(TESTS)
+
+docs: install ## The documentation as a site, in site/; what is wrong with it is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 soak: install ## Faults under load for an hour; ARGS="--minutes 2" for less
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.e2e.soak $(ARGS)
@@ -95,5 +114,5 @@ format: install ## Format and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 
 clean: ## Remove the virtual environment, caches and build output of this checkout
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage htmlcov
+	rm -rf $(VENV) app/playground/node_modules examples/javascript/node_modules build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage htmlcov
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

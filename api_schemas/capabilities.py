@@ -27,7 +27,7 @@ class ModelSizes(BaseModel):
 class CapabilityLimits(BaseModel):
     """Limits of one request, unless it says otherwise."""
 
-    max_operations: int = Field(description="Operations in `interventions`.")
+    max_operations: int = Field(description="Operations that one prompt has.")
     max_tensor_bytes: int = Field(description="Bytes of one tensor sent.")
     max_capture_bytes: int = Field(description="Bytes that one request may capture.")
     max_num_batched_tokens: int = Field(

@@ -6,7 +6,9 @@ names the field. It knows no model; sizes are bounded before anything is built f
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Annotated, Any, Final
 
 from pydantic import Field, ValidationError
@@ -35,7 +37,16 @@ OPERATIONS: Final = ("steer", "ablate", "patch", "capture", "probe", "logit_lens
 
 FIELD: Final = "interventions"
 
-__all__ = ["FIELD", "OPERATIONS", "Intervention", "Limits", "Operation", "parse_interventions", "tensor_of"]
+__all__ = [
+    "FIELD",
+    "OPERATIONS",
+    "Intervention",
+    "Limits",
+    "Operation",
+    "PromptOperations",
+    "parse_interventions",
+    "tensor_of",
+]
 
 _Schema = (
     type[Steer] | type[Ablate] | type[Patch] | type[Capture] | type[Probe] | type[LogitLens] | type[Trace]
@@ -45,7 +56,7 @@ _SCHEMAS: Final[dict[str, _Schema]] = dict(
 )
 _OUR_CODES: Final = frozenset(code.value for code in ErrorCode)
 _MAX_FIELDS: Final = 32
-_LISTS_WITH_LIMITS: Final = ("units", "layers", "targets")
+_LISTS_WITH_LIMITS: Final = ("units", "layers", "targets", "prompts")
 _WHERE_LISTS: Final = ("positions", "tokens")
 
 _CODES: Final = {
@@ -64,12 +75,15 @@ _LITERAL_CODES: Final = {"dtype": ErrorCode.WRONG_DTYPE, "encoding": ErrorCode.W
 """Our code for a value outside a field's list of words, where the field has one of its own."""
 
 
-def parse_interventions(raw: object, limits: Limits = DEFAULT_LIMITS) -> tuple[Intervention, ...]:
+def parse_interventions(
+    raw: object, limits: Limits = DEFAULT_LIMITS, num_prompts: int | None = None
+) -> tuple[Intervention, ...]:
     """Read the value of the field ``interventions``.
 
     Args:
         raw: As ``json.loads`` gave it; None counts as an empty list.
         limits: How much is accepted.
+        num_prompts: How many prompts the request has, where that is known.
 
     Returns:
         The operations, in order.
@@ -85,16 +99,36 @@ def parse_interventions(raw: object, limits: Limits = DEFAULT_LIMITS) -> tuple[I
         raise ApiError(
             ErrorCode.INVALID_SHAPE, f"`{FIELD}` must be a list of operations, got {excerpt(raw)}.", FIELD
         )
-    if len(raw) > limits.max_operations:
-        raise ApiError(
-            ErrorCode.TOO_MANY_OPERATIONS,
-            f"A request may have {limits.max_operations} operations, got {len(raw)}. One operation may name "
-            "many points: give `at` a list or a pattern.",
-            FIELD,
-        )
+    _check_number(raw, limits, num_prompts)
     operations = tuple(_parse_one(item, f"{FIELD}.{index}", limits) for index, item in enumerate(raw))
     _check_alone(operations)
+    if num_prompts is not None:
+        _check_prompts(operations, num_prompts)
     return operations
+
+
+class PromptOperations:
+    """A request's operations by the prompts that they are for, found once.
+
+    Args:
+        operations: All of them, in order.
+    """
+
+    def __init__(self, operations: Sequence[Intervention]) -> None:
+        """Sort them."""
+        self._shared: list[tuple[int, Intervention]] = []
+        self._own: defaultdict[int, list[tuple[int, Intervention]]] = defaultdict(list)
+        for index, op in enumerate(operations):
+            if isinstance(op, Trace) or op.prompts is None:
+                self._shared.append((index, op))
+                continue
+            for prompt in op.prompts:
+                self._own[prompt].append((index, op))
+
+    def of(self, prompt: int) -> list[tuple[int, Intervention]]:
+        """Return the operations of one prompt, each with its place in the request, in order."""
+        own = self._own.get(prompt)
+        return sorted([*self._shared, *own], key=itemgetter(0)) if own else self._shared
 
 
 def tensor_of(op: Intervention) -> TensorInput | None:
@@ -104,6 +138,58 @@ def tensor_of(op: Intervention) -> TensorInput | None:
     if isinstance(op, Probe):
         return op.weights
     return op.values if isinstance(op, Patch) else None
+
+
+def _check_number(raw: list[object], limits: Limits, num_prompts: int | None) -> None:
+    """Bound the operations of a prompt and of the request, and their points, before any is read."""
+    num_points = sum(len(at) if isinstance(at := _field(item, "at"), list) else 1 for item in raw)
+    if num_points > limits.max_request_points:
+        raise ApiError(
+            ErrorCode.TOO_MANY_OPERATIONS,
+            f"All operations together may name {limits.max_request_points} points, got {num_points}. A "
+            "pattern, `layers.*.output`, is one.",
+            FIELD,
+        )
+    if len(raw) <= limits.max_operations:
+        return
+    found: Counter[int] = Counter()
+    num_shared = 0
+    for index, item in enumerate(raw):
+        prompts = _field(item, "prompts")
+        if isinstance(prompts, list) and len(raw) <= limits.max_request_operations:
+            most_prompts = limits.max_list_items if num_prompts is None else num_prompts
+            _check_list(prompts, f"{FIELD}.{index}.prompts", most_prompts)
+            found.update(prompt for prompt in prompts if isinstance(prompt, int))
+        else:
+            num_shared += 1
+    most = num_shared + max(found.values(), default=0)
+    if most > limits.max_operations:
+        raise ApiError(
+            ErrorCode.TOO_MANY_OPERATIONS,
+            f"A prompt may have {limits.max_operations} operations, and all prompts together "
+            f"{max(limits.max_operations, limits.max_request_operations)}, got {most}. One operation may "
+            "name many points: give `at` a list or a pattern.",
+            FIELD,
+        )
+
+
+def _field(item: object, name: str) -> object:
+    return item.get(name) if isinstance(item, dict) else None
+
+
+def _check_prompts(operations: Sequence[Intervention], num_prompts: int) -> None:
+    """Refuse an operation for a prompt that the request does not have, or twice for one."""
+    for index, operation in enumerate(operations):
+        prompts = () if isinstance(operation, Trace) else operation.prompts or ()
+        beyond = [prompt for prompt in prompts if prompt >= num_prompts]
+        if beyond or len(set(prompts)) < len(prompts):
+            got = f"got {beyond[0]}" if beyond else "got one of them twice"
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                f"`prompts` counts from 0, must be below {num_prompts}, as many as this request has, and "
+                f"name each once; {got}.",
+                f"{FIELD}.{index}.prompts",
+            )
 
 
 def _check_alone(operations: Sequence[Intervention]) -> None:

@@ -7,7 +7,7 @@ position, later ones see the effect of earlier ones.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -26,6 +26,11 @@ class _Operation(Strict):
     where: Where = Field(default=Where(), description="Which positions; all by default.")
     name: Name | None = Field(
         default=None, description="Key of the result; by default the operation and its index, `capture_2`."
+    )
+    prompts: Items[Annotated[Integer, Field(ge=0)]] | None = Field(
+        default=None,
+        min_length=1,
+        description="Which of the request's prompts it is for, counted from 0; all by default.",
     )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from starlette.requests import Request
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.cutoff import cutoff_of
+from app.cutoff import Cutoff, cutoff_of
 from app.receiving import intake_of
 
 _QUOTE: Final = ord('"')
@@ -138,15 +138,15 @@ async def stream_bytes(
         raise _too_large(f"{declared[:20]} bytes", max_bytes)
     num_bytes = 0
     chunks = aiter(request.stream())
-    cutoff = cutoff_of(request.scope)
+    cutoff = cutoff_of(request.scope) or Cutoff()  # one that nothing ends
     while True:
-        if cutoff is not None and cutoff.error is not None:
-            raise cutoff.error  # one that sends slowly enough never pauses
+        if cutoff.reached.done():
+            raise cutoff.reached.result()  # one that sends slowly enough never pauses
         try:
-            async with asyncio.timeout(idle_s):
+            async with cutoff.pause(idle_s):
                 chunk = await anext(chunks, None)
         except TimeoutError as error:
-            raise _too_slow(idle_s) from error
+            raise cutoff.error or _too_slow(idle_s) from error
         if chunk is None:
             return
         num_bytes += len(chunk)

@@ -11,26 +11,24 @@ import asyncio
 import importlib
 import importlib.metadata
 import logging
-import signal
-import socket
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
 from typing import Any, Final
 
-import uvicorn
 from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from app.context import Context
+from app.command import TERMINAL, run_terminal
 from app.engine.local_traces import LocalTraceEngine
 from app.keys_command import has_keys
 from app.keys_command import run as run_keys
-from app.listening import listening_socket, patient_for
+from app.listening import listening_socket
 from app.main import create_app, new_store
 from app.observability.logs import is_json, start_logs
+from app.replicas.options import split_address, split_replicas
+from app.server import DrainingServer, server_config
 from app.services.code_policy import is_loopback
 from app.settings import Settings, engine_trace_options, environment_for_traces, set_engine_defaults
 from app.storage.database import DatabaseError
@@ -48,8 +46,9 @@ logger = logging.getLogger(__name__)
 
 USAGE: Final = """\
 nnsight-engine serve [MODEL] [--port 8000] [--host 127.0.0.1] [--compile] [--local-engine]
-                     [any vLLM engine argument]
+                     [--replicas N] [any vLLM engine argument]
 nnsight-engine keys create | adopt | list | limit | rotate | revoke
+nnsight-engine chat | lens "PROMPT" | steer "PROMPT" --vector NAME --layer 12 --scale 4   [--url URL]
 
   MODEL      A Hugging Face name or a folder; the bundled SmolLM2-135M-Instruct without one.
              It comes before the options.
@@ -60,8 +59,11 @@ nnsight-engine keys create | adopt | list | limit | rotate | revoke
              default; --local-engine-dtype in which type.
   --taps     Where the residual stream is tapped inside the compiled model: all (the default), off, or
              points such as layers.4:20.output,layers.28.output. Elsewhere steps run uncompiled.
+  --replicas Serve N copies of the server behind one address, by Ray Serve: docs/replicas.md. Up to
+             --max-replicas M while each has more than --target-ongoing-requests.
   keys       Who may use the server, and for what; without keys only this machine may. See
              nnsight-engine keys --help
+  chat, lens, steer  Talk to a server that runs: docs/terminal.md, nnsight-engine lens --help
   --version  Print the version.
 
 Examples:
@@ -76,10 +78,6 @@ _INTERRUPTED: Final = 130
 """As shells have it for a command that Ctrl-C ended."""
 
 _DEMO_AXIS: Final = 464
-_CLOSE_S: Final = 5
-"""How long connections may take to close after what they were for has ended, or was ended."""
-
-_MAX_SOCKET_MESSAGE_BYTES: Final = 2 * 2**20
 """A unit of the bundled model's residual stream along which steering reads well."""
 
 _OWN_OPTIONS: Final = {
@@ -100,35 +98,6 @@ class CommandError(Exception):
     """A command that cannot run; the message tells what to change."""
 
 
-class _Server(uvicorn.Server):
-    """uvicorn's server, which drains at the first signal and ends at the second."""
-
-    @property
-    def _context(self) -> Context:
-        app: Any = self.config.app
-        context: Context = app.state.context
-        return context
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Refuse new work; at the second signal, wait for nothing, and leave a third to the system."""
-        if self._captured_signals:
-            self.force_exit = True
-            self._context.lifecycle.give_up()
-            signal.signal(sig, signal.SIG_DFL)
-        self._context.lifecycle.begin_drain()
-        super().handle_exit(sig, frame)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Shut down as uvicorn does, once what runs has ended; until then requests are still answered.
-
-        uvicorn would close its port first, and who comes late or asks ``/health/ready`` would learn nothing.
-        """
-        await self._context.lifecycle.drain(self._context.settings.drain_timeout_s)
-        await super().shutdown(sockets)
-        if self.force_exit:  # then uvicorn leaves it out, and with it the end of the engine's processes
-            await self.lifespan.shutdown()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -136,8 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments == ["--version"]:
         console.print(importlib.metadata.version("nnsight-engine"))
         return 0
-    if arguments[:1] == ["keys"]:
-        return _keys(arguments[1:], console)
+    if arguments and arguments[0] in {"keys", *TERMINAL}:
+        return _keys(arguments[1:], console) if arguments[0] == "keys" else run_terminal(arguments)
     if not arguments or arguments[0] != "serve" or {"-h", "--help"} & set(arguments):
         console.print(USAGE, markup=False)
         return 0 if {"-h", "--help"} & set(arguments) else _USAGE_ERROR
@@ -159,6 +128,9 @@ def _keys(arguments: list[str], console: Console) -> int:
 
 
 def _serve(arguments: list[str], console: Console) -> int:
+    arguments, replicas = split_replicas(arguments)
+    if replicas is not None:
+        return _serve_replicas(arguments, replicas, console)
     arguments, chosen = split_options(arguments)
     settings = _settings().model_copy(update=chosen)
     check_taps(settings.taps)
@@ -185,6 +157,33 @@ def _serve(arguments: list[str], console: Console) -> int:
         update={"host": args.host or settings.host, "port": _port(options, args, settings)}
     )
     return _run(args, settings, client_module, console)
+
+
+def _serve_replicas(arguments: list[str], replicas: dict[str, Any], console: Console) -> int:
+    arguments, address = split_address(arguments)
+    settings = _settings().model_copy(update=address)
+    check_taps(settings.model_copy(update=split_options(arguments)[1]).taps)
+    model, options = _split_model(arguments)
+    set_engine_defaults()
+    start_logs(settings)
+    with_keys = _check_callers(settings)
+    try:
+        command = importlib.import_module("app.replicas.command")
+    except ModuleNotFoundError as error:
+        raise CommandError(
+            f"--replicas needs Ray Serve: pip install 'nnsight-engine[ray]' ({error})"
+        ) from error
+    if model is None:  # made once, and not by each of them
+        with _progress(console) as progress:
+            reporter = _reporter(progress, progress.add_task("Bundled model", total=None))
+            bundled_model_path(cache_dir=settings.bundled_model_dir, progress=reporter)
+    command.run(
+        {"models": [{"model": model, "arguments": options, **replicas}]},
+        settings,
+        console,
+        with_keys=with_keys,
+    )
+    return 0
 
 
 def _trace_options(options: list[str], settings: Settings) -> list[str]:
@@ -237,19 +236,8 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
         server.should_exit = True
 
     app = create_app(settings, engine, store, on_engine_failure=stop, local=_local_engine(args, settings))
-    config = uvicorn.Config(
-        app,
-        host=settings.host,
-        port=settings.port,
-        log_config=None,  # ours writes what it says too
-        access_log=False,  # and has a line for each request
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=_CLOSE_S,
-        http=patient_for(settings.upload_idle_timeout_s),
-        # What a WebSocket has of one message is in no count of ours; clients send pieces of a mebibyte.
-        ws_max_size=_MAX_SOCKET_MESSAGE_BYTES,
-    )
-    server = _Server(config)
+    config = server_config(app, settings)
+    server = DrainingServer(config)
     # Bound before the model is loaded: a port that is taken is known at once.
     sock = listening_socket(config, stall_s=settings.client_stall_timeout_s)
     port = sock.getsockname()[1]
@@ -259,7 +247,7 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
         announcing = asyncio.create_task(
             _log_ready(engine, url)
             if is_json(settings)
-            else _announce(engine, url, console, with_keys=with_keys)
+            else _announce(engine, url, console, with_keys=with_keys, with_page=settings.playground)
         )
         await server.serve(sockets=[sock])
         announcing.cancel()
@@ -295,14 +283,17 @@ async def _log_ready(engine: Any, url: str) -> None:
     logger.info("ready", extra={"model": engine.engine.spec.name, "url": url})
 
 
-async def _announce(engine: Any, url: str, console: Console, *, with_keys: bool) -> None:
+async def _announce(engine: Any, url: str, console: Console, *, with_keys: bool, with_page: bool) -> None:
     """Show that the engine is loading, then one line to try it with."""
     with _progress(console) as progress:
         progress.add_task("Loading the engine", total=None)
         await engine.started.wait()
     spec = engine.engine.spec
     who = "whoever has a key" if with_keys else "this machine alone, there are no keys"
-    console.print(f"Ready for {who}: {spec.name} at {url}, docs at {url}/docs.", markup=False, soft_wrap=True)
+    page = f", a page to try it on at {url}/playground" if with_page else ""
+    console.print(
+        f"Ready for {who}: {spec.name} at {url}, docs at {url}/docs{page}.", markup=False, soft_wrap=True
+    )
     console.print("Steer it:", _steering_line(url, spec, with_key=with_keys), markup=False, soft_wrap=True)
 
 

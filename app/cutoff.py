@@ -7,6 +7,8 @@ So a request that is ended does what one does whose client left; but its client 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Final
 
 from starlette.types import Scope
@@ -28,6 +30,7 @@ class Cutoff:
         """Begin without any; called inside the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._pause: asyncio.Timeout | None = None
         self.reached: asyncio.Future[ApiError] = self._loop.create_future()
 
     @property
@@ -37,12 +40,29 @@ class Cutoff:
 
     def end(self, error: ApiError) -> None:
         """End the request now; only the first reason counts."""
-        if not self.reached.done():
-            self.reached.set_result(error)
+        if self.reached.done():
+            return
+        self.reached.set_result(error)
+        if self._pause is not None and not self._pause.expired():
+            self._pause.reschedule(self._loop.time())
 
     def limit(self, limit_s: float) -> None:
         """End the request after some seconds, with ``request_timed_out``."""
         self._timer = self._loop.call_later(limit_s, self.end, _timed_out(limit_s))
+
+    @contextlib.asynccontextmanager
+    async def pause(self, most_s: float | None) -> AsyncIterator[None]:
+        """Wait in the block for the request's client; one at a time.
+
+        Raises:
+            TimeoutError: It took more seconds than the most, or the end has come.
+        """
+        async with asyncio.timeout(0 if self.reached.done() else most_s) as pause:
+            self._pause = pause
+            try:
+                yield
+            finally:
+                self._pause = None
 
     def close(self) -> None:
         """Count no more; the request is over."""

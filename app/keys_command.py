@@ -27,7 +27,7 @@ from app.auth.secrets import parsed
 from app.settings import Settings
 from app.storage.audit import AuditStore
 from app.storage.database import Database, DatabaseError
-from app.storage.keys import KeyStore
+from app.storage.keys import KeyStore, KeyTakenError
 
 T = TypeVar("T")
 Changed = TypeVar("Changed", bound=Key | Tenant)
@@ -139,9 +139,18 @@ def adopt(
     secret = parsed(text)
     if secret is None:
         raise typer.BadParameter(f"{file} has no key: nns_, 16 of 0-9a-f, _, 43 of 0-9A-Za-z-_")
-    known = asyncio.run(_on_keys(context.obj, lambda keys: keys.recognized(secret)))
+
+    def recognized() -> Key | None:
+        return asyncio.run(_on_keys(context.obj, lambda keys: keys.recognized(secret)))
+
+    known = recognized()
     if known is None:
-        known = _change(context.obj, "keys adopt", "", lambda keys: keys.adopt(secret, new))
+        try:
+            known = _change(context.obj, "keys adopt", "", lambda keys: keys.adopt(secret, new))
+        except KeyTakenError:  # several start at once, and another one was first
+            known = recognized()
+            if known is None:
+                raise
     typer.echo(f"The key {known.id} of {known.tenant} is known here.", err=True)
 
 

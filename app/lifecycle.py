@@ -14,11 +14,10 @@ import enum
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from api_schemas.errors import ApiError, ErrorCode
 from app.cutoff import Cutoff
-from app.engine.client import EngineClient
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +34,27 @@ class Phase(enum.StrEnum):
     RESTARTING = "restarting"
     DRAINING = "draining"
     DEAD = "dead"
+
+
+class Startable(Protocol):
+    """What a server starts, watches and closes: an engine, see ``EngineClient``, or replicas of servers."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are served; False while starting and after death."""
+
+    @property
+    def alive(self) -> bool:
+        """False once it has died; True before and while it starts."""
+
+    async def start(self) -> None:
+        """Start; raises where that fails."""
+
+    async def died(self) -> None:
+        """Wait until what was started has died."""
+
+    async def close(self) -> None:
+        """Stop and free everything."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,7 +87,7 @@ class Lifecycle:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: Startable,
         on_engine_failure: Callable[[], None] | None = None,
         restarts: Restarts | None = None,
     ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Protocol
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -12,6 +12,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 _MS: Final = 1000
 _KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 """Seconds until a silent connection is asked whether its client is there, between questions; their number."""
+
+
+class Settable(Protocol):
+    """A socket, or what asyncio gives out in place of one."""
+
+    def setsockopt(self, level: int, name: int, value: int, /) -> None:
+        """Set an option."""
 
 
 def listening_socket(config: uvicorn.Config, *, stall_s: float = 60.0) -> socket.socket:
@@ -28,12 +35,21 @@ def listening_socket(config: uvicorn.Config, *, stall_s: float = 60.0) -> socket
     sock = config.bind_socket()
     # Connections inherit all of it.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A client whose machine or network is gone says nothing, and would be waited for.
+    notice_loss(sock, stall_s=stall_s)
+    return sock
+
+
+def notice_loss(sock: Settable, *, stall_s: float = 60.0) -> None:
+    """Have the system end connections whose other side's machine or network is gone, and so says nothing.
+
+    Args:
+        sock: A connection, or a listening socket, from which connections inherit it.
+        stall_s: As of ``listening_socket``.
+    """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in {**_KEEP_ALIVE, "TCP_USER_TIMEOUT": round(stall_s * _MS)}.items():
         if hasattr(socket, name):  # Linux has them all
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return sock
 
 
 def patient_for(head_s: float) -> type[asyncio.Protocol]:
@@ -41,37 +57,47 @@ def patient_for(head_s: float) -> type[asyncio.Protocol]:
 
     uvicorn itself waits for ever, and each connection that never says anything keeps a descriptor.
     """
+    return type("PatientProtocol", (_Patient,), {"head_s": head_s})
 
-    class PatientProtocol(HttpToolsProtocol):
-        _waiting: asyncio.TimerHandle | None = None
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's
-            super().connection_made(transport)
-            self._wait()
+class _Patient(HttpToolsProtocol):
+    """uvicorn's, whose patience for a head ends.
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._wait_no_more()
-            super().connection_lost(exc)
+    Attributes:
+        head_s: How long it lasts.
+    """
 
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self._wait()
+    head_s: ClassVar[float]
+    _waiting: asyncio.TimerHandle | None = None
 
-        def on_headers_complete(self) -> None:
-            self._wait_no_more()
-            super().on_headers_complete()
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's
+        super().connection_made(transport)
+        self._wait()
 
-        def _wait(self) -> None:
-            self._wait_no_more()
-            self._waiting = self.loop.call_later(head_s, self._give_up)
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._wait_no_more()
+        super().connection_lost(exc)
 
-        def _wait_no_more(self) -> None:
-            if self._waiting is not None:
-                self._waiting.cancel()
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._wait()
 
-        def _give_up(self) -> None:
-            transport: Any = self.transport
-            if not transport.is_closing():
-                transport.abort()
+    def on_headers_complete(self) -> None:
+        self._wait_no_more()
+        super().on_headers_complete()
 
-    return PatientProtocol
+    def _wait(self) -> None:
+        self._wait_no_more()
+        self._waiting = self.loop.call_later(self.head_s, self._give_up)
+
+    def _wait_no_more(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    def _give_up(self) -> None:
+        transport: Any = self.transport
+        cycle: Any = self.cycle  # None before the first request
+        if cycle is not None and not cycle.response_complete:
+            self._wait()  # the head is of the next request, and this one's answer is on its way
+        elif not transport.is_closing():
+            transport.abort()

@@ -26,7 +26,7 @@ from app.middleware import GateMiddleware
 from app.observability.metrics import Metrics
 from app.observability.middleware import RecordMiddleware, points_of
 from app.observability.scrape import Scrape
-from app.observability.tracing import tracing_of
+from app.observability.tracing import Tracing, tracing_of
 from app.openapi import DocumentedApp
 from app.receiving import Receiving
 from app.routes import (
@@ -40,12 +40,14 @@ from app.routes import (
     keys,
     metrics,
     models,
+    playground,
     results,
     status,
+    tokenize,
     traces,
     vectors,
 )
-from app.services.job_callers import JobCallers
+from app.services.job_callers import JobCallers, RunOver
 from app.services.jobs import JobService
 from app.services.model_outline import model_outline
 from app.services.sandbox_start import start_sandbox
@@ -63,6 +65,7 @@ from nnsight_engine.local_engine.link import ProcessOptions
 _ROUTERS = (
     completions.router,
     chat.router,
+    tokenize.router,
     models.router,
     capabilities.router,
     results.router,
@@ -113,8 +116,9 @@ def create_app(
     log = AuditLog(AuditStore(database), settings.audit_days * 86400)
     counted = Metrics(settings.metrics_dir)
     callers, rates = Keys(KeyStore(database)), Rates(settings.limits_url)
-    ran = functools.partial(_count_job, counted, engine)
-    job_callers = JobCallers(callers, rates, store.stored, settings, ran)
+    tracing = tracing_of(settings)
+    watch = functools.partial(_watch_job, counted, engine, tracing)
+    job_callers = JobCallers(callers, rates, store.stored, settings, watch)
     job_service = JobService(
         settings,
         database,
@@ -165,7 +169,7 @@ def create_app(
             stored=stored,
             restarts=lambda: lifecycle.num_restarts,
         ),
-        tracing_of(settings),
+        tracing,
         beside,
     )
     app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)
@@ -174,21 +178,30 @@ def create_app(
         GateMiddleware, lifecycle=context.lifecycle, request_timeout_s=settings.request_timeout_s
     )
     app.add_middleware(
-        RecordMiddleware, log=log, keys=callers, metrics=counted, engine=engine, tracing=context.tracing
+        RecordMiddleware, log=log, keys=callers, metrics=counted, engine=engine, tracing=tracing
     )
     install_error_handlers(app)
     for router in _ROUTERS:
         app.include_router(router)
+    if settings.playground:
+        app.include_router(playground.router)
     return app
 
 
-def _count_job(
-    metrics: Metrics, engine: EngineClient, record: Record, ended: JobStatus | None, meter: Meter
-) -> None:
-    """Count a run of a job that is over."""
-    if ended is not None:
-        metrics.count_job(ended)
-    metrics.count_use(record, points_of(engine), meter.captured_bytes)
+def _watch_job(
+    metrics: Metrics, engine: EngineClient, tracing: Tracing | None, record: Record, traceparent: str
+) -> RunOver:
+    """Begin the span of a job's run; what is returned ends it, and counts the run."""
+    span = None if tracing is None else tracing.begin_job(record, traceparent)
+
+    def over(ended: JobStatus | None, meter: Meter) -> None:
+        if ended is not None:
+            metrics.count_job(ended)
+        metrics.count_use(record, points_of(engine), meter.captured_bytes)
+        if span is not None:
+            span.end(record, ended)
+
+    return over
 
 
 def _beside(settings: Settings, engine: EngineClient, local: LocalTraceEngine | None) -> list[TraceProcesses]:
@@ -216,6 +229,7 @@ def new_store(settings: Settings) -> ResultStore:
         ttl_s=settings.result_ttl_s,
         max_bytes=settings.result_store_bytes,
         share=settings.tenant_share,
+        replica=settings.replica,
     )
 
 

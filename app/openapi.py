@@ -16,6 +16,7 @@ from api_schemas.completions import CompletionRequest
 from api_schemas.errors import ErrorResponse
 from api_schemas.jobs import JobEvent
 from api_schemas.keys import Limits, NewKey, Rotation
+from api_schemas.tokens import TokenizeRequest
 from api_schemas.vectors import NewVector, TrainingEvent, TrainingRequest, VectorUpload
 from app.links import add_links
 from nnsight_engine.remote_backend.frames import MEDIA_TYPE as FRAMES_TYPE
@@ -35,6 +36,7 @@ _DOCUMENTED: Final[tuple[type[BaseModel], ...]] = (
     VectorUpload,
     TrainingRequest,
     TrainingEvent,
+    TokenizeRequest,
 )
 
 

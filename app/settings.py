@@ -7,10 +7,11 @@ This is the only module that reads the environment. A setting ``port`` is the va
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from nnsight_engine.core.tap_choice import ALL_TAPS
@@ -54,7 +55,9 @@ class Settings(BaseSettings):
         default=64, ge=4, le=256, description="Deepest nesting of arrays and objects in a request's JSON."
     )
     max_tensor_bytes: int = Field(default=64 * MIB, ge=1, description="Largest tensor in a request, decoded.")
-    max_operations: int = Field(default=64, ge=1, description="Most operations in one request.")
+    max_operations: int = Field(
+        default=64, ge=1, description="Most operations that one prompt of a request has."
+    )
     max_choices: int = Field(
         default=1024,
         ge=1,
@@ -76,6 +79,11 @@ class Settings(BaseSettings):
     bundled_model_dir: Path | None = Field(
         default=None,
         description="Where the bundled model lies, or is converted to; unset, the user's cache.",
+    )
+    replica: str = Field(
+        default="",
+        pattern=r"^[\w-]*$",
+        description="What this server is called among replicas behind one address; empty for one alone.",
     )
     result_dir: Path = Field(
         default_factory=_default_result_dir,
@@ -246,6 +254,7 @@ class Settings(BaseSettings):
         validation_alias="OTEL_EXPORTER_OTLP_PROTOCOL",
         description="How the collector is spoken to.",
     )
+    playground: bool = Field(default=True, description="Whether the page at /playground is served.")
     upload_idle_timeout_s: float = Field(
         default=30.0, gt=0, description="How long a request's body may pause while it is sent."
     )
@@ -272,6 +281,12 @@ class Settings(BaseSettings):
         ge=0,
         description="How long after its death an engine is started again; twice as long each further time.",
     )
+    engine_stall_timeout_s: float = Field(
+        default=300.0,
+        ge=0,
+        description="How long a step may take before the engine counts as hung and is started again; "
+        "what blocks may take of it comes on top. 0: as long as it likes.",
+    )
     drain_timeout_s: float = Field(
         default=30.0,
         ge=0,
@@ -290,6 +305,7 @@ _ENGINE_DEFAULTS: Final = {
     # Interventions are written for the V1 runner.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_NO_USAGE_STATS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
 }
 
 
@@ -383,3 +399,45 @@ def environment_for_traces() -> dict[str, str]:
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+class ClientSettings(BaseSettings):
+    """Which server the commands ``chat``, ``lens`` and ``steer`` talk to; see docs/terminal.md."""
+
+    model_config = SettingsConfigDict(env_prefix="NNSIGHT_ENGINE_", frozen=True, extra="ignore")
+
+    url: str | None = Field(default=None, description="Its address; CONFIG.API.HOST without one.")
+    key: SecretStr | None = Field(
+        default=None, description="What it knows us by; CONFIG.API.KEY without one."
+    )
+
+
+_OURS: Final = Settings.model_config["env_prefix"]
+_PASSED_TO_REPLICAS: Final = ("HF_", "NVIDIA_", "OMP_", "OTEL_", "VLLM_", "XDG_", _OURS)
+
+
+def environment_for_replicas() -> dict[str, str]:
+    """Return what this process was told that its replicas, perhaps on other machines, are to be told too."""
+    return {name: value for name, value in os.environ.items() if name.startswith(_PASSED_TO_REPLICAS)}
+
+
+def environment_of_replica(told: Mapping[str, str], name: str, *, cores: str) -> dict[str, str]:
+    """Return the environment of one replica's server: this process's, with what it was told.
+
+    Args:
+        told: What ``environment_for_replicas`` returned where the replicas were asked for, and more.
+        name: The replica's.
+        cores: Where a CPU's engine computes, as vLLM has it; empty where it is not for us to say.
+    """
+    environment = {**os.environ, **told, f"{_OURS}REPLICA": name}
+    # It is no port of the replica's, nor a folder that several write their metrics to.
+    for other in (f"{_OURS}HOST", f"{_OURS}PORT", "PROMETHEUS_MULTIPROC_DIR"):
+        environment.pop(other, None)
+    if cores:
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
+    return environment
+
+
+def cluster_address() -> str | None:
+    """Return where the Ray cluster is that an operator wants to be used; None for one of our own."""
+    return os.environ.get("RAY_ADDRESS") or None

@@ -101,6 +101,16 @@ def phases_of(shape: str, *, has_hostile: bool) -> list[Phase]:
 
 
 _WARM_UP: Final = Phase(name="warm-up", share=1 / 12, is_counted=False)
+PHASES: Final = tuple(
+    dict.fromkeys(
+        phase.name
+        for shape in SHAPES
+        for has_hostile in (False, True)
+        for phase in phases_of(shape, has_hostile=has_hostile)
+        if phase.is_counted
+    )
+)
+"""The names of all phases that are in tables."""
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,6 +153,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         messages: Traces to be sent as they are, in base64.
         has_pauses: Whether users pause between requests, as people do.
         finish_s: How long requests that run in the end have to finish.
+        silence_s: The longest that a server may say nothing in the middle of a request.
         seed: Of prompts, vectors and lengths.
     """
 
@@ -157,6 +168,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[str] = []
     has_pauses: bool = True
     finish_s: float = 60.0
+    silence_s: float = 300.0
     seed: int = 0
 
     def phase_at(self, elapsed_s: float) -> Phase | None:
@@ -171,6 +183,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 __all__ = [
     "HOSTILE",
+    "PHASES",
     "PLAIN",
     "SCENARIOS",
     "SHAPES",

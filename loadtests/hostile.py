@@ -1,6 +1,6 @@
 """The hostile tenant, in the phases that are theirs: what they do to the server.
 
-Refusals are what a server should answer with, and no errors; what it must not is break.
+A server may let them in or refuse them, and ``refusals`` says with what; any other answer is an error.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ import gevent
 from geventhttpclient.response import HTTPSocketResponse
 from locust import task
 
-from api_schemas.errors import ErrorCode
 from loadtests.bodies import Operation
 from loadtests.records import Told
-from loadtests.users import COMPLETIONS, Asking, Client, LoadError, check_status, error_of, read_stream
+from loadtests.refusals import CLOSED, ENDED, EXPECTED, Answer
+from loadtests.users import COMPLETIONS, OK, Asking, Client, LoadError, error_of, read_stream
 
-_REFUSALS: Final = (range(400, 500), range(503, 504))
-_TOO_LARGE: Final = 413
 _PAUSE_S: Final = 0.2
 _LINES_READ: Final = 5
-_ENDED: Final = (ErrorCode.TRACE_FAILED, ErrorCode.TRACE_TIMED_OUT, ErrorCode.RATE_LIMITED)
 
 
 class Hostile(Client):
@@ -43,10 +40,27 @@ class Hostile(Client):
     def send_operations(self, body: bytes, asking: Asking) -> None:
         """Send a completion, and read it to its end if it was not refused."""
         with self.request("POST", COMPLETIONS, body) as response:
-            if is_refused(response):
+            if self.is_refused(response):
                 asking.outcome = Told.REFUSED
             else:
                 read_stream(response, asking)
+
+    def is_refused(self, response: HTTPSocketResponse) -> bool:
+        """Tell whether a request was refused, as it may be.
+
+        Raises:
+            LoadError: It was neither refused so nor let in.
+        """
+        if response.status_code == OK:
+            return False
+        self.check_refusal((response.status_code, error_of(response.read())))
+        return True
+
+    def check_refusal(self, answer: Answer) -> None:
+        """Raise LoadError for an answer that is no good refusal of what this user does."""
+        if answer not in EXPECTED[self.kind]:
+            status, code = answer
+            raise LoadError(f"answered with {status} {code}", code)
 
     def half_request(self, num_claimed: int) -> http.client.HTTPConnection:
         """Return a connection on which a request has begun that says it has so many bytes."""
@@ -80,18 +94,17 @@ class HugeBody(Hostile):
     def send(self, asking: Asking) -> None:
         """Have it refused: for what it is, or for the size that it claims."""
         if self.bodies.is_one_in(3):
-            status, code = self._claimed()
+            answer = self._claimed()
         else:
             try:
                 with self.request("POST", COMPLETIONS, self.bodies.huge()) as response:
-                    status, code = response.status_code, error_of(response.read())
+                    answer = response.status_code, error_of(response.read())
             except ConnectionError:
-                status, code = _TOO_LARGE, "closed while it was sent"
-        if not _is_refusal(status):
-            raise LoadError(f"a huge body was answered with {status} {code}", code)
+                answer = CLOSED
+        self.check_refusal(answer)
         asking.outcome = Told.REFUSED
 
-    def _claimed(self) -> tuple[int, str]:
+    def _claimed(self) -> Answer:
         connection = self.half_request(self.asked.model.max_body_bytes + 1)
         try:
             response = connection.getresponse()
@@ -115,7 +128,7 @@ class BreakOff(Hostile):
             connection.close()
             return
         with self.request("POST", COMPLETIONS, self.bodies.flood()) as response:
-            if is_refused(response):
+            if self.is_refused(response):
                 asking.outcome = Told.REFUSED
                 return
             for _ in range(_LINES_READ):
@@ -136,26 +149,9 @@ class EndlessBlock(Hostile):
         try:
             self.send_operations(self.bodies.completion(*self.operations()), asking)
         except LoadError as error:
-            if error.code not in _ENDED:
+            if error.code not in ENDED:
                 raise
             asking.outcome = Told.REFUSED
-
-
-def is_refused(response: HTTPSocketResponse) -> bool:
-    """Tell whether a request was refused, as one may be who asks for too much.
-
-    Raises:
-        LoadError: It was neither refused nor let in.
-    """
-    if _is_refusal(response.status_code):
-        response.read()
-        return True
-    check_status(response)
-    return False
-
-
-def _is_refusal(status: int) -> bool:
-    return any(status in refusals for refusals in _REFUSALS)
 
 
 ATTACKS: Final[tuple[type[Client], ...]] = (Flood, HugeBody, BreakOff, EndlessBlock)

@@ -1,8 +1,8 @@
 """What a run must keep, from a file: see ``thresholds.toml``.
 
 Machines differ, so most of it is ratios within the run: to plain requests of the same phase, or to the same
-requests in another phase. What names a kind or a phase that a run does not have is not for that run; a number
-that is missing where there should be one is a miss.
+requests in another phase. What names a kind or a phase that a run does not have is not for that run, and one
+that no run has is refused; a number that is missing where there should be one is a miss.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from loadtests.asked import HOSTILE
+from loadtests.asked import HOSTILE, PHASES, TENANT_OF
 from loadtests.summary import ALL_MEASURES, Row, Summary, Verdict
 
 DEFAULT_FILE: Final = Path(__file__).with_name("thresholds.toml")
@@ -48,8 +48,18 @@ class Threshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         """Check what the types do not."""
-        if self.measure not in ALL_MEASURES:
-            raise ValueError(f"`measure` must be one of {', '.join(ALL_MEASURES)}, got {self.measure!r}")
+        kinds = tuple(TENANT_OF)
+        for field, names in (
+            ("measure", ALL_MEASURES),
+            ("kind", (_ANY, _POLITE, *kinds)),
+            ("phase", (_ANY, *PHASES)),
+            ("of_kind", ("", *kinds)),
+            ("of_phase", ("", *PHASES)),
+        ):
+            given = getattr(self, field)
+            if given not in names:
+                allowed = ", ".join(filter(None, names))
+                raise ValueError(f"`{field}` must be one of {allowed}, got {given!r}")
         if self.most is None and self.least is None:
             raise ValueError(f"the threshold of {self.measure} needs `most` or `least`")
 

@@ -23,10 +23,8 @@ from loadtests.records import Told
 from loadtests.streams import Stream
 
 COMPLETIONS: Final = "/v1/completions"
-_OK: Final = 200
+OK: Final = 200
 _CONNECT_S: Final = 10.0
-_SILENCE_S: Final = 300.0
-"""The longest that a server may say nothing in the middle of a request."""
 _SHOWN: Final = 200
 
 
@@ -88,7 +86,7 @@ class Client(User):
         environment.num_users += 1
         self.bodies = Bodies(self.asked.model, f"{self.asked.seed} {self.kind} {environment.num_users}")
         self.http = HTTPClient.from_url(
-            self.asked.url, connection_timeout=_CONNECT_S, network_timeout=_SILENCE_S
+            self.asked.url, connection_timeout=_CONNECT_S, network_timeout=self.asked.silence_s
         )
         key = self.asked.keys.get(TENANT_OF[self.kind])
         self.headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -194,7 +192,7 @@ def read_stream(response: HTTPSocketResponse, asking: Asking) -> None:
         raise LoadError(failure, stream.error)
 
 
-def check_status(response: HTTPSocketResponse, wanted: int = _OK) -> None:
+def check_status(response: HTTPSocketResponse, wanted: int = OK) -> None:
     """See that a request was let in.
 
     Raises:
@@ -213,4 +211,14 @@ def error_of(body: bytes) -> str:
         return body[:_SHOWN].decode(errors="replace")
 
 
-__all__ = ["COMPLETIONS", "Asking", "Client", "Load", "LoadError", "check_status", "error_of", "read_stream"]
+__all__ = [
+    "COMPLETIONS",
+    "OK",
+    "Asking",
+    "Client",
+    "Load",
+    "LoadError",
+    "check_status",
+    "error_of",
+    "read_stream",
+]

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 
 import pytest
 
 from tests.databases import KINDS, Postgres, programs
+from tests.parallel import WORKER, Scheduling, make_scheduler, take_one_core
+from tests.sharing import lacking
+
+if WORKER in os.environ:
+    take_one_core(os.environ)  # before torch is imported
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Scheduling:
+    return make_scheduler(config, log)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-postgres", action="store_true", help="fail where PostgreSQL is not installed")
+    parser.addoption("--require-chromium", action="store_true", help="fail where Chromium is not installed")
+    parser.addoption("--require-node", action="store_true", help="fail where Node.js is not installed")
     parser.addoption("--require-promtool", action="store_true", help="fail where promtool is not installed")
 
 
@@ -33,14 +46,26 @@ def postgres(request: pytest.FixtureRequest) -> Iterator[Postgres]:
     """A PostgreSQL of the tests' own."""
     found = programs()
     if found is None:
-        missing = "PostgreSQL is not installed; scripts/postgres.sh does that on Debian, as root"
-        (pytest.fail if request.config.getoption("--require-postgres") else pytest.skip)(missing)
+        lacking(
+            request,
+            "--require-postgres",
+            "PostgreSQL is not installed; scripts/postgres.sh does that on Debian, as root",
+        )
     server = Postgres(found)
     try:
         server.start()
         yield server
     finally:
         server.close()
+
+
+@pytest.fixture(scope="session")
+def npm(request: pytest.FixtureRequest) -> str:
+    """Where npm is, which comes with Node.js."""
+    found = shutil.which("npm")
+    if found is None:
+        lacking(request, "--require-node", "Node.js is not installed; scripts/node.sh does that where it can")
+    return found
 
 
 @pytest.fixture

@@ -43,11 +43,16 @@ def of_body(body: Mapping[str, Any]) -> Estimate:
 
 def num_choices(body: Mapping[str, Any]) -> int:
     """Return how many texts a completion or a chat asks for, those of all its prompts together."""
+    return min(num_prompts(body) * max(1, _number(body.get("n"))), _MOST)
+
+
+def num_prompts(body: Mapping[str, Any]) -> int:
+    """Return how many prompts a completion has; of a body that has none, 1."""
     given = body.get("prompt")
-    num_prompts = len(given) if isinstance(given, list) and not _is_ids(given) else int(given is not None)
+    found = len(given) if isinstance(given, list) and not _is_ids(given) else int(given is not None)
     embeds = body.get("prompt_embeds")
-    num_prompts += len(embeds) if isinstance(embeds, list) else int(embeds is not None)
-    return min(max(1, num_prompts) * max(1, _number(body.get("n"))), _MOST)
+    found += len(embeds) if isinstance(embeds, list) else int(embeds is not None)
+    return max(1, found)
 
 
 def check_choices(body: Mapping[str, Any], max_choices: int) -> None:
@@ -125,4 +130,4 @@ def _number(given: Any) -> int:
         return 0
 
 
-__all__ = ["Estimate", "check_choices", "num_choices", "of_body", "of_trace", "of_training"]
+__all__ = ["Estimate", "check_choices", "num_choices", "num_prompts", "of_body", "of_trace", "of_training"]

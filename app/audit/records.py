@@ -32,6 +32,7 @@ CODE: Final = "code"
 """The kind of point of what may be anywhere."""
 
 _MAX_TEXT: Final = 200
+_MAX_OPERATIONS: Final = 64
 _SLOW_BYTES: Final = 2**20
 _LAYER: Final = re.compile(r"^layers\.[^.]*\.")
 _ANY_LAYER: Final = "layers.*."
@@ -121,7 +122,8 @@ def note_operations(model: object, interventions: Sequence[Intervention]) -> Non
     if record is None:
         return
     record.model = model if isinstance(model, str) else ""
-    record.operations = [operation.op for operation in interventions]
+    written: list[str] = [operation.op for operation in interventions]
+    record.operations = written if len(written) <= _MAX_OPERATIONS else list(dict.fromkeys(written))
     record.uses = [(operation.op, kind) for operation in interventions for kind in _points(operation)]
     for operation in interventions:
         if isinstance(operation, Trace):

@@ -204,7 +204,11 @@ class Keys:
         return CreatedKey(**key.model_dump(), key=secret.text)
 
     async def adopt(self, secret: Secret, new: NewKey) -> Key:
-        """Make a key whose text somebody else has chosen; its id is nobody's yet."""
+        """Make a key whose text somebody else has chosen.
+
+        Raises:
+            KeyTakenError: Its id is a key's.
+        """
         kept = await asyncio.to_thread(hashed, secret)
         key = await self._store.add(new, secret.id, kept)
         logger.info("key %s was adopted for tenant %s", key.id, key.tenant)

@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from api_schemas.capabilities import Capabilities
 from api_schemas.interventions import Intervention
+from api_schemas.tokens import TokenizeRequest
 from app.engine.traces import TraceEngine
 from app.services.served_model import ServedModel
 from nnsight_engine.core.engine_counts import EngineCounts
@@ -103,6 +104,9 @@ class EngineClient(Protocol):
     ) -> EngineReply:
         """Answer a chat completion request."""
 
+    async def tokenize(self, wanted: TokenizeRequest, http: Request) -> EngineReply:
+        """Answer with the tokens of a text or a conversation; only called when ready."""
+
     def served(self) -> ServedModel:
         """Return what the model is called; its fingerprint only when ready."""
 
@@ -135,7 +139,7 @@ class EngineClient(Protocol):
         """
 
     async def died(self) -> None:
-        """Wait until the engine, which was started, has died."""
+        """Wait until the engine, which was started, has died; one that hangs is ended, and has died then."""
 
     async def close(self) -> None:
         """Stop and free everything; also after a start that failed or was cancelled."""

@@ -17,7 +17,8 @@ from starlette.requests import Request
 
 from api_schemas.capabilities import Capabilities
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.interventions import Intervention
+from api_schemas.interventions import Intervention, PromptOperations
+from api_schemas.tokens import TokenizePrompt, TokenizeRequest
 from app.engine.client import DescribedModel, EngineReply, JsonObject
 from app.engine.fake_results import CAPABILITIES, FINGERPRINT, MODEL, collected
 from app.engine.fake_traces import FakeTraceEngine
@@ -73,6 +74,7 @@ class _Choice:
     index: int
     prompt: list[str]
     words: list[str]
+    prompt_index: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -234,6 +236,15 @@ class FakeEngineClient:
             "chat.completion", prompts, body, interventions, http, owner, inline=inline
         )
 
+    async def tokenize(self, wanted: TokenizeRequest, http: Request) -> EngineReply:
+        """Return a token for each word."""
+        del http
+        asked = wanted.root
+        last = asked.prompt if isinstance(asked, TokenizePrompt) else asked.messages[-1].content
+        words = last.split() if isinstance(last, str) else []
+        tokens = [{"id": index, "text": f" {word}"} for index, word in enumerate(words)]
+        return EngineReply(body={"model": MODEL, "tokens": tokens})
+
     async def _generate(
         self,
         kind: str,
@@ -307,14 +318,15 @@ class FakeEngineClient:
         if not job.interventions:
             return {}
         tokens = choice.prompt + choice.words
+        operations = tuple(op for _, op in PromptOperations(job.interventions).of(choice.prompt_index))
         answer = await choice_json(
-            collected(job.interventions, range(*span), is_final=is_final, pull=self._pull(choice)),
+            collected(operations, range(*span), is_final=is_final, pull=self._pull(choice)),
             store=self._store,
             owner=job.owner,
             settings=self._settings,
             decode=lambda token_id: f" {tokens[token_id % len(tokens)]}",
             base_path=job.base_path,
-            operations=job.interventions,
+            operations=operations,
             inline=job.inline,
         )
         return {"interventions": answer}
@@ -374,7 +386,7 @@ def _choices(prompts: list[list[str]], num_each: int, num_words: int) -> list[_C
     if not 1 <= num_each <= _MAX_CHOICES:
         raise ApiError(ErrorCode.INVALID_VALUE, f"'n' must be 1 to {_MAX_CHOICES}, got {num_each}.", "n")
     choices: list[_Choice] = []
-    for prompt in prompts:
+    for prompt_index, prompt in enumerate(prompts):
         source = prompt or ["word"]
         room = CAPABILITIES.sizes.max_model_len - len(source)
         if not 0 <= num_words <= room:
@@ -382,7 +394,7 @@ def _choices(prompts: list[list[str]], num_each: int, num_words: int) -> list[_C
             raise ApiError(ErrorCode.INVALID_VALUE, message, "max_tokens")
         for variant in range(num_each):
             words = [source[(variant + step) % len(source)] for step in range(num_words)]
-            choices.append(_Choice(len(choices), source, words))
+            choices.append(_Choice(len(choices), source, words, prompt_index))
     return choices
 
 

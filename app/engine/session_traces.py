@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -20,7 +19,6 @@ from app.engine.trace_processes import Job, TraceProcesses
 from app.engine.traces import TraceEngine
 from app.errors import error_bytes, internal_error
 from app.settings import Settings
-from nnsight_engine.core.metering import METER
 from nnsight_engine.local_engine.child import Child, ProcessEndedError
 from nnsight_engine.local_engine.link import OUTLINE, TRACE, ProcessOptions
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
@@ -88,9 +86,9 @@ class SessionTraces(TraceProcesses):
             kind, data = await child.frame()
             if kind is not FrameKind.RESULT:
                 raise DecodeError("a session sends no trace where it says so")
-            context = contextvars.copy_context()
-            context.run(METER.set, job.meter)
-            self._asking[job] = asyncio.create_task(self._trace(child, data, job), context=context)
+            # Listening is no request's; what the trace uses, its tier and its spans are the job's.
+            tracing = self._trace(child, data, job)
+            self._asking[job] = asyncio.create_task(tracing, context=job.context.copy())
         elif OUTLINE in word:
             self._asking[job] = asyncio.create_task(self._describe(child))
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import math
 import time
@@ -62,6 +63,7 @@ class Job:
         is_late: Whether its time is over.
         position: How many are before it, as its client was told last.
         has_begun: Whether it was run; if not, another process may try.
+        context: That of the request which it is part of: what is done for it is noted there.
         meter: What it uses, for whoever counts that.
         over: Done when it uses nothing any more.
         num_told: How often it has printed.
@@ -77,6 +79,7 @@ class Job:
         self.position = 0
         self.num_told = 0
         self.has_begun = False
+        self.context = contextvars.copy_context()
         self.meter = METER.get()
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self.meter is not None:

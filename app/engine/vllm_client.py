@@ -13,7 +13,7 @@ import gc
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -36,11 +36,14 @@ from api_schemas.capabilities import Capabilities
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import FIELD, Intervention
 from api_schemas.request_traces import Trace
+from api_schemas.tokens import TokenizeRequest
 from app.engine.client import DescribedModel, EngineReply, JsonObject
 from app.engine.intervening_requests import InterveningChatRequest, InterveningCompletionRequest
 from app.engine.places import Places
+from app.engine.stalls import stalled
+from app.engine.tokenizing import texts_of, tokenize_request
 from app.engine.traces import TraceEngine
-from app.engine.vllm_errors import engine_dead, said_dead
+from app.engine.vllm_errors import engine_dead, said_dead, say_dead
 from app.engine.vllm_traces import VLLMTraceEngine
 from app.errors import DONE_FRAME, error_frame
 from app.services.capabilities import describe
@@ -90,6 +93,7 @@ class VLLMEngineClient:
         self._is_ready = False
         self._loading: asyncio.Task[InterventionAsyncLLM] | None = None
         self._described: DescribedModel | None = None
+        self._capabilities: Capabilities | None = None
         self.started = asyncio.Event()
         # Never served: vLLM's handlers look up their state on an application.
         self._vllm_app = FastAPI()
@@ -158,7 +162,7 @@ class VLLMEngineClient:
             state = self._vllm_app.state
             await init_app_state(self._engine, state, self._args, tasks)
             for serving in (state.openai_serving_completion, state.openai_serving_chat):
-                _say_dead(serving)
+                say_dead(serving)
             await self._generate_one()
         if self.started.is_set():
             gc.collect()  # what is left of the dead one is in circles; nobody is kept waiting now
@@ -166,8 +170,25 @@ class VLLMEngineClient:
         self.started.set()
 
     async def died(self) -> None:
-        """Wait until the engine has died."""
-        await self.engine.died()
+        """Wait until the engine has died; one that stalls is ended."""
+        watching = asyncio.create_task(self._end_stalled(self.engine), name="engine-stall")
+        try:
+            await self.engine.died()
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def _end_stalled(self, engine: InterventionAsyncLLM) -> None:
+        timeout_s, step_s = self._settings.engine_stall_timeout_s, self._settings.trace_step_s
+        if not timeout_s:
+            return
+        try:
+            # Blocks have limits of their own for what they may take of a step.
+            await stalled(engine.is_sleeping, lambda: timeout_s + step_s * engine.num_beside)
+            logger.error("a step takes more than engine_stall_timeout_s, %g s: ending the engine", timeout_s)
+            engine.kill()
+        except Exception:
+            logger.exception("nobody looks any more whether the engine hangs")
 
     async def _generate_one(self) -> None:
         """Generate a token, so that whoever asks whether requests are served is told what was tried."""
@@ -211,7 +232,9 @@ class VLLMEngineClient:
 
     def capabilities(self) -> Capabilities:
         """Return what this model offers to interventions."""
-        return describe(self.engine.spec, self._settings)
+        if self._capabilities is None:  # every engine is of the same model
+            self._capabilities = describe(self.engine.spec, self._settings)
+        return self._capabilities
 
     def served(self) -> ServedModel:
         """Return what the model is called; its fingerprint once it is loaded."""
@@ -286,6 +309,20 @@ class VLLMEngineClient:
             model = InterveningChatRequest
             return await self._intervene(model, serve, body, interventions, http, owner, inline=inline)
         return await self._plain(ChatCompletionRequest, serve, body, http)
+
+    async def tokenize(self, wanted: TokenizeRequest, http: Request) -> EngineReply:
+        """Return the tokens of a text or a conversation, each with its own text."""
+        try:
+            request = tokenize_request(wanted)
+        except ValidationError as error:
+            return await self._invalid(error, http)
+        answer = await self._serve(self._vllm_app.state.serving_tokenization.create_tokenize, request, http)
+        if isinstance(answer, ErrorResponse):
+            return _error_reply(answer)
+        ids: list[int] = answer.tokens
+        texts = await asyncio.to_thread(texts_of, ids, self._decode)
+        tokens = [{"id": token_id, "text": text} for token_id, text in zip(ids, texts, strict=True)]
+        return EngineReply(body={"model": self.served().names[0], "tokens": tokens})
 
     async def _plain(self, model: type[Any], serve: Serve, body: JsonObject, http: Request) -> EngineReply:
         try:
@@ -381,7 +418,8 @@ class VLLMEngineClient:
     ) -> JsonObject:
         for choice in body["choices"]:
             collected = call.take_final(choice["index"], num_choices)
-            choice["interventions"] = await self._choice_json(collected, call, owner, inline=inline)
+            operations = _operations(call, choice["index"], num_choices)
+            choice["interventions"] = await self._choice_json(collected, operations, owner, inline=inline)
         return body
 
     async def _stream(
@@ -413,11 +451,12 @@ class VLLMEngineClient:
             else:
                 collected = call.take_part(index, num_choices)
             if collected is not None:
-                choice["interventions"] = await self._choice_json(collected, call, owner)
+                operations = _operations(call, index, num_choices)
+                choice["interventions"] = await self._choice_json(collected, operations, owner)
         return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
     async def _choice_json(
-        self, collected: Any, call: Call, owner: str, *, inline: bool = False
+        self, collected: Any, operations: Sequence[Intervention], owner: str, *, inline: bool = False
     ) -> JsonObject:
         return await choice_json(
             collected,
@@ -425,7 +464,7 @@ class VLLMEngineClient:
             owner=owner,
             settings=self._settings,
             decode=self._decode,
-            operations=call.ops if isinstance(call, InterventionCall) else (),
+            operations=operations,
             inline=inline,
         )
 
@@ -447,17 +486,9 @@ class VLLMEngineClient:
         return Request({**http.scope, "app": self._vllm_app}, http.receive)
 
 
-def _say_dead(serving: Any) -> None:
-    """Have streams of a serving class of vLLM's raise our error where the engine dies; theirs has no code."""
-    worded = serving.create_streaming_error_response
-
-    def create(message: str | Exception, *args: Any, **kwargs: Any) -> str:
-        if isinstance(message, EngineDeadError):
-            raise engine_dead() from message
-        said: str = worded(message, *args, **kwargs)
-        return said
-
-    serving.create_streaming_error_response = create
+def _operations(call: Call, choice: int, num_choices: int) -> Sequence[Intervention]:
+    """Return a choice's operations; none of code, which says itself what it did."""
+    return call.operations(choice, num_choices) if isinstance(call, InterventionCall) else ()
 
 
 def _error_reply(answer: ErrorResponse) -> EngineReply:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 from vllm import SamplingParams
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
@@ -30,6 +31,19 @@ def said_dead() -> Iterator[None]:
         yield
     except EngineDeadError as error:
         raise engine_dead() from error
+
+
+def say_dead(serving: Any) -> None:
+    """Have streams of a serving class of vLLM's raise our error where the engine dies; theirs has no code."""
+    worded = serving.create_streaming_error_response
+
+    def create(message: str | Exception, *args: Any, **kwargs: Any) -> str:
+        if isinstance(message, EngineDeadError):
+            raise engine_dead() from message
+        said: str = worded(message, *args, **kwargs)
+        return said
+
+    serving.create_streaming_error_response = create
 
 
 def translated(error: Exception, field: str) -> ApiError | None:

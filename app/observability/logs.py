@@ -25,6 +25,11 @@ _requests = logging.getLogger("app.requests")
 _FIELDS: Final = ("request_id", "tenant", "trace_id")
 _CHATTY: Final = ("app", "nnsight_engine", "uvicorn")
 """Loggers that go by the setting ``log_level``."""
+_EXTRAS: Final = (
+    *_FIELDS, "method", "route", "status", "outcome", "error", "operations", "duration_s", "request_bytes",
+    "response_bytes", "model", "models", "url",
+)  # fmt: skip
+"""What our lines have beside their text. Libraries give every record of the process fields of theirs, too."""
 _VLLM_CONFIG: Final = "vllm_logging.json"
 
 
@@ -72,7 +77,7 @@ def _formatter(*last: Processor) -> logging.Formatter:
         foreign_pre_chain=[
             structlog.stdlib.add_log_level,
             structlog.stdlib.add_logger_name,
-            structlog.stdlib.ExtraAdder(),
+            structlog.stdlib.ExtraAdder(_EXTRAS),
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             add_request,
         ],

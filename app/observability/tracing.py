@@ -1,7 +1,9 @@
-"""A span for each API request, sent to an OpenTelemetry collector, and the trace handed on to the engine.
+"""A span for each API request and each run of a job, for an OpenTelemetry collector, and for the engine.
 
-A client's ``traceparent`` is continued, and the answer has one, so that both sides find the same trace. vLLM
-sends a span of its own for each prompt, below ours: the command line gives it the same collector.
+A client's ``traceparent`` is continued, and the answer has one, so that both sides find the same trace. A job
+may run hours after its request, on another server, and more than once: each run is a trace of its own, linked
+to the request. vLLM sends a span of its own for each prompt, below ours: the command line gives it the same
+collector.
 """
 
 from __future__ import annotations
@@ -15,12 +17,20 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import Span, SpanKind, format_trace_id, set_span_in_context
+from opentelemetry.trace import (
+    Link,
+    Span,
+    SpanKind,
+    format_trace_id,
+    get_current_span,
+    set_span_in_context,
+)
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.trace.status import StatusCode
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from api_schemas.jobs import JobStatus
 from app.audit.records import Record
 from app.observability.metrics import kind_of
 from app.settings import Settings, otlp_traces_endpoint
@@ -61,17 +71,48 @@ class RequestSpan:
                 "http.request.method": record.method,
                 "http.route": route,
                 "http.response.status_code": record.status or 0,
-                "nnsight_engine.request_id": record.request_id,
-                "nnsight_engine.tenant": record.tenant,
-                "nnsight_engine.kind": kind_of(record.operations),
-                "nnsight_engine.operations": record.operations,
-                "nnsight_engine.tier": record.tier,
-                "error.type": record.error,
+                **_known(record),
             }
         )
         if (record.status or _SERVER_ERROR) >= _SERVER_ERROR:
             self._span.set_status(StatusCode.ERROR)
         self._span.end()
+
+
+class JobSpan:
+    """The span of one run of a job.
+
+    Args:
+        span: It, begun.
+    """
+
+    def __init__(self, span: Span) -> None:
+        """Take over the span."""
+        self._span = span
+
+    def end(self, record: Record, ended: JobStatus | None) -> None:
+        """End it with what is known of the run; None is the end of one that is to run again."""
+        self._span.set_attributes(
+            {
+                "nnsight_engine.job_id": record.subject,
+                "nnsight_engine.job_status": "" if ended is None else ended.value,
+                **_known(record),
+            }
+        )
+        if ended is JobStatus.ERROR:
+            self._span.set_status(StatusCode.ERROR)
+        self._span.end()
+
+
+def _known(record: Record) -> dict[str, str | list[str]]:
+    return {
+        "nnsight_engine.request_id": record.request_id,
+        "nnsight_engine.tenant": record.tenant,
+        "nnsight_engine.kind": kind_of(record.operations),
+        "nnsight_engine.operations": record.operations,
+        "nnsight_engine.tier": record.tier,
+        "error.type": record.error,
+    }
 
 
 class Tracing:
@@ -96,11 +137,28 @@ class Tracing:
         """Begin the span of a request, and let what runs on its behalf continue it."""
         parent = self._propagator.extract(Headers(scope=scope), context=Context())
         span = self._tracer.start_span("request", parent, SpanKind.SERVER)
+        return RequestSpan(span, self._hand_on(span, record))
+
+    def begin_job(self, record: Record, traceparent: str) -> JobSpan:
+        """Begin the span of a job's run, and let what runs in this task continue it.
+
+        Args:
+            record: Of the run.
+            traceparent: Of the request that let it run; empty if that had none.
+        """
+        asked = self._propagator.extract({_TRACEPARENT: traceparent}, context=Context())
+        asking = get_current_span(asked).get_span_context()
+        links = [Link(asking)] if asking.is_valid else []
+        span = self._tracer.start_span("job", Context(), SpanKind.CONSUMER, links=links)
+        self._hand_on(span, record)
+        return JobSpan(span)
+
+    def _hand_on(self, span: Span, record: Record) -> dict[str, str]:
         headers: dict[str, str] = {}
         self._propagator.inject(headers, set_span_in_context(span, Context()))
         record.trace_id = format_trace_id(span.get_span_context().trace_id)
         TRACE_HEADERS.set(headers)
-        return RequestSpan(span, headers)
+        return headers
 
     def close(self) -> None:
         """Send what is left, for as long as the collector takes, but some seconds at most."""
@@ -115,4 +173,4 @@ def tracing_of(settings: Settings) -> Tracing | None:
     return Tracing(endpoint, settings.otlp_protocol) if endpoint else None
 
 
-__all__ = ["RequestSpan", "Tracing", "tracing_of"]
+__all__ = ["JobSpan", "RequestSpan", "Tracing", "tracing_of"]

@@ -17,7 +17,7 @@ from api_schemas.interventions import FIELD, Intervention, Limits, parse_interve
 from api_schemas.keys import Scope
 from api_schemas.operations import Ablate, Patch, Steer
 from api_schemas.request_traces import Trace
-from app.admission.estimates import check_choices, num_choices, of_body
+from app.admission.estimates import check_choices, num_choices, num_prompts, of_body
 from app.admission.quotas import INTERVENING
 from app.admission.rates import admitted_of
 from app.audit.records import note, note_operations, note_refusal
@@ -66,7 +66,9 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
         caller.check(Scope.INTERVENTIONS)
         if admitted is not None:
             await admitted.check(*INTERVENING)
-    interventions = await _interventions(raw, request, settings)
+    # A conversation is one prompt, whatever fields of others stand beside it.
+    count = 1 if "messages" in body else num_prompts(body)
+    interventions = await _interventions(raw, count, request, settings)
     note_operations(body.get("model"), interventions)
     if any(isinstance(operation, Trace) for operation in interventions):
         check_code_allowed(settings, request, caller)
@@ -98,14 +100,16 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
     )
 
 
-async def _interventions(raw: object, request: Request, settings: Settings) -> tuple[Intervention, ...]:
+async def _interventions(
+    raw: object, count: int, request: Request, settings: Settings
+) -> tuple[Intervention, ...]:
     """Return a request's operations, read beside the others' turns where that takes a while."""
     if not raw:
         return parse_interventions(raw)
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) < THREAD_BYTES:
-        return parse_interventions(raw, limits_of(settings))
-    return await asyncio.to_thread(parse_interventions, raw, limits_of(settings))
+        return parse_interventions(raw, limits_of(settings), count)
+    return await asyncio.to_thread(parse_interventions, raw, limits_of(settings), count)
 
 
 def limits_of(settings: Settings) -> Limits:

@@ -21,6 +21,13 @@ from app.storage.kept import StoredBytes
 from app.storage.tables import JobRow
 from nnsight_engine.core.metering import Meter
 
+RunOver = Callable[[JobStatus | None, Meter], None]
+"""Is told of a run that is over: how it ended, None if it is to run again, and what it used."""
+
+
+def _unwatched(_record: Record, _traceparent: str) -> RunOver:
+    return lambda _ended, _meter: None
+
 
 class JobCallers:
     """The keys of jobs.
@@ -30,7 +37,8 @@ class JobCallers:
         rates: Count what jobs use.
         stored: Is told what may be kept.
         settings: Say how far code is trusted.
-        ran: Is told of each run that is over: its record, how it ended if it has, and what it used.
+        watch: Is called as a run begins, in its task: with its record, and the ``traceparent`` of the request
+            that let it run. What it returns is called when the run is over.
     """
 
     def __init__(
@@ -39,10 +47,10 @@ class JobCallers:
         rates: Rates,
         stored: StoredBytes,
         settings: Settings,
-        ran: Callable[[Record, JobStatus | None, Meter], None] = lambda *_: None,
+        watch: Callable[[Record, str], RunOver] = _unwatched,
     ) -> None:
         """Keep the parts."""
-        self.ran = ran
+        self.watch = watch
         self._settings = settings
         self._keys = keys
         self._rates = rates
@@ -78,4 +86,4 @@ def learn(stored: StoredBytes, caller: Principal) -> None:
     stored.learn(f"tenant:{caller.tenant}", caller.tenant_limits.stored_bytes)
 
 
-__all__ = ["JobCallers", "learn"]
+__all__ = ["JobCallers", "RunOver", "learn"]

@@ -205,7 +205,9 @@ class JobDispatcher:
     ) -> None:
         meter = Meter(job.key_id)
         METER.set(meter)  # of this task, which is the job's
+        over: Callable[..., None] | None = None
         try:
+            over = self._callers.watch(run.record, job.traceparent)
             with self._lifecycle.serving():
                 await run.run()
                 gone = await self._store.remove_ended(job.id)
@@ -221,7 +223,8 @@ class JobDispatcher:
             del self._runs[job.id], self._running[job.id]
             slot.leave()
             self.wake()
-            self._callers.ran(run.record, run.ended, meter)
+            if over is not None:
+                over(run.ended, meter)
 
     async def _keep(self) -> None:
         renewed_at = recovered_at = time.monotonic()

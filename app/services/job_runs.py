@@ -181,11 +181,9 @@ class JobRun:
             self._tools.told(self._job.id)
 
     def _note_run(self, end: JobEnd | None) -> None:
-        """Have it written down that a tenant's job was run."""
+        """Note how it ended, and have it written down where it was a tenant's."""
         record = self.record
         self.ended = None if end is None else end.status
-        if not record.tenant:
-            return
         record.duration_s = time.time() - record.time
         record.request_bytes = self._job.request_bytes
         record.add_use(METER.get())
@@ -195,7 +193,8 @@ class JobRun:
             record.error = end.code or ""
             record.response_bytes = end.result_bytes or 0
             record.details = {"status": end.status.value}
-        self._tools.log.add(record)
+        if record.tenant:
+            self._tools.log.add(record)
 
     async def _finished(self, end: JobEnd | None, result: ResultFile) -> JobEnd | None:
         """Return how the job ended now that its result, if it has one, is on disk or cannot be there."""

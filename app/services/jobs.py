@@ -40,6 +40,7 @@ from app.storage.jobs import Accepted, Gone, JobStore, NewJob
 from app.storage.kept import Holder, StoredBytes
 from app.storage.open_files import OpenResult
 from app.storage.tables import JobRow
+from nnsight_engine.core.trace_headers import TRACE_HEADERS
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceHead
 from nnsight_engine.wire import DecodeError
@@ -242,6 +243,7 @@ class JobService:
                 idempotency_key=key,
                 reruns=reruns,
                 key_id=holder.key_id,
+                traceparent=_traceparent(),
             )
             await self._files.adopt(upload, new.id)
         # Goes on where we are cancelled: the job may be in the database then, or its files must go.
@@ -306,7 +308,7 @@ class JobService:
         Raises:
             ApiError: ``job_not_found``, ``job_not_rerunnable``, ``queue_full``.
         """
-        job, (before, num_bytes) = await self._store.rerun(job_id, holder)
+        job, (before, num_bytes) = await self._store.rerun(job_id, holder, _traceparent())
         self._files.space.free(num_bytes, before)
         await self._files.remove_results([(job_id, job.attempt)])
         self._feed.told(job_id)
@@ -416,6 +418,11 @@ def _job(row: JobRow) -> Job:
         reruns=row.reruns,
         cancel_requested=row.cancel_requested,
     )
+
+
+def _traceparent() -> str:
+    """Return what a collector knows this request by."""
+    return (TRACE_HEADERS.get() or {}).get("traceparent", "")
 
 
 def _error_frame(row: JobRow) -> bytes:

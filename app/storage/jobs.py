@@ -41,6 +41,7 @@ class NewJob:
     idempotency_key: str | None
     reruns: bool
     key_id: str = ""
+    traceparent: str = ""
 
     @property
     def holder(self) -> Holder:
@@ -239,7 +240,9 @@ class JobStore:
 
         return await self._database.write(write)
 
-    async def rerun(self, job_id: str, holder: Holder) -> tuple[JobRow, tuple[Holder, int]]:
+    async def rerun(
+        self, job_id: str, holder: Holder, traceparent: str = ""
+    ) -> tuple[JobRow, tuple[Holder, int]]:
         """Let a job that failed or was cancelled wait to run again, for another key perhaps; its result goes.
 
         Returns:
@@ -268,6 +271,7 @@ class JobStore:
                 cancel_requested=False,
                 num_interruptions=0,
                 key_id=holder.key_id,
+                traceparent=traceparent,
                 **nothing,
             )
             if not is_ours:  # somebody else let it, where the database lets two write at once
@@ -331,6 +335,7 @@ class JobStore:
             num_events=len(events),
             reruns=new.reruns,
             key_id=new.key_id,
+            traceparent=new.traceparent,
         )
         session.add(job)
         session.flush()

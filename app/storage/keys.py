@@ -15,6 +15,10 @@ from app.storage.database import Database
 from app.storage.tables import KeyRow, TenantRow
 
 
+class KeyTakenError(Exception):
+    """The id of a key that was to be made is another's."""
+
+
 class KeyStore:
     """Keys and their tenants.
 
@@ -33,6 +37,9 @@ class KeyStore:
             new: What it may.
             key_id: Its name.
             kept: Its hash.
+
+        Raises:
+            KeyTakenError: There is one of this name.
         """
 
         def write(session: Session) -> Key:
@@ -52,8 +59,11 @@ class KeyStore:
         try:
             return await self._database.write(write)
         except IntegrityError:
-            # Somebody else has just made the tenant, on databases that let two write at once.
+            pass  # somebody else has just made the tenant, on databases that let two write at once
+        try:
             return await self._database.write(write)
+        except IntegrityError as error:
+            raise KeyTakenError(key_id) from error
 
     async def replace(self, key_id: str, new_id: str, kept: str, grace_s: float) -> Key:
         """Write down a key of the rights of another, which ends after the grace.
@@ -226,4 +236,4 @@ def not_found(key_id: str) -> ApiError:
     return ApiError(ErrorCode.KEY_NOT_FOUND, f"There is no key {key_id!r}.", "key_id")
 
 
-__all__ = ["KeyStore", "is_open", "not_found", "told"]
+__all__ = ["KeyStore", "KeyTakenError", "is_open", "not_found", "told"]

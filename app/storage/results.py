@@ -53,6 +53,7 @@ class ResultStore:
         max_bytes: Most bytes of all files.
         share: The part of that which one tenant may have.
         clock: Unix seconds.
+        replica: What ids begin with, so that whoever is asked for one finds the server that has it.
 
     Attributes:
         stored: What tenants and keys keep, here and elsewhere.
@@ -66,8 +67,10 @@ class ResultStore:
         max_bytes: int,
         share: float = 1.0,
         clock: Callable[[], float] | None = None,
+        replica: str = "",
     ) -> None:
         """Remember the limits; the disk is first touched by ``start``."""
+        self._prefix = f"{replica}." if replica else ""
         self._directory = directory
         self._ttl_s = ttl_s
         self._max_bytes = max_bytes
@@ -159,7 +162,7 @@ class ResultStore:
         head, order = layout(tensors)
         num_bytes = len(head) + sum(len(tensor.data) for tensor in tensors.values())
         evicted = self._reserve(num_bytes, holder)
-        result_id = secrets.token_urlsafe(_ID_BYTES)
+        result_id = f"{self._prefix}{secrets.token_urlsafe(_ID_BYTES)}"
         try:
             await asyncio.to_thread(_unlink, evicted)
             await asyncio.to_thread(write, self._path(result_id), head, tensors, order)

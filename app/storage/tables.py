@@ -77,6 +77,7 @@ class JobRow(Base):
         removed: Whether it is gone for clients, and goes when it has ended.
         lease_by: The server process that runs it.
         lease_until: When it thinks that this is over unless it says otherwise; others see that it changes.
+        traceparent: Of the request that let it run last, for a collector of traces; empty if there is none.
     """
 
     __tablename__ = "jobs"
@@ -117,6 +118,7 @@ class JobRow(Base):
     lease_by: Mapped[str | None] = mapped_column(String(64))
     lease_until: Mapped[float | None]
     key_id: Mapped[str] = mapped_column(String(32), default="")
+    traceparent: Mapped[str] = mapped_column(String(64), default="")
 
     @property
     def holder(self) -> Holder:

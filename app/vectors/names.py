@@ -23,6 +23,8 @@ from app.storage.vectors import FoundVector, VectorStore
 from app.vectors.rows import ModelShape, kind_of, points_of
 
 _NAME: Final = re.compile(r"(?P<name>[a-z0-9][a-z0-9._-]{0,63})(?:@(?P<version>[1-9][0-9]{0,8}))?")
+_MAX_ROWS_BYTES: Final = 256 * 2**20
+"""Most that one request's names may stand for."""
 _FIELDS: Final = {Steer: "vector", Ablate: "vector", Probe: "weights"}
 
 
@@ -94,6 +96,7 @@ class NameResolver:
         self._tenant = tenant
         self._found: dict[str, tuple[FoundVector, bytes]] = {}
         self._tensors: dict[tuple[int, tuple[int, ...]], NamedTensor] = {}
+        self._num_bytes = 0
 
     async def resolved(self, op: Intervention, param: str) -> Intervention:
         """Return an operation with numbers instead of a name.
@@ -118,7 +121,7 @@ class NameResolver:
         vector, data = await self._find(given.name, f"{param}.{field}")
         points = points_of(op.at, self._shape.num_layers, f"{param}.at") if given.layer is None else []
         layers = self._layers(given, vector, points, f"{param}.{field}")
-        return op.model_copy(update={field: self._tensor(vector, data, layers)})
+        return op.model_copy(update={field: self._tensor(vector, data, layers, f"{param}.{field}")})
 
     async def _find(self, text: str, param: str) -> tuple[FoundVector, bytes]:
         if text not in self._found:
@@ -164,9 +167,17 @@ class NameResolver:
             raise _mismatch(vector, f"has no row for layer {missing}, but for {had}", param)
         return layers
 
-    def _tensor(self, vector: FoundVector, data: bytes, layers: tuple[int, ...]) -> NamedTensor:
+    def _tensor(self, vector: FoundVector, data: bytes, layers: tuple[int, ...], param: str) -> NamedTensor:
         key = (vector.number, layers)
         if key not in self._tensors:
+            self._num_bytes += 4 * vector.width * len(layers)
+            if self._num_bytes > _MAX_ROWS_BYTES:
+                raise ApiError(
+                    ErrorCode.TENSOR_TOO_LARGE,
+                    f"What this request's names stand for is more than {_MAX_ROWS_BYTES} bytes; name fewer "
+                    "vectors, or the same layers in the same order.",
+                    param,
+                )
             rows = np.frombuffer(data, "<f4").reshape(len(vector.layers), vector.width)
             index = {layer: row for row, layer in enumerate(vector.layers)}
             wanted = rows[[index[layer] for layer in layers]]

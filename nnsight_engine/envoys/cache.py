@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from nnsight_engine.core.trees import map_tensors
+from nnsight_engine.envoys.cache_display import cache_html
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
@@ -203,3 +204,6 @@ class CacheView(Mapping[str, Entry]):
     def __repr__(self) -> str:
         """Say where this is and how much there is."""
         return f"CacheView({self._path or 'all'}: {len(self)} modules)"
+
+    def _repr_html_(self) -> str:
+        return cache_html(repr(self), {path: self._cache.entries[path].values for path in self})

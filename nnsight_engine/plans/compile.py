@@ -7,7 +7,7 @@ tokens at hand. Whatever can be known to be wrong before the first step is refus
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -35,6 +35,7 @@ def compile_request(
     tokenize: Tokenize,
     stream: bool,
     prompt_logprobs: bool = False,
+    indexes: Sequence[int] | None = None,
 ) -> CompiledRequest:
     """Resolve a request's operations against the model and one prompt.
 
@@ -46,6 +47,7 @@ def compile_request(
         tokenize: Token ids of a string, without special tokens around them.
         stream: Whether results leave with each token.
         prompt_logprobs: Whether the request also wants log-probabilities of the prompt.
+        indexes: The operations' places in the request, where that has others for other prompts.
 
     Returns:
         The plan and its tensors.
@@ -53,16 +55,17 @@ def compile_request(
     Raises:
         ApiError: What is wrong, with the field's path in ``param``.
     """
-    declared = [op for op in ops if not isinstance(op, Trace)]
-    if len(declared) != len(ops):
+    if any(isinstance(op, Trace) for op in ops):
         raise TypeError("a trace has no plan: its request brings it as code")
+    places = range(len(ops)) if indexes is None else indexes
+    declared = {index: op for index, op in zip(places, ops, strict=True) if not isinstance(op, Trace)}
     scope = CompileScope(spec, prompt_token_ids, max_tokens, tokenize)
     names = _names(declared)
     compiler = OperationCompiler(scope)
     planned: list[PlannedOp] = []
     needs_prompt = False
     num_bytes = 0
-    for index, op in enumerate(declared):
+    for index, op in declared.items():
         param = f"{FIELD}.{index}"
         plan_op, named = compiler.compile(op, names[index], param)
         if prompt_logprobs and not plan_op.reads and any(site.leaf == _LOGITS for site in plan_op.sites):
@@ -96,11 +99,11 @@ def compile_request(
     return CompiledRequest(plan, compiler.tensors, needs_prompt, num_bytes)
 
 
-def _names(ops: Sequence[Operation]) -> list[str]:
-    """Return the key of each operation's result; writes have one only to be told apart."""
-    names: list[str] = []
+def _names(ops: Mapping[int, Operation]) -> dict[int, str]:
+    """Return the key of each operation's result, by its index; writes have one only to be told apart."""
+    names: dict[int, str] = {}
     taken: set[str] = set()
-    for index, op in enumerate(ops):
+    for index, op in ops.items():
         name = op.name if op.name is not None else f"{op.op}_{index}"
         has_result = op.op in _READING_OPERATIONS
         if has_result or op.name is not None:
@@ -113,7 +116,7 @@ def _names(ops: Sequence[Operation]) -> list[str]:
                     f"{FIELD}.{index}.name",
                 )
             taken.add(name)
-        names.append(name)
+        names[index] = name
     return names
 
 

@@ -20,9 +20,11 @@ import httpx
 
 from api_schemas.jobs import JobStatus
 from nnsight_engine.core.config import CONFIG
+from nnsight_engine.remote_backend.address import normalized
 from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameReader
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceRequest
+from nnsight_engine.remote_backend.refusals import refusal
 from nnsight_engine.remote_backend.transport import Progress
 from nnsight_engine.remote_backend.tries import Tries
 from nnsight_engine.wire import DecodeError
@@ -81,7 +83,7 @@ class HttpTransport:
                 if response.status_code >= httpx.codes.BAD_REQUEST:
                     async with contextlib.aclosing(response):
                         await response.aread()
-                        raise _refusal(response)
+                        raise refusal(response)
                 return response
 
             async with contextlib.aclosing(await self._patiently_async(send)) as response:
@@ -250,7 +252,7 @@ class HttpTransport:
         if response.status_code >= httpx.codes.BAD_REQUEST:
             with contextlib.closing(response):
                 response.read()
-                raise _refusal(response)
+                raise refusal(response)
         return response
 
     def _patiently(
@@ -293,22 +295,6 @@ class _Download:
         _report(self.reader, progress)
 
 
-def normalized(url: str) -> str:
-    """Return a server's address without its trailing slash or ``/v1``; ``http`` is understood.
-
-    Raises:
-        ValueError: It is none.
-    """
-    full = url if "://" in url else f"http://{url}"
-    try:
-        parsed = httpx.URL(full)
-    except httpx.InvalidURL as error:
-        raise ValueError(f"a server's address is like http://127.0.0.1:8000, got {url!r}") from error
-    if parsed.scheme not in {"http", "https"} or not parsed.host:
-        raise ValueError(f"a server's address is like http://127.0.0.1:8000, got {url!r}")
-    return full.rstrip("/").removesuffix("/v1")
-
-
 @functools.cache
 def _client(pid: int) -> httpx.Client:
     """Return this process's connections; a forked one needs its own."""
@@ -338,17 +324,6 @@ def _report(reader: FrameReader, progress: Progress | None) -> None:
     pending = reader.pending
     if progress is not None and pending is not None and pending[1] > _CHUNK_BYTES:
         progress("download", *pending)
-
-
-def _refusal(response: httpx.Response) -> RemoteError:
-    """Return what a server answered instead of doing what it was asked for."""
-    status, after = response.status_code, response.headers.get("retry-after", "")
-    try:
-        pause_s = float(after) if after.isdecimal() else 0.0
-        return RemoteError.said(response.json(), status=status, retry_after_s=pause_s)
-    except (ValueError, KeyError, TypeError):
-        text = response.text[:500] or response.reason_phrase
-        return RemoteError(f"{response.url} answered {status}: {text}", status=status)
 
 
 def _object(response: httpx.Response) -> dict[str, Any]:

@@ -113,9 +113,7 @@ class _Nursery:
         self._lock = threading.Lock()
         self._num_due = 0
         _remove_abandoned()
-        self._folder = tempfile.mkdtemp(prefix=_FOLDER)
-        self._held = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(self._held, fcntl.LOCK_EX)
+        self._folder, self._held = _claim_folder()
         own, theirs = socket.socketpair()
         self._orders = own
         environment = {
@@ -217,6 +215,19 @@ class _Nursery:
     def _let_folder_go(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
         os.close(self._held)
+
+
+def _claim_folder() -> tuple[str, int]:
+    """Make a folder and lock it; returns it, and what holds the lock."""
+    while True:
+        folder = tempfile.mkdtemp(prefix=_FOLDER)
+        with contextlib.suppress(FileNotFoundError):
+            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(held, fcntl.LOCK_EX)
+            if Path(folder).exists():
+                return folder, held
+            os.close(held)
+        # Somebody has taken it for abandoned, between our making and our locking it.
 
 
 def _remove_abandoned() -> None:

@@ -43,6 +43,7 @@ from nnsight_engine.vllm_backend.compat import check_supported
 from nnsight_engine.vllm_backend.handover import Handover
 from nnsight_engine.vllm_backend.interning import ContentTable
 from nnsight_engine.vllm_backend.metering import count_tokens, note_spent
+from nnsight_engine.vllm_backend.processes import kill_engine, uninterrupted
 from nnsight_engine.vllm_backend.router import ResultRouter
 from nnsight_engine.vllm_backend.sharing import SENDER_KEY
 from nnsight_engine.vllm_backend.trace_call import MAX_PENDING_BYTES, TraceCall, TracedPrompt
@@ -98,13 +99,14 @@ class InterventionAsyncLLM(AsyncLLM):
             UnsupportedOptionError: An option under which interventions could be silently wrong.
         """
         check_supported(config)
-        return cls(
-            vllm_config=config,
-            executor_class=Executor.get_class(config),
-            usage_context=UsageContext.OPENAI_API_SERVER,
-            log_requests=enable_log_requests,
-            log_stats=not disable_log_stats,
-        )
+        with uninterrupted():
+            return cls(
+                vllm_config=config,
+                executor_class=Executor.get_class(config),
+                usage_context=UsageContext.OPENAI_API_SERVER,
+                log_requests=enable_log_requests,
+                log_stats=not disable_log_stats,
+            )
 
     async def describe(self) -> ModelSpec:
         """Fetch the model's description from the worker and start routing results."""
@@ -128,6 +130,15 @@ class InterventionAsyncLLM(AsyncLLM):
         """Wait until the engine has died, or was shut down."""
         if self.output_handler is not None:
             await asyncio.wait({self.output_handler})
+
+    @property
+    def num_beside(self) -> int:
+        """How many requests blocks may run beside, others included; 0 while no trace is open."""
+        return self.get_num_unfinished_requests() if len(self.traces) else 0
+
+    def kill(self) -> None:
+        """End its processes, whatever they do; it has died then."""
+        kill_engine(self)
 
     async def collective_rpc(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Have all workers do something; as vLLM's own, which never returns where the engine dies meanwhile.
@@ -275,7 +286,7 @@ class InterventionAsyncLLM(AsyncLLM):
             key,
             compiled.plan,
             prompt_token_ids=prompt_token_ids,
-            op_names=call.op_names,
+            op_names=call.op_names(len(call.entries)),
             num_choices=sampling_params.n,
         )
         entry = PromptEntry(key, compiled, collectors, [[] for _ in collectors])

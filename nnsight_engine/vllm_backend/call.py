@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from api_schemas.errors import ApiError, ErrorCode
-from api_schemas.interventions import Intervention
+from api_schemas.interventions import Intervention, PromptOperations
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.collected import CollectedResults
@@ -79,16 +79,20 @@ class InterventionCall:
         """Start with no prompt."""
         self.ticket = uuid.uuid4().hex
         self.ops = ops
+        self._by_prompt = PromptOperations(ops)
         self.entries: list[PromptEntry] = []
         self.failure: ApiError | None = None
         self._spec = spec
         self._tokenize = tokenize
         self._stream = stream
 
-    @property
-    def op_names(self) -> list[str]:
-        """The request's own word for each operation."""
-        return [op.op for op in self.ops]
+    def op_names(self, prompt: int) -> list[str]:
+        """Return the request's own word for each operation of a prompt."""
+        return [op.op for _, op in self._by_prompt.of(prompt)]
+
+    def operations(self, choice: int, num_choices: int) -> list[Intervention]:
+        """Return the operations of the prompt that a choice of the answer is of."""
+        return [op for _, op in self._by_prompt.of(choice // num_choices)]
 
     @property
     def spent_s(self) -> float:
@@ -96,15 +100,17 @@ class InterventionCall:
         return sum(collector.spent_s for entry in self.entries for collector in entry.collectors)
 
     def compile(self, prompt_token_ids: Sequence[int], params: Any) -> CompiledRequest:
-        """Return the plan for one prompt; raises ApiError for what is wrong with it."""
+        """Return the plan for the next prompt; raises ApiError for what is wrong with it."""
+        declared = self._by_prompt.of(len(self.entries))
         return compile_request(
-            self.ops,
+            [op for _, op in declared],
             spec=self._spec,
             prompt_token_ids=prompt_token_ids,
             max_tokens=params.max_tokens or 1,
             tokenize=self._tokenize,
             stream=self._stream,
             prompt_logprobs=params.prompt_logprobs is not None,
+            indexes=[index for index, _ in declared],
         )
 
     def take_part(self, choice: int, num_choices: int) -> CollectedResults | None:

@@ -25,6 +25,7 @@ from nnsight_engine.plans.request_plan import PLAN_KEY, RequestPlan
 from nnsight_engine.vllm_backend.compat import brings, detach_results
 from nnsight_engine.vllm_backend.fair_scheduler import FairScheduler
 from nnsight_engine.vllm_backend.interning import ContentTable
+from nnsight_engine.vllm_backend.processes import end_with_parent
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY, TraceEntry
 from nnsight_engine.vllm_backend.traces.telling import Parcel
 
@@ -61,6 +62,7 @@ class InterventionScheduler(FairScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Start with no pending results."""
         super().__init__(*args, **kwargs)
+        end_with_parent()  # what of ours is always made in the engine's own process
         self._outbox = Outbox()
         self._owners: dict[str, str] = {}
         self._writers: set[str] = set()

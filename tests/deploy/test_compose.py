@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import stat
@@ -21,6 +22,7 @@ from tests.deploy.dockerfile import PROJECT, stages
 DEPLOY: Final = PROJECT / "deploy"
 FILES: Final = ("compose.yaml", "compose.gpu.yaml")
 ONCE: Final = {"admin-key", "metrics-key"}
+LIMITS_URL: Final = "NNSIGHT_ENGINE_LIMITS_URL"
 
 
 def interpolated(text: str, variables: dict[str, str]) -> str:
@@ -154,6 +156,29 @@ def test_secrets_are_made_once_and_nobody_else_may_read_them(prepared: Path, com
     passwords = re.findall(rb"_PASSWORD=(.*)", (prepared / ".env").read_bytes())
     assert len(passwords) == len(set(passwords)) == 2
     assert all(len(password) >= 32 for password in passwords)
+
+
+def test_passwords_are_in_nobody_s_arguments(compose: dict[str, Any], variables: dict[str, str]) -> None:
+    for name, service in compose["services"].items():
+        words = json.dumps([service.get("command"), service.get("healthcheck")])
+        for variable, value in variables.items():
+            assert not (variable.endswith("_PASSWORD") and value in words), name
+
+
+def test_redis_is_given_its_password_by_its_input(
+    compose: dict[str, Any], variables: dict[str, str], tmp_path: Path
+) -> None:
+    program = tmp_path / "redis-server"
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$*"\ncat\n', encoding="utf-8")
+    program.chmod(0o755)
+    redis = compose["services"]["redis"]
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **redis["environment"]}
+    command = [word.replace("$$", "$") for word in redis["command"]]  # as Compose does
+    done = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
+    arguments, *configuration = done.stdout.splitlines()
+    assert arguments == "- --save  --appendonly no --maxmemory 128mb"
+    assert configuration == [f"requirepass {variables['REDIS_PASSWORD']}"]
+    assert f":{variables['REDIS_PASSWORD']}@redis" in compose["services"]["engine"]["environment"][LIMITS_URL]
 
 
 def test_git_does_not_take_secrets() -> None:

@@ -11,6 +11,7 @@ import pytest
 import yaml  # type: ignore[import-untyped] # it has no types
 
 from tests.monitoring import DASHBOARDS, PROJECT, RULES
+from tests.sharing import lacking
 
 PROMETHEUS = PROJECT / "deploy/prometheus"
 GRAFANA = PROJECT / "deploy/grafana"
@@ -21,8 +22,11 @@ def promtool(request: pytest.FixtureRequest) -> str:
     """Where promtool is."""
     found = shutil.which("promtool")
     if found is None:
-        missing = "promtool is not installed; scripts/promtool.sh does that on Debian, as root"
-        (pytest.fail if request.config.getoption("--require-promtool") else pytest.skip)(missing)
+        lacking(
+            request,
+            "--require-promtool",
+            "promtool is not installed; scripts/promtool.sh does that on Debian, as root",
+        )
     return str(found)
 
 

@@ -1,15 +1,17 @@
 """Checks that run in a process of their own, whose name is a module's, and leave a report.
 
-The process is given a folder and the families to check; it writes ``report.json`` there.
+The process is given a folder and the names of what to check; it writes ``report.json`` there. Several checks
+that must not meet in one process share what takes longest, the imports: each runs in a fork (``in_forks``).
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,9 +21,7 @@ _TIMEOUT_S: Final = 600
 _OUTPUT_SHOWN: Final = 6000
 
 
-def report_of(
-    module: str, folder: Path, families: Sequence[str] = (), *, engine_in_process: bool = True
-) -> Any:
+def report_of(module: str, folder: Path, names: Sequence[str] = (), *, engine_in_process: bool = True) -> Any:
     """Run the checks and return their report; raises AssertionError with the output when there is none."""
     environment = {
         **os.environ,
@@ -33,7 +33,7 @@ def report_of(
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-m", module, str(folder), *families],
+        [sys.executable, "-m", module, str(folder), *names],
         cwd=_PROJECT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -42,5 +42,26 @@ def report_of(
         check=False,
     )
     output = done.stdout.decode("utf-8", "replace")[-_OUTPUT_SHOWN:]
-    assert done.returncode == 0, f"{module} {' '.join(families)} exited with {done.returncode}:\n{output}"
+    assert done.returncode == 0, f"{module} {' '.join(names)} exited with {done.returncode}:\n{output}"
     return json.loads((folder / REPORT).read_text())
+
+
+def in_forks(check: Callable[[str], Any], folder: Path, names: Sequence[str]) -> None:
+    """Run a check of each name in a fork of this process, in order, and write what they return, by name.
+
+    The process has imported what they need, and run nothing of it. It ends where one of them fails.
+    """
+    context = multiprocessing.get_context("fork")
+    reports = {}
+    for name in names:
+        said, saying = context.Pipe(duplex=False)
+        process = context.Process(target=lambda name=name, saying=saying: saying.send(check(name)))
+        process.start()
+        saying.close()
+        try:
+            reports[name] = said.recv()
+        except EOFError:
+            process.join()
+            sys.exit(f"the check of {name} ended with {process.exitcode}")
+        process.join()
+    (folder / REPORT).write_text(json.dumps(reports))

@@ -1,12 +1,11 @@
-"""An engine that compiles with a cache which others have filled, in a process of its own.
+"""Engines that compile with a cache which others have filled, each in a process of its own.
 
-``python -m tests.e2e.compile_cache_check FOLDER TAPS`` serves with these taps, ``none`` for plain vLLM, and
-writes into ``report.json`` what it generates alone and steered, and the key of vLLM's compile cache.
+``python -m tests.e2e.compile_cache_check FOLDER TAPS...`` serves with these taps, ``none`` for plain vLLM,
+and writes into ``report.json`` what each generates alone and steered, and the key of vLLM's compile cache.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 
 from nnsight_engine.vllm_backend.compat import EngineLimits
-from tests.e2e.check_process import REPORT
+from tests.e2e.check_process import in_forks
 from tests.e2e.harness import Ask, Engine, random_vector
 from tests.families.checkpoints import write_checkpoint
 
@@ -24,7 +23,7 @@ NUM_TOKENS = 6
 STEER = {"op": "steer", "at": "layers.1.output", "vector": random_vector(0, 128), "scale": 4.0}
 
 
-def main(folder: Path, taps: str) -> None:
+def report(folder: Path, taps: str) -> dict[str, Any]:
     """Generate, and report."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     checkpoint = folder / "llama"
@@ -40,7 +39,7 @@ def main(folder: Path, taps: str) -> None:
         llm = LLM(model=str(checkpoint), disable_log_stats=True, **options)
         params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
         (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
-        report: dict[str, Any] = {"plain": list(output.outputs[0].token_ids)}
+        found: dict[str, Any] = {"plain": list(output.outputs[0].token_ids)}
     else:
         engine = Engine(checkpoint, limits=EngineLimits(taps=taps), **options)
         llm = engine.llm
@@ -48,10 +47,9 @@ def main(folder: Path, taps: str) -> None:
             [Ask(PROMPT, max_tokens=NUM_TOKENS), Ask(PROMPT, [STEER], max_tokens=NUM_TOKENS)]
         )
         assert steered.collected is not None
-        report = {"plain": alone.token_ids, "steered": steered.token_ids, "tier": steered.collected.tier}
-    report["key"] = llm.llm_engine.vllm_config.compute_hash()
-    (folder / REPORT).write_text(json.dumps(report))
+        found = {"plain": alone.token_ids, "steered": steered.token_ids, "tier": steered.collected.tier}
+    return {**found, "key": llm.llm_engine.vllm_config.compute_hash()}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    in_forks(lambda taps: report(Path(sys.argv[1]), taps), Path(sys.argv[1]), sys.argv[2:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 # Before vLLM is imported: one process, so that a test can look inside, and little memory.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -17,8 +18,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 
 from nnsight_engine.modeling.bundled import bundled_model_path
+from tests.e2e.keyed import KeyedServer, serving_keys
 from tests.e2e.reference import Reference
 from tests.e2e.server import Server
+from tests.sharing import bring_together, is_last, uses
+
+SHARED: Final = pytest.StashKey[dict[str, Server]]()
+"""Servers of the whole run."""
 
 
 @pytest.fixture(scope="session")
@@ -33,8 +39,33 @@ def reference(bundled: Path) -> Reference:
     return Reference(bundled)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    """Serve the bundled model over HTTP, in processes of its own."""
+@pytest.fixture(scope="session")
+def bundled_server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """Serve the bundled model over HTTP, in processes of its own; modules share it."""
     with Server(arguments=["--max-model-len", "1024"]) as server:
+        request.session.stash.setdefault(SHARED, {})["bundled_server"] = server
         yield server
+
+
+@pytest.fixture(scope="session")
+def keyed_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[KeyedServer]:
+    """Serve it to tenants with keys, likewise."""
+    with serving_keys(tmp_path_factory.mktemp("keyed")) as found:
+        request.session.stash.setdefault(SHARED, {})["keyed_server"] = found.server
+        yield found
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let a server live for no longer than it must."""
+    for name in ("bundled_server", "keyed_server"):
+        bring_together(items, uses(name))
+
+
+@pytest.hookimpl(trylast=True)  # behind the fixtures of its module, which may still ask it something
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """End a server with the last test that uses it: others may come that want the memory."""
+    for name, server in item.session.stash.get(SHARED, {}).items():
+        if is_last(item, uses(name)):
+            server.stop()

@@ -1,17 +1,16 @@
-"""Everything that is checked of one model family, in a process of its own.
+"""Everything that is checked of a model family, in a process of its own.
 
 Engines would pile up in one process, and vLLM's Transformers backend (GPT-NeoX) changes
 transformers' classes for the whole process: what transformers computes is computed here before
 the first engine starts. ``test_families`` runs this module and reads the report it writes.
 
-``python -m tests.e2e.family_check FOLDER FAMILY`` writes a checkpoint and ``report.json``, by
-check the traceback of what went wrong or null, into the folder.
+``python -m tests.e2e.family_check FOLDER FAMILY...`` writes checkpoints and ``report.json``, by family
+and check the traceback of what went wrong or null, into the folder.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import traceback
 from collections.abc import Callable
@@ -22,7 +21,7 @@ import torch
 
 from api_schemas.points import MODEL_POINTS
 from nnsight_engine.plans.collected import CaptureResult, LensResult, LensToken
-from tests.e2e.check_process import REPORT
+from tests.e2e.check_process import in_forks
 from tests.e2e.harness import Ask, Engine, Reply
 from tests.families.checkpoints import NUM_LAYERS, write_checkpoint
 from tests.families.edits import Continuation, add, continued, place, zero
@@ -295,9 +294,9 @@ def _outcome(check: Check, engine: Engine, expected: Expected) -> str | None:
 
 
 def main() -> None:
-    """Write the report of the family named on the command line."""
-    folder, family = Path(sys.argv[1]), sys.argv[2]
-    (folder / REPORT).write_text(json.dumps(run(family, folder)))
+    """Write the report of the families named on the command line."""
+    folder, *families = sys.argv[1:]
+    in_forks(lambda family: run(family, Path(folder)), Path(folder), families)
 
 
 if __name__ == "__main__":

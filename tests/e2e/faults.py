@@ -111,6 +111,12 @@ def sandbox_processes(server: int) -> list[psutil.Process]:
     return [one for one in found if "sandbox" in " ".join(one.cmdline())]
 
 
+def hang(*processes: psutil.Process) -> None:
+    """Have processes do nothing any more, and not end."""
+    for one in processes:
+        one.suspend()
+
+
 def kill(*processes: psutil.Process) -> None:
     """End processes as a lack of memory does."""
     for one in processes:
@@ -118,16 +124,49 @@ def kill(*processes: psutil.Process) -> None:
             os.kill(one.pid, signal.SIGKILL)
 
 
-def held(server: int, temporary: Path) -> dict[str, int]:
+def held(server: int, temporary: Path, shared: Shared) -> dict[str, int]:
     """Count what a server holds: processes, descriptors, shared memory, temporary files."""
     process = psutil.Process(server)
     below = process.children(recursive=True)
+    shared.look()
     return {
         "processes": sum("resource_tracker" not in " ".join(one.cmdline()) for one in below),
         "descriptors": process.num_fds(),
-        "shared memory": num_shared(),
+        "shared memory": len(shared.there),
         "temporary files": len(files_in(temporary)),
     }
+
+
+class Shared:
+    """What a server and its processes have in shared memory, or had and have left there.
+
+    Args:
+        server: Its process. What those of other servers on this machine have does not count.
+    """
+
+    def __init__(self, server: int) -> None:
+        self._server = server
+        self._seen: set[Path] = set()
+
+    def look(self) -> None:
+        """Take note of what is theirs now: mapped, open, or named after one of them."""
+        top = psutil.Process(self._server)
+        for process in [top, *top.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
+                maps = Path(f"/proc/{process.pid}/maps").read_text().split("\n")
+                mapped = {Path(line[line.index("/") :]) for line in maps if f" {_SHM}/" in line}
+                opened = {Path(os.readlink(one)) for one in Path(f"/proc/{process.pid}/fd").iterdir()}
+                named = set(_SHM.glob(f"nnsight-engine-{os.getuid()}/{process.pid}-*"))
+                self._seen |= mapped | {path for path in opened if _SHM in path.parents} | named
+
+    @property
+    def there(self) -> list[Path]:
+        """Of all that was ever theirs, what is there; but for the names of locks, and locks that all share.
+
+        Of an engine that was killed there is the name of a lock, until the server ends.
+        """
+        kept = (path for path in self._seen if path.exists() and path.name != ".lock")
+        return sorted(path for path in kept if not path.name.startswith("sem."))
 
 
 def files_in(temporary: Path) -> list[str]:
@@ -138,14 +177,6 @@ def files_in(temporary: Path) -> list[str]:
     shared = {".lock", f"nnsight-engine-{os.getuid()}"}
     found = (path for path in temporary.rglob("*") if path.name not in shared)
     return sorted(str(path) for path in found if not path.name.startswith("vllm_dist_"))
-
-
-def num_shared() -> int:
-    """Count what lies in shared memory, of all processes of this machine.
-
-    Of an engine that was killed there is the name of a lock, until the server ends.
-    """
-    return sum(1 for path in _SHM.rglob("*") if path.name != ".lock" and not path.name.startswith("sem."))
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:

@@ -27,7 +27,7 @@ import httpx
 from nnsight_engine.modeling.bundled import bundled_model_path
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.faults import engine_processes, held, kill, until
+from tests.e2e.faults import Shared, engine_processes, held, kill, until
 from tests.e2e.server import Server
 from tests.e2e.test_traces_http import endless
 
@@ -47,6 +47,7 @@ class Soak:
     def __init__(self, server: Server, trace: bytes, seed: int) -> None:
         self.server, self.trace = server, trace
         self.outcomes: Counter[str] = Counter()
+        self.shared = Shared(server.process.pid)
         self.wrong: list[str] = []
         self.jobs: list[str] = []
         self._random = random.Random(seed)
@@ -182,6 +183,7 @@ def _soak(server: Server, temporary: Path, end: float, pause_s: float, chosen: r
     try:
         while time.monotonic() < end:
             time.sleep(min(chosen.uniform(0.5, 1.5) * pause_s, max(0.0, end - time.monotonic())))
+            soak.shared.look()
             kill(*engine_processes(server.process.pid))
             num_kills += 1
             until(lambda: not soak.is_ready(), 10)
@@ -213,7 +215,7 @@ def _idle(soak: Soak, temporary: Path) -> dict[str, int]:
     soak.stop()
     soak.settle_jobs()
     time.sleep(12)  # what was half sent, or is not read, is given up
-    return held(soak.server.process.pid, temporary)
+    return held(soak.server.process.pid, temporary, soak.shared)
 
 
 if __name__ == "__main__":

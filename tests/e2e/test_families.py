@@ -21,14 +21,14 @@ pytestmark = pytest.mark.e2e
 _CHECKS: Final = "tests.e2e.family_check"
 _NUM_PROCESSES: Final = 2
 
-Report = dict[str, str | None]
+Report = dict[str, dict[str, str | None]]
 
 
 @pytest.fixture(scope="module")
 def reports(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Report]]]:
-    """Start the processes of the families that are to be tested, two at a time."""
+    """Start two processes, which have half of the families each that are to be tested."""
     calls = [
         item.callspec
         for item in request.session.items
@@ -36,9 +36,12 @@ def reports(
     ]
     families = list(dict.fromkeys(str(call.params["family"]) for call in calls))
     with ThreadPoolExecutor(_NUM_PROCESSES) as pool:
+        shares = [families[number::_NUM_PROCESSES] for number in range(_NUM_PROCESSES)]
         yield {
-            family: pool.submit(report_of, _CHECKS, tmp_path_factory.mktemp(family), [family])
-            for family in families
+            family: future
+            for share in filter(None, shares)
+            for future in [pool.submit(report_of, _CHECKS, tmp_path_factory.mktemp(share[0]), share)]
+            for family in share
         }
         pool.shutdown(cancel_futures=True)
 
@@ -51,7 +54,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_family_agrees_with_transformers(family: str, check: str, reports: dict[str, Future[Report]]) -> None:
-    failure = reports[family].result()[check]
+    failure = reports[family].result()[family][check]
     assert failure is None, failure
 
 
@@ -60,5 +63,5 @@ def test_family_agrees_with_transformers(family: str, check: str, reports: dict[
 def test_compiled_engine_agrees_with_transformers(
     family: str, check: str, reports: dict[str, Future[Report]]
 ) -> None:
-    failure = reports[family].result()[check]
+    failure = reports[family].result()[family][check]
     assert failure is None, failure

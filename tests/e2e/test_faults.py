@@ -1,7 +1,7 @@
 """What breaks under a server that works: what was accepted ends or is reported, and nothing stays behind.
 
 One server lives through all of it, in this order: its sandbox is killed, its engine, its database is cut off,
-its disk is full, its engine dies again; in the end it is told to stop.
+its disk is full, its engine hangs; in the end somebody presses Ctrl-C.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.databases import Postgres, programs
 from tests.e2e.faults import (
     Proxy,
+    Shared,
     engine_processes,
     files_in,
     filled,
+    hang,
     held,
     kill,
-    num_shared,
     sandbox_processes,
     small_disk,
     until,
 )
+from tests.e2e.keyed import made
 from tests.e2e.server import Server
-from tests.e2e.test_keys import made
 from tests.e2e.test_traces_http import endless
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -57,6 +58,7 @@ CAPTURE: Final = {"op": "capture", "at": ["layers.3.output"], "name": "c"}
 LONG: Final = 900
 _DISK_BYTES: Final = 24 * 2**20
 _READY_S: Final = 120.0
+_INTERRUPTED: Final = 130
 
 
 @dataclasses.dataclass
@@ -81,6 +83,7 @@ class Faulty:
         self.is_small = os.path.ismount(disk)
         self.proxy: Proxy | None = None
         self.database_url = ""
+        self.shared = Shared(server.process.pid)
         self.pool = ThreadPoolExecutor(16)
         trusted, stranger = ({"authorization": f"Bearer {key}"} for key in keys)
         self.client = httpx.Client(base_url=server.base_url, headers=trusted, timeout=120)
@@ -170,7 +173,8 @@ def faulty(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
             "NNSIGHT_ENGINE_RESULT_STORE_BYTES": str(_DISK_BYTES),
             "NNSIGHT_ENGINE_MAX_ENGINE_RESTARTS": "3",
             "NNSIGHT_ENGINE_ENGINE_RESTART_DELAY_S": "0.5",
-            "NNSIGHT_ENGINE_DRAIN_TIMEOUT_S": "8",
+            "NNSIGHT_ENGINE_DRAIN_TIMEOUT_S": "10",
+            "NNSIGHT_ENGINE_ENGINE_STALL_TIMEOUT_S": "8",
             "NNSIGHT_ENGINE_MAX_SANDBOXES": "2",
         }
         with pytest.MonkeyPatch.context() as patch:
@@ -190,9 +194,9 @@ def faulty(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 @pytest.fixture(scope="module")
 def trace(faulty: Faulty, bundled: Path) -> bytes:
-    """A trace of some hundred steps."""
+    """A trace of some seconds."""
     outline = faulty.client.get("/v1/traces/outline").json()
-    return endless(VLLM(str(bundled)), outline, max_tokens=150, min_tokens=150).to_bytes()
+    return endless(VLLM(str(bundled)), outline, max_tokens=90, min_tokens=90).to_bytes()
 
 
 def test_a_killed_sandbox_costs_its_own_request_at_most(faulty: Faulty) -> None:
@@ -218,6 +222,7 @@ def test_a_killed_engine_costs_what_ran_on_it_and_another_one_serves(faulty: Fau
     for job_id in (again, once):
         faulty.until_job(job_id, "RUNNING")
     time.sleep(0.5)
+    faulty.shared.look()
     kill(*engine_processes(faulty.pid))
     killed_at = time.monotonic()
     futures: list[Future[Any]] = [*(reading for _, reading in streams), *wholes, waited]
@@ -295,14 +300,18 @@ def test_a_full_disk_is_said_so_and_nothing_half_is_left(faulty: Faulty, trace: 
     assert faulty.until_job(faulty.submit(trace), "COMPLETED", "ERROR")["status"] == "COMPLETED"
 
 
-def test_an_engine_that_was_replaced_leaves_nothing(faulty: Faulty) -> None:
+def test_an_engine_that_hangs_is_replaced_and_leaves_nothing(faulty: Faulty) -> None:
     before = _settled(faulty)
-    kill(*engine_processes(faulty.pid))
-    until(lambda: not faulty.is_ready(), 10)
+    assert before["shared memory"] > 0
+    stream, reading = faulty.streamed()
+    hang(*engine_processes(faulty.pid))
+    until(lambda: not faulty.is_ready(), 30)
+    reading.result(10)
+    assert stream.end == ("[DONE]", "engine_dead")
     until(faulty.is_ready, _READY_S)
     until(lambda: faulty.sandboxed() == (200, ""), 90)
     assert faulty.text() == faulty.expected
-    until(lambda: held(faulty.pid, faulty.temporary)["processes"] == before["processes"], 30)
+    until(lambda: _held(faulty)["processes"] == before["processes"], 30)
     after = _settled(faulty)
     # Connections to the database come and go.
     descriptors = (before.pop("descriptors"), after.pop("descriptors"))
@@ -310,18 +319,19 @@ def test_an_engine_that_was_replaced_leaves_nothing(faulty: Faulty) -> None:
     assert abs(descriptors[1] - descriptors[0]) <= 4
 
 
-def test_a_server_that_is_told_to_stop_under_load_loses_nothing(faulty: Faulty, trace: bytes) -> None:
-    shared = num_shared()
+def test_ctrl_c_under_load_loses_nothing(faulty: Faulty, trace: bytes) -> None:
+    faulty.shared.look()
+    assert faulty.shared.there
     given_back = faulty.submit(trace, rerun="true")
     faulty.until_job(given_back, "RUNNING")
-    short = faulty.streamed(max_tokens=30, min_tokens=30)
+    short = faulty.streamed(max_tokens=20, min_tokens=20)
     long = faulty.streamed()
     whole = faulty.pool.submit(faulty.complete, max_tokens=20, min_tokens=20)
     endless_one = faulty.pool.submit(faulty.complete, max_tokens=LONG, min_tokens=LONG)
     time.sleep(0.3)
     process = psutil.Process(faulty.pid)
     below = process.children(recursive=True)
-    faulty.server.process.send_signal(signal.SIGTERM)
+    os.killpg(faulty.pid, signal.SIGINT)  # to all processes, as a terminal has it
     time.sleep(0.3)
     assert faulty.code_of(faulty.complete()) == (503, "draining")
     assert faulty.client.get("/health/ready").status_code == 503
@@ -331,12 +341,12 @@ def test_a_server_that_is_told_to_stop_under_load_loses_nothing(faulty: Faulty, 
     long[1].result(30)
     assert long[0].end == ("[DONE]", "draining")
     assert faulty.code_of(endless_one.result(30)) == (503, "draining")
-    assert faulty.server.process.wait(30) == -signal.SIGTERM
+    assert faulty.server.process.wait(30) == _INTERRUPTED
     _, alive = psutil.wait_procs(below, timeout=10)
     assert alive == []
     assert files_in(faulty.temporary) == []
     assert _files(faulty.disk / "results") == []
-    assert num_shared() < shared
+    assert faulty.shared.there == []
     job = asyncio.run(_job_of(faulty, given_back))
     assert job in {"QUEUED", "COMPLETED"}
 
@@ -361,7 +371,11 @@ def _settled(faulty: Faulty) -> dict[str, int]:
     faulty.stranger = httpx.Client(base_url=faulty.server.base_url, headers=strangers, timeout=120)
     assert faulty.text() == faulty.expected
     time.sleep(1)
-    return held(faulty.pid, faulty.temporary)
+    return _held(faulty)
+
+
+def _held(faulty: Faulty) -> dict[str, int]:
+    return held(faulty.pid, faulty.temporary, faulty.shared)
 
 
 def _files(folder: Path) -> list[str]:

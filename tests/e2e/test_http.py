@@ -45,6 +45,45 @@ def decode(tensor: dict[str, Any]) -> np.ndarray[Any, Any]:
     return np.frombuffer(base64.b64decode(tensor["data"]), np.float32).reshape(tensor["shape"])
 
 
+async def test_operations_are_for_the_prompts_that_they_name(live: Live) -> None:
+    body = {"model": MODEL, "max_tokens": 8, "temperature": 0}
+
+    async def choices(**more: Any) -> list[dict[str, Any]]:
+        answer = await live.http.post("/v1/completions", json=body | more)
+        assert answer.status_code == 200, answer.text
+        return list(answer.json()["choices"])
+
+    alone = await choices(prompt=PROMPT, interventions=[STEER])
+    told = [STEER | {"prompts": [1]}, PROBE | {"prompts": [1, 2]}]
+    plain, steered, read = await choices(prompt=[PROMPT] * 3, interventions=told)
+    assert plain["text"] == read["text"] != steered["text"]
+    found = [choice["interventions"] for choice in (plain, steered, read)]
+    assert [list(one["results"]) for one in found] == [[], ["probe"], ["probe"]]
+    assert [[one["op"] for one in each["applied"]] for each in found] == [[], ["steer", "probe"], ["probe"]]
+    written = alone[0]["interventions"]["provenance"]["fingerprint"]
+    assert [one["provenance"]["fingerprint"] for one in found] == ["", written, ""]
+
+
+async def test_a_text_s_tokens_are_those_that_positions_count(live: Live) -> None:
+    told = (await live.http.post("/v1/tokenize", json={"prompt": PROMPT})).json()["tokens"]
+    assert "".join(token["text"] for token in told) == PROMPT
+    capture = {"op": "capture", "at": "layers.0.output", "where": {"phase": "prompt"}, "name": "all"}
+    answer = await live.http.post(
+        "/v1/completions", json={"prompt": PROMPT, "max_tokens": 1, "interventions": [capture]}
+    )
+    results = answer.json()["choices"][0]["interventions"]["results"]
+    assert results["all"]["positions"] == list(range(len(told)))
+    chat = {"messages": [{"role": "user", "content": "Hello"}]}
+    rendered = (await live.http.post("/v1/tokenize", json=chat)).json()["tokens"]
+    usage = (await live.http.post("/v1/chat/completions", json=chat | {"max_tokens": 1})).json()["usage"]
+    assert len(rendered) == usage["prompt_tokens"]
+    too_long = {"role": "user", "content": PROMPT * 4096}
+    for body in ({"prompt": too_long["content"]}, {"messages": [too_long]}):
+        refused = await live.http.post("/v1/tokenize", json=body)
+        assert refused.status_code == 400, refused.text
+        assert "context length" in refused.json()["error"]["message"]
+
+
 async def test_openais_client_passes_interventions_and_reads_results(live: Live) -> None:
     client = AsyncOpenAI(base_url=f"{live.http.base_url}/v1", api_key="unused")
     plain = await client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8, temperature=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,12 @@ import pytest
 import torch
 
 import nnsight_engine
-from app.cli import main
 from nnsight_engine import RemoteBackend, RemoteError, save
 from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.keyed import SCOPES, KeyedServer
 from tests.e2e.live import MODEL
-from tests.e2e.server import Server
 
 LONG = "The Eiffel Tower is in the city of Paris. " * 20
-SCOPES = ("completions", "interventions", "code")
 STEER = {"op": "steer", "at": "layers.5.output", "vector": [0.01] * 576}
 LENS = {"op": "logit_lens", "layers": "all", "top_k": 3, "name": "lens"}
 SLOW_CODE = "total = 0\nfor number in range(100_000):\n    total += number\nkept = save(total)"
@@ -30,8 +27,9 @@ pytestmark = pytest.mark.e2e
 class Keyed:
     """A server, and the keys of two tenants."""
 
-    def __init__(self, server: Server, ours: str, theirs: str, admins: str) -> None:
-        self.url, self.ours, self.theirs, self.admins = server.base_url, ours, theirs, admins
+    def __init__(self, found: KeyedServer) -> None:
+        self.url = found.server.base_url
+        self.ours, self.theirs, self.admins = (found.keys[name] for name in ("acme", "rival", "admin"))
 
     def limited(self, **limits: float) -> httpx.Client:
         """Return a client with a key of its own that may do so much."""
@@ -51,26 +49,8 @@ class Keyed:
 
 
 @pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
-    folder = tmp_path_factory.mktemp("data")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(folder))
-        keys = [made(patch, "acme", "--trusted-codecs"), made(patch, "rival")]
-        keys.append(made(patch, "operator", "--scopes", "admin"))
-    arguments = ["--host", "0.0.0.0", "--max-model-len", "1024", "--enable-prompt-tokens-details"]
-    environment = {"NNSIGHT_ENGINE_DATA_DIR": str(folder), "NNSIGHT_ENGINE_ALLOW_CLOUDPICKLE": "1"}
-    with Server(arguments=arguments, environment=environment) as server:
-        yield Keyed(server, *keys)
-
-
-def made(patch: pytest.MonkeyPatch, tenant: str, *options: str) -> str:
-    """Return a key as the command prints it."""
-    shown: list[str] = []
-    patch.setattr("typer.echo", lambda text, err=False: None if err else shown.append(text))
-    given = ["--tenant", tenant, "--scopes", ",".join(SCOPES), "--tier", "trusted", *options]
-    assert main(["keys", "create", *given]) == 0
-    (key,) = shown
-    return key
+def keyed(keyed_server: KeyedServer) -> Keyed:
+    return Keyed(keyed_server)
 
 
 def test_openais_client_sends_them(keyed: Keyed) -> None:

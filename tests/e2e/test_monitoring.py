@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from nnsight_engine.modeling.bundled import BUNDLED_MODEL_NAME
-from tests.e2e.collector import Collector, Span, collecting
+from tests.collector import Collector, Span, collecting
 from tests.e2e.server import Server
 from tests.monitoring import OURS, Exposition, documented, expressions, named_in
 
@@ -171,6 +172,17 @@ def test_all_lines_of_the_log_are_json_and_tell_nothing_of_the_content(
     assert (line["route"], line["operations"]) == ("/v1/completions", ["steer"])
     loggers = {str(one["logger"]).partition(".")[0] for one in lines}
     assert {"app", "vllm"} <= loggers
-    assert [one["event"] for one in lines if one["logger"] == "app.cli"] == ["ready"]
+    (ready,) = [one for one in lines if one["logger"] == "app.cli"]
+    assert set(ready) == {"event", "level", "logger", "timestamp", "model", "url"}
+    assert ready["event"] == "ready"
     assert "swordfish" not in text
     assert "1.25, 1.25" not in text
+
+
+def test_a_server_that_is_killed_takes_its_engine_with_it(server: Server) -> None:
+    """The last of this server."""
+    below = psutil.Process(server.process.pid).children(recursive=True)
+    assert below
+    server.process.kill()
+    _, alive = psutil.wait_procs(below, timeout=10)
+    assert alive == []

@@ -214,7 +214,12 @@ WRITES: list[tuple[dict[str, Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("operation", "edit"), WRITES, ids=lambda value: str(value)[:60])
+def _name(operation: dict[str, Any]) -> str:
+    how = operation.get("mode") or operation.get("method") or ("units" if "units" in operation else "plain")
+    return f"{operation['op']} {how}"
+
+
+@pytest.mark.parametrize(("operation", "edit"), WRITES, ids=[_name(write) for write, _ in WRITES])
 def test_writes_equal_the_same_edit_in_transformers(
     engine: Engine, reference: Reference, operation: dict[str, Any], edit: Any
 ) -> None:

@@ -13,16 +13,18 @@ from tests.e2e.harness import Ask, Engine, random_vector
 
 pytestmark = pytest.mark.e2e
 
+NUM_TOKENS = 64
+
 
 @pytest.fixture(scope="module")
 def engine(bundled: Path) -> Iterator[Engine]:
-    """Serve with 24 blocks of 32 tokens."""
+    """Serve with 12 blocks of 32 tokens."""
     engine = Engine(
         bundled,
         dtype="float32",
         block_size=32,
-        num_gpu_blocks_override=24,
-        max_model_len=512,
+        num_gpu_blocks_override=12,
+        max_model_len=256,
     )
     yield engine
     engine.close()
@@ -38,7 +40,7 @@ def ask(index: int) -> Ask:
     if index % 2 == 0:
         steer = {"op": "steer", "at": "layers.5.output", "vector": random_vector(index), "scale": 0.5}
         interventions = [steer, *interventions]
-    return Ask(prompt, interventions, max_tokens=150)
+    return Ask(prompt, interventions, max_tokens=NUM_TOKENS)
 
 
 def test_writes_survive_in_rebuilt_kv_and_reads_come_once(engine: Engine) -> None:
@@ -50,7 +52,7 @@ def test_writes_survive_in_rebuilt_kv_and_reads_come_once(engine: Engine) -> Non
         ((alone,),) = engine.run([batch[index]])
         assert joint.collected is not None
         recomputed.append(joint.collected.recomputed_tokens)
-        num_positions = len(engine.token_ids(batch[index].prompt)) + 149
+        num_positions = len(engine.token_ids(batch[index].prompt)) + NUM_TOKENS - 1
         result = joint.result("c")
         assert result.positions == list(range(num_positions))
         assert joint.result("p").positions == result.positions

@@ -25,18 +25,18 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def model(server: Server, bundled: Path) -> VLLM:
-    return VLLM(str(bundled), remote=server.base_url)
+def model(bundled_server: Server, bundled: Path) -> VLLM:
+    return VLLM(str(bundled), remote=bundled_server.base_url)
 
 
-def test_the_server_says_what_it_runs(server: Server) -> None:
-    status = nnsight_engine.status(server.base_url)
+def test_the_server_says_what_it_runs(bundled_server: Server) -> None:
+    status = nnsight_engine.status(bundled_server.base_url)
     (found,) = status.models
     assert (status.phase, found.running) == ("ready", True)
     assert "vllm" in found.engines
     assert found.name in str(status)
-    assert nnsight_engine.is_model_running(found.name, server.base_url)
-    assert not nnsight_engine.is_model_running("gpt2", server.base_url)
+    assert nnsight_engine.is_model_running(found.name, bundled_server.base_url)
+    assert not nnsight_engine.is_model_running("gpt2", bundled_server.base_url)
 
 
 def test_the_tree_is_the_servers(model: VLLM) -> None:
@@ -47,7 +47,7 @@ def test_the_tree_is_the_servers(model: VLLM) -> None:
 
 
 def test_values_come_home_and_are_the_models(model: VLLM, reference: Reference) -> None:
-    with model.trace(PROMPT) as tracer:
+    with model.trace(PROMPT, temperature=0) as tracer:
         hidden = model.layers[15].output.save()
         logits = model.logits.output.save()
         result = tracer.result.save()
@@ -148,8 +148,8 @@ def test_own_functions_and_tensors_travel(model: VLLM) -> None:
     assert torch.allclose(after, before + 2 * direction)
 
 
-async def test_outputs_stream(server: Server, bundled: Path) -> None:
-    model = VLLM(str(bundled), remote=server.base_url, mode="async")
+async def test_outputs_stream(bundled_server: Server, bundled: Path) -> None:
+    model = VLLM(str(bundled), remote=bundled_server.base_url, mode="async")
     with model.trace(PROMPT, max_tokens=5, temperature=0, ignore_eos=True) as tracer:
         tokens = nnsight_engine.save([])
         for _ in tracer.iter[:]:
@@ -162,8 +162,8 @@ async def test_outputs_stream(server: Server, bundled: Path) -> None:
     )
 
 
-def test_what_the_server_refuses_is_typed(server: Server, model: VLLM, bundled: Path) -> None:
-    other = VLLM("gpt2", remote=server.base_url)
+def test_what_the_server_refuses_is_typed(bundled_server: Server, model: VLLM, bundled: Path) -> None:
+    other = VLLM("gpt2", remote=bundled_server.base_url)
     with pytest.raises(RemoteError) as caught:
         with other.trace(PROMPT):
             other.layers[0].output.save()
@@ -215,7 +215,7 @@ def test_a_sessions_errors_are_the_users_own(model: VLLM) -> None:
     assert any("# the line" in (entry.line or "") for entry in entries)
 
 
-async def test_jobs_go_on_without_us(server: Server, model: VLLM) -> None:
+async def test_jobs_go_on_without_us(bundled_server: Server, model: VLLM) -> None:
     with model.trace(PROMPT, max_tokens=3, temperature=0, blocking=False) as tracer:
         hidden = model.layers[15].output[-1].save()
         print("from the job")  # noqa: T201 - what the test is about
@@ -232,7 +232,7 @@ async def test_jobs_go_on_without_us(server: Server, model: VLLM) -> None:
     assert statuses[-1] == "COMPLETED"
     assert "LOG" in statuses
     assert backend() is backend.wait()  # what is there already
-    again = RemoteBackend(server.base_url, job_id=backend.job_id)()
+    again = RemoteBackend(bundled_server.base_url, job_id=backend.job_id)()
     assert again is not None
     assert torch.equal(again["hidden"], result["hidden"])
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +87,9 @@ def servers(bundled: Path) -> Iterator[list[httpx.Client]]:
         arguments=["--model", str(bundled), *options],
         environment={"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     )
-    with (
-        Server(str(bundled), arguments=options) as ours,
-        vllm as theirs,
-        httpx.Client(base_url=ours.base_url, timeout=120) as one,
-        httpx.Client(base_url=theirs.base_url, timeout=120) as other,
-    ):
-        yield [one, other]
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
+        both = list(pool.map(stack.enter_context, [Server(str(bundled), arguments=options), vllm]))
+        yield [stack.enter_context(httpx.Client(base_url=server.base_url, timeout=120)) for server in both]
 
 
 def stripped(value: Any) -> Any:

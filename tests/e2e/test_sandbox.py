@@ -14,8 +14,7 @@ import torch
 
 import nnsight_engine
 from nnsight_engine.vllm_backend.vllm import VLLM
-from tests.e2e.server import Server
-from tests.e2e.test_keys import made
+from tests.e2e.keyed import KeyedServer
 from tests.monitoring import OURS, Exposition
 
 PROMPT = "The Eiffel Tower is in the city of"
@@ -29,6 +28,12 @@ class Sandboxed:
         self.url, self.stranger, self.trusted, self.canary = url, stranger, trusted, canary
         self.monitor = monitor
         """A key that may look at metrics, if there is one."""
+
+    @classmethod
+    def of(cls, found: KeyedServer) -> Sandboxed:
+        """Return the server that modules share."""
+        keys = found.keys
+        return cls(found.server.base_url, keys["stranger"], keys["friend"], found.canary, keys["monitor"])
 
     def complete(self, code: str | None, key: str | None = None, **body: Any) -> httpx.Response:
         """Send a completion, with code beside it perhaps."""
@@ -51,23 +56,14 @@ class Sandboxed:
 
 
 @pytest.fixture(scope="module")
-def sandboxed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandboxed]:
-    folder = tmp_path_factory.mktemp("data")
-    canary = folder / "canary"
-    canary.write_text("secret")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(folder))
-        stranger = made(patch, "stranger", "--tier", "sandboxed")
-        trusted = made(patch, "friend")
-        monitor = made(patch, "operator", "--scopes", "metrics")
-    environment = {"NNSIGHT_ENGINE_DATA_DIR": str(folder), "NNSIGHT_ENGINE_MAX_SANDBOXES": "4"}
-    with Server(arguments=["--max-model-len", "512"], environment=environment) as server:
-        yield Sandboxed(server.base_url, stranger, trusted, canary, monitor)
-        counts = httpx.get(
-            f"{server.base_url}/v1/status", headers={"authorization": f"Bearer {trusted}"}, timeout=60
-        )
-        assert counts.status_code == 200
-    assert canary.read_text() == "secret"
+def sandboxed(keyed_server: KeyedServer) -> Iterator[Sandboxed]:
+    untouched, found = keyed_server.canary.read_text(), Sandboxed.of(keyed_server)
+    yield found
+    counts = httpx.get(
+        f"{found.url}/v1/status", headers={"authorization": f"Bearer {found.trusted}"}, timeout=60
+    )
+    assert counts.status_code == 200
+    assert found.canary.read_text() == untouched
 
 
 BLOCKS = {

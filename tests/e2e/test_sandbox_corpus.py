@@ -12,15 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.keyed import SECRET, KeyedServer, made
 from tests.e2e.server import Server
-from tests.e2e.test_keys import made
 from tests.e2e.test_sandbox import BLOCKS, Sandboxed
 from tests.security.attempts import Attempt, every_attempt
 
 pytestmark = pytest.mark.e2e
 
 _AT_ONCE = 6
-_SECRET = "NNSIGHT_ENGINE_TEST_SECRET"
 
 
 class Target:
@@ -60,27 +59,33 @@ class Target:
 
 
 @contextmanager
-def target(folder: Path, sandbox: str) -> Iterator[Target]:
-    canary = folder / "canary"
+def target(server: Sandboxed, secret: str) -> Iterator[Target]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        yield Target(server, listener, secret)
+
+
+@contextmanager
+def restricted(folder: Path) -> Iterator[Target]:
+    """Serve with the restricted compile alone."""
+    canary, secret = folder / "canary", secrets.token_hex()
     canary.mkdir()
     (canary / "file").write_text(secrets.token_hex())
-    secret = secrets.token_hex()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(folder / "data"))
         stranger = made(patch, "stranger", "--tier", "sandboxed")
         trusted = made(patch, "friend")
-    environment = {"NNSIGHT_ENGINE_DATA_DIR": str(folder / "data"), _SECRET: secret}
-    arguments = ["--max-model-len", "256", "--sandbox", sandbox]
+    environment = {"NNSIGHT_ENGINE_DATA_DIR": str(folder / "data"), SECRET: secret}
+    arguments = ["--max-model-len", "256", "--sandbox", "restricted"]
     with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
         Server(arguments=arguments, environment=environment) as server,
+        target(Sandboxed(server.base_url, stranger, trusted, canary / "file"), secret) as found,
     ):
-        listener.setblocking(False)
-        yield Target(Sandboxed(server.base_url, stranger, trusted, canary / "file"), listener, secret)
+        yield found
 
 
-def test_the_whole_corpus_gets_nowhere_and_nobody_notices(tmp_path: Path) -> None:
-    with target(tmp_path, "process") as here:
+def test_the_whole_corpus_gets_nowhere_and_nobody_notices(keyed_server: KeyedServer) -> None:
+    with target(Sandboxed.of(keyed_server), keyed_server.secret) as here:
         expected, found = here.tokens(), set[str]()
         is_over = threading.Event()
 
@@ -103,7 +108,7 @@ def test_the_whole_corpus_gets_nowhere_and_nobody_notices(tmp_path: Path) -> Non
 
 
 def test_the_restricted_compile_alone_on_a_server(tmp_path: Path) -> None:
-    with target(tmp_path, "restricted") as here:
+    with restricted(tmp_path) as here:
         expected = here.tokens()
         # The others are of torch's and Python's own objects, and need no server to be refused.
         attempts = [one for one in every_attempt() if one.name.startswith(("engine-", "escapes-"))]

@@ -28,10 +28,13 @@ from tests.families.checkpoints import HIDDEN_SIZE, build_tokenizer, write_check
 from tests.guide.local_only import LOCAL_ONLY
 from tests.guide.modules import TinyMLP
 from tests.guide.served import Load, Servers, client_of, without_weights
+from tests.sharing import fixtures_of, is_last
 
 LOCAL: Final = "local"
 REMOTE: Final = "remote"
 SERVERS: Final = pytest.StashKey[Servers]()
+SERVED: Final = ("gpt2_folder", "llama_folder", "smollm_folder")
+"""Checkpoints that a server can have."""
 
 
 @pytest.hookimpl(trylast=True)  # so that this parameter is the last of a test's name
@@ -49,16 +52,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """End the servers with the last test that uses them: others may come that want the memory."""
     servers = item.session.stash.get(SERVERS, None)
-    if servers is not None and is_remote(item):
-        rest = item.session.items[item.session.items.index(item) + 1 :]
-        if not any(map(is_remote, rest)):
-            servers.close()
+    if servers is not None and is_last(item, is_remote):
+        servers.close()
 
 
 def is_remote(item: pytest.Item) -> bool:
-    """Tell whether a test's traces run on a server."""
+    """Tell whether a test needs a server: its traces run there, or it asks for the servers themselves."""
     callspec = getattr(item, "callspec", None)  # of those with parameters
-    return callspec is not None and callspec.params.get("where") == REMOTE
+    traces = callspec is not None and callspec.params.get("where") == REMOTE
+    return traces or "servers" in fixtures_of(item)
 
 
 @pytest.fixture(scope="session")
@@ -75,8 +77,10 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def servers(request: pytest.FixtureRequest) -> Iterator[Servers]:
-    """The servers of the checkpoints, each started with its first trace."""
-    servers = request.session.stash[SERVERS] = Servers()
+    """The servers of the checkpoints that tests ask for, started with the first trace of any."""
+    asked = {name for item in request.session.items if is_remote(item) for name in fixtures_of(item)}
+    folders = [request.getfixturevalue(name) for name in SERVED if name in asked]
+    servers = request.session.stash[SERVERS] = Servers(folders)
     yield servers
     servers.close()
 
@@ -151,9 +155,15 @@ def bert() -> LanguageModel:
 
 
 @pytest.fixture(scope="session")
-def smollm(load: Load) -> LanguageModel:
-    """The bundled SmolLM2, for what only real text shows; its tests are marked ``e2e``."""
-    return load(bundled_model_path())
+def smollm_folder() -> Path:
+    """The bundled SmolLM2 on disk."""
+    return bundled_model_path()
+
+
+@pytest.fixture(scope="session")
+def smollm(smollm_folder: Path, load: Load) -> LanguageModel:
+    """It, for what only real text shows; its tests are marked ``e2e``."""
+    return load(smollm_folder)
 
 
 @pytest.fixture

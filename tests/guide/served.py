@@ -7,12 +7,12 @@ with a plain forward pass wherever its traces ran.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from nnsight_engine import LanguageModel
+from nnsight_engine import LanguageModel, bundled_model_path
 from tests.e2e.server import Server
 from tests.guide.plain import TWIN
 
@@ -28,21 +28,31 @@ def printed(text: str) -> str:
 
 
 class Servers:
-    """One server for each checkpoint, started when it is first needed."""
+    """One server for each checkpoint, all started at once: each takes a while, and one core for most of it.
 
-    def __init__(self) -> None:
-        """Start nothing yet."""
-        self._servers: dict[Path, Server] = {}
+    Args:
+        folders: The checkpoints.
+    """
+
+    def __init__(self, folders: Iterable[Path]) -> None:
+        self._pool = ThreadPoolExecutor()
+        # The bundled model has a name of its own if none is given.
+        models = {folder: None if folder == bundled_model_path() else str(folder) for folder in folders}
+        self._servers = {
+            folder: Server(model, arguments=["--local-engine", "--max-model-len", "256"])
+            for folder, model in models.items()
+        }
+        self._started = {
+            folder: self._pool.submit(server.__enter__) for folder, server in self._servers.items()
+        }
 
     def url(self, folder: Path) -> str:
-        """Return the address of the server of a checkpoint."""
-        if folder not in self._servers:
-            server = Server(str(folder), arguments=["--local-engine", "--max-model-len", "256"])
-            self._servers[folder] = server.__enter__()
-        return self._servers[folder].base_url
+        """Return the address of the server of a checkpoint, once it serves."""
+        return self._started[folder].result().base_url
 
     def close(self) -> None:
-        """End them, all at once: each takes a while."""
+        """End them, all at once: that takes a while too; harmless when repeated."""
+        self._pool.shutdown()
         servers, self._servers = self._servers, {}
         with ThreadPoolExecutor() as pool:
             list(pool.map(Server.stop, servers.values()))

@@ -44,6 +44,44 @@ async def test_completions_answer_every_prompt_and_choice(serve: Serve):
         assert body["usage"]["completion_tokens"] == 8
 
 
+async def test_operations_may_be_for_some_prompts_only(serve: Serve, error_of: ErrorCheck):
+    async with serve(max_operations=2) as server:
+        probe: dict[str, Any] = {"op": "probe", "at": "layers.2.output", "weights": [1.0] * 8}
+        probes = [probe | {"name": f"of_{prompt}", "prompts": [prompt]} for prompt in range(3)]
+        body: dict[str, Any] = {
+            "prompt": ["a b", "c d", "e f"],
+            "n": 2,
+            "max_tokens": 2,
+            "interventions": [READS[0], *probes],
+        }
+        answer = (await server.complete(**body)).json()
+        results = [set(choice["interventions"]["results"]) for choice in answer["choices"]]
+        assert results == [{"resid", f"of_{prompt}"} for prompt in (0, 0, 1, 1, 2, 2)]
+        error_of(await server.complete(**body | {"prompt": ["a b", "c d"]}), 400, "invalid_value")
+        messages = [{"role": "user", "content": "a"}]
+        chat = {"messages": messages, "interventions": probes[1:2]}
+        for stray in ({}, {"prompt": ["a", "b"]}):  # a field that chats do not have
+            error_of(
+                await server.client.post("/v1/chat/completions", json=chat | stray), 400, "invalid_value"
+            )
+
+
+async def test_a_text_s_tokens_are_told(serve: Serve, error_of: ErrorCheck):
+    async with serve() as server:
+        answer = await server.client.post("/v1/tokenize", json={"prompt": "one two"})
+        assert [token["text"] for token in answer.json()["tokens"]] == [" one", " two"]
+        messages = [{"role": "user", "content": "three"}]
+        answer = await server.client.post("/v1/tokenize", json={"messages": messages})
+        assert len(answer.json()["tokens"]) == 1
+        for body in (
+            {},
+            {"prompt": "a", "messages": messages},
+            {"prompt": ["a"]},
+            {"prompt": "a", "more": 1},
+        ):
+            error_of(await server.client.post("/v1/tokenize", json=body), 422, "invalid_shape")
+
+
 async def test_no_request_asks_for_more_choices_than_one_may(serve: Serve, error_of: ErrorCheck):
     async with serve(max_choices=6) as server:
         assert (await server.complete(prompt=["a", "b"], n=3)).status_code == 200
@@ -134,7 +172,7 @@ async def test_the_answer_to_code_tells_how_its_steps_ran(serve: Serve):
 
 
 async def test_large_captures_are_fetched_by_url_until_they_expire(serve: Serve, error_of: ErrorCheck):
-    async with serve(inline_tensor_bytes=10, result_ttl_s=0.3) as server:
+    async with serve(inline_tensor_bytes=10, result_ttl_s=1.0) as server:
         body = (await server.complete(interventions=READS, max_tokens=2)).json()
         sent = body["choices"][0]["interventions"]["results"]["resid"]["points"]["layers.1.output"]
         response = await server.client.get(sent["url"])
@@ -142,7 +180,7 @@ async def test_large_captures_are_fetched_by_url_until_they_expire(serve: Serve,
         assert response.headers["content-type"] == "application/safetensors"
         assert int(response.headers["content-length"]) == len(response.content)
         np.testing.assert_array_equal(load(response.content)[sent["key"]][:, 0], [0, 1, 2, 3])
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(1.1)
         error_of(await server.client.get(sent["url"]), 404, "result_not_found")
 
 

@@ -59,7 +59,7 @@ async def test_draining_refuses_new_work_and_finishes_the_old(serve: Serve, erro
     async with serve(FakeBehaviour(delay_s=0.02), inline_tensor_bytes=1) as server:
         capture = [{"op": "capture", "at": "layers.1.output"}]
         running = asyncio.create_task(server.complete(stream=True, max_tokens=5, interventions=capture))
-        await asyncio.sleep(0.01)
+        await until(lambda: server.engine.num_running == 1)
         server.context.lifecycle.begin_drain()
         error_of(await server.complete(), 503, "draining")
         error_of(await server.client.get("/health/ready"), 503, "draining")
@@ -74,7 +74,7 @@ async def test_draining_refuses_new_work_and_finishes_the_old(serve: Serve, erro
 async def test_shutdown_waits_for_running_requests_and_then_closes_the_engine(serve: Serve):
     async with serve(FakeBehaviour(delay_s=0.02)) as server:
         running = asyncio.create_task(server.complete(stream=True, max_tokens=5))
-        await asyncio.sleep(0.01)
+        await until(lambda: server.engine.num_running == 1)
     assert (await running).text.endswith("data: [DONE]\n\n")
     assert not server.engine.alive
 
@@ -83,7 +83,7 @@ async def test_shutdown_does_not_wait_forever(serve: Serve, caplog: pytest.LogCa
     async with asyncio.timeout(5):
         async with serve(FakeBehaviour(delay_s=60), drain_timeout_s=0.05) as server:
             running = asyncio.create_task(server.complete())
-            await asyncio.sleep(0.01)
+            await until(lambda: server.context.lifecycle.num_in_flight == 1)
     assert "1 requests in flight" in caplog.text
     running.cancel()
 
@@ -205,7 +205,7 @@ async def test_an_engine_that_does_not_start_is_dead_and_reported_once(
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
     ):
-        await asyncio.sleep(0.01)
+        await until(lambda: bool(reports))
         error_of(await client.get("/health/live"), 503, "engine_dead")
         error_of(await client.get("/v1/models"), 503, "engine_dead")
     assert reports == ["failed"]

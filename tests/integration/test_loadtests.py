@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import socketserver
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from benchmarks.machine import Machine
 from benchmarks.servers import created_key, own_folders
-from loadtests.asked import HOSTILE, SCENARIOS
+from loadtests.asked import HOSTILE, SCENARIOS, Asked, Model, Phase
+from loadtests.child import run_child
 from loadtests.summary import Summary, read
 
+MACHINE = Machine("2026-11-23", "abc", "a processor", 2, 0.0, {"python": "3.11"})
+MODEL = Model(name="m", num_layers=2, width=4, vocab_size=99, max_model_len=99, max_body_bytes=9)
 SENDS_TOKENS = set(SCENARIOS["mixed"]) - set(HOSTILE) - {"trace-message", "jobs"}
 
 
@@ -96,6 +102,35 @@ def test_a_threshold_that_is_missed_fails_the_command(target: Target, tmp_path: 
     summary = read(tmp_path / "summary.json", Summary)
     assert [row.phase for row in summary.rows] == ["before", "spike", "after"]
     assert not any(verdict.is_kept for verdict in summary.verdicts)
+
+
+def test_a_stream_that_stalls_is_a_failed_request_of_its_row(tmp_path: Path) -> None:
+    event = b'data: {"choices": [{"index": 0, "text": " word"}]}\n\n'
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 9999\r\n\r\n"
+
+    class Stalling(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(2**16)
+            self.request.sendall(head + event)
+            self.request.recv(1)  # until the client leaves
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Stalling) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            asked = Asked(
+                scenario="plain", shape="steady", url=f"http://127.0.0.1:{server.server_address[1]}",
+                model=MODEL, counts={"plain": 1}, phases=[Phase(name="steady", share=1.0)], seconds=1.5,
+                silence_s=0.3,
+            )  # fmt: skip
+            summary = run_child(asked, tmp_path, MACHINE)
+        finally:
+            server.shutdown()
+            serving.join()
+    (row,) = summary.rows
+    assert row.num_failed == row.num_requests > 0
+    assert (row.error_share, row.num_tokens, row.ttft_ms) == (1.0, 0, None)
+    assert all("timed out" in error for error in summary.errors), summary.errors
 
 
 def test_a_run_that_cannot_begin_says_why(target: Target, tmp_path: Path) -> None:

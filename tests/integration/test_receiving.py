@@ -52,6 +52,20 @@ async def test_a_body_that_breaks_off_is_given_back(tmp_path: Path) -> None:
         await until(lambda: server.context.receiving.num_bytes == 0)
 
 
+async def test_an_upload_that_pauses_is_told_at_once_that_the_server_ends(tmp_path: Path) -> None:
+    async with live(tmp_path) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.client.base_url.port)
+        head = f"POST /v1/traces HTTP/1.1\r\nHost: localhost\r\nContent-Type: {HEADERS['content-type']}\r\n"
+        writer.write(f"{head}Content-Length: 1000\r\n\r\nhalf".encode())
+        await until(lambda: server.context.receiving.num_bytes > 0)
+        draining = asyncio.create_task(server.context.lifecycle.drain(0.1))
+        answer = await asyncio.wait_for(reader.readuntil(b"}}"), 2)  # and not after upload_idle_timeout_s
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b'"draining"' in answer
+        await asyncio.wait_for(draining, 2)
+        writer.close()
+
+
 async def call_of(socket: ClientConnection) -> tuple[int, bytes]:
     """Return the call that a socket brings next."""
     reader = FrameReader(2**20)

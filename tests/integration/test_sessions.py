@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,14 +17,19 @@ from app.context import Context
 from app.engine.client import DescribedModel
 from app.engine.fake import FakeEngineClient
 from app.engine.fake_results import MODEL
+from app.engine.fake_traces import FakeTraceEngine
 from app.engine.trace_processes import TraceProcesses
 from app.main import create_app, new_store
 from app.settings import Settings
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.core.saves import save
+from nnsight_engine.core.trace_headers import TRACE_HEADERS
 from nnsight_engine.remote_backend.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import RemoteError
+from nnsight_engine.remote_backend.frames import Frame
+from nnsight_engine.remote_backend.messages import TraceRequest
 from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.collector import Collector, Span, collecting
 from tests.integration.live import Leaving, Recording, listening, until
 
 SPEC = ModelSpec(
@@ -40,12 +45,27 @@ class Engine(FakeEngineClient):
         return DescribedModel(modules, SPEC.to_plain())
 
 
+class Traces(FakeTraceEngine):
+    """Notes which spans the engine's own are to be below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parents: list[str] = []
+
+    async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
+        self.parents.append((TRACE_HEADERS.get() or {}).get("traceparent", ""))
+        async with contextlib.aclosing(super().run_trace(request, job_id)) as frames:
+            async for frame in frames:
+                yield frame
+
+
 class Served:
     """A server over a fake engine."""
 
-    def __init__(self, url: str, engine: FakeEngineClient, sessions: TraceProcesses) -> None:
+    def __init__(self, url: str, traces: Traces, sessions: TraceProcesses, collector: Collector) -> None:
         self.url = url
-        self.traces = engine.fake_traces
+        self.traces = traces
+        self.collector = collector
         self.sessions = sessions
         self.model = VLLM(MODEL, remote=url)
 
@@ -72,13 +92,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         }
     )
     store = new_store(settings)
-    engine = Engine(settings, store)
-    app = create_app(settings, engine, store)
-    context: Context = app.state.context
-    (sessions,) = context.processes
-    engine.fake_traces.behaviour.saves = {"kept": 5}
-    with listening(app) as url:
-        yield Served(url, engine, sessions)
+    engine, traces = Engine(settings, store), Traces()
+    engine.traces = {traces.name: traces}
+    traces.behaviour.saves = {"kept": 5}
+    with collecting() as collector, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+        app = create_app(settings.model_copy(update={"otlp_endpoint": collector.url}), engine, store)
+        context: Context = app.state.context
+        (sessions,) = context.processes
+        with listening(app) as url:
+            yield Served(url, traces, sessions, collector)
 
 
 def test_its_traces_run_on_the_engine_and_tell_of_themselves(served: Served) -> None:
@@ -97,6 +120,24 @@ def test_its_traces_run_on_the_engine_and_tell_of_themselves(served: Served) -> 
     heads = served.traces.heads[before:]
     assert [(head.kind, head.wanted) for head in heads] == [("trace", ["values"])] * 2
     served.traces.behaviour.logs, served.traces.behaviour.saves = [], {"kept": 5}
+
+
+def test_its_traces_tell_how_they_ran_and_are_in_its_span(served: Served) -> None:
+    served.traces.behaviour.tier = "eager"
+    before = len(served.traces.parents)
+    served.check()
+    served.traces.behaviour.tier = "tap"
+    (parent,) = served.traces.parents[before:]
+    _, trace_id, span_id, _ = parent.split("-")
+
+    def ended() -> list[Span]:
+        return [one for one in served.collector.of_trace(trace_id) if one.span_id == span_id]
+
+    until(lambda: bool(ended()))
+    (span,) = ended()
+    assert span.name == "POST /v1/traces"
+    assert span.attributes["nnsight_engine.kind"] == "code"
+    assert span.attributes["nnsight_engine.tier"] == "eager"
 
 
 def test_what_the_engine_refuses_is_an_error_in_the_session(served: Served) -> None:

@@ -40,6 +40,8 @@ ACCESS: Final = {
     "GET /docs": Access.OPEN,
     "GET /docs/oauth2-redirect": Access.OPEN,
     "GET /redoc": Access.OPEN,
+    "GET /playground": Access.OPEN,
+    "GET /playground/assets/{name}": Access.OPEN,
     "GET /health/live": Access.OPEN,
     "GET /health/ready": Access.OPEN,
     "GET /v1/models": Access.SAME,
@@ -47,6 +49,7 @@ ACCESS: Final = {
     "GET /v1/status": Access.SAME,
     "GET /v1/traces/outline": Access.SAME,
     "POST /v1/completions": Access.MADE,
+    "POST /v1/tokenize": Access.MADE,
     "POST /v1/chat/completions": Access.MADE,
     "POST /v1/traces": Access.MADE,
     "POST /v1/jobs": Access.MADE,
@@ -150,7 +153,8 @@ def test_every_route_is_known_here_and_asks_for_a_key_unless_it_is_open():
         assert (route.scopes is None) == (ACCESS[str(route)] is Access.OPEN), route
         assert (ACCESS[str(route)] is Access.OPERATORS) == (Scope.ADMIN in (route.scopes or ())), route
         assert (ACCESS[str(route)] is Access.SUMMED) == (Scope.METRICS in (route.scopes or ())), route
-        assert "{" not in route.path or ACCESS[str(route)] in {Access.NAMED, Access.OPERATORS}, route
+        named = {Access.OPEN, Access.NAMED, Access.OPERATORS}
+        assert "{" not in route.path or ACCESS[str(route)] in named, route
     assert {scope for route in CLOSED for scope in route.scopes or ()} == set(Scope)
 
 

@@ -16,6 +16,7 @@ from app.engine.fake import FakeBehaviour
 from tests.integration.conftest import ErrorCheck, Serve, Server
 from tests.integration.tenants import Tenants
 from tests.integration.test_vectors import content_of
+from tests.integration.waiting import until
 
 # At layer 2 the words' sides lie apart, and at the others on one another.
 PULLS = {
@@ -169,7 +170,7 @@ async def test_a_client_that_leaves_ends_its_training(serve: Serve) -> None:
         for stream in (False, True):
             before = server.engine.num_calls
             leaving = asyncio.create_task(train(server, stream=stream))
-            await asyncio.sleep(0.3)
+            await until(lambda: server.engine.num_calls > before)  # noqa: B023 - awaited here
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
             await server.until_idle()

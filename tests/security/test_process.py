@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from nnsight_engine.sandbox import forkserver
 from nnsight_engine.sandbox.errors import SandboxEndedError, SandboxUnavailableError
 from nnsight_engine.sandbox.forkserver import ForkServer, Sandbox
 from nnsight_engine.sandbox.seccomp import machine
@@ -233,3 +235,24 @@ def test_all_end_with_their_engine(tmp_path: Path) -> None:
         check=False,
     )
     _assert_gone(int(done.stdout.split()[0]))
+
+
+def test_a_folder_is_not_taken_for_abandoned_before_it_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another engine of this machine, which starts at the same time."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    has_ended = threading.Event()
+
+    def sweep() -> None:
+        while not has_ended.is_set():
+            forkserver._remove_abandoned()
+
+    sweeping = threading.Thread(target=sweep)
+    sweeping.start()
+    claimed = [forkserver._claim_folder() for _ in range(300)]
+    has_ended.set()
+    sweeping.join()
+    for folder, held in claimed:
+        assert Path(folder).is_dir()
+        os.close(held)

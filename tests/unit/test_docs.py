@@ -26,7 +26,11 @@ from nnsight_engine.vllm_backend.families import FAMILIES
 PROJECT = Path(__file__).resolve().parents[2]
 DOCS = PROJECT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-LINKED_PAGES = [*PAGES, PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", PROJECT / "CHANGELOG.md"]
+EXAMPLES = PROJECT / "examples"
+LINKED_PAGES = [
+    *PAGES,
+    *(PROJECT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
+]
 GENERATED_ROUTES = {"/docs", "/redoc", "/openapi.json"}
 
 SCHEMAS: tuple[type[BaseModel], ...] = (Steer, Ablate, Patch, Capture, Probe, LogitLens, Trace)
@@ -99,7 +103,7 @@ def test_every_error_code_is_documented_with_its_status() -> None:
 
 def test_every_operation_has_a_section_with_all_its_fields() -> None:
     text = page("interventions.md")
-    common = {"op", "at", "where", "name"}
+    common = {"op", "at", "where", "name", "prompts"}
     for operation, schema in zip(OPERATIONS, SCHEMAS, strict=True):
         section = re.search(rf"\n## {operation}\n(.*?)\n## ", text, re.DOTALL)
         assert section is not None, operation
@@ -176,6 +180,14 @@ def test_every_page_is_listed_on_the_first() -> None:
     text = page("index.md")
     for path in DOCS.glob("*.md"):
         assert path.name == "index.md" or f"({path.name})" in text, path.name
+
+
+def test_every_example_is_listed_and_the_number_of_them_is_right() -> None:
+    listed = set(re.findall(r"\]\(([^)]+)\)", (EXAMPLES / "README.md").read_text(encoding="utf-8")))
+    programs = {path.name for path in EXAMPLES.glob("*.py")} | {"javascript/steer.mjs"}
+    notebooks = {f"notebooks/{path.name}" for path in (EXAMPLES / "notebooks").glob("*.ipynb")}
+    assert listed == programs | notebooks
+    assert (len(programs), len(notebooks)) == (10, 3), "README.md, docs/index.md and CHANGELOG.md say so"
 
 
 def anchors(path: Path) -> set[str]:

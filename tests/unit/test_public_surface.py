@@ -9,7 +9,17 @@ import pytest
 
 import nnsight_engine
 
-HEAVY = {"torch", "transformers", "vllm", "fastapi", "starlette", "numpy", "diffusers", "IPython"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "vllm",
+    "fastapi",
+    "starlette",
+    "numpy",
+    "diffusers",
+    "IPython",
+    "matplotlib",
+}
 NAMES = [
     "BUNDLED_MODEL_NAME",
     "BundledModelError",

@@ -169,6 +169,46 @@ def test_too_many_operations_are_refused_unread() -> None:
     assert "3" in error.message
 
 
+def test_operations_are_counted_for_each_prompt() -> None:
+    two = Limits(max_operations=2)
+    each = [STEER | {"prompts": [prompt]} for prompt in range(5)]
+    assert len(parse_interventions([STEER, *each], two, 5)) == 6
+    for raw in ([STEER, STEER, *each], [*each, *each, STEER], [STEER | {"prompts": [0, 1]}] * 3, each * 5):
+        with pytest.raises(ApiError) as caught:
+            parse_interventions(raw, two, 5)
+        assert caught.value.code is ErrorCode.TOO_MANY_OPERATIONS
+
+
+def test_all_prompts_together_have_a_limit_too() -> None:
+    few = Limits(max_operations=2, max_request_operations=4, max_request_points=6)
+    each = [STEER | {"prompts": [prompt]} for prompt in range(5)]
+    assert len(parse_interventions(each[:4], few, 5)) == 4
+    long = STEER | {"at": ["layers.0.output"] * 7}
+    for raw in (each, [each[0], each[1], STEER | {"prompts": [2] * 6}], [long]):
+        with pytest.raises(ApiError) as caught:
+            parse_interventions(raw, few, 5)
+        assert caught.value.code in {ErrorCode.TOO_MANY_OPERATIONS, ErrorCode.INVALID_VALUE}
+
+
+def test_an_operation_is_for_prompts_that_there_are() -> None:
+    assert parse_interventions([STEER | {"prompts": [0, 2]}], Limits(), 3)[0].model_dump()["prompts"] == [
+        0,
+        2,
+    ]
+    for prompts, code in (
+        ([0, 3], ErrorCode.INVALID_VALUE),
+        ([-1], ErrorCode.INVALID_VALUE),
+        ([1, 1], ErrorCode.INVALID_VALUE),
+        ([], ErrorCode.INVALID_VALUE),
+        (["0"], ErrorCode.INVALID_SHAPE),
+        (0, ErrorCode.INVALID_SHAPE),
+    ):
+        with pytest.raises(ApiError) as caught:
+            parse_interventions([STEER | {"prompts": prompts}], Limits(), 3)
+        assert caught.value.code is code
+        assert (caught.value.param or "").startswith("interventions.0.prompts")
+
+
 @pytest.mark.parametrize(
     "vector",
     [

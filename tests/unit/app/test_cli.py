@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +14,13 @@ from typing import Any
 import pytest
 
 import nnsight_engine
+from api_schemas.keys import Key, NewKey
+from app.auth.keys import Keys
+from app.auth.secrets import Secret
 from app.cli import CommandError, _check_callers, _split_model, _steering_line, main, split_options
 from app.settings import Settings
+from app.storage.database import Database
+from app.storage.tables import AuditRow
 
 
 def test_without_a_command_it_shows_its_usage_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,6 +42,21 @@ def test_a_bad_setting_is_one_line_that_names_the_variable(
     message = capsys.readouterr().err
     assert "NNSIGHT_ENGINE_PORT" in message
     assert "Traceback" not in message
+
+
+def test_replicas_are_asked_for_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(tmp_path))
+    for arguments, expected in (
+        (["--replicas", "two"], "--replicas: invalid int value: 'two'"),
+        (["--replicas", "2", "--host", "0.0.0.0"], "there are no keys"),
+        (["--replicas", "0", "--port", "0"], "replicas may be 0 only where max_replicas"),
+    ):
+        assert main(["serve", "model", *arguments]) == 1
+        message = capsys.readouterr().err
+        assert expected in message
+        assert "Traceback" not in message
 
 
 @pytest.fixture
@@ -89,6 +112,42 @@ def test_a_key_that_a_file_has_is_made_once_and_stays_ended(
     file.write_text(f"nns_{key_id}_{'b' * 43}")
     assert main(adopt) == 1
     assert "another key" in capsys.readouterr().err
+
+
+@pytest.mark.both_databases
+def test_a_key_that_several_adopt_at_once_is_made_once(
+    own_data: Path,
+    database_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As replicas do that start together, each after it has found that the key is nobody's."""
+    monkeypatch.setenv("NNSIGHT_ENGINE_DATABASE_URL", database_url)
+    file, barrier, adopted = tmp_path / "key", threading.Barrier(3), Keys.adopt
+    file.write_text(f"nns_0123456789abcdef_{'a' * 43}\n")
+
+    async def together(keys: Keys, secret: Secret, new: NewKey) -> Key:
+        barrier.wait(30)
+        return await adopted(keys, secret, new)
+
+    monkeypatch.setattr(Keys, "adopt", together)
+    adopt = ["keys", "adopt", str(file), "--tenant", "operators", "--scopes", "admin"]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(main, [adopt] * 3)) == [0, 0, 0]
+    assert capsys.readouterr().err.count("The key 0123456789abcdef of operators is known here.") == 3
+    assert main(["keys", "list", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 1
+    assert asyncio.run(_num_audited(Settings())) == 1
+
+
+async def _num_audited(settings: Settings) -> int:
+    database = Database(settings.data_dir, settings.database_url)
+    await database.start()
+    try:
+        return await database.read(lambda session: session.query(AuditRow).count())
+    finally:
+        await database.close()
 
 
 @pytest.mark.parametrize(

@@ -274,3 +274,10 @@ async def test_one_tenant_reads_so_many_at_once(tmp_path: Path):
         for reader in readers:
             await reader.close()
         await (await store.open(ids["acme"], "acme")).close()
+
+
+async def test_a_replicas_name_is_in_its_results_ids(tmp_path: Path) -> None:
+    async with started(ResultStore(tmp_path, ttl_s=60, max_bytes=1000, replica="k3x9")) as store:
+        stored = await store.put({"a": tensor(4)}, "acme")
+        assert stored.id.startswith("k3x9.")
+        assert await content(store, stored.id)

@@ -70,14 +70,14 @@ async def test_who_takes_little_now_and_then_is_not():
     async def content() -> AsyncGenerator[bytes, None]:
         for number in range(8):
             if number == 4:
-                await asyncio.sleep(0.15)  # now it is the engine that takes long
+                await asyncio.sleep(0.6)  # now it is the engine that takes long
             yield bytes(10)
 
     async def send(message: Message) -> None:
-        await asyncio.sleep(0.03)
+        await asyncio.sleep(0.06)
         sent.append(message)
 
-    await ClosingStream(content(), media_type="text/plain", stall_s=0.06)({}, never, send)
+    await ClosingStream(content(), media_type="text/plain", stall_s=0.4)({}, never, send)
     assert len(sent) == 10
 
 

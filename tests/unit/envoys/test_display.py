@@ -10,6 +10,7 @@ from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 
 import nnsight_engine
+from nnsight_engine.envoys.cache_display import cache_html
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.eproperty import eproperty
 from nnsight_engine.envoys.hooks import requires_output
@@ -158,3 +159,21 @@ def test_ipython_extension_completes_behind_an_index(shell: InteractiveShell) ->
     nnsight_engine.load_ipython_extension(shell)
     assert {"attn", "hidden"} <= completed(shell, "model.h[0].")
     assert "weight" in completed(shell, "model.layers[-1].attn.we")
+
+
+def test_a_cache_is_shown_in_a_notebook_by_module_with_shapes() -> None:
+    model = NNsight(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU()))
+    with model.trace(torch.ones(1, 3)) as tracer:
+        cache = tracer.cache(include_inputs=True)
+    shown = cache._repr_html_()
+    assert "<summary>CacheView(all: 3 modules)</summary>" in shown
+    assert "<summary>model.0</summary>" in shown
+    assert "<div>output: float32[1, 2]</div>" in shown
+    assert "<div>input: ((float32[1, 3]), {})</div>" in shown
+
+
+def test_names_in_a_cache_are_no_html() -> None:
+    shown = cache_html("all", {"model.<b>": {"output": [torch.ones(2), {"<i>": None}]}})
+    assert "<b>" not in shown
+    assert "&lt;b&gt;" in shown
+    assert "output, call 1: {&lt;i&gt;: None}" in shown

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from loadtests.asked import SHAPES, phases_of
 from loadtests.summary import Percentiles, Row, Summary
 from loadtests.thresholds import DEFAULT_FILE, Threshold, ThresholdError, judged, read
 
@@ -86,6 +87,13 @@ def test_a_run_is_kept_if_all_of_it_is_and_no_user_crashed() -> None:
     ("text", "message"),
     [
         ('[[threshold]]\nmeasure = "ttft"\nmost = 1', "must be one of error_share.*got 'ttft'"),
+        ('[[threshold]]\nmeasure = "ttft_p50"\nmost = 1\nkind = "plian"', r"`kind` .*\*polite.*got 'plian'"),
+        (
+            '[[threshold]]\nmeasure = "ttft_p50"\nmost = 1\nphase = "warm-up"',
+            "`phase` .*flood.*got 'warm-up'",
+        ),
+        ('[[threshold]]\nmeasure = "ttft_p50"\nmost = 1\nof_kind = "*"', r"`of_kind` .*plain.*got '\*'"),
+        ('[[threshold]]\nmeasure = "ttft_p50"\nmost = 1\nof_phase = "befor"', "`of_phase` .*got 'befor'"),
         ('[[threshold]]\nmeasure = "ttft_p50"', "needs `most` or `least`"),
         ('[[threshold]]\nmeasure = "ttft_p50"\nmost = 1\nscenario = "x"', "unknown field `scenario`"),
         ("[[threshold", "cannot be read"),
@@ -98,15 +106,21 @@ def test_a_file_that_is_wrong_is_refused_with_what_is_wrong(tmp_path: Path, text
         read(file)
 
 
-def test_the_projects_own_file_judges_every_phase_of_a_mixed_run() -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_projects_own_file_judges_every_phase_of_a_mixed_run(shape: str) -> None:
     kinds = ("plain", "steered-same", "steered-different", "lens", "capture")
+    phases = [phase for phase in phases_of(shape, has_hostile=True) if phase.is_counted]
     rows = [
-        row(kind, phase, itl=10, ttft_ms=times(5), e2e_ms=times(90))
+        row(kind, phase.name, itl=10, ttft_ms=times(5), e2e_ms=times(90))
         for kind in kinds
-        for phase in ("calm", "flood")
+        for phase in phases
     ]
     verdicts = judged(summary(*rows), read(DEFAULT_FILE)).verdicts
     assert all(one.is_kept for one in verdicts)
     assert {one.rule.partition(":")[0] for one in verdicts} == {
-        f"{kind}, {phase}" for kind in kinds for phase in ("calm", "flood")
+        f"{kind}, {phase.name}" for kind in kinds for phase in phases
     }
+    # What a hostile tenant or a spike does to neighbours is judged by the time before.
+    judged_by_time = {one.rule.partition(" / ")[0] for one in verdicts if "that of plain" in one.rule}
+    for phase in phases[1:]:
+        assert f"plain, {phase.name}: ttft_p50" in judged_by_time

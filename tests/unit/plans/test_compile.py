@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from api_schemas.interventions import parse_interventions
+from api_schemas.interventions import PromptOperations, parse_interventions
 from api_schemas.tensors import TensorObject
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.plans.compile import compile_request
@@ -260,3 +260,27 @@ def test_compiling_loads_neither_torch_nor_vllm() -> None:
         "sys.exit(bool({'torch', 'vllm', 'fastapi'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_prompt_has_its_own_operations_under_their_own_indices() -> None:
+    operations = parse_interventions(
+        [
+            {"op": "probe", "at": "layers.1.output", "weights": vector(), "prompts": [1]},
+            steer(prompts=[0, 2]),
+            {"op": "capture", "at": "layers.2.output"},
+            {"op": "capture", "at": "layers.3.output", "name": "capture_2", "prompts": [9]},
+        ]
+    )
+
+    grouped = PromptOperations(operations)
+
+    def plan(prompt_index: int) -> list[tuple[Kind, str]]:
+        indexes, own = zip(*grouped.of(prompt_index), strict=True)
+        request = compile_request(
+            own, spec=SPEC, prompt_token_ids=PROMPT, max_tokens=8, tokenize=tokenize, stream=True,
+            indexes=indexes,
+        )  # fmt: skip
+        return [(op.kind, op.name) for op in request.plan.ops if op.reads or op.kind is Kind.ADD]
+
+    assert plan(1) == [(Kind.PROBE, "probe_0"), (Kind.CAPTURE, "capture_2")]
+    assert [kind for kind, _ in plan(2)] == [Kind.ADD, Kind.CAPTURE]

@@ -17,9 +17,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from nnsight_engine.core.config import CONFIG
+from nnsight_engine.remote_backend.address import normalized
 from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
-from nnsight_engine.remote_backend.http import HttpTransport, normalized
+from nnsight_engine.remote_backend.http import HttpTransport
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 
 RESULT = Frame(FrameKind.RESULT, bytes(5_000_000))

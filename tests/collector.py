@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A span that came."""
+    """A span that came; of those that it is linked to, the ids of trace and span."""
 
     name: str
     trace_id: str
@@ -23,6 +23,7 @@ class Span:
     parent_id: str
     service: str
     attributes: dict[str, Any]
+    linked: tuple[str, ...] = ()
 
 
 class Collector:
@@ -44,6 +45,7 @@ class Collector:
                     Span(
                         span.name, span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex(),
                         service, _values(span.attributes),
+                        tuple(f"{link.trace_id.hex()}-{link.span_id.hex()}" for link in span.links),
                     )
                     for span in of_scope.spans
                 ]  # fmt: skip

@@ -1,0 +1,80 @@
+"""``POST /v1/tokenize``: what a text or a conversation is to the model, token by token.
+
+Positions of interventions count these tokens, and ``where.tokens`` and a lens's ``targets`` name them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Discriminator, Field, RootModel, Tag
+
+from api_schemas.chat import ChatMessage
+from api_schemas.fields import Strict
+
+
+class TokenizePrompt(Strict):
+    """A text, as ``/v1/completions`` takes it.
+
+    Attributes:
+        model: As ``GET /v1/models`` lists it.
+        prompt: The text.
+    """
+
+    model: str | None = None
+    prompt: Annotated[str, Field(strict=True)]
+
+
+class TokenizeMessages(Strict):
+    """A conversation, as ``/v1/chat/completions`` takes it.
+
+    Attributes:
+        model: As ``GET /v1/models`` lists it.
+        messages: What was said; rendered up to where the answer begins.
+    """
+
+    model: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+
+
+def _kind(value: Any) -> str:
+    has_messages = "messages" in value if isinstance(value, dict) else isinstance(value, TokenizeMessages)
+    return "messages" if has_messages else "prompt"
+
+
+class TokenizeRequest(
+    RootModel[
+        Annotated[
+            Annotated[TokenizePrompt, Tag("prompt")] | Annotated[TokenizeMessages, Tag("messages")],
+            Discriminator(_kind),
+        ]
+    ]
+):
+    """A text, or a conversation."""
+
+
+class Token(BaseModel):
+    """One token.
+
+    Attributes:
+        id: What the model knows it by.
+        text: It alone; a part of a character is U+FFFD.
+    """
+
+    id: int
+    text: str
+
+
+class TokenizeResponse(BaseModel):
+    """The tokens, in order; the first is at position 0.
+
+    Attributes:
+        model: Whose tokens they are.
+        tokens: The tokens.
+    """
+
+    model: str
+    tokens: list[Token]
+
+
+__all__ = ["Token", "TokenizeMessages", "TokenizePrompt", "TokenizeRequest", "TokenizeResponse"]

@@ -1,0 +1,1 @@
+"""The page at ``/playground``: its sources in ``src/``, what is built of them in ``static/``."""

@@ -1,0 +1,135 @@
+/** What the server says and is told: the parts of its API that the page uses. */
+
+export interface Capabilities {
+  model: string;
+  architecture: string;
+  dtype: string;
+  points: { name: string; shape: number[]; width: number; tier: string; operations: string[] }[];
+  limits: { max_operations: number; max_body_bytes: number | null };
+  sizes: { num_layers: number; hidden_size: number; vocab_size: number; max_model_len: number };
+}
+
+export interface LayerScore {
+  layer: number;
+  auroc: number;
+  accuracy: number;
+  separation: number;
+  bias: number;
+  norm: number;
+}
+
+export interface Vector {
+  id: string;
+  name: string;
+  version: number;
+  model: string;
+  at: string;
+  layers: number[];
+  width: number;
+  shared: boolean;
+  /** Whether it is of the tenant who asks. */
+  own: boolean;
+  format: string;
+  training?: { method: string; best_layer: number; num_held_out: number; layers: LayerScore[] } | null;
+}
+
+export interface VectorPage {
+  data: Vector[];
+  last_id: string | null;
+  has_more: boolean;
+}
+
+export interface TrainingEvent {
+  type?: "progress" | "vector";
+  stage?: "capture" | "fit";
+  done?: number;
+  total?: number;
+  vector?: Vector;
+}
+
+export interface Token {
+  id: number;
+  text: string;
+}
+
+export interface TensorObject {
+  dtype: string;
+  shape: number[];
+  data: string;
+  encoding: "base64";
+}
+
+export interface TensorLink {
+  url: string;
+  format: "safetensors";
+  key: string;
+  dtype: string;
+  shape: number[];
+}
+
+export type TensorReference = TensorObject | TensorLink;
+
+export interface LensToken {
+  token: string;
+  id: number;
+  logprob: number | null;
+  rank?: number;
+}
+
+export interface LensRow {
+  top: LensToken[];
+  targets: LensToken[];
+}
+
+export interface LensResult {
+  type: "logit_lens";
+  positions: number[];
+  layers: Record<string, LensRow[]>;
+}
+
+export interface CaptureResult {
+  type: "capture";
+  positions: number[];
+  points: Record<string, TensorReference>;
+}
+
+export interface ProbeResult {
+  type: "probe";
+  positions: number[];
+  points: Record<string, (number | null)[]>;
+}
+
+export type Result = LensResult | CaptureResult | ProbeResult;
+
+export interface ChoiceInterventions {
+  results: Record<string, Result>;
+  applied?: { op: string; at: string[]; positions: number[] }[];
+  provenance?: { fingerprint: string; cached_tokens: number; recomputed_tokens: number; tier: string };
+}
+
+export interface Choice {
+  index: number;
+  text?: string;
+  delta?: { content?: string | null };
+  message?: { content?: string | null };
+  finish_reason?: string | null;
+  logprobs?: { tokens?: string[]; content?: { token: string }[] | null } | null;
+  interventions?: ChoiceInterventions;
+}
+
+export interface Answer {
+  choices: Choice[];
+  usage?: { prompt_tokens: number; completion_tokens: number };
+}
+
+export type Json = null | boolean | number | string | Json[] | { [name: string]: Json | undefined };
+export type JsonObject = { [name: string]: Json | undefined };
+
+/** One request: where it goes, and its body. */
+export interface ApiRequest {
+  path: string;
+  body: JsonObject;
+}
+
+/** One operation of the field `interventions`. */
+export type Operation = JsonObject & { op: string };

@@ -1,0 +1,80 @@
+"""uvicorn as this project runs it: drained at the first signal, patient with clients, but not for ever."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from types import FrameType
+from typing import Any, Final, Protocol
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from app.lifecycle import Lifecycle
+from app.listening import patient_for
+from app.settings import Settings
+
+_CLOSE_S: Final = 5
+"""How long connections may take to close after what they were for has ended, or was ended."""
+
+_MAX_SOCKET_MESSAGE_BYTES: Final = 2 * 2**20
+
+
+class Drained(Protocol):
+    """What an application has at ``app.state.context`` so that it can be drained."""
+
+    @property
+    def settings(self) -> Settings:
+        """The server's settings."""
+
+    @property
+    def lifecycle(self) -> Lifecycle:
+        """Who is still being served."""
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server, which drains at the first signal and ends at the second."""
+
+    @property
+    def _context(self) -> Drained:
+        app: Any = self.config.app
+        context: Drained = app.state.context
+        return context
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Refuse new work; at the second signal, wait for nothing, and leave a third to the system."""
+        if self._captured_signals:
+            self.force_exit = True
+            self._context.lifecycle.give_up()
+            signal.signal(sig, signal.SIG_DFL)
+        self._context.lifecycle.begin_drain()
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Shut down as uvicorn does, once what runs has ended; until then requests are still answered.
+
+        uvicorn would close its port first, and who comes late or asks ``/health/ready`` would learn nothing.
+        """
+        await self._context.lifecycle.drain(self._context.settings.drain_timeout_s)
+        await super().shutdown(sockets)
+        if self.force_exit:  # then uvicorn leaves it out, and with it the end of the engine's processes
+            await self.lifespan.shutdown()
+
+
+def server_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
+    """Return uvicorn's configuration for an application that ``DrainingServer`` runs."""
+    return uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,  # ours writes what it says too
+        access_log=False,  # and has a line for each request
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=_CLOSE_S,
+        http=patient_for(settings.upload_idle_timeout_s),
+        # What a WebSocket has of one message is in no count of ours; clients send pieces of a mebibyte.
+        ws_max_size=_MAX_SOCKET_MESSAGE_BYTES,
+    )
+
+
+__all__ = ["Drained", "DrainingServer", "server_config"]

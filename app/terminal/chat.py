@@ -1,0 +1,99 @@
+"""``nnsight-engine chat``: a conversation, steered or not. Ctrl-C ends an answer, Ctrl-D the conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Final
+
+from rich.console import Console
+
+from app.terminal.server import JsonObject, Server
+from app.terminal.showing import plain
+from nnsight_engine.remote_backend.errors import RemoteError
+
+HELP: Final = """\
+/help   this list
+/reset  forget the conversation
+Ctrl-C  end the answer that is being written; what there is of it stays in the conversation
+Ctrl-D  end the conversation"""
+
+
+class Chat:
+    """A conversation with one server.
+
+    Args:
+        connect: Makes the server's connections, anew for each answer.
+        options: What every request has beside the messages.
+        console: Where answers go.
+    """
+
+    def __init__(self, connect: Callable[[], Server], options: JsonObject, console: Console) -> None:
+        """Begin with an empty conversation."""
+        self.messages: list[JsonObject] = []
+        self._connect = connect
+        self._options = options
+        self._console = console
+        self._notes = Console(stderr=True, highlight=False)
+
+    def run(self) -> None:
+        """Talk until the person ends it."""
+        if sys.stdin.isatty():
+            self._notes.print("/help lists what there is beside talking; Ctrl-D ends.", style="dim")
+            with contextlib.suppress(ImportError):  # gives the line an editor and a history
+                importlib.import_module("readline")
+        while True:
+            try:
+                said = input("you: " if sys.stdin.isatty() else "").strip()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                self._notes.print("\nCtrl-D ends the conversation.", style="dim")
+                continue
+            self._hear(said)
+
+    def _hear(self, said: str) -> None:
+        if said == "/reset":
+            self.messages.clear()
+            self._notes.print("The conversation is forgotten.", style="dim")
+        elif said == "/help":
+            self._notes.print(HELP, markup=False)
+        elif said.startswith("/"):
+            self._notes.print(f"There is no {plain(said)}.\n{HELP}", markup=False)
+        elif said:
+            self._answer(said)
+
+    def _answer(self, said: str) -> None:
+        """Ask, and keep question and answer, unless there is none."""
+        messages = [*self.messages, {"role": "user", "content": said}]
+        pieces: list[str] = []
+        try:
+            asyncio.run(self._stream(messages, pieces))
+        except KeyboardInterrupt:
+            self._notes.print("\nThe answer was cancelled.", style="dim")
+        except RemoteError as error:
+            self._notes.print(f"\nnnsight-engine: {plain(str(error))}", markup=False, soft_wrap=True)
+            return
+        if pieces:
+            self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+
+    async def _stream(self, messages: list[JsonObject], pieces: list[str]) -> None:
+        body = {**self._options, "messages": messages}
+        waiting = self._notes.status("Thinking")
+        async with self._connect() as server:
+            waiting.start()
+            try:
+                async with contextlib.aclosing(server.texts("/v1/chat/completions", body)) as texts:
+                    async for text in texts:
+                        waiting.stop()
+                        pieces.append(text)
+                        self._console.out(plain(text), end="", highlight=False)
+            finally:
+                waiting.stop()
+        self._console.out("")
+
+
+__all__ = ["HELP", "Chat"]

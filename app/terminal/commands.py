@@ -1,0 +1,168 @@
+"""The command line of ``nnsight-engine chat | lens | steer``: options, and what becomes of errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from enum import StrEnum
+from typing import Annotated, Any, Final
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+
+from app.settings import ClientSettings
+from app.terminal.chat import Chat
+from app.terminal.lens import lens as show_lens
+from app.terminal.server import JsonObject, Server
+from app.terminal.showing import plain
+from app.terminal.steering import Asked
+from app.terminal.steering import steer as show_steered
+from nnsight_engine.core.config import CONFIG
+from nnsight_engine.remote_backend.errors import RemoteError
+
+_ERROR: Final = 1
+_INTERRUPTED: Final = 130
+_NO_KEY: Final = frozenset({"missing_api_key", "invalid_api_key"})
+
+_COMMANDS: Final = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Talk to a server that runs. NNSIGHT_ENGINE_KEY is the key for one with keys.",
+)
+
+
+class Mode(StrEnum):
+    """What steering does to a value, see docs/interventions.md."""
+
+    ADD = "add"
+    NORM_MATCH = "norm_match"
+    PROJECT_OUT = "project_out"
+    CLAMP = "clamp"
+    REPLACE = "replace"
+
+
+_Prompt = Annotated[str, typer.Argument(help="The text that the model goes on from.")]
+_Url = Annotated[str | None, typer.Option(help="The server's address, like http://127.0.0.1:8000.")]
+_Vector = Annotated[str, typer.Option(help="A vector that the server keeps, `joy` or `joy@2`.")]
+_OptionalVector = Annotated[str | None, typer.Option(help="Steer with a vector that the server keeps.")]
+_Layers = Annotated[list[str], typer.Option("--layer", help="12, 8:20 or *; may be given several times.")]
+_OptionalLayers = Annotated[
+    list[str] | None, typer.Option("--layer", help="12, 8:20 or *; may be given several times.")
+]
+_Scale = Annotated[float, typer.Option(help="The strength.")]
+_Mode = Annotated[Mode, typer.Option(help="What the vector does to the value.")]
+_MaxTokens = Annotated[int, typer.Option(help="Most tokens that the model writes.")]
+_OptionalMaxTokens = Annotated[int | None, typer.Option(help="Most tokens of an answer.")]
+_OptionalTemperature = Annotated[float | None, typer.Option(help="0 takes the most likely token each time.")]
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit status."""
+    try:
+        status = _COMMANDS(list(arguments), prog_name="nnsight-engine", standalone_mode=False)
+    except typer.Exit as ended:
+        return ended.exit_code
+    except (typer.Abort, KeyboardInterrupt):
+        return _INTERRUPTED
+    except (RemoteError, ValueError, typer.TyperException) as error:
+        return _failed(error)
+    except ExceptionGroup as group:  # of two requests at once; the first says it
+        return _failed(group.exceptions[0])
+    return int(status or 0)
+
+
+def _failed(error: Exception) -> int:
+    message = f"nnsight-engine: {plain(str(error))}"
+    if isinstance(error, RemoteError) and error.code in _NO_KEY:
+        message += " The key is taken from NNSIGHT_ENGINE_KEY, or from CONFIG.API.KEY."
+    Console(stderr=True).print(message, markup=False, highlight=False, soft_wrap=True)
+    return _ERROR
+
+
+def _server(url: str | None) -> Server:
+    """Return the server meant: by the option, the variable, or the library's own configuration."""
+    try:
+        settings = ClientSettings()
+    except ValidationError as error:
+        raise typer.BadParameter(str(error)) from error
+    key = settings.key.get_secret_value() if settings.key is not None else CONFIG.API.KEY
+    return Server(url or settings.url or CONFIG.API.HOST, key)
+
+
+def _steer(vector: str, layers: list[str], scale: float, mode: Mode) -> JsonObject:
+    points = [f"layers.{layer}.output" for layer in layers]
+    return {"op": "steer", "at": points, "vector": {"name": vector}, "scale": scale, "mode": mode.value}
+
+
+def _given(**options: Any) -> JsonObject:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _wait(server: Server, work: Coroutine[Any, Any, None]) -> None:
+    """Have a command's work done, and its connections closed."""
+
+    async def working() -> None:
+        async with server:
+            await work
+
+    asyncio.run(working())
+
+
+@_COMMANDS.command()
+def chat(
+    vector: _OptionalVector = None,
+    layer: _OptionalLayers = None,
+    scale: _Scale = 1.0,
+    mode: _Mode = Mode.ADD,
+    max_tokens: _OptionalMaxTokens = None,
+    temperature: _OptionalTemperature = None,
+    url: _Url = None,
+) -> None:
+    """Talk with the model, steered or not; /help lists what there is beside talking."""
+    if (vector is None) != (not layer):
+        raise typer.BadParameter("--vector and --layer are given together")
+    options = _given(max_tokens=max_tokens, temperature=temperature)
+    if vector is not None and layer:
+        options["interventions"] = [_steer(vector, layer, scale, mode)]
+    _server(url)  # so that a wrong address is said before the first question
+    Chat(lambda: _server(url), options, Console(highlight=False)).run()
+
+
+@_COMMANDS.command()
+def lens(
+    prompt: _Prompt,
+    layers: Annotated[str, typer.Option(help="all, 12, 3:9 or -4:")] = "all",
+    show_all: Annotated[  # noqa: FBT002 - a flag
+        bool, typer.Option("--all", help="Show every token, in several tables.")
+    ] = False,
+    url: _Url = None,
+) -> None:
+    """Show what each layer would say after each token: the logit lens."""
+    server = _server(url)
+    _wait(server, show_lens(server, prompt, layers, Console(highlight=False), show_all=show_all))
+
+
+@_COMMANDS.command()
+def steer(
+    prompt: _Prompt,
+    vector: _Vector,
+    layer: _Layers,
+    scale: _Scale = 1.0,
+    mode: _Mode = Mode.ADD,
+    max_tokens: _MaxTokens = 60,
+    is_chat: Annotated[  # noqa: FBT002 - a flag
+        bool, typer.Option("--chat", help="PROMPT is what a person says, and not a text to go on from.")
+    ] = False,
+    url: _Url = None,
+) -> None:
+    """Show what the model writes without and with a vector, side by side, differences marked."""
+    # At each step the most likely token: what differs is then the steering, not chance.
+    options: JsonObject = {"max_tokens": max_tokens, "temperature": 0}
+    asked = Asked(prompt, is_chat, options, [_steer(vector, layer, scale, mode)])
+    title = f"{vector} × {scale:g} at {', '.join(layer)}"
+    server = _server(url)
+    _wait(server, show_steered(server, asked, title, Console(highlight=False)))
+
+
+__all__ = ["run"]

@@ -1,0 +1,153 @@
+"""The server that a command talks to: questions, answers, and texts as they come.
+
+A server that is still starting is waited for; one that is not there is told with what to do. When the
+caller goes, by Ctrl-C too, the connection is closed, and the server ends the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, Final, Self, TypeVar
+
+import httpx
+
+from nnsight_engine.remote_backend.address import normalized
+from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
+from nnsight_engine.remote_backend.refusals import refusal
+from nnsight_engine.remote_backend.tries import Tries
+
+T = TypeVar("T")
+
+JsonObject = dict[str, Any]
+
+_CONNECT_S: Final = 5.0
+_READ_S: Final = 600.0
+"""Until the next byte: a long prompt computes for long."""
+_MAX_SAID: Final = 500
+"""Characters of an answer that is none of ours."""
+
+
+class Server:
+    """One server, over connections that end with the ``async with`` block.
+
+    Args:
+        url: Its address.
+        key: What it knows us by; empty where it has no keys.
+
+    Raises:
+        ValueError: The address is none.
+    """
+
+    def __init__(self, url: str, key: str = "") -> None:
+        """Connect when first asked."""
+        self.url = normalized(url)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.AsyncClient(
+            base_url=self.url, headers=headers, timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S)
+        )
+
+    async def __aenter__(self) -> Self:
+        """Use the connections."""
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        """Close them."""
+        await self._client.aclose()
+
+    async def ask(self, path: str, body: JsonObject) -> JsonObject:
+        """Return the answer to one question.
+
+        Raises:
+            RemoteError: There is none.
+        """
+
+        async def send() -> httpx.Response:
+            response = await self._client.post(path, json=body)
+            if response.status_code >= httpx.codes.BAD_REQUEST:
+                raise refusal(response)
+            return response
+
+        return self._object((await self._patiently(send)).text)
+
+    async def texts(self, path: str, body: JsonObject) -> AsyncGenerator[str, None]:
+        """Yield the text of a completion or of a chat's answer, piece by piece.
+
+        Raises:
+            RemoteError: It is refused, or ends before its end.
+        """
+
+        async def send() -> httpx.Response:
+            request = self._client.build_request("POST", path, json={**body, "stream": True})
+            response = await self._client.send(request, stream=True)
+            if response.status_code >= httpx.codes.BAD_REQUEST:
+                async with contextlib.aclosing(response):
+                    await response.aread()
+                raise refusal(response)
+            return response
+
+        async with contextlib.aclosing(await self._patiently(send)) as response:
+            try:
+                async for line in response.aiter_lines():
+                    data = line.removeprefix("data: ")
+                    if data == "[DONE]":
+                        return
+                    if data != line and (text := _text(self._object(data))):
+                        yield text
+            except httpx.TransportError as error:
+                raise RemoteConnectionError(f"{self.url} {_broke_off(error)}") from error
+        raise RemoteConnectionError(f"{self.url} broke off before the answer's end; is it still running?")
+
+    async def _patiently(self, send: Callable[[], Awaitable[T]]) -> T:
+        """Send, and again while the server starts or has its queue full."""
+        tries = Tries(self.url, is_repeatable=False)
+        while True:
+            try:
+                return await send()
+            except (httpx.TransportError, RemoteError) as error:
+                await asyncio.sleep(self._pause_s(tries, error))
+
+    def _pause_s(self, tries: Tries, error: httpx.TransportError | RemoteError) -> float:
+        try:
+            return tries.pause_s(error)
+        except RemoteConnectionError as ended:
+            if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+                raise RemoteConnectionError(
+                    f"no server answers at {self.url}. Start one with `nnsight-engine serve`, or `make "
+                    "serve` in a checkout, or say where it is with --url or NNSIGHT_ENGINE_URL"
+                ) from ended
+            if isinstance(error, httpx.TransportError):
+                raise RemoteConnectionError(f"{self.url} {_broke_off(error)}") from ended
+            raise
+
+    def _object(self, text: str) -> JsonObject:
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise RemoteError(
+                f"{self.url} answered with something that is no JSON object: {text[:_MAX_SAID]!r}. "
+                "Is it an NNsight Engine?"
+            )
+        if "error" in value:
+            raise RemoteError.said(value)
+        return value
+
+
+def _broke_off(error: httpx.TransportError) -> str:
+    if isinstance(error, httpx.TimeoutException):
+        return f"has not said anything for {_READ_S:.0f} seconds"
+    return f"broke off: {str(error) or type(error).__name__}"
+
+
+def _text(event: JsonObject) -> str:
+    """Return what an event of a stream adds to the one choice."""
+    choices = event.get("choices") or [{}]
+    choice = choices[0]
+    return str(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
+
+
+__all__ = ["JsonObject", "Server"]

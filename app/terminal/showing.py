@@ -1,0 +1,69 @@
+"""Texts of models on a terminal: never with control characters, and with what differs marked."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Final
+
+from rich.text import Text
+
+_CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_PIECES: Final = re.compile(r"\s*\S+|\s+")
+"""Words, each with the blanks before it."""
+_MAX_LIVE_WORDS: Final = 500
+"""Of texts that are still being written; longer ones are compared when they are complete."""
+MARK: Final = "bold underline bright_yellow"
+
+
+def plain(text: str) -> str:
+    """Return a text without what would move a terminal's cursor or change its colours or direction.
+
+    A model writes what it likes, escape sequences among it. Carriage returns are left out, so that a line's
+    end stays one in whatever pieces it comes.
+    """
+    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r", ""))
+
+
+def visible(token: str) -> str:
+    """Return a token on one line: ``·`` for a space at its start, ``↵`` and ``␍`` for a line's end."""
+    text = token.replace("\n", "↵").replace("\r", "␍").replace("\t", "⇥")
+    text = f"·{text[1:]}" if text.startswith(" ") else text
+    return plain(text)
+
+
+def with_differences(baseline: str, steered: str, *, is_done: bool) -> tuple[Text, Text]:
+    """Return both texts, the words marked that the other one does not have at that place.
+
+    Blanks are not compared.
+
+    Args:
+        baseline: One.
+        steered: The other.
+        is_done: Whether both are complete; if not, nothing is marked beyond the end of the shorter one, and
+            nothing at all in long texts.
+    """
+    ours, theirs = _PIECES.findall(plain(baseline)), _PIECES.findall(plain(steered))
+    shared = max(len(ours), len(theirs)) if is_done else min(len(ours), len(theirs))
+    if not is_done and shared > _MAX_LIVE_WORDS:
+        return Text("".join(ours)), Text("".join(theirs))
+    words, other_words = ([piece.lstrip() for piece in pieces[:shared]] for pieces in (ours, theirs))
+    matcher = difflib.SequenceMatcher(None, words, other_words, autojunk=shared > _MAX_LIVE_WORDS)
+    first, second = Text(), Text()
+    for tag, start, stop, other_start, other_stop in matcher.get_opcodes():
+        style = "" if tag == "equal" else MARK
+        _append(first, ours[start:stop], style)
+        _append(second, theirs[other_start:other_stop], style)
+    first.append("".join(ours[shared:]))
+    second.append("".join(theirs[shared:]))
+    return first, second
+
+
+def _append(text: Text, pieces: list[str], style: str) -> None:
+    for piece in pieces:
+        word = piece.lstrip()
+        text.append(piece.removesuffix(word))
+        text.append(word, style)
+
+
+__all__ = ["MARK", "plain", "visible", "with_differences"]

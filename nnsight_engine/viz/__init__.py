@@ -1,0 +1,25 @@
+"""Pictures of what was read inside a model, for notebooks: ``pip install 'nnsight-engine[viz]'``.
+
+The same functions take what a trace saved, here or on a server (tensors), and what a server's answer holds
+(JSON, or the objects of ``api_schemas``). Each returns a matplotlib figure, draws into ``ax`` where it is
+given, and leaves pyplot and its settings alone.
+"""
+
+from __future__ import annotations
+
+from nnsight_engine.viz.attention import attention_maps
+from nnsight_engine.viz.drawing import Picture
+from nnsight_engine.viz.lens import lens_map
+from nnsight_engine.viz.numbers import VizError
+from nnsight_engine.viz.patching import patching_map
+from nnsight_engine.viz.tables import ResultsTable, results_table
+
+__all__ = [
+    "Picture",
+    "ResultsTable",
+    "VizError",
+    "attention_maps",
+    "lens_map",
+    "patching_map",
+    "results_table",
+]

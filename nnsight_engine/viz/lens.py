@@ -1,0 +1,115 @@
+"""The logit lens as a map: layers up, tokens across, the most likely next token in each cell.
+
+The idea is nostalgebraist's, "interpreting GPT: the logit lens" (2020).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from pydantic import ValidationError
+
+from api_schemas.results import LogitLensResult
+from nnsight_engine.viz.drawing import draw_cells, figure_of, place, write_cells
+from nnsight_engine.viz.numbers import Array, VizError, as_json, labels, numbers, result_kind, shown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+class Decodes(Protocol):
+    """What turns ids into text: a tokenizer."""
+
+    def decode(self, token_ids: Any, /) -> Any:
+        """Return the text of the ids."""
+
+
+def lens_map(
+    result: Any,
+    *,
+    tokens: Sequence[str] | None = None,
+    layers: Sequence[Any] | None = None,
+    decode: Decodes | Callable[[int], str] | None = None,
+    ax: Axes | None = None,
+) -> Figure:
+    """Draw what each layer would say after each token, coloured by how likely it holds that to be.
+
+    Args:
+        result: A server's result of ``logit_lens``, as JSON or as an object; or logits (log-probabilities
+            as well) of shape ``[layers, tokens, vocabulary]``, also as a list of a tensor for each layer.
+        tokens: The text of each column; its position without.
+        layers: The label of each row, from the lowest; its number without.
+        decode: A tokenizer, or what makes a text of an id; needed for logits.
+        ax: Where to draw; a new figure by default.
+
+    Returns:
+        The figure, whose first axes have the map.
+
+    Raises:
+        VizError: ``result`` is neither, or labels are too many or too few.
+    """
+    result = as_json(result)
+    if result_kind(result) is None:
+        names, positions, texts, chances = _of_logits(result, decode)
+    else:
+        names, positions, texts, chances = _of_result(result)
+    rows = labels(layers, names, "layers")
+    columns = [shown(one) for one in labels(tokens, positions, "tokens")]
+    height, width = chances.shape
+    ax = place(ax, width=min(3 + 0.75 * width, 24), height=min(1.6 + 0.28 * height, 18))
+    image = draw_cells(ax, chances, rows=rows, columns=columns, limits=(0, 1), cmap="viridis", is_rising=True)
+    write_cells(ax, image, chances, texts)
+    ax.set_xlabel("token")
+    ax.set_ylabel("layer")
+    figure = figure_of(ax)
+    figure.colorbar(image, ax=ax, label="probability of the most likely next token")
+    return figure
+
+
+_Read = tuple[list[str], list[int], list[list[str]], Array]
+
+
+def _of_result(value: Any) -> _Read:
+    try:
+        result = LogitLensResult.model_validate(value)
+    except ValidationError as error:
+        raise VizError(f"this is no result of logit_lens: {error}") from error
+    names = sorted(result.layers, key=int)
+    tops = [[row.top[0] if row.top else None for row in result.layers[name]] for name in names]
+    if not result.positions or any(len(row) != len(result.positions) for row in tops) or not tops:
+        raise VizError(
+            "a result of logit_lens has a row for each of its positions in each layer; this lacks some"
+        )
+    if any(top is None for row in tops for top in row):
+        raise VizError(
+            "the most likely token is drawn, and this lens has none: ask for it with top_k 1 or more"
+        )
+    texts = [[shown(top.token) if top else "" for top in row] for row in tops]
+    chances = [
+        [math.exp(top.logprob) if top and top.logprob is not None else math.nan for top in row]
+        for row in tops
+    ]
+    return names, result.positions, texts, np.asarray(chances)
+
+
+def _of_logits(value: Any, decode: Decodes | Callable[[int], str] | None) -> _Read:
+    logits = numbers(value, dimensions=3, shape="[layers, tokens, vocabulary]")
+    if decode is None:
+        raise VizError("logits have no texts: give `decode`, such as model.tokenizer")
+    best = logits.argmax(-1)
+    shifted = logits - logits.max(-1, keepdims=True)
+    chances = 1 / np.exp(shifted).sum(-1)
+    # A tokenizer can be called too, with texts.
+    to_text: Callable[[int], Any] = getattr(decode, "decode", decode)  # type: ignore[arg-type] # one of the two
+    texts = {int(one): shown(str(to_text(int(one)))) for one in np.unique(best)}
+    num_layers, num_tokens = best.shape
+    return (
+        [str(layer) for layer in range(num_layers)],
+        list(range(num_tokens)),
+        [[texts[int(one)] for one in row] for row in best],
+        chances,
+    )

@@ -1,0 +1,119 @@
+"""The numbers in what people have: tensors, arrays, lists, and the JSON forms of the server's answers.
+
+Pictures take all of these and work on float64 arrays. Nothing here loads torch: a tensor is asked to become
+an array itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ValidationError
+
+from api_schemas.tensors import TensorObject
+from nnsight_engine.core.dtypes import floats_from_bytes
+
+Array = npt.NDArray[np.float64]
+
+_MAX_SAID: Final = 60
+
+
+class VizError(ValueError):
+    """What was given is not what the picture is of; the message says what would be."""
+
+
+def numbers(value: Any, *, dimensions: int, shape: str) -> Array:
+    """Return an array of ``dimensions`` dimensions; leading ones of length 1 too many are dropped.
+
+    Args:
+        value: A tensor, an array, lists of them or of numbers (None is not a number), or a tensor object.
+        dimensions: How many there are to be.
+        shape: What they are, ``[layers, positions]``, for the message.
+
+    Raises:
+        VizError: It is none, or of another shape.
+    """
+    found = _array(value)
+    while found.ndim > dimensions and found.shape[0] == 1:
+        found = found[0]
+    if found.ndim != dimensions or not found.size:
+        raise VizError(f"numbers of shape {shape} are needed, none empty, got {list(found.shape)}")
+    return found
+
+
+def as_json(value: Any) -> Any:
+    """Return an object of ``api_schemas`` as its JSON form, and anything else as it is."""
+    return value.model_dump() if isinstance(value, BaseModel) else value
+
+
+def result_kind(value: Any) -> str | None:
+    """Return which operation's result a JSON form is: ``capture``; None for tensors and lists."""
+    if not isinstance(value, Mapping):
+        return None
+    if "results" in value or "interventions" in value:
+        raise VizError(
+            "this is a whole answer: take one result from it, choice['interventions']['results'][name]"
+        )
+    return str(value.get("type", "capture" if "points" in value else "tensor"))
+
+
+def labels(given: Sequence[Any] | None, default: Sequence[Any], what: str) -> list[str]:
+    """Return one label for each item of ``default``, which are its own.
+
+    Raises:
+        VizError: There are more or fewer.
+    """
+    if given is None:
+        return [str(one) for one in default]
+    if isinstance(given, str) or len(given) != len(default):
+        raise VizError(f"{what} must be a list of {len(default)}, one for each, got {_short(given)}")
+    return [str(one) for one in given]
+
+
+def shown(token: str) -> str:
+    """Return a token as one line in which a space at its start can be seen, and ``$`` starts no formula."""
+    text = token.replace("\n", "↵").replace("\t", "⇥").replace("$", r"\$")
+    return f"·{text[1:]}" if text.startswith(" ") else text
+
+
+def _array(value: Any) -> Array:
+    value = as_json(value)
+    if isinstance(value, Mapping):
+        return _decoded(value)
+    if hasattr(value, "detach"):  # a tensor; of bfloat16 perhaps, which numpy does not know
+        converted: Array = value.detach().cpu().double().numpy()
+        return converted
+    if isinstance(value, list | tuple) and any(
+        hasattr(one, "detach") or isinstance(one, Mapping | BaseModel) for one in value
+    ):
+        value = [_array(one) for one in value]
+    try:
+        return np.asarray(value, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise VizError(f"numbers are needed, in rows of one length, got {_short(value)}: {error}") from error
+
+
+def _decoded(value: Mapping[str, Any]) -> Array:
+    if "url" in value:
+        raise VizError(
+            f"this tensor waits in a file on the server: get {value['url']}, read it with "
+            f"safetensors and give its tensor {value.get('key')!r}"
+        )
+    try:
+        found = TensorObject.model_validate(dict(value))
+    except ValidationError as error:
+        raise VizError(f"a tensor object has dtype, shape, data: {error}") from error
+    flat = (
+        np.frombuffer(found.raw, "<i8")
+        if found.dtype == "int64"
+        else floats_from_bytes(found.dtype, found.raw)
+    )
+    return flat.astype(np.float64).reshape(found.shape)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SAID else f"{text[:_MAX_SAID]}…"

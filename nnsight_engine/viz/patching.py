@@ -1,0 +1,56 @@
+"""The effect of patches as a map: layers up, positions across (causal tracing, Meng et al. 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nnsight_engine.viz.drawing import draw_cells, figure_of, place
+from nnsight_engine.viz.numbers import as_json, labels, numbers, shown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def patching_map(
+    effects: Any,
+    *,
+    tokens: Sequence[str] | None = None,
+    layers: Sequence[Any] | None = None,
+    label: str = "effect of the patch",
+    ax: Axes | None = None,
+) -> Figure:
+    """Draw the effect of a patch at each layer and position: red raises, blue lowers, white does nothing.
+
+    Args:
+        effects: Numbers of shape ``[layers, positions]``: a tensor, an array, lists (None stays empty), a
+            tensor object.
+        tokens: The text of each column; its position without.
+        layers: The label of each row, from the lowest; its number without.
+        label: What the numbers are, for the colour bar.
+        ax: Where to draw; a new figure by default.
+
+    Returns:
+        The figure, whose first axes have the map.
+
+    Raises:
+        VizError: The numbers have another shape, or labels are too many or too few.
+    """
+    values = numbers(as_json(effects), dimensions=2, shape="[layers, positions]")
+    height, width = values.shape
+    rows = labels(layers, range(height), "layers")
+    columns = [shown(one) for one in labels(tokens, range(width), "tokens")]
+    finite = np.abs(values[np.isfinite(values)])
+    largest = float(finite.max()) if finite.size and finite.max() > 0 else 1.0
+    ax = place(ax, width=min(3 + 0.5 * width, 24), height=min(1.6 + 0.22 * height, 18))
+    # Symmetric, so that no effect is white whatever the others are.
+    limits = (-largest, largest)
+    image = draw_cells(ax, values, rows=rows, columns=columns, limits=limits, cmap="RdBu_r", is_rising=True)
+    ax.set_xlabel("position patched")
+    ax.set_ylabel("layer patched")
+    figure = figure_of(ax)
+    figure.colorbar(image, ax=ax, label=label)
+    return figure

@@ -1,0 +1,72 @@
+"""Every code block of the documentation runs, or says why it does not."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server import PROJECT
+from tests.guide.pages import RUN, SHOWN, Page, blocks, pages, run_page
+from tests.guide.served import Servers
+
+MOST_NOT_RUN = 26
+WITH_ENGINES = [PROJECT / "docs/vllm-traces.md"]
+RUNNABLE = [
+    path
+    for path in pages()
+    if path not in WITH_ENGINES
+    if any(block.language in RUN and not block.reason for block in blocks(path))
+]
+
+
+def test_every_block_is_of_a_language_that_is_run_or_shown() -> None:
+    for path in pages():
+        for block in blocks(path):
+            assert block.language in RUN | SHOWN, f"{block}: {block.language!r} is neither run nor shown"
+
+
+def test_every_fence_is_one_that_is_found() -> None:
+    for path in pages():
+        text = path.read_text(encoding="utf-8")
+        checks = len(re.findall("^ *<!-- check:", text, re.MULTILINE))
+        fences = len(re.findall("^ *```", text, re.MULTILINE))
+        assert fences == 2 * (len(list(blocks(path))) - checks), path
+
+
+def test_blocks_that_are_not_run_say_why(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints them, so that each run shows what it left out."""
+    reasons = {str(block): block.reason for path in pages() for block in blocks(path) if block.reason}
+    listed = "".join(f"  {where}: {why}\n" for where, why in reasons.items())
+    with capsys.disabled():
+        sys.stdout.write(f"\n{len(reasons)} blocks are not run:\n{listed}")
+    assert all(len(reason.split()) > 2 for reason in reasons.values())
+    assert len(reasons) <= MOST_NOT_RUN, "a new block should run"
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("path", RUNNABLE, ids=lambda path: str(path.relative_to(PROJECT)))
+def test_a_page_runs(
+    path: Path, servers: Servers, smollm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page(path, Page(servers.url(smollm_folder), smollm_folder, tmp_path))
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("path", WITH_ENGINES, ids=lambda path: str(path.relative_to(PROJECT)))
+def test_a_page_with_engines_of_its_own_runs(path: Path, smollm_folder: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.guide.pages", str(path), str(smollm_folder), str(tmp_path)],
+        cwd=PROJECT,
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

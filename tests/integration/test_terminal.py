@@ -1,0 +1,303 @@
+"""``nnsight-engine chat | lens | steer`` as processes, against a server over the fake engine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from app.engine.fake import FakeEngineClient
+from app.main import create_app, new_store
+from app.settings import Settings
+from tests.integration.live import listening, until
+
+# A shell that starts the tests in its background has them ignore Ctrl-C, which a terminal's commands do not.
+PROGRAM = (
+    "import signal, sys\n"
+    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "from app.command import main\n"
+    "sys.exit(main())"
+)
+
+
+class SteerableEngine(FakeEngineClient):
+    """Says another word where it is steered, and remembers what it was asked."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.heard: list[list[str]] = []
+
+    async def completions(self, body: Any, interventions: Any, *rest: Any, **options: Any) -> Any:
+        if any(one.op == "steer" for one in interventions):
+            body = {**body, "prompt": f"{body['prompt']} joyful"}
+        return await super().completions(body, interventions, *rest, **options)
+
+    async def chat(self, body: Any, *rest: Any, **options: Any) -> Any:
+        self.heard.append([str(message["content"]).strip() for message in body["messages"]])
+        return await super().chat(body, *rest, **options)
+
+
+class Typist:
+    """Sits before a terminal in which a command runs."""
+
+    def __init__(self, pid: int, descriptor: int) -> None:
+        self.status: int | None = None
+        self._pid = pid
+        self._descriptor = descriptor
+        self._seen = ""
+
+    def type(self, keys: str) -> None:
+        os.write(self._descriptor, keys.encode())
+
+    def sees(self, text: str) -> None:
+        """Wait for a text beyond those that were seen."""
+        while text not in self._seen:
+            ready, _, _ = select.select([self._descriptor], [], [], 30)
+            assert ready, f"{text!r} does not come, after {self._seen!r}"
+            self._seen += os.read(self._descriptor, 4096).decode(errors="replace")
+        self._seen = self._seen.partition(text)[2]
+
+    def ends(self) -> int:
+        self.status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        return self.status
+
+
+class Terminal:
+    """A server, and commands that talk to it."""
+
+    def __init__(self, url: str, engine: SteerableEngine) -> None:
+        self.url = url
+        self.engine = engine
+
+    def start(self, *arguments: str, url: str | None = None, **variables: str) -> subprocess.Popen[str]:
+        environment = {
+            **os.environ,
+            "NNSIGHT_ENGINE_URL": url or self.url,
+            "COLUMNS": "100",
+            "PYTHONUNBUFFERED": "1",
+            **variables,
+        }
+        return subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    @contextlib.contextmanager
+    def typing(self, *arguments: str) -> Iterator[Typist]:
+        """Run a command in a terminal of its own."""
+        variables = {"NNSIGHT_ENGINE_URL": self.url, "TERM": "xterm-256color"}
+        pid, descriptor = pty.fork()
+        if not pid:
+            program = [sys.executable, "-c", PROGRAM, *arguments]
+            os.execve(sys.executable, program, {**os.environ, **variables})
+        typist = Typist(pid, descriptor)
+        try:
+            yield typist
+        finally:
+            if typist.status is None:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            os.close(descriptor)
+
+    def run(self, *arguments: str, said: str = "", **variables: Any) -> tuple[int, str, str]:
+        with self.start(*arguments, **variables) as process:
+            out, err = process.communicate(said, timeout=60)
+        return process.returncode, out, err
+
+
+@pytest.fixture(scope="module")
+def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
+    folder: Path = tmp_path_factory.mktemp("server")
+    settings = Settings(result_dir=folder / "results", data_dir=folder / "data", drain_timeout_s=1.0)
+    store = new_store(settings)
+    engine = SteerableEngine(settings, store)
+    with listening(create_app(settings, engine, store)) as url:
+        vector = {"name": "joy", "vectors": {"2": [1.0] * 8}}
+        httpx.post(f"{url}/v1/vectors", json=vector).raise_for_status()
+        yield Terminal(url, engine)
+
+
+def test_lens_prints_layers_down_and_tokens_across_with_colours(terminal: Terminal) -> None:
+    status, out, _ = terminal.run("lens", "one two three", FORCE_COLOR="1", COLORTERM="truecolor")
+    assert status == 0
+    text = re.sub(r"\x1b\[[0-9;]*m", "", out)
+    lines = text.splitlines()
+    assert lines[0].split() == ["layer", "·one", "·two", "·three"]
+    assert [line.split()[0] for line in lines[1:5]] == ["3", "2", "1", "0"]
+    assert lines[1].split()[1:] == ["·one", "61%", "·two", "61%", "·three", "61%"]
+    assert "\x1b[" in out
+    assert "48;2;" in out, "cells have a ground"
+
+
+def test_steer_shows_both_texts_and_marks_the_difference(terminal: Terminal) -> None:
+    arguments = ("dogs are", "--vector", "joy", "--layer", "2", "--scale", "4", "--max-tokens", "6")
+    status, out, err = terminal.run("steer", *arguments)
+    assert (status, err) == (0, "")
+    assert "baseline" in out
+    assert "joy × 4 at 2" in out
+    baseline, steered = re.search(r"│ (.+?)\s*│+ *│ (.+?)\s*│", out).groups()  # type: ignore[union-attr]
+    assert baseline == "dogs are dogs are dogs are dogs are"
+    assert steered == "dogs are dogs are joyful dogs are joyful"
+    assert "What differs is marked." in out
+    status, narrow, _ = terminal.run("steer", *arguments, COLUMNS="50")
+    assert status == 0
+    assert max(map(len, narrow.splitlines())) <= 50
+
+
+def test_what_the_server_refuses_is_one_sentence(terminal: Terminal) -> None:
+    status, out, err = terminal.run("steer", "dogs", "--vector", "sorrow", "--layer", "2")
+    assert status == 1
+    assert "sorrow" in err
+    assert "Traceback" not in err
+    assert "baseline" not in out
+    assert terminal.run("steer", "dogs")[0] == 1
+
+
+def test_chat_keeps_the_conversation_and_forgets_it_when_told(terminal: Terminal) -> None:
+    terminal.engine.heard.clear()
+    said = "one two\n/help\nthree\n/reset\nfour\n/nothing\n"
+    status, out, err = terminal.run("chat", "--max-tokens", "2", said=said)
+    assert status == 0
+    assert [line.strip() for line in out.splitlines()] == ["one two", "three three", "four four"]
+    assert terminal.engine.heard == [["one two"], ["one two", "one two", "three"], ["four"]]
+    assert "Ctrl-D  end the conversation" in err
+    assert "forgotten" in err
+    assert "There is no /nothing" in err
+
+
+def test_ctrl_c_ends_an_answer_in_the_engine_too_and_the_chat_goes_on(terminal: Terminal) -> None:
+    behaviour = terminal.engine.behaviour
+    behaviour.delay_s = 0.2
+    try:
+        with terminal.start("chat", "--max-tokens", "200") as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write("one two\n")
+            process.stdin.flush()
+            assert process.stdout.read(4).strip() == "one"
+            process.send_signal(signal.SIGINT)
+            until(lambda: terminal.engine.num_running == 0)
+            behaviour.delay_s = 0.0
+            terminal.engine.heard.clear()
+            out, err = process.communicate("go on\n", timeout=60)
+            assert process.returncode == 0
+    finally:
+        behaviour.delay_s = 0.0
+    assert "The answer was cancelled." in err
+    assert out.count("go on") == 100
+    (messages,) = terminal.engine.heard
+    assert messages[0] == "one two"
+    assert messages[1].startswith("one"), "what there was of the answer is kept"
+    assert messages[2] == "go on"
+
+
+def test_at_a_terminal_ctrl_c_clears_the_line_and_ctrl_d_ends(terminal: Terminal) -> None:
+    with terminal.typing("chat", "--max-tokens", "3") as typist:
+        typist.sees("/help lists")
+        typist.sees("you: ")
+        typist.type("one two\r")
+        typist.sees("one two one")
+        typist.sees("you: ")
+        typist.type("what I do not say\x03")
+        typist.sees("Ctrl-D ends the conversation.")
+        typist.sees("you: ")
+        typist.type("\x04")
+        assert typist.ends() == 0
+
+
+def test_at_a_terminal_a_steered_text_comes_token_by_token(terminal: Terminal) -> None:
+    behaviour = terminal.engine.behaviour
+    behaviour.delay_s = 0.3
+    try:
+        with terminal.typing(
+            "steer", "dogs", "--vector", "joy", "--layer", "2", "--max-tokens", "8"
+        ) as typist:
+            typist.sees("joyful")
+            assert terminal.engine.num_running == 2, "it is shown while more is to come"
+            typist.sees("What differs is marked.")
+            assert typist.ends() == 0
+    finally:
+        behaviour.delay_s = 0.0
+
+
+def test_ctrl_c_ends_a_command_as_shells_have_it(terminal: Terminal) -> None:
+    behaviour = terminal.engine.behaviour
+    behaviour.delay_s = 30.0
+    try:
+        arguments = ("dogs", "--vector", "joy", "--layer", "2")
+        with terminal.start("steer", *arguments) as process:
+            until(lambda: terminal.engine.num_running == 2)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        until(lambda: terminal.engine.num_running == 0)
+    finally:
+        behaviour.delay_s = 0.0
+    assert process.returncode == 130
+    assert "Traceback" not in err
+
+
+def test_a_server_that_starts_is_waited_for(terminal: Terminal) -> None:
+    terminal.engine.behaviour.is_starting = True
+    timer = threading.Timer(3.0, setattr, (terminal.engine.behaviour, "is_starting", False))
+    timer.start()
+    try:
+        status, out, _ = terminal.run("lens", "one two", "--layers", "3")
+    finally:
+        timer.cancel()
+        terminal.engine.behaviour.is_starting = False
+    assert status == 0
+    assert "·two" in out
+
+
+def test_without_a_server_it_says_how_to_start_one(terminal: Terminal) -> None:
+    with contextlib.closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        status, _, err = terminal.run("lens", "one", url=url)
+    assert status == 1
+    assert f"no server answers at {url}" in err
+    assert "nnsight-engine serve" in err
+    assert "make serve" in err
+    assert "Traceback" not in err
+
+
+def test_a_server_that_breaks_off_is_not_said_to_be_missing(terminal: Terminal) -> None:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        def hang_up() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        status, _, err = terminal.run("lens", "one", url=url)
+        thread.join()
+    assert status == 1
+    assert f"{url} broke off" in err
+    assert "nnsight-engine serve" not in err
+    assert "Traceback" not in err
+
+
+def test_the_option_goes_before_the_variable_and_a_wrong_address_is_said(terminal: Terminal) -> None:
+    status, _, err = terminal.run("chat", "--url", "ftp://nowhere")
+    assert status == 1
+    assert "a server's address is like http://127.0.0.1:8000" in err

@@ -1,0 +1,52 @@
+"""Which tests run in one process where two share the work, so that servers and engines start once.
+
+``make test`` has two processes of one thread of torch's each: engines that bind to the same
+cores wait for each other by spinning. ``WORKERS=0`` runs all tests in one process, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Final
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+WORKER: Final = "PYTEST_XDIST_WORKER"
+_TOGETHER: Final = {
+    "bundled_server": tuple(f"tests/e2e/test_{name}.py" for name in ("remote", "example", "jobs", "vectors")),
+    "keyed_server": tuple(f"tests/e2e/test_{name}.py" for name in ("keys", "sandbox", "sandbox_corpus")),
+    "ray": tuple(f"tests/e2e/test_{name}.py" for name in ("traces_ray", "served_front", "replicas")),
+    "pages": ("tests/guide/test_000_pages.py",),
+    "guide": ("tests/guide/",),
+    "playground": ("tests/playground/",),
+    "modeling": ("tests/unit/modeling/",),
+}
+"""Beginnings of paths; the first that fits counts."""
+
+
+def group_of(path: str) -> str:
+    """Return what a module of tests runs together with: itself, unless it shares what is expensive."""
+    return next((name for name, begins in _TOGETHER.items() if path.startswith(begins)), path)
+
+
+class Scheduling(LoadScopeScheduling):
+    """Gives a process one group after another, in the order of the tests."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid.split("::")[0])
+
+
+def make_scheduler(config: pytest.Config, log: object) -> Scheduling:
+    """Return the scheduler of a run with several processes."""
+    config.option.loadscopereorder = False  # the longest come first, engines, which tests/e2e are
+    return Scheduling(config, log)
+
+
+def take_one_core(environment: MutableMapping[str, str]) -> None:
+    """Have this process, and those that it starts, compute in one thread."""
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+__all__ = ["WORKER", "group_of", "make_scheduler", "take_one_core"]

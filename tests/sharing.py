@@ -1,0 +1,38 @@
+"""What several modules of tests share and nobody needs for longer: brought together, ended in time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import pytest
+
+
+def fixtures_of(item: pytest.Item) -> Sequence[str]:
+    """Return the fixtures that a test uses, itself or through others."""
+    return getattr(item, "fixturenames", ())
+
+
+def uses(fixture: str) -> Callable[[pytest.Item], bool]:
+    """Return what tells whether a test uses a fixture."""
+    return lambda item: fixture in fixtures_of(item)
+
+
+def bring_together(items: list[pytest.Item], is_one: Callable[[pytest.Item], bool]) -> None:
+    """Move whole modules that have such tests behind the first of them; the order is kept otherwise."""
+    modules = {item.path for item in items if is_one(item)}
+    first = next((index for index, item in enumerate(items) if item.path in modules), len(items))
+    rest = items[first:]
+    rest.sort(key=lambda item: item.path not in modules)
+    items[first:] = rest
+
+
+def is_last(item: pytest.Item, is_one: Callable[[pytest.Item], bool]) -> bool:
+    """Tell whether a test is the last such one of the run."""
+    items = item.session.items
+    return is_one(item) and not any(map(is_one, items[items.index(item) + 1 :]))
+
+
+def lacking(request: pytest.FixtureRequest, option: str, why: str) -> NoReturn:
+    """Skip what needs a program that is not installed; with this option of the command line, fail it."""
+    (pytest.fail if request.config.getoption(option) else pytest.skip)(why)

@@ -1,0 +1,221 @@
+"""Pictures as a person sees them: labels, texts in cells, what is brighter than what, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import math
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from api_schemas.results import LogitLensResult
+from api_schemas.tensors import TensorObject
+from nnsight_engine.viz import VizError, attention_maps, lens_map, patching_map, results_table
+
+VOCABULARY = [" Paris", " the", "$x$", "\n"]
+
+
+def token(text: str, probability: float) -> dict[str, Any]:
+    return {"token": text, "id": 1, "logprob": math.log(probability)}
+
+
+def row(text: str, probability: float) -> dict[str, Any]:
+    return {"top": [token(text, probability), token(" other", 0.01)], "targets": []}
+
+
+LENS = {
+    "type": "logit_lens",
+    "positions": [0, 1],
+    "layers": {"10": [row(" the", 0.5), row(" Paris", 0.9)], "2": [row("\n", 0.1), row("$x$", 0.2)]},
+}
+
+
+def ticks(axis: Any) -> list[str]:
+    return [label.get_text() for label in axis.get_ticklabels()]
+
+
+def cells(ax: Axes) -> dict[tuple[int, int], str]:
+    """Return the texts by row, from the lowest, and column."""
+    return {
+        (round(text.get_position()[1]), round(text.get_position()[0])): text.get_text() for text in ax.texts
+    }
+
+
+def shades(ax: Axes) -> np.ndarray[Any, Any]:
+    """Return the luminance of each cell as it is drawn."""
+    (image,) = ax.images
+    colors = image.to_rgba(np.ma.array(image.get_array()))
+    found: np.ndarray[Any, Any] = np.asarray(colors)[..., :3] @ np.array([0.299, 0.587, 0.114])
+    return found
+
+
+def is_drawn(figure: Figure) -> bool:
+    content = figure._repr_png_()  # type: ignore[attr-defined] # as a notebook asks
+    return bool(content.startswith(b"\x89PNG"))
+
+
+def check_lens(figure: Figure) -> None:
+    ax = figure.axes[0]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("token", "layer")
+    assert cells(ax) == {(0, 0): "↵", (0, 1): r"\$x\$", (1, 0): "·the", (1, 1): "·Paris"}
+    order = shades(ax)
+    assert order[0, 0] < order[0, 1] < order[1, 0] < order[1, 1]
+    low, high = ax.get_ylim()
+    assert low < high, "the first layer is at the bottom"
+    assert is_drawn(figure)
+
+
+def test_a_server_s_lens_has_layers_up_tokens_across_and_the_likeliest_brightest() -> None:
+    figure = lens_map(LENS, tokens=["The", " sky"])
+    check_lens(figure)
+    assert ticks(figure.axes[0].yaxis) == ["2", "10"]
+    assert ticks(figure.axes[0].xaxis) == ["The", "·sky"]
+    assert figure.axes[1].get_ylabel() == "probability of the most likely next token"
+    check_lens(lens_map(LogitLensResult.model_validate(LENS)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_of_a_trace_give_the_same_lens(dtype: torch.dtype) -> None:
+    chances = torch.tensor(
+        [[[0.1, 0.2, 0.3, 0.4], [0.1, 0.1, 0.7, 0.1]], [[0.1, 0.8, 0.1, 0], [0.9, 0, 0.1, 0]]]
+    )
+    logits = [layer.log().clamp(min=-30).to(dtype) + 3 for layer in chances]
+    figure = lens_map(logits, decode=VOCABULARY.__getitem__, layers=["embed", 29])
+    check_lens(figure)
+    assert ticks(figure.axes[0].yaxis) == ["embed", "29"]
+    drawn = np.asarray(figure.axes[0].images[0].get_array())
+    np.testing.assert_allclose(drawn, [[0.4, 0.7], [0.8, 0.9]], atol=0.02)
+
+
+def test_a_patching_map_is_white_where_nothing_happens_and_red_where_it_helps() -> None:
+    effects = torch.tensor([[0.0, 0.5, -1.0], [0.25, 1.0, float("nan")]])
+    figure = patching_map(effects, tokens=["a", "b", "c"], layers=[4, 8], label="share of the gap")
+    ax = figure.axes[0]
+    assert (ticks(ax.yaxis), ticks(ax.xaxis)) == (["4", "8"], ["a", "b", "c"])
+    (image,) = ax.images
+    colors = np.asarray(image.to_rgba(np.ma.array(image.get_array())))
+    red, blue = colors[..., 0], colors[..., 2]
+    assert colors[0, 0, :3] == pytest.approx(0.97, abs=0.02)
+    assert red[0, 1] > blue[0, 1]
+    assert red[0, 2] < blue[0, 2]
+    assert shades(ax)[1, 1] < shades(ax)[0, 1] < shades(ax)[1, 0]
+    assert colors[1, 2, 3] == 0, "what is no number is left empty"
+    assert figure.axes[1].get_ylabel() == "share of the gap"
+    assert is_drawn(figure)
+
+
+@pytest.mark.parametrize("form", ["lists", "array", "object", "json"])
+def test_patching_takes_all_forms_of_numbers(form: str) -> None:
+    values = np.array([[0.5, -1.0]], "<f4")
+    tensor = TensorObject.from_bytes("float32", [1, 2], values.tobytes())
+    given = {"lists": values.tolist(), "array": values, "object": tensor, "json": tensor.model_dump()}[form]
+    drawn = patching_map(given).axes[0].images[0].get_array()
+    np.testing.assert_array_equal(np.asarray(drawn), values)
+
+
+HEADS = np.array([[[1.0, 0.0], [0.25, 0.75]], [[1.0, 0.0], [0.5, 0.5]]], "<f4")
+CAPTURED = {
+    "type": "capture",
+    "positions": [0, 1],
+    "points": {
+        "layers.3.attn.pattern": {
+            "dtype": "float32",
+            "shape": [2, 2, 2],
+            "data": base64.b64encode(np.ascontiguousarray(HEADS.swapaxes(0, 1)).tobytes()).decode(),
+            "encoding": "base64",
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("pattern", [CAPTURED, torch.from_numpy(HEADS), torch.from_numpy(HEADS)[None]])
+def test_attention_has_a_map_for_each_head_from_a_server_s_capture_and_from_a_trace(pattern: Any) -> None:
+    figure = attention_maps(pattern, tokens=["The", " sky"])
+    first, second, bar = figure.axes
+    assert [ax.get_title() for ax in (first, second)] == ["head 0", "head 1"]
+    assert (first.get_xlabel(), first.get_ylabel()) == ("looked at", "looks")
+    assert ticks(first.yaxis) == ticks(first.xaxis) == ["The", "·sky"]
+    np.testing.assert_array_equal(np.asarray(second.images[0].get_array()), HEADS[1])
+    assert shades(first)[1, 1] < shades(first)[1, 0] < shades(first)[0, 1], "the more attention, the darker"
+    assert bar.get_ylabel() == "attention probability"
+    assert is_drawn(figure)
+
+
+def test_of_fewer_queries_than_keys_the_last_tokens_look() -> None:
+    figure = attention_maps(torch.full((1, 1, 3), 1 / 3), tokens=["a", "b", "c"])
+    assert ticks(figure.axes[0].yaxis) == ["c"]
+
+
+def test_draws_where_it_is_told_to() -> None:
+    figure = Figure()
+    left, right = figure.subplots(1, 2)
+    assert lens_map(LENS, ax=left) is figure
+    assert attention_maps(HEADS, heads=[1], ax=right) is figure
+    assert cells(left)[1, 1] == "·Paris"
+    assert right.get_title() == "head 1"
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: lens_map({"results": {"lens": LENS}}), "take one result from it"),
+        (lambda: lens_map({**LENS, "positions": [0]}), "a row for each of its positions"),
+        (lambda: lens_map(CAPTURED), "no result of logit_lens"),
+        (lambda: lens_map(LENS, tokens=["one"]), "tokens must be a list of 2"),
+        (lambda: lens_map(torch.zeros(2, 3)), r"shape \[layers, tokens, vocabulary\].*got \[2, 3\]"),
+        (lambda: lens_map(torch.zeros(2, 3, 4)), "give `decode`"),
+        (lambda: patching_map(torch.zeros(3)), r"shape \[layers, positions\].*got \[3\]"),
+        (lambda: patching_map([[1.0], [1.0, 2.0]]), "rows of one length"),
+        (lambda: patching_map([["high"]]), "numbers are needed"),
+        (lambda: patching_map(torch.zeros(2, 2), layers=[1]), "layers must be a list of 2"),
+        (lambda: attention_maps(torch.zeros(2, 3)), r"shape \[heads, queries, keys\]"),
+        (lambda: attention_maps(HEADS, heads=[2]), r"some of 0 to 1, got \[2\]"),
+        (lambda: attention_maps(HEADS, ax=Figure().add_subplot()), "room for one head"),
+        (lambda: attention_maps(CAPTURED, point="layers.4.attn.pattern"), "of layers.3.attn.pattern"),
+        (lambda: patching_map({"url": "/v1/results/1", "key": "lens/x"}), "waits in a file on the server"),
+        (lambda: patching_map({"dtype": "float32", "shape": [1, 2], "data": "AA=="}), "a tensor object has"),
+        (lambda: results_table([1, 2]), "results by name"),
+    ],
+)
+def test_what_a_picture_cannot_be_made_of_is_said(draw: Any, message: str) -> None:
+    with pytest.raises(VizError, match=message):
+        draw()
+
+
+def test_results_are_a_table_whose_texts_are_no_html() -> None:
+    results = {"lens": LENS, "heads": CAPTURED, "t": {"type": "trace", "saves": {"x": "<script>alert(1)"}}}
+    table = results_table({"index": 0, "interventions": {"results": results}})
+    html = table._repr_html_()
+    assert "<script>" not in html
+    assert "&lt;script&gt;alert(1)" in html
+    assert "float32 [2, 2, 2]" in html
+    assert "layers.3.attn.pattern, positions 0–1" in repr(table)
+    assert ("hidden", "Tensor", "", "bfloat16 [2, 3]") in results_table(
+        {"hidden": torch.zeros(2, 3, dtype=torch.bfloat16)}
+    ).rows
+
+
+def test_pictures_load_no_pyplot_and_no_torch() -> None:
+    program = (
+        "import sys\n"
+        "from nnsight_engine.viz import patching_map\n"
+        "patching_map([[0.5, 1.0]])._repr_png_()\n"
+        "print({'torch', 'matplotlib.pyplot'} & set(sys.modules))"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert answer.stdout == "set()\n"
+
+
+def test_without_the_extra_it_says_how_to_get_it() -> None:
+    program = "import sys\nsys.modules['matplotlib'] = None\nimport nnsight_engine.viz"
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert answer.returncode == 1
+    assert answer.stderr.strip().endswith(
+        "nnsight_engine.viz draws with matplotlib, which is not installed: pip install 'nnsight-engine[viz]'"
+    )
