@@ -32,6 +32,7 @@ from app.server import DrainingServer, server_config
 from app.services.code_policy import is_loopback
 from app.settings import Settings, engine_trace_options, environment_for_traces, set_engine_defaults
 from app.storage.database import DatabaseError
+from nnsight_engine.core.collecting import uncollected
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.core.tap_choice import check_taps
 from nnsight_engine.local_engine.link import ProcessOptions
@@ -143,8 +144,9 @@ def _serve(arguments: list[str], console: Console) -> int:
         found = None if model is not None else beside.submit(intact_bundled_model, cache_dir=bundled)
         progress.add_task("Importing vLLM", total=None)
         # Importing vLLM takes seconds, so it waits until there is something to show.
-        arguments_module = importlib.import_module("app.engine.vllm_arguments")
-        client_module = importlib.import_module("app.engine.vllm_client")
+        with uncollected():
+            arguments_module = importlib.import_module("app.engine.vllm_arguments")
+            client_module = importlib.import_module("app.engine.vllm_client")
         if found is not None:
             task = progress.add_task("Bundled model", total=None)
             reporter = _reporter(progress, task)

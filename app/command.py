@@ -12,6 +12,8 @@ import importlib
 import sys
 from typing import Final
 
+from nnsight_engine.core.collecting import uncollected
+
 TERMINAL: Final = frozenset({"chat", "lens", "steer"})
 """Commands that talk to a server that runs."""
 
@@ -21,7 +23,11 @@ def main() -> int:
     arguments = sys.argv[1:]
     if TERMINAL.intersection(arguments[:1]):
         return run_terminal(arguments)
-    status: int = importlib.import_module("app.cli").main()
+    if arguments[:1] == ["serve"]:
+        importlib.import_module("app.early_engine").begin_early(arguments[1:])
+    with uncollected():
+        cli = importlib.import_module("app.cli")
+    status: int = cli.main()
     return status
 
 

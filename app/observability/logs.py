@@ -48,7 +48,12 @@ def start_logs(settings: Settings) -> None:
     uvicorns = logging.getLogger("uvicorn")
     uvicorns.setLevel(max(uvicorns.level, logging.INFO))
     logging.captureWarnings(True)  # noqa: FBT003 - the library's
-    if as_json:
+    place_engine_log(settings)
+
+
+def place_engine_log(settings: Settings) -> None:
+    """Have vLLM's processes log as this one does; before vLLM is imported."""
+    if is_json(settings):
         set_engine_log(str(importlib.resources.files("app.observability") / _VLLM_CONFIG))
 
 

@@ -40,6 +40,7 @@ from nnsight_engine.vllm_backend.call import (
     salted,
 )
 from nnsight_engine.vllm_backend.compat import check_supported
+from nnsight_engine.vllm_backend.early_process import offered
 from nnsight_engine.vllm_backend.handover import Handover
 from nnsight_engine.vllm_backend.interning import ContentTable
 from nnsight_engine.vllm_backend.metering import count_tokens, note_spent
@@ -99,7 +100,7 @@ class InterventionAsyncLLM(AsyncLLM):
             UnsupportedOptionError: An option under which interventions could be silently wrong.
         """
         check_supported(config)
-        with uninterrupted():
+        with uninterrupted(), offered():
             return cls(
                 vllm_config=config,
                 executor_class=Executor.get_class(config),

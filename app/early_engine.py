@@ -1,0 +1,41 @@
+"""The first thing that ``nnsight-engine serve`` does: begin the engine's process, beside all imports.
+
+Imports nothing of weight itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from pydantic import ValidationError
+
+from app.observability.logs import place_engine_log
+from app.settings import Settings, set_engine_defaults
+from nnsight_engine.vllm_backend.early_process import begin
+
+_ELSEWHERE: Final = ("-h", "--help", "--replicas")
+"""Options with which this process serves nothing itself."""
+
+
+def begin_early(options: Sequence[str]) -> None:
+    """Begin it where vLLM will spawn one, which is on CPUs; nothing is told here of what is wrong.
+
+    Args:
+        options: What follows ``serve``.
+    """
+    if any(option.partition("=")[0] in _ELSEWHERE for option in options) or _has_gpu():
+        return
+    try:
+        settings = Settings()
+    except ValidationError:
+        return
+    set_engine_defaults()
+    place_engine_log(settings)
+    begin()
+
+
+def _has_gpu() -> bool:
+    devices = Path("/dev")
+    return (devices / "kfd").exists() or any(devices.glob("nvidia[0-9]*"))
