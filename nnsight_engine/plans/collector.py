@@ -185,7 +185,8 @@ class RequestCollector:
             width = leaf_width(op.sites[indices[0]], self._spec)
             if op.reduce == "none":
                 values = _join(records, part, (-1, len(indices), width), _ITEM_DTYPES[dtype])
-                values = values.swapaxes(0, 1)
+                # At once: of what is not in one piece NumPy takes out bytes item by item.
+                values = np.ascontiguousarray(values.swapaxes(0, 1))
             elif op.reduce == "mean":
                 (record,) = records
                 total = np.frombuffer(record.parts[part], np.float32).reshape(len(indices), width)
