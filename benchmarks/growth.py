@@ -27,6 +27,10 @@ _LONG_PROMPT: Final = 512
 _GENERATED: Final = 16
 _ROW_BYTES: Final = 576 * 2
 """Bytes that one layer of the bundled model returns at one position."""
+_MEMORY_BOUND: Final = (
+    "From some 12 MB on the allocator gives a request's memory back to the kernel, which hands out empty "
+    "pages to the next one; below, a request finds the memory of the one before."
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,11 +54,19 @@ class Point:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Growth:
-    """One curve: the same, at several sizes."""
+    """One curve: the same, at several sizes.
+
+    Attributes:
+        name: What is done.
+        axis: What grows.
+        points: The sizes.
+        bound: A sentence on what bounds it, told where it grows faster than its sizes.
+    """
 
     name: str
     axis: str
     points: tuple[Point, ...]
+    bound: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,7 +121,7 @@ def _by_tokens(name: str, asks: ForRequest) -> Growth:
 
 def _by_bytes(name: str, asks: Mapping[int, ForRequest]) -> Growth:
     points = (Point(n * _LONG_PROMPT * _ROW_BYTES, 1, _LONG_PROMPT, 1, one) for n, one in asks.items())
-    return Growth(f"{name} of {_LONG_PROMPT} tokens", "saved bytes", tuple(points))
+    return Growth(f"{name} of {_LONG_PROMPT} tokens", "saved bytes", tuple(points), _MEMORY_BOUND)
 
 
 def cost_of(size: int, idle: Sequence[float], ours: Sequence[float]) -> Cost:

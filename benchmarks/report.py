@@ -12,7 +12,7 @@ import msgspec
 from rich.table import Table
 
 from benchmarks.cases import Quantity
-from benchmarks.files import table_lines, write_report
+from benchmarks.files import bound_lines, table_lines, write_report
 from benchmarks.machine import Machine, machine_lines
 from benchmarks.precision import DTYPE_NAME
 from benchmarks.ratios import Row
@@ -142,18 +142,7 @@ class Report:
 
     def _bounds(self) -> list[str]:
         """Return what bounds the cases that miss their targets."""
-        missed: dict[str, str] = {}
-        for row in self.rows:
-            if row.reached is False:
-                missed[row.name] = row.bound or "Not known."
-        if not missed:
-            return []
-        return [
-            "",
-            "## What bounds the targets missed",
-            "",
-            *(f"- {name}: {missed[name]}" for name in missed),
-        ]
+        return bound_lines({row.name: row.bound for row in self.rows if row.reached is False})
 
     def to_json(self) -> str:
         """Return the report as JSON."""

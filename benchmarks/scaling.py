@@ -24,7 +24,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.command import parsed, parser_of, show
-from benchmarks.files import table_lines, write_report
+from benchmarks.files import bound_lines, table_lines, write_report
 from benchmarks.growth import MOST_LINEAR, Cost, Growth, cost_of, growths, slope
 from benchmarks.machine import Machine, announced_machine, machine_lines
 from benchmarks.precision import DTYPE_NAME
@@ -114,6 +114,8 @@ class Report:
         )
         lines = machine_lines(self.machine, f"What growing costs, {self.mode}")
         lines += ["", method, "", *table_lines(_COLUMNS, [curve.cells() for curve in self.curves])]
+        missed = (curve.growth for curve in self.curves if curve.is_linear is False)
+        lines += bound_lines({f"{one.name}, by {one.axis}": one.bound for one in missed})
         return "\n".join(lines) + "\n"
 
     def _json(self) -> str:

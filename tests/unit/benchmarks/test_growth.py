@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from benchmarks.growth import Cost, cost_of, growths, slope
+from benchmarks.growth import Cost, Growth, cost_of, growths, slope
+from benchmarks.scaling import Curve, Report
+from tests.unit.benchmarks.test_serving_table import HERE
 
 
 def costs(power: float, sizes: tuple[int, ...] = (1, 2, 8)) -> list[Cost]:
@@ -33,3 +37,13 @@ def test_every_curve_has_sizes_of_its_own() -> None:
         sizes = [point.size for point in growth.points]
         assert sizes == sorted(set(sizes))
         assert len(sizes) > 2
+
+
+def test_a_table_says_what_bounds_the_curves_that_are_not_linear(tmp_path: Path) -> None:
+    curves = [
+        Curve(Growth("a capture", "saved bytes", (), "Memory does."), costs(2.0)),
+        Curve(Growth("a trace", "saved bytes", (), "Nothing does."), costs(1.0)),
+    ]
+    written = Report(HERE, "eager", 5, [], curves).write(tmp_path).read_text(encoding="utf-8")
+    assert "- a capture, by saved bytes: Memory does." in written
+    assert "Nothing does." not in written
