@@ -16,13 +16,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from nnsight_engine.core.environment import set_environment
+
 _JOIN_S: Final = 0.1
 """How long a thread that a block has left behind may take to end."""
-
-
-def _set_environment(known: dict[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(known)
 
 
 _SETTINGS: Final[tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...]] = (
@@ -37,7 +34,7 @@ _SETTINGS: Final[tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...]] = (
     (sys.getprofile, sys.setprofile),
     (sys.getrecursionlimit, sys.setrecursionlimit),
     (os.getcwd, os.chdir),
-    (lambda: dict(os.environ), _set_environment),
+    (lambda: dict(os.environ), set_environment),
     (lambda: list(sys.path), functools.partial(sys.path.__setitem__, slice(None))),
 )  # fmt: skip
 

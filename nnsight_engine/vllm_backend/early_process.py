@@ -24,6 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final
 
+from nnsight_engine.core.environment import set_environment
 from nnsight_engine.vllm_backend.processes import uninterrupted
 
 _EXECUTABLE: Final = os.fsencode(sys.executable)
@@ -179,12 +180,7 @@ class _Environment:
         self._variables = dict(variables)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _set_environment, (self._variables,)
-
-
-def _set_environment(variables: dict[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(variables)
+        return set_environment, (self._variables,)
 
 
 def _preloaded() -> dict[str, str]:
