@@ -17,7 +17,6 @@ _TOGETHER: Final = {
     "bundled_server": tuple(f"tests/e2e/test_{name}.py" for name in ("remote", "example", "jobs", "vectors")),
     "keyed_server": tuple(f"tests/e2e/test_{name}.py" for name in ("keys", "sandbox", "sandbox_corpus")),
     "ray": tuple(f"tests/e2e/test_{name}.py" for name in ("traces_ray", "served_front", "replicas")),
-    "pages": ("tests/guide/test_000_pages.py",),
     "guide": ("tests/guide/",),
     "playground": ("tests/playground/",),
     "modeling": ("tests/unit/modeling/",),
@@ -25,8 +24,9 @@ _TOGETHER: Final = {
 """Beginnings of paths; the first that fits counts."""
 
 
-def group_of(path: str) -> str:
-    """Return what a module of tests runs together with: itself, unless it shares what is expensive."""
+def group_of(nodeid: str) -> str:
+    """Return what the module of a test runs together with: itself, unless it shares what is expensive."""
+    path = nodeid.split("::")[0]
     return next((name for name, begins in _TOGETHER.items() if path.startswith(begins)), path)
 
 
@@ -34,7 +34,7 @@ class Scheduling(LoadScopeScheduling):
     """Gives a process one group after another, in the order of the tests."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return group_of(nodeid.split("::")[0])
+        return group_of(nodeid)
 
 
 def make_scheduler(config: pytest.Config, log: object) -> Scheduling:

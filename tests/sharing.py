@@ -7,6 +7,8 @@ from typing import NoReturn
 
 import pytest
 
+from tests.parallel import group_of
+
 
 def fixtures_of(item: pytest.Item) -> Sequence[str]:
     """Return the fixtures that a test uses, itself or through others."""
@@ -19,7 +21,14 @@ def uses(fixture: str) -> Callable[[pytest.Item], bool]:
 
 
 def bring_together(items: list[pytest.Item], is_one: Callable[[pytest.Item], bool]) -> None:
-    """Move whole modules that have such tests behind the first of them; the order is kept otherwise."""
+    """Move whole modules that have such tests behind the first of them; the order is kept otherwise.
+
+    Raises:
+        UsageError: Two processes could run some of them each, and would both keep what they share to the end.
+    """
+    groups = {group_of(item.nodeid) for item in items if is_one(item)}
+    if len(groups) > 1:
+        raise pytest.UsageError(f"tests that share what is expensive are to be one group, got {groups}")
     modules = {item.path for item in items if is_one(item)}
     first = next((index for index, item in enumerate(items) if item.path in modules), len(items))
     rest = items[first:]

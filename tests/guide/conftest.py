@@ -28,7 +28,7 @@ from tests.families.checkpoints import HIDDEN_SIZE, build_tokenizer, write_check
 from tests.guide.local_only import LOCAL_ONLY
 from tests.guide.modules import TinyMLP
 from tests.guide.served import Load, Servers, client_of, without_weights
-from tests.sharing import fixtures_of, is_last
+from tests.sharing import bring_together, fixtures_of, is_last
 
 LOCAL: Final = "local"
 REMOTE: Final = "remote"
@@ -49,6 +49,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("where", places, indirect=True, scope="session")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the servers live for no longer than they must."""
+    bring_together(items, is_remote)
+
+
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """End the servers with the last test that uses them: others may come that want the memory."""
     servers = item.session.stash.get(SERVERS, None)
@@ -60,7 +65,7 @@ def is_remote(item: pytest.Item) -> bool:
     """Tell whether a test needs a server: its traces run there, or it asks for the servers themselves."""
     callspec = getattr(item, "callspec", None)  # of those with parameters
     traces = callspec is not None and callspec.params.get("where") == REMOTE
-    return traces or "servers" in fixtures_of(item)
+    return traces or "guide_servers" in fixtures_of(item)
 
 
 @pytest.fixture(scope="session")
@@ -76,7 +81,7 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def servers(request: pytest.FixtureRequest) -> Iterator[Servers]:
+def guide_servers(request: pytest.FixtureRequest) -> Iterator[Servers]:
     """The servers of the checkpoints that tests ask for, started with the first trace of any."""
     asked = {name for item in request.session.items if is_remote(item) for name in fixtures_of(item)}
     folders = [request.getfixturevalue(name) for name in SERVED if name in asked]
@@ -115,7 +120,7 @@ def load(where: str, plain: Load, shell: Callable[[Path], Path], request: pytest
     def load(folder: Path, **options: Any) -> LanguageModel:
         if where == LOCAL:
             return LanguageModel(folder, dtype=torch.float32, dispatch=True, **options)
-        servers: Servers = request.getfixturevalue("servers")
+        servers: Servers = request.getfixturevalue("guide_servers")
         return client_of(shell(folder), servers.url(folder), plain(folder), **options)
 
     return load

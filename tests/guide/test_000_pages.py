@@ -49,17 +49,9 @@ def test_blocks_that_are_not_run_say_why(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("path", RUNNABLE, ids=lambda path: str(path.relative_to(PROJECT)))
-def test_a_page_runs(
-    path: Path, servers: Servers, smollm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run_page(path, Page(servers.url(smollm_folder), smollm_folder, tmp_path))
-
-
-@pytest.mark.e2e
 @pytest.mark.parametrize("path", WITH_ENGINES, ids=lambda path: str(path.relative_to(PROJECT)))
 def test_a_page_with_engines_of_its_own_runs(path: Path, smollm_folder: Path, tmp_path: Path) -> None:
+    """Before the servers start: it takes much memory."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.guide.pages", str(path), str(smollm_folder), str(tmp_path)],
         cwd=PROJECT,
@@ -70,3 +62,12 @@ def test_a_page_with_engines_of_its_own_runs(path: Path, smollm_folder: Path, tm
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("path", RUNNABLE, ids=lambda path: str(path.relative_to(PROJECT)))
+def test_a_page_runs(
+    path: Path, guide_servers: Servers, smollm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page(path, Page(guide_servers.url(smollm_folder), smollm_folder, tmp_path))
