@@ -79,7 +79,7 @@ def executed(name: str, runtime: Path) -> list[Any]:
     manager = AsyncKernelManager(transport="ipc", kernel_name="python3", ip=str(runtime / "kernel"))
     NotebookClient(
         notebook, km=manager, timeout=TIMEOUT_S, resources={"metadata": {"path": str(NOTEBOOKS)}}
-    ).execute()
+    ).execute(cleanup_kc=True)  # else a kernel that we made lives on
     cells: list[Any] = notebook.cells
     return cells
 

@@ -33,6 +33,8 @@ SHELLS: Final = frozenset({"sh", "bash"})
 RUN: Final = SHELLS | {"python"}
 SHOWN: Final = frozenset({"text", "json", "yaml", "toml"})
 """Languages of blocks that show something and are not run."""
+WITH_ENGINES: Final = (PROJECT / "docs/vllm-traces.md",)
+"""Pages that start engines of their own."""
 ELSEWHERE: Final = ("http://127.0.0.1:8000", "http://gpu-box:8000")
 """Where the pages have their server."""
 NAMES: Final = ("HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen3-0.6B")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.server import PROJECT
-from tests.guide.pages import RUN, SHOWN, Page, blocks, pages, run_page
+from tests.guide.pages import RUN, SHOWN, WITH_ENGINES, Page, blocks, pages, run_page
 from tests.guide.served import Servers
 
 MOST_NOT_RUN = 26
-WITH_ENGINES = [PROJECT / "docs/vllm-traces.md"]
 RUNNABLE = [
     path
     for path in pages()
@@ -46,22 +43,6 @@ def test_blocks_that_are_not_run_say_why(capsys: pytest.CaptureFixture[str]) -> 
         sys.stdout.write(f"\n{len(reasons)} blocks are not run:\n{listed}")
     assert all(len(reason.split()) > 2 for reason in reasons.values())
     assert len(reasons) <= MOST_NOT_RUN, "a new block should run"
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("path", WITH_ENGINES, ids=lambda path: str(path.relative_to(PROJECT)))
-def test_a_page_with_engines_of_its_own_runs(path: Path, smollm_folder: Path, tmp_path: Path) -> None:
-    """Before the servers start: it takes much memory."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.guide.pages", str(path), str(smollm_folder), str(tmp_path)],
-        cwd=PROJECT,
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.e2e

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,21 @@ class Typist:
             assert ready, f"{text!r} does not come, after {self._seen!r}"
             self._seen += os.read(self._descriptor, 4096).decode(errors="replace")
         self._seen = self._seen.partition(text)[2]
+
+    def presses(self, key: str, until: str) -> None:
+        """Press a key, again where it was not noticed, and wait for a text.
+
+        CPython sees a Ctrl-C only where it interrupts readline's wait for keys, not just before it.
+        """
+        for _ in range(30):
+            self.type(key)
+            give_up = time.monotonic() + 1
+            while until not in self._seen and time.monotonic() < give_up:
+                if select.select([self._descriptor], [], [], 0.1)[0]:
+                    self._seen += os.read(self._descriptor, 4096).decode(errors="replace")
+            if until in self._seen:
+                break
+        self.sees(until)
 
     def ends(self) -> int:
         self.status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
@@ -215,8 +231,9 @@ def test_at_a_terminal_ctrl_c_clears_the_line_and_ctrl_d_ends(terminal: Terminal
         typist.type("one two\r")
         typist.sees("one two one")
         typist.sees("you: ")
-        typist.type("what I do not say\x03")
-        typist.sees("Ctrl-D ends the conversation.")
+        typist.type("what I do not say")
+        typist.sees("what I do not say")
+        typist.presses("\x03", until="Ctrl-D ends the conversation.")
         typist.sees("you: ")
         typist.type("\x04")
         assert typist.ends() == 0

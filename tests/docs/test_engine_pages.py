@@ -1,0 +1,29 @@
+"""The pages that start engines of their own, apart from those beside whose servers memory would be short."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nnsight_engine import bundled_model_path
+from tests.e2e.server import PROJECT
+from tests.guide.pages import WITH_ENGINES
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("path", WITH_ENGINES, ids=lambda path: str(path.relative_to(PROJECT)))
+def test_a_page_with_engines_of_its_own_runs(path: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.guide.pages", str(path), str(bundled_model_path()), str(tmp_path)],
+        cwd=PROJECT,
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=550,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
