@@ -26,10 +26,11 @@ def bring_together(items: list[pytest.Item], is_one: Callable[[pytest.Item], boo
     Raises:
         UsageError: Two processes could run some of them each, and would both keep what they share to the end.
     """
-    groups = {group_of(item.nodeid) for item in items if is_one(item)}
+    ones = [item for item in items if is_one(item)]
+    groups = {group_of(item.nodeid) for item in ones}
     if len(groups) > 1:
         raise pytest.UsageError(f"tests that share what is expensive are to be one group, got {groups}")
-    modules = {item.path for item in items if is_one(item)}
+    modules = {item.path for item in ones}
     first = next((index for index, item in enumerate(items) if item.path in modules), len(items))
     rest = items[first:]
     rest.sort(key=lambda item: item.path not in modules)

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,9 +65,7 @@ class Typist:
     def sees(self, text: str) -> None:
         """Wait for a text beyond those that were seen."""
         while text not in self._seen:
-            ready, _, _ = select.select([self._descriptor], [], [], 30)
-            assert ready, f"{text!r} does not come, after {self._seen!r}"
-            self._seen += os.read(self._descriptor, 4096).decode(errors="replace")
+            assert self._reads(30), f"{text!r} does not come, after {self._seen!r}"
         self._seen = self._seen.partition(text)[2]
 
     def presses(self, key: str, until: str) -> None:
@@ -78,13 +75,18 @@ class Typist:
         """
         for _ in range(30):
             self.type(key)
-            give_up = time.monotonic() + 1
-            while until not in self._seen and time.monotonic() < give_up:
-                if select.select([self._descriptor], [], [], 0.1)[0]:
-                    self._seen += os.read(self._descriptor, 4096).decode(errors="replace")
+            while until not in self._seen and self._reads(1):
+                pass
             if until in self._seen:
                 break
         self.sees(until)
+
+    def _reads(self, patience_s: float) -> bool:
+        """Wait for more, and take it; tells whether it came."""
+        ready, _, _ = select.select([self._descriptor], [], [], patience_s)
+        if ready:
+            self._seen += os.read(self._descriptor, 4096).decode(errors="replace")
+        return bool(ready)
 
     def ends(self) -> int:
         self.status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
