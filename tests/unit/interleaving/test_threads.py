@@ -116,18 +116,18 @@ def test_random_numbers_are_the_blocks_own() -> None:
 
 
 def test_a_block_works_on_the_models_stream_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Stands for torch's: streams are only where there is a device.
-    # Other threads of this process may ask them too.
-    taken: list[tuple[int, str]] = []
+    # Stands for torch's: streams are only where there is a device. Threads that earlier blocks left waiting
+    # may end meanwhile, and ask too; a new thread may have the number of one that ended, so count by thread.
+    taken: list[tuple[threading.Thread, str]] = []
     of_model = "first"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: of_model)
     monkeypatch.setattr(
-        torch.cuda, "set_stream", lambda stream: taken.append((threading.get_ident(), stream))
+        torch.cuda, "set_stream", lambda stream: taken.append((threading.current_thread(), stream))
     )
     stack = ThreadStack(1.0)
-    thread = stack.start(lambda: stack.hand_over(threading.get_ident()))
+    thread = stack.start(lambda: stack.hand_over(threading.current_thread()))
     of_model = "second"
     stack.resume(None)
-    assert thread != threading.get_ident()
-    assert [stream for ident, stream in taken if ident == thread] == ["first", "second"]
+    assert thread is not threading.current_thread()
+    assert [stream for other, stream in taken if other is thread] == ["first", "second"]
