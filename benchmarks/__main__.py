@@ -113,7 +113,7 @@ def _run(
                     plain[event["case"]][-1].append(event["plain"])
                     ours[event["case"]][-1].append(event["ours"])
                     progress.advance(task)
-    rows = [summarize(case, plain[case.key], ours[case.key], args.steps) for case in cases]
+    rows = [summarize(case, mode, plain[case.key], ours[case.key], args.steps) for case in cases]
     command = shlex.join([*options, "--processes", str(args.processes)])
     return Report(mode, machine, [f"python -m benchmarks {command}"], rows)
 

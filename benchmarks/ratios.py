@@ -56,9 +56,9 @@ class Row:
 
 
 def summarize(
-    case: Case, plain: Sequence[Sequence[float]], ours: Sequence[Sequence[float]], num_steps: int
+    case: Case, mode: str, plain: Sequence[Sequence[float]], ours: Sequence[Sequence[float]], num_steps: int
 ) -> Row:
-    """Return the row of a case out of each process's repetitions, in order."""
+    """Return the row of a case in ``mode`` out of each process's repetitions, in order."""
     ratios = np.asarray(ours) / np.asarray(plain)
     medians = np.median(ratios, axis=1)
     middle = float(np.median(medians))
@@ -71,8 +71,8 @@ def summarize(
         ratio=middle,
         quartiles=(low, high),
         processes=(float(medians.min()), float(medians.max())),
-        target=case.target,
-        reached=case.reached(middle),
+        target=case.target(mode),
+        reached=case.reached(middle, mode),
         ours=float(np.median(np.asarray(ours))),
         plain=float(np.median(np.asarray(plain))),
         num_processes=ratios.shape[0],
