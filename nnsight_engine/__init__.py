@@ -15,6 +15,7 @@ from nnsight_engine.core.saves import save
 if TYPE_CHECKING:
     from nnsight_engine import intervention as intervention
     from nnsight_engine import modeling as modeling
+    from nnsight_engine import util as util
     from nnsight_engine.core.config import CONFIG
     from nnsight_engine.envoys.completion import load_ipython_extension as load_ipython_extension
     from nnsight_engine.envoys.envoy import Envoy
@@ -80,7 +81,7 @@ _DEPRECATED = frozenset(
     ("apply", "bool", "bytes", "dict", "float", "int", "list", "local", "set", "str", "trace", "tuple")
 )
 # ``import nnsight_engine`` is enough to write ``nnsight_engine.intervention.envoy.Envoy``.
-_PACKAGES = frozenset({"intervention", "modeling"})
+_PACKAGES = frozenset({"intervention", "modeling", "util"})
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
 

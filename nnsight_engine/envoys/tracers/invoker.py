@@ -41,6 +41,12 @@ class Invoker(Tracer):
         super().__init__(*args, **kwargs)
         self.parent = parent
 
+    @property
+    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The model's positional and keyword arguments for this input alone: tokenized, not padded."""
+        args, kwargs, _ = self.parent.model._prepare_input(*self.args, **self.kwargs)
+        return args, kwargs
+
     def compile(self) -> Callable[[], Any]:
         """Return the block as a function on variables of its own, see ``sharing``."""
         info = self.info

@@ -17,6 +17,7 @@ from transformers import (
     RobertaForMaskedLM,
 )
 
+from nnsight_engine.core.saves import save
 from nnsight_engine.modeling.invokes import InvokesDifferError
 from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.modeling.rows import counts_positions
@@ -111,6 +112,19 @@ def test_arguments_of_the_trace_are_for_all_invokes(gpt2: Pair) -> None:
         with tracer.invoke(LONG):
             pass
     assert len(hidden) == 1
+
+
+def test_an_invoke_gives_its_own_input_as_the_model_takes_it(gpt2: Pair) -> None:
+    with gpt2.model.trace() as tracer:
+        with tracer.invoke(LONG):
+            pass
+        with tracer.invoke(SHORT) as invoke:
+            inputs = save(invoke.inputs)
+    expected = gpt2.tokenizer(SHORT, return_tensors="pt")
+    args, kwargs = inputs
+    assert args == ()
+    assert torch.equal(kwargs["input_ids"], expected["input_ids"])
+    assert bool(kwargs["attention_mask"].all())
 
 
 def test_invokes_that_ask_for_different_things_are_refused(gpt2: Pair) -> None:

@@ -1,0 +1,41 @@
+"""``dumps`` and ``loads``: values as bytes, in the wire format instead of pickle."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from nnsight_engine.wire.limits import DATA_ONLY, TRUSTED
+from nnsight_engine.wire.values import decode, encode
+
+
+def dumps(value: Any, path: str | os.PathLike[str] | None = None) -> bytes | None:
+    """Return a value as bytes, or write it to ``path``: data, tensors, modules, functions, own classes.
+
+    Raises:
+        EncodeError: Something in it cannot travel; says where it is and why.
+    """
+    data = encode(value)
+    if path is None:
+        return data
+    Path(path).write_bytes(data)
+    return None
+
+
+def loads(data: bytes | str | os.PathLike[str], *, trusted: bool = False) -> Any:
+    """Return the value that ``dumps`` made bytes of, or wrote to the file of this path.
+
+    Args:
+        data: The bytes, or a path.
+        trusted: Allow functions and classes, whose code then runs here. Data and tensors need no trust.
+
+    Raises:
+        DecodeError: The bytes are no value, or have code in them without ``trusted``.
+    """
+    if not isinstance(data, bytes | bytearray | memoryview):
+        data = Path(data).read_bytes()
+    return decode(data, policy=TRUSTED if trusted else DATA_ONLY)
+
+
+__all__ = ["dumps", "loads"]

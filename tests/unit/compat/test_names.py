@@ -1,0 +1,98 @@
+"""The list of nnsight's names, against the code and against the page that shows it."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from nnsight_engine import VLLM, LanguageModel, RemoteBackend, eproperty
+from nnsight_engine.compat import install, uninstall
+from nnsight_engine.interleaving.events import SkipException
+from nnsight_engine.interleaving.interleaver import Interleaver
+from nnsight_engine.interleaving.mediator import Mediator
+from tests.families.checkpoints import write_checkpoint
+from tests.unit.compat.nnsight_names import NAMES, PAGE, Name, with_table
+
+ALL = [name for names in NAMES.values() for name in names]
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Objects of the kinds that names begin with, where they are no modules."""
+    model = LanguageModel(write_checkpoint("gpt2", tmp_path_factory.mktemp("gpt2")))
+    tracer = model.trace()
+    install()
+    yield {
+        "Envoy": model.transformer.h[0],
+        "LanguageModel": model,
+        "RemoteBackend": RemoteBackend(),
+        "VLLM": VLLM,
+        "invoker": tracer.invoke("Paris"),
+        "session": model.session(),
+        "tracer": tracer,
+    }
+    uninstall()
+
+
+INSTANCES: dict[type, Callable[[], Any]] = {
+    Interleaver: Interleaver,
+    Mediator: lambda: Mediator(lambda: None),
+    SkipException: lambda: SkipException(None),
+    eproperty: eproperty,
+}
+
+
+def found(path: str, objects: dict[str, Any]) -> bool:
+    """Tell whether a name leads to something, through modules, classes, and objects of those classes."""
+    first, *steps = path.split(".")
+    value = objects[first] if first in objects else importlib.import_module(first)
+    try:
+        for step in steps[:-1]:
+            value = _attribute(value, step)
+        # A property of envoys and tracers waits for a value: the class tells that it exists.
+        return hasattr(type(value), steps[-1]) or _exists(value, steps[-1])
+    except (AttributeError, ImportError):
+        return False
+
+
+def _exists(value: Any, name: str) -> bool:
+    _attribute(value, name)
+    return True
+
+
+def _attribute(value: Any, name: str) -> Any:
+    if isinstance(value, ModuleType):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            if hasattr(value, name):
+                return getattr(value, name)
+        return importlib.import_module(f"nnsight{value.__name__.removeprefix('nnsight_engine')}.{name}")
+    if isinstance(value, type) and not hasattr(value, name):
+        return (
+            value.__annotations__[name] if name in value.__annotations__ else getattr(_instance(value), name)
+        )
+    return getattr(value, name)
+
+
+def _instance(kind: type) -> Any:
+    return INSTANCES[kind]() if kind in INSTANCES else kind
+
+
+@pytest.mark.parametrize("name", ALL, ids=lambda name: name.path)
+def test_a_name_is_here_or_has_a_way_round(name: Name, objects: dict[str, Any]) -> None:
+    assert name.started or found(name.path, objects) == (not name.instead)
+
+
+def test_no_name_is_listed_twice() -> None:
+    paths = [name.path for name in ALL]
+    assert len(paths) == len(set(paths))
+
+
+def test_the_page_shows_the_list() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_table(page) == page, "run: python -m tests.unit.compat.nnsight_names"
