@@ -11,6 +11,8 @@ import dataclasses
 
 import torch
 
+from nnsight_engine.plans.writes import value_at
+
 
 @dataclasses.dataclass(slots=True)
 class Gather:
@@ -31,12 +33,13 @@ class Gather:
         else:
             own = hidden[self.span[0] : self.span[1]]
             other = None if residual is None else residual[self.span[0] : self.span[1]]
+        # Nothing here is done in place: `to` gives back the model's own memory where the dtype is the same.
         if other is None:
             self.out.copy_(own)
-        elif self.out.dtype == own.dtype:
-            torch.add(own, other, out=self.out)
+        elif self.out.dtype in {own.dtype, torch.float32}:
+            torch.add(own.to(self.out.dtype), other, out=self.out)
         else:
-            self.out.copy_(own.to(torch.float32).add_(other))
+            self.out.copy_(own.to(torch.float32) + other)
 
 
 @dataclasses.dataclass(slots=True)
@@ -50,7 +53,5 @@ class Probe:
 
     def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Compute one number per row."""
-        value = hidden.index_select(0, self.rows).to(torch.float32)
-        if residual is not None:
-            value.add_(residual.index_select(0, self.rows))
+        value = value_at(self.rows, hidden, residual, torch.float32)
         torch.add((value * self.weights).sum(dim=-1), self.bias, out=self.out)

@@ -28,7 +28,7 @@ def value_at(
 ) -> torch.Tensor:
     """Return the rows' values ``[rows, width]``, summed in ``dtype``; never a view of the model's memory."""
     value = hidden.index_select(0, rows).to(dtype)
-    return value if residual is None else value.add_(residual.index_select(0, rows))
+    return value if residual is None else value + residual.index_select(0, rows)
 
 
 @dataclasses.dataclass(slots=True)
