@@ -25,9 +25,9 @@ def of_model(dtype: torch.dtype, *, contiguous: bool, seed: int) -> torch.Tensor
 def test_a_capture_changes_nothing(
     served: torch.dtype,
     captured: torch.dtype,
-    contiguous: bool,  # noqa: FBT001 - a parameter of the table
-    adjoining: bool,  # noqa: FBT001 - the same
-    paired: bool,  # noqa: FBT001 - the same
+    contiguous: bool,
+    adjoining: bool,
+    paired: bool,
 ) -> None:
     hidden = of_model(served, contiguous=contiguous, seed=1)
     residual = of_model(served, contiguous=contiguous, seed=2) if paired else None
@@ -47,7 +47,7 @@ def test_a_capture_changes_nothing(
 
 
 @pytest.mark.parametrize(("served", "contiguous"), list(itertools.product(SERVED, (True, False))))
-def test_a_probe_changes_nothing(served: torch.dtype, contiguous: bool) -> None:  # noqa: FBT001 - a parameter of the table
+def test_a_probe_changes_nothing(served: torch.dtype, contiguous: bool) -> None:
     hidden = of_model(served, contiguous=contiguous, seed=1)
     residual = of_model(served, contiguous=contiguous, seed=2)
     before = hidden.clone(), residual.clone()
