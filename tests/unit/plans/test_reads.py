@@ -57,3 +57,19 @@ def test_a_probe_changes_nothing(served: torch.dtype, contiguous: bool) -> None:
     assert torch.equal(residual, before[1])
     expected = (before[0][[0, 4]].float() + before[1][[0, 4]].float()).sum(dim=-1) + bias
     torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize(("served", "captured"), list(itertools.product(SERVED, CAPTURED)))
+def test_a_capture_tells_which_rows_are_beyond_its_dtype(served: torch.dtype, captured: torch.dtype) -> None:
+    hidden = torch.zeros(ROWS, WIDTH, dtype=served)
+    residual = torch.zeros(ROWS, WIDTH, dtype=served)
+    largest = torch.finfo(served).max
+    hidden[1, 2] = residual[4, 0] = largest  # beyond narrower dtypes
+    hidden[2, 2] = float("inf")  # the model's own
+    hidden[3, 3] = float("nan")
+    out, overflows = torch.empty(ROWS, WIDTH, dtype=captured), torch.empty(ROWS, dtype=torch.bool)
+    Gather(torch.arange(ROWS), (0, ROWS), out, overflows).run(hidden, residual)
+    is_narrower = torch.finfo(captured).max < largest
+    assert overflows.tolist() == [is_narrower and row in {1, 4} for row in range(ROWS)]
+    assert out[2].isinf().sum() == 1
+    assert out[3].isnan().sum() == 1
