@@ -10,6 +10,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from app.engine.vllm_options import refuse_ignored
 from nnsight_engine.core.errors import UnsupportedOptionError
 
 _WITHOUT_BF16: Final = "AVX2"
@@ -25,11 +26,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
     Args:
         arguments: The model, then options.
+
+    Raises:
+        UnsupportedOptionError: One of them would be ignored, or take the place of what interventions need.
     """
     compiles = "--compile" in arguments
     options = [argument for argument in arguments if argument != "--compile"]
     parser = make_arg_parser(FlexibleArgumentParser(prog="nnsight-engine serve"))
     args: argparse.Namespace = parser.parse_args(options)
+    refuse_ignored(args, parser)
     validate_parsed_serve_args(args)
     args.model = args.model_tag
     for option in ("async_scheduling", "worker_cls", "scheduler_cls"):

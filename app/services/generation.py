@@ -8,11 +8,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
+from difflib import get_close_matches
+from itertools import islice
 from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
 from api_schemas.interventions import FIELD, Intervention, Limits, parse_interventions
 from api_schemas.keys import Scope
 from api_schemas.operations import Ablate, Patch, Steer
@@ -35,6 +39,11 @@ from app.settings import Settings
 from app.vectors.names import names_vectors
 
 _WRITES: Final = (Steer, Ablate, Patch, Trace)
+
+_CLOSE: Final = 0.8
+"""How alike a name must be to be taken for ours, 1 being the same."""
+_MOST_NAMES: Final = 256
+_MOST_MORE: Final = 4
 
 Generate = Callable[[JsonObject, tuple[Intervention, ...], Request, str], Awaitable[EngineReply]]
 """``EngineClient.completions`` or ``EngineClient.chat``."""
@@ -59,6 +68,7 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
     limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
     body = await read_object(request, limits)
     raw = body.pop(FIELD, None)
+    _check_spelling(body)
     check_choices(body, settings.max_choices)
     admitted = admitted_of(request)
     if raw:
@@ -98,6 +108,29 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
         stall_s=settings.client_stall_timeout_s,
         last_words=last_events,
     )
+
+
+def _check_spelling(body: JsonObject) -> None:
+    """Refuse what was meant for our field and is not called that: vLLM ignores what it does not know.
+
+    Raises:
+        ApiError: ``invalid_shape``.
+    """
+    short = [name for name in islice(body, _MOST_NAMES) if abs(len(name) - len(FIELD)) <= _MOST_MORE]
+    close = next(iter(get_close_matches(FIELD, map(str.lower, short), n=1, cutoff=_CLOSE)), None)
+    if close is not None:
+        name = next(name for name in short if name.lower() == close)
+        raise ApiError(
+            ErrorCode.INVALID_SHAPE, f"There is no field `{clip(name)}`; did you mean `{FIELD}`?", clip(name)
+        )
+    nested = body.get("extra_body")
+    if isinstance(nested, dict) and FIELD in nested:
+        raise ApiError(
+            ErrorCode.INVALID_SHAPE,
+            f"`extra_body` is an argument of OpenAI's client, which sends what is in it beside the other "
+            f"fields; send `{FIELD}` so.",
+            "extra_body",
+        )
 
 
 async def _interventions(

@@ -13,7 +13,15 @@ import numpy.typing as npt
 ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 """Bytes of one item."""
 
-FLOAT32_MAX: Final = float(np.finfo(np.float32).max)
+LARGEST: Final = {
+    "float32": float(np.finfo(np.float32).max),
+    "bfloat16": float(np.array([0x7F7F0000], np.uint32).view(np.float32)[0]),
+    "float16": float(np.finfo(np.float16).max),
+}
+"""The largest number of each dtype of floats."""
+
+WIDER: Final = {"float16": "bfloat16 or float32", "bfloat16": "float32"}
+"""Which dtypes hold larger numbers than one does."""
 
 Floats = npt.NDArray[np.float32]
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from nnsight_engine.core.narrowing import narrowed
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.envoys.cache_display import cache_html
 
@@ -113,7 +114,8 @@ class Cache:
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         source = tensor.detach() if self.detach else tensor
         dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else None
-        return source.to(device=self.device, dtype=dtype, copy=True)
+        kept = source if dtype is None else narrowed(source, dtype, what=f"a cache keeps values in {dtype}")
+        return kept.to(device=self.device, copy=kept is source)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is kept; how it was gathered means nothing elsewhere."""

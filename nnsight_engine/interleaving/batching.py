@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nnsight_engine.core.narrowing import fitted
 from nnsight_engine.core.trees import map_pairs, map_tensors, tensors
 
 BatchGroup = tuple[int, int]
@@ -179,7 +180,8 @@ class Batcher:
                 f"shape {(num_rows, *whole.shape[1:])}, got {tuple(part.shape)}"
             )
         after = whole.narrow(0, first + num_rows, self.total_batch_size - first - num_rows)
-        replaced = torch.cat([whole.narrow(0, 0, first), part.to(whole), after])
+        part = fitted(part, whole)
+        replaced = torch.cat([whole.narrow(0, 0, first), part, after])
         if self.loans is not None:
             views = [view for view in self.loans.views if view.whole is not whole or view.group != group]
             for view in views:

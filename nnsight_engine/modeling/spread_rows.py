@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nnsight_engine.core.narrowing import fitted
 from nnsight_engine.core.trees import map_pairs
 from nnsight_engine.interleaving.batching import Batcher, BatchGroup, Loans
 
@@ -105,7 +106,7 @@ class SpreadBatcher(Batcher):
             n for n in range(1, self.num_blocks + 1) for c in self.copies if len(part) == n * c * num_rows
         )
         num_blocks = next(fitting, 1)
-        blocks = zip(whole.chunk(num_blocks), part.to(whole).chunk(num_blocks), strict=True)
+        blocks = zip(whole.chunk(num_blocks), fitted(part, whole).chunk(num_blocks), strict=True)
         return torch.cat([rows for block in blocks for rows in block])
 
     def settle(self) -> None:
@@ -160,7 +161,7 @@ class SpreadBatcher(Batcher):
                 f"{(num_rows, *whole.shape[1:])}, got {tuple(part.shape)}"
             )
         replaced = whole.clone()
-        for rows, span in zip(part.to(whole).chunk(len(spans)), spans, strict=True):
+        for rows, span in zip(fitted(part, whole).chunk(len(spans)), spans, strict=True):
             replaced.narrow(0, *span).copy_(rows)
         return replaced
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nnsight_engine.core.dtypes import LARGEST
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import DTYPES
@@ -43,6 +44,13 @@ def width_classes(op: PlannedOp, spec: ModelSpec) -> list[list[int]]:
     for index, site in enumerate(op.sites):
         classes.setdefault(leaf_width(site, spec), []).append(index)
     return list(classes.values())
+
+
+def may_overflow(op: PlannedOp, spec: ModelSpec) -> bool:
+    """Tell whether a capture's values may be beyond its dtype: each row then comes with whether they are."""
+    if op.kind is not Kind.CAPTURE or op.reduce == "mean" or op.captures_patterns or op.dtype not in LARGEST:
+        return False
+    return LARGEST[op.dtype] < LARGEST[spec.dtype]
 
 
 def leaf_width(site: Site, spec: ModelSpec) -> int:
@@ -276,6 +284,9 @@ class StepBuilder:
             stop = start + len(item.offsets)
             group.slices.append(ReadSlice(item.span.request, item.active, start, stop, item.offsets))
             start = stop
+        overflows = None
+        if may_overflow(op, self._spec):
+            overflows = torch.empty(num_rows, len(op.sites), dtype=torch.bool, device=self._device)
         for indices in width_classes(op, self._spec):
             width = leaf_width(op.sites[indices[0]], self._spec)
             shape = (num_rows, len(indices)) if op.kind is Kind.PROBE else (num_rows, len(indices), width)
@@ -286,9 +297,12 @@ class StepBuilder:
                 members = [
                     Member(item.span.request, item.active, site_index, item.rows_at(key)) for item in items
                 ]
-                rebuild = _read_rebuild(plan.factory, members, buffer[:, place])
-                kernel = plan.factory.read(members, buffer[:, place])
+                told = None if overflows is None else overflows[:, site_index]
+                rebuild = _read_rebuild(plan.factory, members, buffer[:, place], told)
+                kernel = plan.factory.read(members, buffer[:, place], told)
                 staged[key].append((items[0].stages[site_index], Group(kernel, members, rebuild)))
+        if overflows is not None:
+            group.buffers.append(overflows)
         plan.reads.append(group)
 
     def _buffer_dtype(self, op: PlannedOp) -> torch.dtype:
@@ -362,13 +376,16 @@ def _write_rebuild(factory: KernelFactory) -> Callable[[Member], Kernel]:
 
 
 def _read_rebuild(
-    factory: KernelFactory, members: list[Member], out: torch.Tensor
+    factory: KernelFactory, members: list[Member], out: torch.Tensor, overflows: torch.Tensor | None
 ) -> Callable[[Member], Kernel]:
     starts: dict[int, int] = {}
     start = 0
     for member in members:
         starts[id(member)] = start
         start += len(member.rows)
-    return lambda member: factory.read(
-        [member], out[starts[id(member)] : starts[id(member)] + len(member.rows)]
-    )
+
+    def rebuild(member: Member) -> Kernel:
+        own = slice(starts[id(member)], starts[id(member)] + len(member.rows))
+        return factory.read([member], out[own], None if overflows is None else overflows[own])
+
+    return rebuild

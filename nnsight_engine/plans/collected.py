@@ -29,7 +29,7 @@ class CaptureResult:
         name: Key of the result.
         positions: The positions captured, or that went into the reduction.
         reduce: ``none``, ``mean`` or ``last``.
-        points: By point, ``[positions, *leaf shape]``; reduced, ``[*leaf shape]``.
+        points: By point, ``[positions, *leaf shape]``; reduced, ``[*leaf shape]`` where there are positions.
     """
 
     name: str

@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nnsight_engine.core.dtypes import LARGEST, WIDER
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import DTYPES, tensor_to_bytes
-from nnsight_engine.plans.builder import leaf_width, width_classes
+from nnsight_engine.plans.builder import leaf_width, may_overflow, width_classes
 from nnsight_engine.plans.collected import (
     Applied,
     CaptureResult,
@@ -30,7 +31,7 @@ from nnsight_engine.plans.collected import (
 )
 from nnsight_engine.plans.pattern_results import captured_patterns
 from nnsight_engine.plans.records import Failure, Payload, StepInfo, StepRecord
-from nnsight_engine.plans.request_plan import Kind, PlannedOp, RequestPlan
+from nnsight_engine.plans.request_plan import Kind, PlannedOp, RequestPlan, Site
 from nnsight_engine.plans.where import Positions, evaluate
 
 _ITEM_DTYPES: dict[str, type[np.generic]] = {
@@ -42,7 +43,7 @@ _ITEM_DTYPES: dict[str, type[np.generic]] = {
 """Unsigned integers of each dtype's size: values are moved here, never computed with."""
 
 NUM_LENS_PARTS = 4
-"""Parts of a lens record, see ``StepRecord``; other records have at most one for each site."""
+"""Parts of a lens record, see ``StepRecord``; others have at most one for each site, and one more."""
 
 Values = npt.NDArray[np.generic]
 
@@ -135,9 +136,9 @@ class RequestCollector:
     def _empty_records(self) -> list[StepRecord]:
         """Return a record without positions for each read that met none, so that its name has a result."""
         return [
-            StepRecord(index, [], [b""] * max(len(op.sites), NUM_LENS_PARTS))
+            StepRecord(index, [], [b""] * max(len(op.sites) + 1, NUM_LENS_PARTS))
             for index, op in enumerate(self._plan.ops)
-            if op.reads and op.reduce == "none" and index not in self._seen
+            if op.reads and index not in self._seen
         ]
 
     def _applied(self, info: StepInfo, generated_token_ids: Sequence[int]) -> list[Applied]:
@@ -180,24 +181,30 @@ class RequestCollector:
         if op.captures_patterns:
             num_heads = leaf_width(op.sites[0], self._spec)
             return captured_patterns(op, records, num_heads=num_heads, dtype=dtype)
+        if may_overflow(op, self._spec):
+            _check_overflows(op, records)
         points: dict[int, TensorResult] = {}
+        # A reduction of nothing has no rows, as what is not reduced has none then.
+        has_rows = op.reduce == "none" or not records[-1].positions
         for part, indices in enumerate(width_classes(op, self._spec)):
             width = leaf_width(op.sites[indices[0]], self._spec)
-            if op.reduce == "none":
+            if has_rows:
                 values = _join(records, part, (-1, len(indices), width), _ITEM_DTYPES[dtype])
                 # At once: of what is not in one piece NumPy takes out bytes item by item.
                 values = np.ascontiguousarray(values.swapaxes(0, 1))
             elif op.reduce == "mean":
                 (record,) = records
                 total = np.frombuffer(record.parts[part], np.float32).reshape(len(indices), width)
-                values = _cast(total / np.float32(len(record.positions)), dtype)
+                mean = total / np.float32(len(record.positions))
+                _check_mean(op, mean, [op.sites[index] for index in indices], dtype)
+                values = _cast(mean, dtype)
             else:
                 item = np.dtype(_ITEM_DTYPES[dtype])
                 values = np.frombuffer(records[-1].parts[part], item).reshape(len(indices), width)
             for place, index in enumerate(indices):
                 leaf = self._spec.leaf(op.sites[index].leaf)
                 shape = () if leaf is None else leaf.shape
-                rows = values[place].shape[:-1] if op.reduce == "none" else ()
+                rows = values[place].shape[:-1] if has_rows else ()
                 points[index] = TensorResult(dtype, (*rows, *shape), values[place].tobytes())
         return {str(op.sites[index]): points[index] for index in sorted(points)}
 
@@ -222,6 +229,46 @@ def _cast(values: npt.NDArray[np.float32], dtype: str) -> Values:
     """Return float32 values rounded to ``dtype``, as unsigned integers of its size."""
     rounded = torch.from_numpy(values).to(DTYPES[dtype])
     return np.frombuffer(tensor_to_bytes(rounded), _ITEM_DTYPES[dtype]).reshape(values.shape)
+
+
+def _check_overflows(op: PlannedOp, records: list[StepRecord]) -> None:
+    """Refuse a capture that has numbers beyond its dtype; its last part tells which rows do.
+
+    Raises:
+        InterventionError: ``not_finite``.
+    """
+    for record in records:
+        rows = np.frombuffer(record.parts[-1], np.bool_).reshape(-1, len(op.sites))
+        if rows.any():
+            row, site = np.argwhere(rows)[0]
+            # Of a reduction, only the last row is left.
+            position = record.positions[row] if op.reduce == "none" else record.positions[-1]
+            raise _beyond(op.dtype, f"`{op.name}` captures {op.sites[site]} at position {position}, where a")
+
+
+def _check_mean(op: PlannedOp, mean: npt.NDArray[np.float32], sites: Sequence[Site], dtype: str) -> None:
+    """Refuse a mean that is not finite, or not in its dtype.
+
+    Raises:
+        InterventionError: ``not_finite``.
+    """
+    for site, row in zip(sites, mean, strict=True):
+        if not np.isfinite(row).all():
+            raise InterventionError(
+                "not_finite",
+                f"The mean of {site} that `{op.name}` captures is not finite: some of its values are not, or "
+                "their sum is beyond float32. Capture them with `reduce` none to see them.",
+            )
+        if np.abs(row).max(initial=0.0) > LARGEST[dtype]:
+            raise _beyond(dtype, f"`{op.name}` captures the mean of {site}, of which a")
+
+
+def _beyond(dtype: str, what: str) -> InterventionError:
+    return InterventionError(
+        "not_finite",
+        f"{what} number is beyond {dtype}, whose largest is {LARGEST[dtype]:g}; ask for `dtype` "
+        f"{WIDER.get(dtype, 'float32')}.",
+    )
 
 
 def _lens_layers(op: PlannedOp, records: list[StepRecord]) -> dict[int, list[LensRow]]:

@@ -13,7 +13,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import excerpt
 from api_schemas.interventions import Operation
 from api_schemas.operations import Ablate, Capture, LogitLens, Patch, Probe, Steer
-from nnsight_engine.core.dtypes import FLOAT32_MAX
+from nnsight_engine.core.dtypes import LARGEST
 from nnsight_engine.core.model_spec import PATTERN_LEAF, ModelSpec
 from nnsight_engine.plans.compile_scope import CompileScope
 from nnsight_engine.plans.compile_sites import leaf_of, resolve_lens_sites, resolve_sites
@@ -22,10 +22,12 @@ from nnsight_engine.plans.request_plan import Kind, PlannedOp, Site, TensorData,
 from nnsight_engine.plans.tensor_input import (
     check_directions,
     check_patch,
+    check_range,
     check_rows,
     read_tensor,
     reorder_rows,
 )
+from nnsight_engine.plans.where import may_generate
 
 _NEEDS_DIRECTION: Final = frozenset({"norm_match", "project_out", "clamp"})
 _ABLATIONS: Final = {"zero": Kind.ZERO, "mean": Kind.MEAN, "vector": Kind.REPLACE}
@@ -79,7 +81,12 @@ class OperationCompiler:
         if op.mode in _NEEDS_DIRECTION:
             check_directions(tensor, op.mode, f"{param}.vector")
         scale = _float32(op.scale, f"{param}.scale")
-        return PlannedOp(Kind(op.mode), sites, named.rule, scale=scale, tensor=self._keep(tensor))
+        kind = Kind(op.mode)
+        if kind is Kind.ADD:
+            check_range(tensor, scale, self._spec.dtype, f"{param}.vector")
+        elif kind is Kind.CLAMP:
+            _within(scale, self._spec.dtype, f"{param}.scale")
+        return PlannedOp(kind, sites, named.rule, scale=scale, tensor=self._keep(tensor))
 
     def _ablate(self, op: Ablate, named: Named, param: str) -> PlannedOp:
         sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
@@ -89,6 +96,7 @@ class OperationCompiler:
         if op.vector is not None:
             tensor = read_tensor(op.vector, f"{param}.vector")
             check_rows(tensor, widths, f"{param}.vector")
+            check_range(tensor, 1.0, self._spec.dtype, f"{param}.vector")
             key = self._keep(tensor)
         units = None if op.units is None else _units(op.units, min(widths), f"{param}.units")
         if kind is Kind.MEAN:
@@ -141,6 +149,7 @@ class OperationCompiler:
         sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
         tensor = read_tensor(op.values, f"{param}.values")
         check_patch(tensor, self._widths(sites), len(positions), f"{param}.values")
+        check_range(tensor, 1.0, self._spec.dtype, f"{param}.values")
         order = sorted(range(len(positions)), key=positions.__getitem__)
         rule = WhereRule(positions=tuple(positions[index] for index in order))
         return PlannedOp(Kind.PATCH, sites, rule, tensor=self._keep(reorder_rows(tensor, order)))
@@ -157,6 +166,7 @@ class OperationCompiler:
                     "without `reduce` mean.",
                     f"{param}.at",
                 )
+            self._check_sampled(named, param)
             dtype = "int64"
         pattern = [site.leaf == PATTERN_LEAF for site in sites]
         if any(pattern) and not all(pattern):
@@ -174,6 +184,22 @@ class OperationCompiler:
                 f"{param}.reduce",
             )
         return PlannedOp(Kind.CAPTURE, sites, named.rule, name, reduce=op.reduce, dtype=dtype)
+
+    def _check_sampled(self, named: Named, param: str) -> None:
+        """Refuse sampled tokens of positions that none is sampled at: those before the prompt's last."""
+        first = self._scope.prompt_len - 1
+        early = [position for position in named.rule.positions or () if position < first]
+        if early or (
+            named.last_prompt < first
+            and not may_generate(named.rule, self._scope.prompt_len, self._scope.num_positions)
+        ):
+            raise ApiError(
+                ErrorCode.POSITION_OUT_OF_RANGE,
+                f"Tokens are sampled from the prompt's last position, {first}, on, and none is at "
+                f"{early[0] if early else named.last_prompt}; name -1 or `phase` generated, or leave out "
+                "`where`.",
+                f"{param}.where",
+            )
 
     def _probe(self, op: Probe, named: Named, name: str, param: str) -> PlannedOp:
         sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
@@ -237,10 +263,14 @@ def _units(units: list[int], width: int, param: str) -> tuple[int, ...]:
 
 
 def _float32(number: float, param: str) -> float:
-    if abs(number) > FLOAT32_MAX:
+    return _within(number, "float32", param)
+
+
+def _within(number: float, dtype: str, param: str) -> float:
+    if abs(number) > LARGEST[dtype]:
         raise ApiError(
             ErrorCode.NOT_FINITE,
-            f"A number must be finite in float32, whose largest is {FLOAT32_MAX:g}; got {number:g}.",
+            f"A number must be finite in {dtype}, whose largest is {LARGEST[dtype]:g}; got {number:g}.",
             param,
         )
     return number

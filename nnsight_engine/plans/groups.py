@@ -82,16 +82,18 @@ class KernelFactory:
         """Return one kernel for writing members that share a group key."""
         return self._builders[members[0].active.op.kind](members)
 
-    def read(self, members: list[Member], out: torch.Tensor) -> writes.Kernel:
+    def read(
+        self, members: list[Member], out: torch.Tensor, overflows: torch.Tensor | None = None
+    ) -> writes.Kernel:
         """Return one kernel that writes all members' rows, in order, into ``out``.
 
-        ``out`` is ``[rows, width]``, or ``[rows]`` for probes.
+        ``out`` is ``[rows, width]``, or ``[rows]`` for probes; ``overflows`` is as in ``Gather``.
         """
         index = self.row_index(members)
         if members[0].active.op.kind is Kind.PROBE:
             bias = [m.active.op.bias for m in members for _ in range(len(m.rows))]
             return reads.Probe(index, self._stack(members), self._column(bias).squeeze(1), out)
-        return reads.Gather(index, self._span(members), out)
+        return reads.Gather(index, self._span(members), out, overflows)
 
     def row_index(self, members: list[Member]) -> torch.Tensor:
         """Return the members' rows, one after the other, as an index tensor."""

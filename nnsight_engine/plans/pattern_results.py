@@ -28,7 +28,8 @@ def captured_patterns(
         dtype: Dtype of the records' values, which are moved and never computed with.
 
     Returns:
-        ``[positions, heads, last position + 1]`` for each site, reduced ``[heads, last + 1]``.
+        ``[positions, heads, last position + 1]`` for each site, reduced ``[heads, last + 1]``; where there
+        are no positions ``[0, heads, 0]`` either way.
     """
     item = np.dtype(f"u{ITEM_BYTES[dtype]}")
     num_rows = sum(len(record.positions) for record in records)
@@ -40,7 +41,7 @@ def captured_patterns(
         part = np.frombuffer(record.parts[0], item).reshape(len(op.sites), own_rows, num_heads, own_keys)
         values[:, start : start + own_rows, :, :own_keys] = part
         start += own_rows
-    rows = (num_rows,) if op.reduce == "none" else ()
+    rows = (num_rows,) if op.reduce == "none" or not num_rows else ()
     shape = (*rows, num_heads, num_keys)
     return {
         str(site): TensorResult(dtype, shape, own.tobytes())

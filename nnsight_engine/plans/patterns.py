@@ -26,6 +26,7 @@ from nnsight_engine.plans.groups import Member, RowArray
 from nnsight_engine.plans.host_arena import to_device
 from nnsight_engine.plans.key_store import KeyStore
 from nnsight_engine.plans.ledger import ByteLedger
+from nnsight_engine.plans.reads import ReadKernel, SiteValue
 from nnsight_engine.plans.request_plan import Site
 from nnsight_engine.plans.step_plan import Group, PatternRead, Span, StepPlan
 from nnsight_engine.plans.where import last_position
@@ -55,7 +56,7 @@ FormOf = Callable[[int], AttentionForm]
 
 
 @dataclasses.dataclass(slots=True)
-class StoreKeys:
+class StoreKeys(ReadKernel):
     """Keeps the keys of a request's rows ``first_row`` to ``stop_row``, from position ``start`` on."""
 
     store: KeyStore
@@ -63,15 +64,16 @@ class StoreKeys:
     first_row: int
     stop_row: int
 
-    def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:  # noqa: ARG002 - Kernel
-        """Keep them; ``residual`` are the step's keys, ``[rows, kv_heads, head_dim]``."""
-        if residual is None:
+    def read(self, value: SiteValue) -> None:
+        """Keep them."""
+        keys = value.keys(self.first_row, self.stop_row)
+        if keys is None:
             raise InterventionError("intervention_failed", "the layer shares another layer's keys")
-        self.store.put(self.start, residual[self.first_row : self.stop_row])
+        self.store.put(self.start, keys)
 
 
 @dataclasses.dataclass(slots=True)
-class ComputePattern:
+class ComputePattern(ReadKernel):
     """Computes the patterns of ``rows``, at ascending ``positions``, into ``out``.
 
     ``out`` is ``[rows, heads, keys]``, zero from the start; ``position_numbers`` are the positions
@@ -86,9 +88,9 @@ class ComputePattern:
     out: torch.Tensor
     scratch_bytes: int = SCRATCH_BYTES
 
-    def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:  # noqa: ARG002 - Kernel
-        """Compute them; ``hidden`` are the step's queries, ``[rows, heads, head_dim]``."""
-        num_heads, head_dim = hidden.shape[1:]
+    def read(self, value: SiteValue) -> None:
+        """Compute them from the step's queries."""
+        num_heads, head_dim = value.shape[1:]
         keys = self.store.first(self.position_numbers[-1] + 1)
         num_keys, num_kv_heads = keys.shape[:2]
         group = num_heads // num_kv_heads
@@ -96,15 +98,16 @@ class ComputePattern:
         for first in range(0, num_kv_heads, step):
             own = keys[:, first : first + step].to(torch.float32)
             heads = slice(first * group, (first + own.shape[1]) * group)
-            self._fill(hidden[:, heads], own, self.out[:, heads])
+            self._fill(value, heads, own)
 
-    def _fill(self, queries: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None:
+    def _fill(self, value: SiteValue, heads: slice, keys: torch.Tensor) -> None:
         num_keys, num_kv_heads, head_dim = keys.shape
-        step = max(1, self.scratch_bytes // (num_keys * queries.shape[1] * torch.float32.itemsize))
+        out = self.out[:, heads]
+        step = max(1, self.scratch_bytes // (num_keys * out.shape[1] * torch.float32.itemsize))
         for start in range(0, len(self.rows), step):
             stop = min(start + step, len(self.rows))
             seen = self.position_numbers[stop - 1] + 1
-            own = queries.index_select(0, self.rows[start:stop]).to(torch.float32)
+            own = value.queries(self.rows[start:stop])[:, heads]
             # Neighbouring heads share a key head: [rows, key heads, queries of each, head_dim].
             own = own.view(stop - start, num_kv_heads, -1, head_dim)
             scores = torch.einsum("rhgd,khd->rhgk", own, keys[:seen]).flatten(1, 2)

@@ -3,44 +3,125 @@
 What is saved must be a copy, since fused norms later change the same memory. Kernels write
 into buffers allocated for the step, one buffer for all sites that a group reads alike, so
 that a request's values leave as one slice.
+
+Invariant: a kernel that reads never holds the model's memory. It has a ``SiteValue``, which
+hands out copies and fills memory of the caller's, so that no kernel can change what it reads.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
+from typing import final
 
 import torch
 
+from nnsight_engine.plans.writes import value_at
+
+
+class SiteValue:
+    """What the model has made at a site, for kernels that read it.
+
+    Args:
+        hidden: ``[rows, …]``; where a layer attends, its queries.
+        residual: The second part of the residual stream, or None; where a layer attends, its keys.
+    """
+
+    __slots__ = ("_hidden", "_residual")
+
+    def __init__(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Keep both, and hand out neither."""
+        self._hidden = hidden
+        self._residual = residual
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the first tensor."""
+        return self._hidden.shape
+
+    def sums(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the rows' values, ``[rows, width]``, summed in float32."""
+        return value_at(rows, self._hidden, self._residual, torch.float32)
+
+    def sums_into(
+        self,
+        out: torch.Tensor,
+        rows: torch.Tensor,
+        span: tuple[int, int] | None,
+        overflows: torch.Tensor | None,
+    ) -> None:
+        """Fill ``out``, ``[rows, width]``, with the rows' values.
+
+        They are summed in float32, or in the model's dtype where ``out`` is of that. ``span`` is
+        ``(start, stop)`` when the rows are contiguous, so that no index is needed. ``overflows``,
+        ``[rows]``, becomes whether a finite number is beyond the dtype of ``out``.
+        """
+        own = self._part(self._hidden, rows, span)
+        if overflows is not None:
+            wide = own.to(torch.float32)
+            if self._residual is not None:
+                wide = wide + self._part(self._residual, rows, span)
+            out.copy_(wide)
+            torch.any(out.isinf() & wide.isfinite(), dim=-1, out=overflows)
+            return
+        if self._residual is None:
+            out.copy_(own)
+            return
+        other = self._part(self._residual, rows, span)
+        # Nothing here is done in place: `to` gives back the model's own memory where the dtype is the same.
+        if out.dtype in {own.dtype, torch.float32}:
+            torch.add(own.to(out.dtype), other, out=out)
+        else:
+            out.copy_(own.to(torch.float32) + other)
+
+    def queries(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the rows' queries, ``[rows, heads, head_dim]``, in float32."""
+        return self._hidden.index_select(0, rows).to(torch.float32)
+
+    def keys(self, start: int, stop: int) -> torch.Tensor | None:
+        """Return a copy of the rows' keys, ``[rows, kv_heads, head_dim]``; None where the layer has none."""
+        return None if self._residual is None else self._residual[start:stop].clone()
+
+    @staticmethod
+    def _part(tensor: torch.Tensor, rows: torch.Tensor, span: tuple[int, int] | None) -> torch.Tensor:
+        return tensor.index_select(0, rows) if span is None else tensor[span[0] : span[1]]
+
+
+class ReadKernel(abc.ABC):
+    """A kernel that changes nothing of the model's."""
+
+    __slots__ = ()
+
+    @final
+    def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Read the value, see ``Kernel``."""
+        self.read(SiteValue(hidden, residual))
+
+    @abc.abstractmethod
+    def read(self, value: SiteValue) -> None:
+        """Read the value of the kernel's rows."""
+
 
 @dataclasses.dataclass(slots=True)
-class Gather:
+class Gather(ReadKernel):
     """``out = x[rows]``; ``out`` is ``[rows, width]`` of the group's buffer, in the capture's dtype.
 
-    ``span`` is ``(start, stop)`` when the rows are contiguous, so that no index is needed.
+    ``span`` is ``(start, stop)`` when the rows are contiguous, else None. ``overflows``, ``[rows]``,
+    tells which rows have a number beyond that dtype; None where none can.
     """
 
     rows: torch.Tensor
     span: tuple[int, int] | None
     out: torch.Tensor
+    overflows: torch.Tensor | None = None
 
-    def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+    def read(self, value: SiteValue) -> None:
         """Copy the values out."""
-        if self.span is None:
-            own = hidden.index_select(0, self.rows)
-            other = None if residual is None else residual.index_select(0, self.rows)
-        else:
-            own = hidden[self.span[0] : self.span[1]]
-            other = None if residual is None else residual[self.span[0] : self.span[1]]
-        if other is None:
-            self.out.copy_(own)
-        elif self.out.dtype == own.dtype:
-            torch.add(own, other, out=self.out)
-        else:
-            self.out.copy_(own.to(torch.float32).add_(other))
+        value.sums_into(self.out, self.rows, self.span, self.overflows)
 
 
 @dataclasses.dataclass(slots=True)
-class Probe:
+class Probe(ReadKernel):
     """``out = x[rows]·weights + bias`` in float32; ``weights`` ``[rows, width]``, the others ``[rows]``."""
 
     rows: torch.Tensor
@@ -48,9 +129,6 @@ class Probe:
     bias: torch.Tensor
     out: torch.Tensor
 
-    def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+    def read(self, value: SiteValue) -> None:
         """Compute one number per row."""
-        value = hidden.index_select(0, self.rows).to(torch.float32)
-        if residual is not None:
-            value.add_(residual.index_select(0, self.rows))
-        torch.add((value * self.weights).sum(dim=-1), self.bias, out=self.out)
+        torch.add((value.sums(self.rows) * self.weights).sum(dim=-1), self.bias, out=self.out)

@@ -22,7 +22,8 @@ class StepRecord(msgspec.Struct, array_like=True):
         op: Index into the plan's operations.
         positions: Absolute positions, ascending.
         parts: Tensor contents. Capture: for each width among its sites one part ``[rows, sites,
-            width]``, reduced ``[sites, width]`` (a mean travels as its float32 sum). Probe:
+            width]``, reduced ``[sites, width]`` (a mean travels as its float32 sum), and where
+            they may overflow one part ``[rows, sites]``, 1 for a row with a number beyond the dtype. Probe:
             float32 ``[rows, sites]``. Lens: ids int32 and log-probabilities float32 ``[rows,
             sites, top_k]``, then log-probabilities float32 and ranks int32 of the targets
             ``[rows, sites, targets]``. Patterns: one part ``[sites, rows, heads,

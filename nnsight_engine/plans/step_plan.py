@@ -110,7 +110,8 @@ class ReadGroup:
     """Reads of the same form over many requests: one buffer ``[rows, sites, width]`` per width.
 
     Attributes:
-        buffers: One per width class of the sites, in order; probes have one ``[rows, sites]``.
+        buffers: One per width class of the sites, in order; probes have one ``[rows, sites]``. Captures
+            that may overflow have one more, ``[rows, sites]``, see ``may_overflow``.
         slices: Which rows are whose.
         parts: The step's records of all rows, on their way to the host; None before they are.
     """

@@ -13,7 +13,7 @@ import numpy as np
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.tensors import TensorInput, TensorObject, VectorName
-from nnsight_engine.core.dtypes import Floats, floats_from_bytes
+from nnsight_engine.core.dtypes import LARGEST, Floats, floats_from_bytes
 from nnsight_engine.plans.request_plan import TensorData
 
 MIN_NORM: Final = 1e-15
@@ -53,6 +53,24 @@ def read_tensor(value: TensorInput, param: str) -> TensorData:
             param,
         )
     return tensor
+
+
+def check_range(tensor: TensorData, scale: float, dtype: str, param: str) -> None:
+    """Check that the tensor times ``scale`` holds no number beyond ``dtype``, in which the model computes.
+
+    Raises:
+        ApiError: ``not_finite``.
+    """
+    floats = floats_from_bytes(tensor.dtype, tensor.data)
+    largest = float(np.abs(floats).max(initial=0.0)) * abs(scale)
+    if largest > LARGEST[dtype]:
+        times = "" if scale == 1.0 else ", times `scale`,"
+        raise ApiError(
+            ErrorCode.NOT_FINITE,
+            f"Every number of a tensor{times} must be finite in {dtype}, the model's dtype, whose largest is "
+            f"{LARGEST[dtype]:g}; got {largest:g}. Send smaller numbers.",
+            param,
+        )
 
 
 def check_rows(tensor: TensorData, widths: Sequence[int], param: str) -> None:

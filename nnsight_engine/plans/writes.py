@@ -28,7 +28,24 @@ def value_at(
 ) -> torch.Tensor:
     """Return the rows' values ``[rows, width]``, summed in ``dtype``; never a view of the model's memory."""
     value = hidden.index_select(0, rows).to(dtype)
-    return value if residual is None else value.add_(residual.index_select(0, rows))
+    return value if residual is None else value + residual.index_select(0, rows)
+
+
+def narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return float32 values in the model's dtype.
+
+    Raises:
+        InterventionError: ``not_finite``: one is beyond float16. Others hold what float32 does, and
+            are not looked at, for which a GPU would have to be waited for.
+    """
+    narrow = values.to(dtype)
+    if dtype is torch.float16 and bool((narrow.isinf() & values.isfinite()).any()):
+        raise InterventionError(
+            "not_finite",
+            "what the operation adds is beyond float16, in which the model computes; use a smaller scale, "
+            "or serve the model in bfloat16 or float32",
+        )
+    return narrow
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,7 +82,7 @@ class NormMatch:
     def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Add in place."""
         norm = value_at(self.rows, hidden, residual, torch.float32).norm(dim=-1, keepdim=True)
-        hidden.index_add_(0, self.rows, (norm * self.direction).to(hidden.dtype))
+        hidden.index_add_(0, self.rows, narrowed(norm * self.direction, hidden.dtype))
 
 
 @dataclasses.dataclass(slots=True)
@@ -86,7 +103,7 @@ class Project:
         value = value_at(self.rows, hidden, residual, torch.float32)
         along = (value * self.unit).sum(dim=-1, keepdim=True)
         delta = (self.target - self.keep * along) * self.unit
-        hidden.index_add_(0, self.rows, delta.to(hidden.dtype))
+        hidden.index_add_(0, self.rows, narrowed(delta, hidden.dtype))
 
 
 def store(

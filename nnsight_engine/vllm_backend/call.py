@@ -7,10 +7,11 @@ parameters: the call travels through them as a ticket.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from api_schemas.errors import ApiError, ErrorCode
@@ -116,15 +117,14 @@ class InterventionCall:
     def take_part(self, choice: int, num_choices: int) -> CollectedResults | None:
         """Return what came with the tokens delivered so far for a choice of the answer."""
         entry, index = self._locate(choice, num_choices)
-        return entry.collectors[index].take_part(len(entry.token_ids[index]))
+        with _as_api_error():
+            return entry.collectors[index].take_part(len(entry.token_ids[index]))
 
     def take_final(self, choice: int, num_choices: int) -> CollectedResults:
         """Return everything not taken yet for a choice of the answer, which has ended."""
         entry, index = self._locate(choice, num_choices)
-        try:
+        with _as_api_error():
             return entry.collectors[index].take_final(entry.token_ids[index])
-        except InterventionError as error:
-            raise ApiError(ErrorCode(error.code), error.message, "interventions") from error
 
     def _locate(self, choice: int, num_choices: int) -> tuple[PromptEntry, int]:
         # vLLM numbers choices prompt by prompt.
@@ -136,6 +136,14 @@ class InterventionCall:
                 "nothing was returned, please report this",
             )
         return self.entries[prompt], index
+
+
+@contextlib.contextmanager
+def _as_api_error() -> Iterator[None]:
+    try:
+        yield
+    except InterventionError as error:
+        raise ApiError(ErrorCode(error.code), error.message, "interventions") from error
 
 
 def salted(compiled: CompiledRequest, salt: str | None, secret: str) -> str | None:

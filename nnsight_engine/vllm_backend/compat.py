@@ -137,6 +137,12 @@ def check_supported(config: VllmConfig, *, traces_only: bool = False) -> None:
         "VLLM_USE_V2_MODEL_RUNNER=1": config.use_v2_model_runner,
         "--enable-dbo": bool(getattr(parallel, "enable_dbo", False)),
     }
+    if config.lora_config is not None:
+        raise UnsupportedOptionError(
+            "--enable-lora is not supported together with interventions yet: lenses and calls of the "
+            "unembedding would go through other requests' adapters; start without it, with a checkpoint "
+            "into which the adapter is merged"
+        )
     for option, given in refused.items():
         if given:
             message = f"{option} is not supported together with interventions yet; start without it"

@@ -21,10 +21,26 @@ from nnsight_engine.modeling.bundled import bundled_model_path
 from tests.e2e.keyed import KeyedServer, serving_keys
 from tests.e2e.reference import Reference
 from tests.e2e.server import Server
+from tests.e2e.watching import Watch, watched_reads
 from tests.sharing import bring_together, is_last, uses
 
 SHARED: Final = pytest.StashKey[dict[str, Server]]()
 """Servers of the whole run."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def watch() -> Iterator[Watch]:
+    """Watch everything that reads in the engines of this process."""
+    with watched_reads() as watch:
+        yield watch
+
+
+@pytest.fixture(autouse=True)
+def reads_change_nothing(watch: Watch) -> Iterator[None]:
+    """Fail a test in which, or before which, something that reads has changed the model's tensors."""
+    yield
+    changed, watch.changed = watch.changed, []
+    assert not changed
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,35 @@ async def test_stop_strings_end_a_request_with_its_results(live: Live) -> None:
         assert choice["finish_reason"] == "stop"
         assert "resid" in choice["interventions"]["results"]
         assert choice["interventions"]["applied"][0]["positions"]
+    assert set((await live.held()).values()) == {0}
+
+
+@pytest.mark.parametrize("reduce", ["none", "last", "mean"])
+async def test_a_capture_beyond_its_dtype_is_an_error_whole_streamed_and_in_files(
+    live: Live, reduce: str
+) -> None:
+    far = {"op": "steer", "at": "layers.9.output", "vector": [0.0, 3e6] + [0.0] * 574}
+    points = {"inline": "layers.10.output", "file": "layers.*.output"}
+    prompt = PROMPT * 20
+    for name, at in points.items():
+        capture = {"op": "capture", "at": at, "name": name, "reduce": reduce}
+        for dtype in ("float16", "bfloat16", "float32"):
+            body = {"prompt": prompt, "max_tokens": 2, "interventions": [far, capture | {"dtype": dtype}]}
+            whole = await live.post(**body)
+            streamed = await live.post(**body, stream=True)
+            told = streamed.text if streamed.status_code == 200 else ""
+            if dtype != "float16":
+                assert whole.status_code == 200, whole.text
+                assert "error" not in told
+                assert told.endswith("data: [DONE]\n\n")
+                continue
+            assert whole.status_code == 400
+            events = [json.loads(line.removeprefix("data: ")) for line in told.split("\n\n")[:-2]]
+            for answer in (whole.json(), events[-1] if told else streamed.json()):
+                error = answer["error"]
+                assert error["code"] == "not_finite"
+                assert "bfloat16 or float32" in error["message"]
+                assert name in error["message"]
     assert set((await live.held()).values()) == {0}
 
 

@@ -299,3 +299,24 @@ async def test_a_client_that_leaves_before_its_body_is_whole_costs_nothing(serve
         await client.run(server)
         assert client.received == []
         assert server.engine.num_calls == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["interventoins", "intervention", "Interventions", "INTERVENTIONS", "intervetions", "interventions "],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_misspelt_field_is_refused_with_the_right_name(
+    serve: Serve, error_of: ErrorCheck, name: str, path: str, stream: bool
+):
+    of_chat = {"messages": [{"role": "user", "content": "a"}]}
+    prompt = of_chat if "chat" in path else {"prompt": "a b"}
+    async with serve() as server:
+        body: dict[str, Any] = {**prompt, "max_tokens": 2, "stream": stream}
+        answer = await server.client.post(path, json=body | {name: READS})
+        assert "did you mean `interventions`?" in error_of(answer, 422, "invalid_shape")
+        nested = await server.client.post(path, json=body | {"extra_body": {"interventions": READS}})
+        error_of(nested, 422, "invalid_shape")
+        for known in ("user", "instructions", "invitations"):  # vLLM ignores what it does not know
+            assert (await server.client.post(path, json=body | {known: "x"})).status_code == 200

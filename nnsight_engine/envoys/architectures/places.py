@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from nnsight_engine.core.narrowing import fitted
 from nnsight_engine.envoys.architectures.errors import PointValueError
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def check_fits(name: str, value: object, current: torch.Tensor) -> torch.Tensor:
 
     Raises:
         PointValueError: It is no tensor, or of another shape.
+        ValueError: It has numbers beyond that dtype.
     """
     if not isinstance(value, torch.Tensor):
         raise PointValueError(
@@ -54,7 +56,7 @@ def check_fits(name: str, value: object, current: torch.Tensor) -> torch.Tensor:
         raise PointValueError(
             f"{name} takes a tensor of shape {tuple(current.shape)}, got one of {tuple(value.shape)}"
         )
-    return value.to(current)
+    return fitted(value, current)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,14 +14,16 @@ import threading
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
-from nnsight_engine.core.trees import tensors
+import torch
+
+from nnsight_engine.core.trees import map_tensors, tensors
 from nnsight_engine.interleaving.mediator import Mediator
 from nnsight_engine.interleaving.module_use import ModuleUse
 from nnsight_engine.vllm_backend.traces.route import UntappedError
 from nnsight_engine.vllm_backend.traces.rows import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from nnsight_engine.vllm_backend.traces.request import TracedRequest
     from nnsight_engine.vllm_backend.traces.route import Route
@@ -126,6 +128,22 @@ class Board(ModuleUse):
         return None
 
     # What blocks do with modules, see ``ModuleUse``.
+
+    def applied(
+        self,
+        path: str,
+        apply: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        method: str = "",
+    ) -> Any:
+        """Apply the module at ``path``, or a method of it, to copies of what the block gives.
+
+        vLLM's norms and rotary embeddings write into their arguments. Those that the model has made would
+        count as edited by the block, and go back into the model.
+        """
+        args, kwargs = map_tensors((args, kwargs), torch.clone)
+        return super().applied(path, apply, args, kwargs, method)
 
     def called_directly(self, path: str) -> None:
         """Refuse a block's call of the module at ``path`` that probes would hear of.

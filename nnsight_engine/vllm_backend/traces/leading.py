@@ -116,13 +116,13 @@ class LeadingBoard(Board):
     ) -> Any:
         """Apply the module at ``path``, or a method of it, on all ranks if it is spread over them."""
         if not self.spread.shards.needs_all(path):
-            return apply(*args, **kwargs)
+            return super().applied(path, apply, args, kwargs, method)
         self.spread.check_call(path, method)
         return self._on_models_thread(lambda: self._call(path, method, args, kwargs), path)
 
     def _call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         sent: list[torch.Tensor] = []
-        args, kwargs = map_tensors((args, kwargs), plain)
+        args, kwargs = map_tensors((args, kwargs), lambda tensor: plain(tensor).clone())
         arguments = self.spread.ranks.packed((args, kwargs), sent)
         self.spread.ranks.tell(Call(path, method, arguments), sent)
         return self.spread.call(path, method, args, kwargs)

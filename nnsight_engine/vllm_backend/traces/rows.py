@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from nnsight_engine.core.narrowing import fitted
 from nnsight_engine.core.trees import map_tensors, tensors
 from nnsight_engine.interleaving.batching import Batcher, BatchGroup, Loans
 
@@ -228,7 +229,7 @@ class FlatBatcher(Batcher):
                 f"this request has {num_rows} row{'s' if num_rows != 1 else ''} here, so the value must be "
                 f"of shape {expected}, got {tuple(part.shape)}"
             )
-        part = part.to(whole)
+        part = fitted(part, whole)
         if not whole.is_floating_point() and torch.equal(part, whole.narrow(axis, first, num_rows)):
             return whole
         self._place.check(part)

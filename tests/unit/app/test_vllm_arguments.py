@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+from pathlib import Path
+
 import pytest
 import torch
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from app.engine.vllm_arguments import parse
+from app.engine.vllm_options import DONE, REFUSED, TO_ENGINE, refuse_ignored
+from nnsight_engine.core.errors import UnsupportedOptionError
 
 
 @pytest.mark.parametrize(
@@ -22,3 +31,78 @@ def test_models_run_in_float32_where_bfloat16_is_slow(
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert parse(["some/model", *options]).dtype == dtype
+
+
+@pytest.fixture(scope="module")
+def parser() -> FlexibleArgumentParser:
+    """Return vLLM's own parser."""
+    found: FlexibleArgumentParser = make_arg_parser(FlexibleArgumentParser())
+    return found
+
+
+def test_every_option_of_vllm_is_passed_on_done_or_refused(parser: FlexibleArgumentParser) -> None:
+    # A new version's new option is in none of the tables: decide what becomes of it, and put it into one.
+    named = {action.dest for action in parser._actions}
+    tables = (TO_ENGINE, DONE, frozenset(REFUSED))
+    assert named == frozenset.union(*tables)
+    assert sum(map(len, tables)) == len(named)
+    assert {field.name for field in dataclasses.fields(AsyncEngineArgs)} >= TO_ENGINE
+
+
+OBJECTS = ('{"task": "token_embed"}', '{"profiler": "cuda"}', '{"backend": "nccl"}', "{}")
+VALUES = ("3", "4", "name=path", '["x"]', *OBJECTS, "x")
+
+
+def given(
+    action: argparse.Action, parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str]
+) -> argparse.Namespace:
+    """Return what is parsed of an option with a value that is not its default."""
+    (flag, *_) = (option for option in action.option_strings if option.startswith("--"))
+    tries = [[flag], *([flag, value] for value in (*map(str, action.choices or ()), *VALUES))]
+    if isinstance(action, argparse.BooleanOptionalAction):
+        tries = [[flag], [f"--no-{flag.removeprefix('--')}"]]
+    for options in tries:
+        try:
+            args: argparse.Namespace = parser.parse_args(["some/model", *options])
+        except (SystemExit, argparse.ArgumentTypeError, ValueError):
+            continue
+        finally:
+            capsys.readouterr()
+        if getattr(args, action.dest) != action.default:
+            return args
+    raise AssertionError(f"nothing that {flag} takes was found")
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_an_option_without_effect_is_refused_by_name_with_what_to_do(
+    name: str, parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (action,) = (action for action in parser._actions if action.dest == name)
+    with pytest.raises(UnsupportedOptionError) as caught:
+        refuse_ignored(given(action, parser, capsys), parser)
+    assert str(caught.value) == f"--{name.replace('_', '-')} is not supported: {REFUSED[name]}"
+
+
+def test_an_option_that_no_table_has_is_refused(parser: FlexibleArgumentParser) -> None:
+    newer = make_arg_parser(FlexibleArgumentParser())
+    newer.add_argument("--new-door")
+    with pytest.raises(UnsupportedOptionError, match="--new-door"):
+        refuse_ignored(newer.parse_args(["some/model", "--new-door", "open"]), newer)
+
+
+def test_the_variable_of_vllms_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    with pytest.raises(UnsupportedOptionError, match=r"VLLM_API_KEY.*keys create") as caught:
+        parse(["some/model"])
+    assert "secret" not in str(caught.value)
+
+
+def test_an_option_of_a_file_is_refused_too(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("root-path: /models\n")
+    with pytest.raises(UnsupportedOptionError, match="--root-path"):
+        parse(["some/model", "--config", str(file)])
+
+
+def test_what_says_what_is_done_anyway_is_let_through() -> None:
+    parse(["some/model", "--data-parallel-size", "1", "--no-enable-lora", "--no-allow-credentials"])

@@ -166,6 +166,36 @@ def test_an_operation_that_does_not_fit_the_model_is_refused(
     assert (error.code, error.param) == (code, f"interventions.1.{param}")
 
 
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"positions": [0]},
+        {"positions": [-2, -1]},
+        {"positions": [3, 6]},
+        {"range": [0, 4]},
+        {"phase": "prompt", "exclude": {"positions": [-1]}},
+    ],
+)
+def test_sampled_tokens_of_positions_that_can_have_none_are_refused(where: dict[str, Any]) -> None:
+    error = refused(CAPTURE | {"at": "samples", "where": where})
+    assert (error.code, error.param) == (ErrorCode.POSITION_OUT_OF_RANGE, "interventions.0.where")
+    assert "from the prompt's last position, 4, on" in error.message
+
+
+@pytest.mark.parametrize(
+    "where", [{}, {"positions": [-1]}, {"phase": "prompt"}, {"range": [0, None]}, {"phase": "generated"}]
+)
+def test_sampled_tokens_of_others_are_not(where: dict[str, Any]) -> None:
+    compile_request(
+        parse_interventions([CAPTURE | {"at": "samples", "where": where}]),
+        spec=SPEC,
+        prompt_token_ids=PROMPT,
+        max_tokens=8,
+        tokenize=tokenize,
+        stream=False,
+    )
+
+
 # Five prompt tokens and eight to generate, of which seven are fed back: positions 0 to 11.
 @pytest.mark.parametrize(
     ("where", "code", "param"),

@@ -1,0 +1,420 @@
+"""Every option of vLLM's ``serve``: what takes it, or why it is refused.
+
+vLLM's parser knows options of its own HTTP server, which is not the one that runs here, and options whose
+routes are not here. Accepted and ignored, ``--api-key`` would leave a server open that its operator takes for
+closed. So an option is passed on, done by us, or refused by name with what to do instead; one that is in none
+of these tables is refused too, and a test says so when a new version of vLLM brings it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import types
+from collections.abc import Mapping
+from typing import Any, Final
+
+from vllm import envs
+
+from nnsight_engine.core.errors import UnsupportedOptionError
+
+TO_ENGINE: Final = frozenset(
+    [
+        "additional_config",
+        "all2all_backend",
+        "allow_deprecated_quantization",
+        "allowed_local_media_path",
+        "allowed_media_domains",
+        "async_scheduling",
+        "attention_backend",
+        "attention_config",
+        "aux_output_config",
+        "block_size",
+        "code_revision",
+        "collect_detailed_traces",
+        "compilation_config",
+        "config_format",
+        "convert",
+        "cp_kv_cache_interleave_size",
+        "cpu_distributed_timeout_seconds",
+        "cpu_offload_gb",
+        "cpu_offload_params",
+        "cudagraph_capture_sizes",
+        "cudagraph_metrics",
+        "custom_histogram_buckets",
+        "dbo_decode_token_threshold",
+        "dbo_prefill_token_threshold",
+        "dcp_comm_backend",
+        "dcp_kv_cache_interleave_size",
+        "dcp_q_replicate",
+        "decode_context_parallel_size",
+        "device_ids",
+        "diffusion_config",
+        "disable_cascade_attn",
+        "disable_chunked_mm_input",
+        "disable_custom_all_reduce",
+        "disable_hybrid_kv_cache_manager",
+        "disable_log_stats",
+        "disable_nccl_for_dp_synchronization",
+        "disable_sliding_window",
+        "distributed_executor_backend",
+        "distributed_timeout_seconds",
+        "download_dir",
+        "dp_sync_interval",
+        "dtype",
+        "ec_manager_config",
+        "ec_transfer_config",
+        "enable_batch_sharded_sampling",
+        "enable_chunked_prefill",
+        "enable_cumem_allocator",
+        "enable_dbo",
+        "enable_ep_weight_filter",
+        "enable_eplb",
+        "enable_expert_parallel",
+        "enable_fault_tolerance",
+        "enable_flashinfer_autotune",
+        "enable_hc_sp",
+        "enable_layerwise_nvtx_tracing",
+        "enable_log_requests",
+        "enable_logging_iteration_details",
+        "enable_mamba_cache_stochastic_rounding",
+        "enable_mamba_shared_prefix_checkpoint",
+        "enable_mfu_metrics",
+        "enable_mm_embeds",
+        "enable_nccl_comm_suspend",
+        "enable_prefix_caching",
+        "enable_prompt_embeds",
+        "enable_return_routed_experts",
+        "enable_shm_tensor_arena",
+        "enable_trace_replay",
+        "enforce_eager",
+        "engram_config",
+        "eplb_config",
+        "expert_placement_strategy",
+        "fail_on_environ_validation",
+        "fault_tolerance_config",
+        "gdn_prefill_backend",
+        "generation_config",
+        "gpu_memory_utilization",
+        "hf_config_path",
+        "hf_overrides",
+        "hf_token",
+        "ignore_patterns",
+        "interleave_mm_strings",
+        "ir_op_priority",
+        "jit_monitor_mode",
+        "jit_monitor_verbose",
+        "kda_decode_backend",
+        "kda_prefill_backend",
+        "kernel_config",
+        "kv_cache_dtype",
+        "kv_cache_dtype_skip_layers",
+        "kv_cache_memory_bytes",
+        "kv_cache_metrics",
+        "kv_cache_metrics_sample",
+        "kv_events_config",
+        "kv_offloading_backend",
+        "kv_offloading_size",
+        "kv_sharing_fast_prefill",
+        "kv_transfer_config",
+        "language_model_only",
+        "limit_mm_per_prompt",
+        "linear_backend",
+        "load_format",
+        "log_config_file",
+        "log_level",
+        "logging_config",
+        "logits_processors",
+        "logprobs_mode",
+        "long_prefill_token_threshold",
+        "long_prefill_token_threshold_adaptive",
+        "mamba_backend",
+        "mamba_block_size",
+        "mamba_cache_dtype",
+        "mamba_cache_mode",
+        "mamba_cache_philox_rounds",
+        "mamba_ssm_cache_dtype",
+        "mamba_ssu_algorithm",
+        "master_addr",
+        "master_port",
+        "max_cudagraph_capture_size",
+        "max_logprobs",
+        "max_model_len",
+        "max_num_active_seqs",
+        "max_num_batched_tokens",
+        "max_num_queued_reqs",
+        "max_num_queued_tokens",
+        "max_num_scheduled_tokens",
+        "max_num_seqs",
+        "max_parallel_loading_workers",
+        "media_io_kwargs",
+        "mm_device_do_normalize",
+        "mm_encoder_attn_backend",
+        "mm_encoder_attn_dtype",
+        "mm_encoder_fp8_scale_path",
+        "mm_encoder_fp8_scale_save_margin",
+        "mm_encoder_fp8_scale_save_path",
+        "mm_encoder_only",
+        "mm_encoder_tp_mode",
+        "mm_hasher_algorithm",
+        "mm_ipc_gpu_memory_gb",
+        "mm_processor_cache_gb",
+        "mm_processor_cache_type",
+        "mm_processor_device",
+        "mm_processor_kwargs",
+        "mm_shm_cache_max_object_size_mb",
+        "mm_tensor_ipc",
+        "model",
+        "model_class_overrides",
+        "model_impl",
+        "model_loader_extra_config",
+        "moe_backend",
+        "num_gpu_blocks_override",
+        "numa_bind",
+        "numa_bind_cpus",
+        "numa_bind_nodes",
+        "offload_backend",
+        "offload_group_size",
+        "offload_num_in_group",
+        "offload_params",
+        "offload_prefetch_step",
+        "optimization_level",
+        "otlp_traces_endpoint",
+        "override_generation_config",
+        "per_request_spec_decode_metrics",
+        "performance_mode",
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+        "prefill_schedule_interval",
+        "prefix_cache_retention_interval",
+        "prefix_caching_hash_algo",
+        "prefix_match_unit",
+        "pt_load_map_location",
+        "quantization",
+        "quantization_config",
+        "ray_workers_use_nsight",
+        "reasoning_config",
+        "reasoning_parser",
+        "reasoning_parser_plugin",
+        "renderer_num_workers",
+        "replayssm_buffer_len",
+        "return_sampling_mask",
+        "revision",
+        "runner",
+        "safetensors_load_strategy",
+        "safetensors_prefetch_block_size",
+        "safetensors_prefetch_num_threads",
+        "scheduler_cls",
+        "scheduler_reserve_full_isl",
+        "scheduling_policy",
+        "seed",
+        "served_model_name",
+        "show_hidden_metrics_for_version",
+        "shutdown_timeout",
+        "skip_mm_profiling",
+        "skip_tokenizer_init",
+        "sparse_indexer_topk_backend",
+        "spec_method",
+        "spec_model",
+        "spec_tokens",
+        "speculative_config",
+        "stream_interval",
+        "structured_outputs_config",
+        "swa_bounded_replay",
+        "tensor_parallel_size",
+        "tokenizer",
+        "tokenizer_mode",
+        "tokenizer_revision",
+        "trust_remote_code",
+        "ubatch_size",
+        "use_fp64_gumbel",
+        "use_replayssm",
+        "use_tqdm_on_load",
+        "video_pruning_method",
+        "video_pruning_rate",
+        "watermark",
+        "watermark_config",
+        "worker_cls",
+        "worker_extension_cls",
+    ]
+)
+"""Arguments of the engine: ``AsyncEngineArgs`` takes them, and ``check_supported`` refuses some of them."""
+
+DONE: Final = frozenset(
+    [
+        "chat_template",
+        "chat_template_content_format",
+        "config",
+        "default_chat_template_kwargs",
+        "enable_auto_tool_choice",
+        "enable_force_include_usage",
+        "enable_log_deltas",
+        "enable_log_outputs",
+        "enable_per_request_metrics",
+        "enable_prompt_tokens_details",
+        "exclude_tools_when_tool_choice_none",
+        "fingerprint_mode",
+        "fingerprint_value",
+        "help",
+        "host",
+        "log_error_stack",
+        "max_log_len",
+        "model_tag",
+        "port",
+        "response_role",
+        "return_tokens_as_token_ids",
+        "tool_call_parser",
+        "tool_parser_plugin",
+        "tool_strict_level",
+        "trust_request_chat_template",
+        "trust_request_mm_kwargs",
+    ]
+)
+"""What the parser, the command line and vLLM's serving classes, which answer here too, do with them."""
+
+_PROXY: Final = "put a proxy in front that does it (docs/deploying.md)"
+_NO_ROUTE: Final = "the routes that it is for are not served here"
+_REPLICAS: Final = "serve several with --replicas N"
+_LORA: Final = (
+    "lenses and calls of the unembedding would go through other requests' adapters; serve a checkpoint into "
+    "which the adapter is merged"
+)
+_CORS: Final = f"pages of other origins get no answers; {_PROXY}"
+_LOG: Final = "the log has one line for each request, with settings of its own (docs/operating.md)"
+
+REFUSED: Final[Mapping[str, str]] = types.MappingProxyType(
+    {
+        "api_key": "make keys with `nnsight-engine keys create` (docs/keys.md)",
+        **dict.fromkeys(
+            ("allow_credentials", "allowed_origins", "allowed_methods", "allowed_headers"), _CORS
+        ),
+        **dict.fromkeys(
+            (
+                "ssl_keyfile",
+                "ssl_certfile",
+                "ssl_ca_certs",
+                "ssl_cert_reqs",
+                "ssl_ciphers",
+                "enable_ssl_refresh",
+            ),
+            f"the server speaks plain HTTP; {_PROXY}",
+        ),
+        "uds": "the server listens to --host and --port",
+        "root_path": f"links to results would lack the prefix; {_PROXY}: one that strips the prefix",
+        "middleware": f"no code of other packages runs in the server; {_PROXY}",
+        "sse_keep_alive_interval": "streams have no comments in between; let the proxy wait longer",
+        "enable_request_id_headers": "every answer has X-Request-Id; leave it out",
+        "disable_fastapi_docs": f"/docs is always served; {_PROXY}",
+        "enable_offline_docs": "/docs is served as it is; leave it out",
+        **dict.fromkeys(
+            ("h11_max_incomplete_event_size", "h11_max_header_count"),
+            "request heads have limits of the server's own (docs/limits.md)",
+        ),
+        **dict.fromkeys(
+            ("uvicorn_log_level", "disable_uvicorn_access_log", "disable_access_log_for_endpoints"), _LOG
+        ),
+        "aggregate_engine_logging": "there is one engine; leave it out",
+        "headless": f"only whole servers are started; {_REPLICAS}",
+        "api_server_count": f"one process answers; {_REPLICAS}",
+        **dict.fromkeys(("grpc", "grpc_port"), "the server speaks HTTP; leave it out"),
+        **dict.fromkeys(
+            ("nnodes", "node_rank"),
+            "over machines a model is served by --distributed-executor-backend ray",
+        ),
+        **dict.fromkeys(
+            (
+                "data_parallel_address",
+                "data_parallel_backend",
+                "data_parallel_external_lb",
+                "data_parallel_hybrid_lb",
+                "data_parallel_multi_port_external_lb",
+                "data_parallel_rank",
+                "data_parallel_rpc_port",
+                "data_parallel_size",
+                "data_parallel_size_local",
+                "data_parallel_start_rank",
+                "data_parallel_supervisor_port",
+                "dp_supervisor_probe_failure_threshold",
+                "dp_supervisor_probe_interval_s",
+                "dp_supervisor_probe_timeout_s",
+                "elastic_ep_max_dp_size",
+                "enable_elastic_ep",
+            ),
+            _REPLICAS,
+        ),
+        **dict.fromkeys(
+            (
+                "lora_modules",
+                "enable_lora",
+                "max_loras",
+                "max_lora_rank",
+                "lora_dtype",
+                "enable_tower_connector_lora",
+                "max_cpu_loras",
+                "fully_sharded_loras",
+                "lora_target_modules",
+                "default_mm_loras",
+                "specialize_active_lora",
+                "enable_mixed_moe_lora_format",
+                "enable_moe_shared_loras",
+                "max_lora_cls_labels",
+            ),
+            _LORA,
+        ),
+        "tool_server": f"{_NO_ROUTE}: tools are called by the client",
+        "enable_server_load_tracking": f"{_NO_ROUTE}: ask /metrics",
+        "enable_tokenizer_info_endpoint": f"{_NO_ROUTE}: ask /v1/tokenize",
+        **dict.fromkeys(
+            (
+                "cohere_is_reasoning_model",
+                "cohere_format",
+                "anthropic_disabled_thinking_effort",
+                "tokens_only",
+                "enable_scale_out",
+                "enable_flash_late_interaction",
+                "pooler_config",
+                "io_processor_plugin",
+                "enable_sleep_mode",
+                "sleep_mode_offload_cudagraph",
+                "sleep_preserve_parameter_names",
+                "profiler_config",
+                "weight_transfer_config",
+            ),
+            f"{_NO_ROUTE}; leave it out",
+        ),
+    }
+)
+"""What to do instead, by the name of the argument."""
+
+
+def refuse_ignored(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse options that would be accepted and have no effect.
+
+    Args:
+        args: What was parsed.
+        parser: What it was parsed by; an option that has its default was not asked for.
+
+    Raises:
+        UnsupportedOptionError: One was given, or the variable ``VLLM_API_KEY``.
+    """
+    for action in parser._actions:  # noqa: SLF001 - has no public name
+        name = action.dest
+        if name in TO_ENGINE or name in DONE or not _is_given(getattr(args, name, None), action):
+            continue
+        instead = REFUSED.get(name, "this version does not know it; leave it out")
+        raise UnsupportedOptionError(f"{_flag(action)} is not supported: {instead}")
+    if envs.VLLM_API_KEY:
+        raise UnsupportedOptionError(
+            f"the variable VLLM_API_KEY is not supported: unset it and {REFUSED['api_key']}"
+        )
+
+
+def _is_given(value: Any, action: argparse.Action) -> bool:
+    """Tell whether a value asks for anything: ``--no-enable-lora`` does not, whose default is None."""
+    return value != action.default and bool(value or action.default)
+
+
+def _flag(action: argparse.Action) -> str:
+    return next((option for option in action.option_strings if option.startswith("--")), action.dest)
+
+
+__all__ = ["DONE", "REFUSED", "TO_ENGINE", "refuse_ignored"]

@@ -1,0 +1,94 @@
+"""A debug mode: everything that reads the model's tensors is watched, and must leave them as they were.
+
+Each tensor that a read is given, at taps, hooks, norms, attention, logits and for blocks, is compared bit
+by bit before and after. Nothing is raised where the engine would take it for a request's failure: what has
+changed is noted, for whoever watches to look at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+from nnsight_engine.core.trees import tensors
+from nnsight_engine.plans.logits_rows import LogitsRows
+from nnsight_engine.plans.step_plan import Group
+from nnsight_engine.vllm_backend.families import ModelPoints
+from nnsight_engine.vllm_backend.traces.board import Board
+
+
+class Watch:
+    """What reads have changed.
+
+    Attributes:
+        changed: Each change, in words.
+        num_compared: How many tensors were compared.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing seen."""
+        self.changed: list[str] = []
+        self.num_compared = 0
+
+    @contextlib.contextmanager
+    def over(self, values: Sequence[torch.Tensor | None], where: str) -> Iterator[None]:
+        """Compare tensors before and after the block."""
+        watched = [value for value in values if value is not None]
+        before = [value.clone() for value in watched]
+        yield
+        self.num_compared += len(watched)
+        for number, (old, new) in enumerate(zip(before, watched, strict=True)):
+            if not torch.equal(_bits(old), _bits(new)):
+                self.changed.append(f"{where}: tensor {number}, {tuple(new.shape)} of {new.dtype}")
+
+
+@contextlib.contextmanager
+def watched_reads() -> Iterator[Watch]:
+    """Watch all engines of this process."""
+    watch = Watch()
+
+    def group(run: Callable[..., None], self: Group, hidden: Any, residual: Any) -> None:
+        ops = {member.active.op for member in self.members}
+        reads = all(op.reads for op in ops)
+        where = ", ".join(sorted(str(op.kind) for op in ops))
+        with watch.over((hidden, residual) if reads else (), where):
+            run(self, hidden, residual)
+
+    def offer(run: Callable[..., Any], self: Board, provider: str, number: Any, value: Any) -> Any:
+        # Also what a block edits is put into new tensors, so the model's own never change here.
+        with watch.over(list(tensors(value)), f"blocks at {provider}"):
+            return run(self, provider, number, value)
+
+    def lens(run: Callable[..., Any], self: ModelPoints, residual: torch.Tensor) -> Any:
+        with watch.over((residual,), "a lens"):
+            return run(self, residual)
+
+    def logits(run: Callable[..., Any], self: LogitsRows, sampled: Any, hidden: Any, compute: Any) -> Any:
+        with watch.over((sampled, hidden), "rows of logits"):
+            return run(self, sampled, hidden, compute)
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, watched in (
+            (Group, "run", group),
+            (Board, "offer", offer),
+            (ModelPoints, "lens_logits", lens),
+            (LogitsRows, "gather", logits),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, _around(getattr(owner, name), watched)))
+        yield watch
+
+
+def _around(original: Callable[..., Any], watched: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        return watched(original, *args)
+
+    return run
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the content as bytes, in which any two NaNs differ that do."""
+    return tensor.contiguous().flatten().view(torch.uint8)
