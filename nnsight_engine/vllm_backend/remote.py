@@ -158,9 +158,12 @@ def _sampling(request: Request, shared: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         EncodeError: One of them is none.
     """
-    given = request.named(shared) if request.params is None else msgspec.to_builtins(request.params)
+    params, named = request.sampling_over(shared)
+    if params is not None and not isinstance(params, msgspec.Struct):
+        raise EncodeError(f"sampling_params= takes vLLM's SamplingParams, got {type(params).__name__}")
     try:
-        plain: dict[str, Any] = msgspec.to_builtins(given)
+        plain: dict[str, Any] = {} if params is None else msgspec.to_builtins(params)
+        plain |= msgspec.to_builtins(named)
     except TypeError as error:
         raise EncodeError(f"a sampling parameter cannot travel: {error}") from error
     return {name: value for name, value in plain.items() if not name.startswith("_")}
