@@ -216,10 +216,10 @@ class VLLM(StandardNames):
             blocking: Wait for its end; otherwise, on a server, it is a job, see ``RemoteBackend``.
             backend: What runs the compiled block.
             tracer_cls: The kind of trace.
-            **kwargs: Sampling parameters for all invokes, by name or as ``sampling_params=``, over which names
-                count; an invoke's own count over both. ``edits=["calm"]``, names of edits to run beside the
-                blocks, see ``edit``; ``validate=True`` runs the blocks for nothing first, on no more tokens
-                than they need, so that what they raise comes before the run.
+            **kwargs: Sampling parameters for all invokes, by name or as ``sampling_params=``, over which
+                names count; an invoke's own count over both. ``edits=["calm"]``, names of edits to run
+                beside the blocks, see ``edit``; ``validate=True`` runs the blocks for nothing first, on no
+                more tokens than they need, so that what they raise comes before the run.
 
         Raises:
             WithBlockNotFoundError: This is no ``with`` statement.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -34,7 +35,7 @@ FORMS: dict[str, Callable[[], Any]] = {
     "tensor": lambda: torch.tensor(IDS),
     "tensor of one row": lambda: torch.tensor([IDS]),
     **{
-        f"tensor of {dtype}": lambda dtype=dtype: torch.tensor(IDS, dtype=dtype)
+        f"tensor of {dtype}": partial(torch.tensor, IDS, dtype=dtype)
         for dtype in (torch.int16, torch.int32, torch.uint16, torch.uint32)
     },
     "mapping": lambda: {"input_ids": IDS},
