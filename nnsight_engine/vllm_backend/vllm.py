@@ -16,6 +16,7 @@ from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.remote_backend.backend import Remote, RemoteBackend, chosen_backend
+from nnsight_engine.remote_backend.identity import name_of
 from nnsight_engine.tracing.tracer import Backend, refuse_statement
 from nnsight_engine.vllm_backend.answers import answer
 from nnsight_engine.vllm_backend.client_names import ClientNames, check_envoys
@@ -245,6 +246,10 @@ class VLLM(StandardNames):
         refuse_statement(sys._getframe(1), "session")  # noqa: SLF001 - the caller is what it is about
         chosen = chosen_backend(backend, remote, self.__dict__["remote"], blocking=blocking)
         return super().session(backend=chosen)
+
+    def to_model_key(self) -> str:
+        """Return what a server knows this model by, for ``RemoteBackend(model_key=...)``."""
+        return name_of(self.__dict__["_engine_args"]["model"])
 
     def remote_dialect(self) -> VLLMDialect:
         """Return how this model's traces are said to a server.
