@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 
 from nnsight_engine import LanguageModel, bundled_model_path
 from nnsight_engine.modeling.bundled import BUNDLED_MODEL_NAME
@@ -37,7 +37,8 @@ def test_a_model_is_known_by_its_names_and_by_a_folder_with_the_same(
 
 
 def test_a_model_made_from_a_module_has_no_key() -> None:
-    loaded = LanguageModel(str(bundled_model_path()), dispatch=False)
-    wrapped = LanguageModel(loaded._module, tokenizer=loaded.tokenizer)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 16, "num_hidden_layers": 1}
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
+    wrapped = LanguageModel(LlamaConfig(**sizes, num_attention_heads=1), tokenizer=tokenizer)
     with pytest.raises(ValueError, match="load it by name"):
         wrapped.to_model_key()
