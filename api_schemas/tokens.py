@@ -1,6 +1,7 @@
 """``POST /v1/tokenize``: what a text or a conversation is to the model, token by token.
 
-Positions of interventions count these tokens, and ``where.tokens`` and a lens's ``targets`` name them.
+Positions of interventions count these tokens, and ``where.tokens`` and a lens's ``targets`` name them, by id
+or by the text that is told here.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Token(BaseModel):
 
     Attributes:
         id: What the model knows it by.
-        text: It alone; a part of a character is U+FFFD.
+        text: What names it, and no other: its text, its blank included, with bytes that are no whole
+            character as ``<0xE2>``.
     """
 
     id: int

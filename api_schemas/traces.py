@@ -12,13 +12,16 @@ class ModelStatus(BaseModel):
 
     Attributes:
         name: What it is called.
-        names: All names under which it is served.
+        names: All names by which traces may ask for it: those under which it is served, and what it was
+            loaded by.
+        fingerprint: Of its shape, by which traces ask for it that name a folder; empty until it is loaded.
         running: Whether it answers requests now.
         engines: What runs traces of it, ``vllm`` and ``local``.
     """
 
     name: str
     names: list[str]
+    fingerprint: str = ""
     running: bool
     engines: list[str]
 

@@ -28,7 +28,8 @@ class WhereClause(Strict):
         description="[start, stop], half-open; negatives count from the prompt's end; stop may be null.",
     )
     tokens: Items[Token] | None = Field(
-        default=None, description="The input token at the position is one of these ids or one-token strings."
+        default=None,
+        description="The input token at the position is one of these ids, or texts as /v1/tokenize has them.",
     )
 
 

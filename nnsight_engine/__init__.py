@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from nnsight_engine.modeling.vision_language import VisionLanguageModel
     from nnsight_engine.remote_backend.backend import RemoteBackend
     from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
-    from nnsight_engine.remote_backend.status import is_model_running, status
+    from nnsight_engine.remote_backend.status import is_model_running, ndif_status, status
     from nnsight_engine.wire.homes import register_by_value, unregister_by_value
 
 __version__ = "0.1.0"
@@ -49,6 +49,7 @@ __all__ = [
     "bundled_model_path",
     "eproperty",
     "is_model_running",
+    "ndif_status",
     "register_by_value",
     "save",
     "status",
@@ -72,6 +73,7 @@ _HOMES = {
     "eproperty": "nnsight_engine.envoys.eproperty",
     "is_model_running": "nnsight_engine.remote_backend.status",
     "load_ipython_extension": "nnsight_engine.envoys.completion",
+    "ndif_status": "nnsight_engine.remote_backend.status",
     "register_by_value": "nnsight_engine.wire.homes",
     "status": "nnsight_engine.remote_backend.status",
     "unregister_by_value": "nnsight_engine.wire.homes",

@@ -38,9 +38,9 @@ def tokenize_request(wanted: TokenizeRequest) -> Any:
     return model.model_validate(wanted.root.model_dump(exclude_none=True))
 
 
-def texts_of(ids: Sequence[int], decode: Callable[[int], str]) -> list[str]:
-    """Return each token's own text."""
-    known = {token_id: decode(token_id) for token_id in set(ids)}
+def texts_of(ids: Sequence[int], text_of: Callable[[int], str]) -> list[str]:
+    """Return each token's text."""
+    known = {token_id: text_of(token_id) for token_id in set(ids)}
     return [known[token_id] for token_id in ids]
 
 

@@ -54,6 +54,7 @@ from app.settings import Settings, are_sockets_placed, place_sockets, spawn_engi
 from app.storage.process_folders import ProcessFolder, claim_memory_folder, claim_socket_folder
 from app.storage.results import ResultStore
 from nnsight_engine.core.engine_counts import EngineCounts
+from nnsight_engine.core.token_texts import TokenTexts
 from nnsight_engine.plans.collected import CollectedResults
 from nnsight_engine.remote_backend.identity import fingerprint_of
 from nnsight_engine.vllm_backend.answers import answer
@@ -94,6 +95,7 @@ class VLLMEngineClient:
         self._loading: asyncio.Task[InterventionAsyncLLM] | None = None
         self._described: DescribedModel | None = None
         self._capabilities: Capabilities | None = None
+        self._texts: TokenTexts
         self.started = asyncio.Event()
         # Never served: vLLM's handlers look up their state on an application.
         self._vllm_app = FastAPI()
@@ -164,6 +166,8 @@ class VLLMEngineClient:
             for serving in (state.openai_serving_completion, state.openai_serving_chat):
                 say_dead(serving)
             await self._generate_one()
+            self._texts = TokenTexts(self._engine.renderer.get_tokenizer())
+            await asyncio.to_thread(self._texts.text, 0)  # which reads the vocabulary
         if self.started.is_set():
             gc.collect()  # what is left of the dead one is in circles; nobody is kept waiting now
         self._is_ready = True
@@ -320,7 +324,7 @@ class VLLMEngineClient:
         if isinstance(answer, ErrorResponse):
             return _error_reply(answer)
         ids: list[int] = answer.tokens
-        texts = await asyncio.to_thread(texts_of, ids, self._decode)
+        texts = await asyncio.to_thread(texts_of, ids, self._texts.text)
         tokens = [{"id": token_id, "text": text} for token_id, text in zip(ids, texts, strict=True)]
         return EngineReply(body={"model": self.served().names[0], "tokens": tokens})
 
@@ -394,7 +398,7 @@ class VLLMEngineClient:
             if has_process(self._settings, sandbox_of):
                 call.place = partial(self._sandboxes.ask, sandbox_of, call.ticket)
             return call
-        return InterventionCall(interventions, self.engine.spec, self._tokenize, stream=streams)
+        return InterventionCall(interventions, self.engine.spec, self._texts.token, stream=streams)
 
     async def _serve(self, serve: Serve, request: Any, http: Request) -> Any:
         try:
@@ -463,18 +467,10 @@ class VLLMEngineClient:
             store=self._store,
             owner=owner,
             settings=self._settings,
-            decode=self._decode,
+            decode=self._texts.text,
             operations=operations,
             inline=inline,
         )
-
-    def _tokenize(self, text: str) -> list[int]:
-        ids: list[int] = self.engine.renderer.get_tokenizer().encode(text, add_special_tokens=False)
-        return ids
-
-    def _decode(self, token_id: int) -> str:
-        text: str = self.engine.renderer.get_tokenizer().decode([token_id])
-        return text
 
     async def _invalid(self, error: ValidationError, http: Request) -> EngineReply:
         """Answer as vLLM's own server does, whose framework puts ``body`` before each field."""

@@ -22,7 +22,8 @@ async def get_status(context: Served, caller: Caller) -> ServerStatus:
     phase, served = context.lifecycle.phase, context.engine.served()
     model = ModelStatus(
         name=served.names[0],
-        names=list(served.names),
+        names=list(served.all_names),
+        fingerprint=served.fingerprint,
         running=phase is Phase.READY,
         engines=context.traces.names,
     )

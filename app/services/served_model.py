@@ -28,6 +28,13 @@ class ServedModel:
     fingerprint: str = ""
     revision: str = ""
 
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """By which clients may ask for it, those under which it is served first."""
+        source = _normal(self.source)
+        others = (posixpath.basename(source),) if _is_path(source) else (source, posixpath.basename(source))
+        return tuple(dict.fromkeys((*self.names, *others)))
+
     def check(self, head: TraceHead) -> None:
         """Raise ApiError unless a trace's blocks are for this model.
 

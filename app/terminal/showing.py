@@ -9,6 +9,8 @@ from typing import Final
 from rich.text import Text
 
 _CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_MARKS: Final = {" ": "·", "\n": "↵", "\r": "␍", "\t": "⇥"}
+_UNCLEAR: Final = re.compile(rf"{_CONTROLS.pattern}|[{''.join(_MARKS.values())}]|\\(?=u[0-9a-f]{{4}})")
 _PIECES: Final = re.compile(r"\s*\S+|\s+")
 """Words, each with the blanks before it."""
 _MAX_LIVE_WORDS: Final = 500
@@ -26,10 +28,13 @@ def plain(text: str) -> str:
 
 
 def visible(token: str) -> str:
-    """Return a token on one line: ``·`` for a space at its start, ``↵`` and ``␍`` for a line's end."""
-    text = token.replace("\n", "↵").replace("\r", "␍").replace("\t", "⇥")
-    text = f"·{text[1:]}" if text.startswith(" ") else text
-    return plain(text)
+    """Return a token on one line: ``·`` for a space, ``↵`` and ``␍`` for a line's end, ``⇥`` for a tab.
+
+    Two tokens never look alike: control characters, and characters that are such marks, are written as
+    ``\\u00b7``.
+    """
+    text = _UNCLEAR.sub(lambda found: _MARKS.get(found[0]) or f"\\u{ord(found[0]):04x}", token)
+    return "".join(_MARKS.get(character, character) for character in text)
 
 
 def with_differences(baseline: str, steered: str, *, is_done: bool) -> tuple[Text, Text]:

@@ -119,6 +119,16 @@ def _texts(value: Any) -> list[str]:
     return list(value) if is_list else []
 
 
+def read_ids(value: Any) -> list[torch.Tensor]:
+    """Return token ids, given as for ``read_rows`` but not as text, as tensors ``[num_rows, num_tokens]``.
+
+    Raises:
+        TypeError: They are no whole numbers.
+        ValueError: There are none.
+    """
+    return _parts("input_ids", value)
+
+
 def _parts(name: str, value: Any) -> list[torch.Tensor]:
     """Return tensors ``[num_rows, num_tokens, ...]`` that make up the value."""
     if isinstance(value, list | tuple) and value and _is_row(value[0]):
@@ -132,7 +142,9 @@ def _parts(name: str, value: Any) -> list[torch.Tensor]:
             f"{name} must have at least one row and one token, got shape {tuple(tensor.shape)}; "
             "for an empty text, pass the token that texts begin with"
         )
-    if name in _TOKEN_IDS and tensor.is_floating_point():
+    if name in _TOKEN_IDS and tensor.ndim > num_dims:
+        raise ValueError(f"{name} must be [tokens] or [rows, tokens], got shape {tuple(tensor.shape)}")
+    if name in _TOKEN_IDS and (tensor.is_floating_point() or tensor.dtype == torch.bool):
         raise TypeError(
             f"{name} must be whole numbers, got {tensor.dtype}; pass embeddings as inputs_embeds="
         )

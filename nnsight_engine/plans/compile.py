@@ -19,7 +19,7 @@ from api_schemas.request_traces import Trace
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.compile_cost import key_bytes, prompt_bytes
 from nnsight_engine.plans.compile_ops import OperationCompiler
-from nnsight_engine.plans.compile_scope import CompileScope, Tokenize
+from nnsight_engine.plans.compile_scope import CompileScope, TokenOf
 from nnsight_engine.plans.request_plan import CompiledRequest, Kind, PlannedOp, RequestPlan, WhereRule
 
 _LOGITS: Final = "logits"
@@ -32,7 +32,7 @@ def compile_request(
     spec: ModelSpec,
     prompt_token_ids: Sequence[int],
     max_tokens: int,
-    tokenize: Tokenize,
+    token_of: TokenOf,
     stream: bool,
     prompt_logprobs: bool = False,
     indexes: Sequence[int] | None = None,
@@ -44,7 +44,7 @@ def compile_request(
         spec: The model's description.
         prompt_token_ids: The prompt.
         max_tokens: Most tokens that will be generated.
-        tokenize: Token ids of a string, without special tokens around them.
+        token_of: The token that a string names, see ``core.token_texts``.
         stream: Whether results leave with each token.
         prompt_logprobs: Whether the request also wants log-probabilities of the prompt.
         indexes: The operations' places in the request, where that has others for other prompts.
@@ -59,7 +59,7 @@ def compile_request(
         raise TypeError("a trace has no plan: its request brings it as code")
     places = range(len(ops)) if indexes is None else indexes
     declared = {index: op for index, op in zip(places, ops, strict=True) if not isinstance(op, Trace)}
-    scope = CompileScope(spec, prompt_token_ids, max_tokens, tokenize)
+    scope = CompileScope(spec, prompt_token_ids, max_tokens, token_of)
     names = _names(declared)
     compiler = OperationCompiler(scope)
     planned: list[PlannedOp] = []

@@ -16,14 +16,13 @@ import numpy.typing as npt
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import excerpt
 from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.core.token_texts import NoSuchTokenError
 
-Tokenize = Callable[[str], list[int]]
-"""Token ids of a string, without the special tokens that begin or end a prompt."""
+TokenOf = Callable[[str], int]
+"""The token that a text names, see ``core.token_texts``; raises NoSuchTokenError."""
 
 MAX_TOKEN_STRINGS: Final = 1024
-"""Different strings that one request may have tokenized: bounds the time it takes."""
-
-_MAX_IDS_SHOWN: Final = 8
+"""Different strings that one request may name tokens by: bounds the time it takes."""
 
 
 class CompileScope:
@@ -33,11 +32,11 @@ class CompileScope:
         spec: The model's description.
         prompt_token_ids: The prompt.
         max_tokens: Most tokens that will be generated.
-        tokenize: Of the model's tokenizer.
+        token_of: Of the model's tokenizer.
     """
 
     def __init__(
-        self, spec: ModelSpec, prompt_token_ids: Sequence[int], max_tokens: int, tokenize: Tokenize
+        self, spec: ModelSpec, prompt_token_ids: Sequence[int], max_tokens: int, token_of: TokenOf
     ) -> None:
         """Note sizes; nothing is computed yet."""
         self.spec = spec
@@ -45,7 +44,7 @@ class CompileScope:
         # The last generated token is never fed back, so it has no position.
         self.num_positions = self.prompt_len + max(max_tokens, 1) - 1
         self._prompt_token_ids = prompt_token_ids
-        self._tokenize = tokenize
+        self._token_of = token_of
         self._ids_by_text: dict[str, int] = {}
 
     @functools.cached_property
@@ -62,7 +61,7 @@ class CompileScope:
         """Return the id of a token given by id or by text; raises ApiError ``unknown_token``."""
         if isinstance(token, str):
             known = self._ids_by_text.get(token)
-            return self._tokenized(token, param) if known is None else known
+            token = self._named(token, param) if known is None else known
         if not 0 <= token < self.spec.vocab_size:
             raise ApiError(
                 ErrorCode.UNKNOWN_TOKEN,
@@ -71,7 +70,7 @@ class CompileScope:
             )
         return token
 
-    def _tokenized(self, text: str, param: str) -> int:
+    def _named(self, text: str, param: str) -> int:
         if len(self._ids_by_text) >= MAX_TOKEN_STRINGS:
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
@@ -79,14 +78,14 @@ class CompileScope:
                 "ids.",
                 param,
             )
-        ids = self._tokenize(text)
-        if len(ids) != 1:
-            shown = f"{ids[:_MAX_IDS_SHOWN]}{'…' if len(ids) > _MAX_IDS_SHOWN else ''}"
+        try:
+            token_id = self._token_of(text)
+        except NoSuchTokenError as error:
             raise ApiError(
                 ErrorCode.UNKNOWN_TOKEN,
-                f"A token's string must be exactly one token; {excerpt(text)} is {len(ids)}: {shown}. "
-                "A leading space counts: ' Paris' and 'Paris' are different tokens.",
+                f"A token's string must be exactly one token, as /v1/tokenize tells it; {excerpt(text)} "
+                f"{error}. A leading space counts: ' Paris' and 'Paris' are different tokens.",
                 param,
-            )
-        self._ids_by_text[text] = ids[0]
-        return ids[0]
+            ) from error
+        self._ids_by_text[text] = token_id
+        return token_id

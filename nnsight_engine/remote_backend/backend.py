@@ -198,7 +198,7 @@ class RemoteBackend(Backend):
             http,
             str(job["id"]),
             read or (lambda frames: named(sent.read(frames))),
-            JobStatus(job["status"]),
+            JobStatus.RECEIVED,  # as its events begin, wherever it is by now
             run=None if sent.local is None else sent.local.run,
         )
         return self._job

@@ -1,7 +1,8 @@
 """What a person sees while a remote trace runs: where it is, what its block prints, how much is through.
 
 Short traces show nothing but what they print. One that takes longer gets a line at the end of the terminal,
-which goes again with it. ``CONFIG.APP.REMOTE_LOGGING = False`` turns all of it off.
+which goes again with it; where standard error is no terminal, a line for each status.
+``CONFIG.APP.REMOTE_LOGGING = False`` turns all of it off.
 """
 
 from __future__ import annotations
@@ -11,22 +12,43 @@ import threading
 from typing import Any, Final, Self
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
     SpinnerColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TransferSpeedColumn,
 )
+from rich.text import Text
 
 from api_schemas.jobs import JobStatus
 from nnsight_engine.core.config import CONFIG
 
 _QUIET_S: Final = 0.5
 _WIDTH: Final = 10
+
+
+class _Bytes(DownloadColumn):
+    """How many bytes are through, of how many if that is known; nothing beside what is no transfer."""
+
+    def render(self, task: Task) -> Text:
+        """Return the column of one line."""
+        if task.total is not None:
+            return super().render(task)
+        return Text(decimal(int(task.completed)) if task.completed else "", style="progress.download")
+
+
+class _Speed(TransferSpeedColumn):
+    """How fast a transfer is, once that is known."""
+
+    def render(self, task: Task) -> Text:
+        """Return the column of one line."""
+        return super().render(task) if task.speed or task.finished_speed else Text("")
 
 
 class Display:
@@ -42,11 +64,14 @@ class Display:
         self._status: TaskID | None = None
         self._transfers: dict[str, TaskID] = {}
         self._text = ""
+        self._is_terminal = self._console.is_terminal or self._console.is_jupyter
+        self._lines: list[str] = []
+        self._has_waited = False
 
     def __enter__(self) -> Self:
-        """Begin to wait; the line comes after a while, and only on a terminal."""
-        if self._shows and (self._console.is_terminal or self._console.is_jupyter):
-            self._timer = threading.Timer(_QUIET_S, self._start)
+        """Begin to wait; what is shown comes after a while."""
+        if self._shows:
+            self._timer = threading.Timer(_QUIET_S, self._start if self._is_terminal else self._write)
             self._timer.daemon = True
             self._timer.start()
         return self
@@ -66,23 +91,38 @@ class Display:
         message = event.get("message")
         if status == JobStatus.LOG:
             if self._shows:
-                prefix = f"[{job}] " if job else ""
-                sys.stdout.write(f"{prefix}{status:<{_WIDTH}}: {message}\n")
+                sys.stdout.write(_line(job, status, str(message)))
             return
-        where = f" on {event['engine']}" if event.get("engine") else ""
-        self._text = f"{status}{where}{f': {message}' if message else ''}"
+        where = f"on {event['engine']}" if event.get("engine") else ""
+        detail = ": ".join(filter(None, (where, message)))
+        self._text = f"{status} {where}".rstrip() + (f": {message}" if message else "")
         with self._lock:
             if self._bars is not None and self._status is not None:
                 self._bars.update(self._status, description=self._text)
+            self._lines.append(_line(job, status, detail))
+            if self._has_waited:
+                self._write_lines()
 
-    def progress(self, way: str, num_bytes: int, total: int) -> None:
-        """Show how much of a transfer is through."""
+    def progress(self, way: str, num_bytes: int, total: int | None) -> None:
+        """Show how much of a transfer is through; ``total`` is None where nobody knows it."""
         with self._lock:
             if self._bars is None:
                 return
             if way not in self._transfers:
                 self._transfers[way] = self._bars.add_task(way, total=total)
             self._bars.update(self._transfers[way], completed=num_bytes, total=total)
+
+    def _write(self) -> None:
+        with self._lock:
+            if self._timer is None:  # over by now
+                return
+            self._has_waited = True
+            self._write_lines()
+
+    def _write_lines(self) -> None:
+        sys.stderr.write("".join(self._lines))
+        sys.stderr.flush()
+        self._lines.clear()
 
     def _start(self) -> None:
         with self._lock:
@@ -92,11 +132,16 @@ class Display:
                 SpinnerColumn(),
                 TextColumn("{task.description}"),
                 BarColumn(),
-                DownloadColumn(),
-                TransferSpeedColumn(),
+                _Bytes(),
+                _Speed(),
                 TimeElapsedColumn(),
                 console=self._console,
                 transient=True,
             )
             self._status = self._bars.add_task(self._text or "sending", total=None)
             self._bars.start()
+
+
+def _line(job: str, status: str, message: str) -> str:
+    prefix = f"[{job}] " if job else ""
+    return f"{prefix}{status:<{_WIDTH}}: {message}\n" if message else f"{prefix}{status}\n"

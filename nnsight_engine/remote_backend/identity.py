@@ -29,6 +29,17 @@ def fingerprint_of(config: Any) -> str:
     return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
 
 
+def fingerprint_of_folder(folder: str) -> str:
+    """Return the hash of the shape of a model in a folder here; nothing where there is no model."""
+    from transformers import AutoConfig  # noqa: PLC0415 - asking for a server's status shall not load it
+
+    try:
+        config = AutoConfig.from_pretrained(folder)  # nosec B615 # a folder here
+    except (OSError, ValueError):
+        return ""
+    return fingerprint_of(config)
+
+
 def name_of(source: str) -> str:
     """Return what a server is to know a model by: its name, or a folder's whole path, which shows as one."""
     path = Path(source).expanduser()

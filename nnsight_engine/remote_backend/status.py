@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import rich.box
@@ -13,6 +15,7 @@ from rich.table import Table
 
 from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
 from nnsight_engine.remote_backend.http import HttpTransport
+from nnsight_engine.remote_backend.identity import fingerprint_of_folder, name_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +25,7 @@ class ModelStatus:
     Attributes:
         name: What the server calls it.
         names: All names by which traces may call it.
+        fingerprint: Of its shape, by which traces ask for it that name a folder.
         running: Whether requests are answered.
         engines: What runs traces of it: ``vllm``, ``local``.
     """
@@ -30,6 +34,13 @@ class ModelStatus:
     names: Sequence[str]
     running: bool
     engines: Sequence[str]
+    fingerprint: str = ""
+
+    def is_called(self, name: str) -> bool:
+        """Tell whether traces of a model of this name, or from this folder here, are for it."""
+        if self.fingerprint and Path(name).expanduser().is_dir():
+            return fingerprint_of_folder(name) == self.fingerprint
+        return name_of(name.rstrip("/") or name) in {self.name, *self.names}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,17 +116,30 @@ def _status(url: str, plain: dict[str, Any]) -> ServerStatus:
         in_flight=int(plain["in_flight"]),
         queued=int(plain["queued"]),
         models=[
-            ModelStatus(str(one["name"]), list(one["names"]), bool(one["running"]), list(one["engines"]))
+            ModelStatus(
+                name=str(one["name"]),
+                names=list(one["names"]),
+                running=bool(one["running"]),
+                engines=list(one["engines"]),
+                fingerprint=str(one.get("fingerprint", "")),
+            )
             for one in plain["models"]
         ],
     )
 
 
-def is_model_running(name: str, host: str | None = None, *, key: str | None = None) -> bool:
+def ndif_status(host: str | None = None, *, key: str | None = None) -> ServerStatus:
+    """Return what ``status`` does; the name that scripts written for nnsight use."""
+    return status(host, key=key)
+
+
+def is_model_running(
+    name: str | os.PathLike[str], host: str | None = None, *, key: str | None = None
+) -> bool:
     """Tell whether a server answers requests to a model; one that cannot be reached does not.
 
     Args:
-        name: The model, by any of its names.
+        name: The model, as a trace of it would: by any of its names, or a folder with the same model here.
         host: The server's address; ``CONFIG.API.HOST`` by default.
         key: What it knows us by; ``CONFIG.API.KEY`` by default.
 
@@ -126,4 +150,4 @@ def is_model_running(name: str, host: str | None = None, *, key: str | None = No
         models = status(host, key=key).models
     except RemoteConnectionError:
         return False
-    return any(model.running and name in {model.name, *model.names} for model in models)
+    return any(model.running and model.is_called(os.fspath(name)) for model in models)

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from api_schemas.errors import ApiError, ErrorCode
@@ -21,6 +21,7 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.collected import CollectedResults
 from nnsight_engine.plans.collector import RequestCollector
 from nnsight_engine.plans.compile import compile_request
+from nnsight_engine.plans.compile_scope import TokenOf
 from nnsight_engine.plans.request_plan import PLAN_KEY, CompiledRequest
 
 TICKET_KEY: Final = "nnsight_engine_ticket"
@@ -65,7 +66,7 @@ class InterventionCall:
     Args:
         ops: Checked operations.
         spec: The model's description.
-        tokenize: Text to token ids, without special tokens.
+        token_of: The token that a text names, see ``core.token_texts``.
         stream: Whether the answer streams.
     """
 
@@ -73,7 +74,7 @@ class InterventionCall:
         self,
         ops: tuple[Intervention, ...],
         spec: ModelSpec,
-        tokenize: Callable[[str], list[int]],
+        token_of: TokenOf,
         *,
         stream: bool,
     ) -> None:
@@ -84,7 +85,7 @@ class InterventionCall:
         self.entries: list[PromptEntry] = []
         self.failure: ApiError | None = None
         self._spec = spec
-        self._tokenize = tokenize
+        self._token_of = token_of
         self._stream = stream
 
     def op_names(self, prompt: int) -> list[str]:
@@ -108,7 +109,7 @@ class InterventionCall:
             spec=self._spec,
             prompt_token_ids=prompt_token_ids,
             max_tokens=params.max_tokens or 1,
-            tokenize=self._tokenize,
+            token_of=self._token_of,
             stream=self._stream,
             prompt_logprobs=params.prompt_logprobs is not None,
             indexes=[index for index, _ in declared],

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from nnsight_engine.interleaving.barrier import Barrier
-from nnsight_engine.remote_backend.identity import fingerprint_of, name_of
+from nnsight_engine.remote_backend.identity import fingerprint_of_folder, name_of
 from nnsight_engine.remote_backend.messages import SentEdit, SentInvoke
 from nnsight_engine.remote_backend.sent import Dialect, Inputs, Resolve
 from nnsight_engine.vllm_backend.traces.caches import HOME_CLASSES
@@ -124,10 +124,7 @@ class VLLMDialect(Dialect):
 @functools.cache
 def _fingerprint(name: str) -> str:
     """Return that of a folder, which has another name on another machine; a repository's name says enough."""
-    if not Path(name).is_dir():
-        return ""
-    config = AutoConfig.from_pretrained(name)  # nosec B615 # a folder here
-    return fingerprint_of(config)
+    return fingerprint_of_folder(name) if Path(name).is_dir() else ""
 
 
 def local_tokenizer(model: VLLM) -> Any:
@@ -158,9 +155,12 @@ def _sampling(request: Request, shared: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         EncodeError: One of them is none.
     """
-    given = request.named(shared) if request.params is None else msgspec.to_builtins(request.params)
+    params, named = request.sampling_over(shared)
+    if params is not None and not isinstance(params, msgspec.Struct):
+        raise EncodeError(f"sampling_params= takes vLLM's SamplingParams, got {type(params).__name__}")
     try:
-        plain: dict[str, Any] = msgspec.to_builtins(given)
+        plain: dict[str, Any] = {} if params is None else msgspec.to_builtins(params)
+        plain |= msgspec.to_builtins(named)
     except TypeError as error:
         raise EncodeError(f"a sampling parameter cannot travel: {error}") from error
     return {name: value for name, value in plain.items() if not name.startswith("_")}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
+import msgspec
 from vllm import SamplingParams
 
 from nnsight_engine.vllm_backend.prompts import Request
+
+_NAMES: Final = tuple(name for name in SamplingParams.__struct_fields__ if not name.startswith("_"))
 
 
 def sampling_params(request: Request, shared: Mapping[str, Any]) -> SamplingParams:
@@ -18,10 +22,25 @@ def sampling_params(request: Request, shared: Mapping[str, Any]) -> SamplingPara
         shared: The trace's, which the request's own override.
 
     Raises:
-        TypeError: There is no such parameter.
-        ValueError: vLLM refuses a value.
+        TypeError: There is no such parameter, or one that would have no effect.
+        VLLMValidationError: vLLM refuses a value.
     """
-    if request.params is not None:
-        params: SamplingParams = request.params.clone()
-        return params
-    return SamplingParams(**request.named(shared))
+    params, named = request.sampling_over(shared)
+    _refuse_unknown(named)
+    if params is None:
+        return SamplingParams(**named)
+    if not isinstance(params, SamplingParams):
+        raise TypeError(
+            f"sampling_params= takes vLLM's SamplingParams, got {type(params).__name__}; give parameters by "
+            "name instead, `temperature=0.0, max_tokens=8`"
+        )
+    # Checked anew, which also works out what follows from the values.
+    return msgspec.structs.replace(params.clone(), **named)
+
+
+def _refuse_unknown(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in _NAMES:
+            near = difflib.get_close_matches(name, _NAMES, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(_NAMES)}"
+            raise TypeError(f"vLLM has no sampling parameter {name}; {hint}")

@@ -16,12 +16,13 @@ from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.remote_backend.backend import Remote, RemoteBackend, chosen_backend
+from nnsight_engine.remote_backend.identity import name_of
 from nnsight_engine.tracing.tracer import Backend, refuse_statement
 from nnsight_engine.vllm_backend.answers import answer
 from nnsight_engine.vllm_backend.client_names import ClientNames, check_envoys
 from nnsight_engine.vllm_backend.edits import Edits, EngineEditingTracer
 from nnsight_engine.vllm_backend.outline import OutlineEntry, outlined
-from nnsight_engine.vllm_backend.prompts import Request, as_prompt, refuse_function
+from nnsight_engine.vllm_backend.prompts import INPUT_NAMES, Request, as_prompt, refuse_function
 from nnsight_engine.vllm_backend.remote import VLLMDialect, local_tokenizer
 from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES, EnginePoints, StandardNames
 from nnsight_engine.wire import restore_error
@@ -210,21 +211,22 @@ class VLLM(StandardNames):
         One token is generated unless ``max_tokens`` says otherwise.
 
         Args:
-            *args: The prompt; without one, the block defines invokes, one request each.
+            *args: The prompt, text or tokens; without one, the block defines invokes, one request each. What
+                a tokenizer returns may come by name, ``trace(**tokenizer(text))``.
             remote: Where it runs: a server's address, True for that of ``CONFIG.API.HOST``, False for here.
             blocking: Wait for its end; otherwise, on a server, it is a job, see ``RemoteBackend``.
             backend: What runs the compiled block.
             tracer_cls: The kind of trace.
-            **kwargs: Sampling parameters, for all invokes that have none of their own; ``edits=["calm"]``,
-                names of edits to run beside the blocks, see ``edit``; ``validate=True`` runs the blocks for
-                nothing first, on no more tokens than they need, so that what they raise comes before the run.
+            **kwargs: Sampling parameters for all invokes, by name or as ``sampling_params=``, over which
+                names count; an invoke's own count over both. ``edits=["calm"]``, names of edits to run
+                beside the blocks, see ``edit``; ``validate=True`` runs the blocks for nothing first, on no
+                more tokens than they need, so that what they raise comes before the run.
 
         Raises:
             WithBlockNotFoundError: This is no ``with`` statement.
         """
         refuse_statement(sys._getframe(1), "trace")  # noqa: SLF001 - the caller is what it is about
         refuse_function(kwargs)
-        kwargs.setdefault("max_tokens", kwargs.pop("max_new_tokens", 1))
         streams = blocking and self.__dict__["mode"] == "async"
         backend = chosen_backend(backend, remote, self.__dict__["remote"], blocking=blocking, streams=streams)
         if isinstance(backend, RemoteBackend):
@@ -244,6 +246,10 @@ class VLLM(StandardNames):
         refuse_statement(sys._getframe(1), "session")  # noqa: SLF001 - the caller is what it is about
         chosen = chosen_backend(backend, remote, self.__dict__["remote"], blocking=blocking)
         return super().session(backend=chosen)
+
+    def to_model_key(self) -> str:
+        """Return what a server knows this model by, for ``RemoteBackend(model_key=...)``."""
+        return name_of(self.__dict__["_engine_args"]["model"])
 
     def remote_dialect(self) -> VLLMDialect:
         """Return how this model's traces are said to a server.
@@ -370,16 +376,18 @@ class VLLM(StandardNames):
 
     # How invokes become requests.
 
+    def _has_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return bool(args) or any(kwargs.get(name) is not None for name in INPUT_NAMES)
+
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], int]:
-        if not inputs:
+        if not self._has_input(inputs, kwargs):
             raise ValueError(
                 "an invoke on vLLM is a request and needs a prompt: `with tracer.invoke(prompt):`. Requests "
                 "run in batches with others, so there is no invoke for all rows"
             )
-        if len(inputs) > 1:
-            raise TypeError(f"an invoke takes one prompt, got {len(inputs)} positional arguments")
+        tokens = {name: kwargs.pop(name) for name in INPUT_NAMES if name in kwargs}
         params, edits = kwargs.pop("sampling_params", None), kwargs.pop("edits", None)
-        return (Request(as_prompt(inputs[0]), kwargs, params, edits),), {}, 1
+        return (Request(as_prompt(*inputs, **tokens), kwargs, params, edits),), {}, 1
 
     def _batch(
         self, batched_input: tuple[tuple[Any, ...], dict[str, Any]], *inputs: Any, **kwargs: Any

@@ -21,6 +21,7 @@ from api_schemas.interventions import parse_interventions
 from api_schemas.limits import Limits
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import tensor_from_bytes
+from nnsight_engine.core.token_texts import TokenTexts
 from nnsight_engine.plans.collected import (
     CaptureResult,
     CollectedResults,
@@ -157,7 +158,7 @@ class Engine:
                 spec=self.spec,
                 prompt_token_ids=ids,
                 max_tokens=ask.max_tokens,
-                tokenize=lambda text: self.tokenizer.encode(text, add_special_tokens=False),
+                token_of=TokenTexts(self.tokenizer).token,
                 stream=False,
                 prompt_logprobs=params.prompt_logprobs is not None,
             )

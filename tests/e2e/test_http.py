@@ -85,6 +85,29 @@ async def test_a_text_s_tokens_are_those_that_positions_count(live: Live) -> Non
         assert "context length" in refused.json()["error"]["message"]
 
 
+async def test_a_told_token_can_be_sent_back(live: Live) -> None:
+    prompt = "Paris \N{GRINNING FACE WITH SMILING EYES} \u0f0b\n\tcafe\u0301"
+    told = (await live.http.post("/v1/tokenize", json={"prompt": prompt})).json()["tokens"]
+    assert any("<0x" in token["text"] for token in told), "parts of a character are among them"
+    ids = {token["text"]: token["id"] for token in told}
+    lens = {"op": "logit_lens", "layers": [3], "top_k": 20, "targets": list(ids), "name": "lens"}
+    body = {"prompt": prompt, "max_tokens": 1}
+    answer = await live.http.post("/v1/completions", json=body | {"interventions": [lens]})
+    places = answer.json()["choices"][0]["interventions"]["results"]["lens"]["layers"]["3"]
+    assert {one["token"]: one["id"] for one in places[0]["targets"]} == ids
+    said = {one["token"]: one["id"] for place in places for one in place["top"]}
+    back = lens | {"top_k": 0, "targets": list(said)[:100]}
+    answer = await live.http.post("/v1/completions", json=body | {"interventions": [back]})
+    places = answer.json()["choices"][0]["interventions"]["results"]["lens"]["layers"]["3"]
+    assert {one["token"]: one["id"] for one in places[0]["targets"]} == dict(list(said.items())[:100])
+    for token in told:
+        where = {"tokens": [token["text"]], "phase": "prompt"}
+        capture = {"op": "capture", "at": "layers.0.output", "where": where, "name": "it"}
+        answer = await live.http.post("/v1/completions", json=body | {"interventions": [capture]})
+        found = answer.json()["choices"][0]["interventions"]["results"]["it"]["positions"]
+        assert found == [at for at, other in enumerate(told) if other["id"] == token["id"]]
+
+
 async def test_openais_client_passes_interventions_and_reads_results(live: Live) -> None:
     client = AsyncOpenAI(base_url=f"{live.http.base_url}/v1", api_key="unused")
     plain = await client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8, temperature=0)

@@ -162,7 +162,9 @@ async def test_traces_wait_for_the_engine_and_the_status_does_not(serve: Serve, 
         server.engine.behaviour.is_starting = False
         ready = (await server.client.get("/v1/status")).json()
         assert ready["phase"] == "ready"
-        assert ready["models"] == [{"name": MODEL, "names": [MODEL], "running": True, "engines": ["vllm"]}]
+        (model,) = ready["models"]
+        assert (model["name"], model["names"], model["running"]) == (MODEL, [MODEL], True)
+        assert (model["fingerprint"], model["engines"]) == (FINGERPRINT, ["vllm"])
         server.engine.behaviour.is_dead = True
         assert (await server.client.get("/v1/status")).json()["phase"] == "restarting"
         error_of(await run(server), 503, "engine_restarting")

@@ -322,6 +322,37 @@ def test_a_patching_map_has_no_more_cells_than_a_request(playground: Playground,
     assert sizes == [513], "of four layers one: two would be 1025 prompts"
 
 
+def test_tokens_are_taken_as_they_are_shown(playground: Playground, open_page: Open) -> None:
+    httpx.post(f"{playground.url}/v1/vectors", json=VECTOR).raise_for_status()
+    told = [" one", "\n", "a\t b", "·", "\x1b", "\\u00b7", "<0xE2>", "\r\n", "\\·", "∅"]
+    prompt = "a b c d e f g h i j"
+    page = open_page(link(playground.url, view="activations", prompt=prompt, **STEERED))
+
+    def tell(route: Route) -> None:
+        route.fulfill(json={"tokens": [{"id": at, "text": text} for at, text in enumerate(told)]})
+
+    page.route("**/v1/tokenize", tell)
+    press(page, "Measure")
+    rows = view_of(page).locator("tbody tr")
+    expect(rows.nth(len(told) - 1)).to_be_attached()
+    shown = view_of(page).locator("tbody th").all_text_contents()[: len(told)]
+    assert shown[:2] == ["·one", "⏎"]
+    assert len(set(shown)) == len(told)
+    sent: list[Any] = []
+
+    def hold(route: Route) -> None:
+        sent.append(json.loads(route.request.post_data or ""))
+        route.abort()
+
+    where = {"tokens": ",".join([*shown, "#7042", " two"])}
+    page = open_page(link(playground.url, steering=[STEERED["steering"][0] | {"where": where}]))
+    page.route("**/v1/completions", hold)
+    press(page, "Run")
+    until(lambda: len(sent) == 2)
+    (steering,) = next(one["interventions"] for one in sent if "interventions" in one)
+    assert steering["where"]["tokens"] == [*told, 7042, " two"]
+
+
 def test_moving_the_strength_runs_again_and_cancels_what_ran(playground: Playground, open_page: Open) -> None:
     httpx.post(f"{playground.url}/v1/vectors", json=VECTOR).raise_for_status()
     page = open_page(link(playground.url, sampling={"maxTokens": 4}, **STEERED))

@@ -71,7 +71,7 @@ def steer(scale: float = 0.3) -> dict[str, Any]:
 
 
 def visible(token: str) -> str:
-    return re.sub("^ ", "·", token.replace("\n", "⏎"))
+    return token.replace("\n", "⏎").replace(" ", "·")
 
 
 def column(page: Page, name: str) -> Any:

@@ -37,6 +37,7 @@ NAMES = [
     "bundled_model_path",
     "eproperty",
     "is_model_running",
+    "ndif_status",
     "register_by_value",
     "save",
     "status",

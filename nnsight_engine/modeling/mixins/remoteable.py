@@ -9,6 +9,7 @@ from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.modeling.mixins.meta import MetaMixin
 from nnsight_engine.remote_backend.backend import Remote, chosen_backend
+from nnsight_engine.remote_backend.identity import name_of
 from nnsight_engine.remote_backend.transformers_dialect import TransformersDialect
 from nnsight_engine.tracing.tracer import Backend, refuse_statement
 
@@ -68,6 +69,20 @@ class RemoteableMixin(MetaMixin):
         refuse_statement(sys._getframe(1), "session")  # noqa: SLF001 - the caller is what it is about
         chosen = chosen_backend(backend, remote, self.__dict__["remote"], blocking=blocking)
         return super().session(backend=chosen)
+
+    def to_model_key(self) -> str:
+        """Return what a server knows this model by, for ``RemoteBackend(model_key=...)``.
+
+        Raises:
+            ValueError: It was made from a module, which has no name.
+        """
+        source = self.__dict__.get("repo_id")
+        if not source:
+            raise ValueError(
+                "a server finds a model by its name, and this one was made from a module that has none: load "
+                "it by name"
+            )
+        return name_of(source)
 
     def remote_dialect(self) -> TransformersDialect:
         """Return how this model's traces are said to a server.

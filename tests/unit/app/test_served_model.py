@@ -49,6 +49,15 @@ def test_those_of_other_models_are_not(of: TraceHead) -> None:
     assert caught.value.code == "model_not_found"
 
 
+def test_its_names_are_those_that_traces_may_use() -> None:
+    assert MODEL.all_names == ("smol", "smol-2", "org/smol")
+    local = ServedModel(("small",), "/srv/checkpoints/smol/", "shape")
+    assert local.all_names == ("small", "smol"), "where its folder is on the server is no name"
+    for served in (MODEL, local):
+        for name in served.all_names:
+            served.check(head(name))
+
+
 def test_a_model_whose_shape_is_not_known_goes_by_its_name_alone() -> None:
     unknown = ServedModel(("smol",), "/srv/smol")
     unknown.check(head("smol"))

@@ -14,6 +14,7 @@ import pytest
 from api_schemas.interventions import PromptOperations, parse_interventions
 from api_schemas.tensors import TensorObject
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
+from nnsight_engine.core.token_texts import NoSuchTokenError
 from nnsight_engine.plans.compile import compile_request
 from nnsight_engine.plans.request_plan import CompiledRequest, Kind, RequestPlan, Site, WhereRule
 
@@ -41,9 +42,12 @@ SPEC = ModelSpec(
 PROMPT = [10, 11, 12, 13, 11]
 
 
-def tokenize(text: str) -> list[int]:
+def token_of(text: str) -> int:
     """One token per word; a word's id is its length."""
-    return [len(word) for word in text.split()]
+    ids = [len(word) for word in text.split()]
+    if len(ids) != 1:
+        raise NoSuchTokenError(f"is {len(ids)}: {ids}")
+    return ids[0]
 
 
 def compiled(*raw: dict[str, Any], prompt: list[int] = PROMPT, max_tokens: int = 8) -> CompiledRequest:
@@ -52,7 +56,7 @@ def compiled(*raw: dict[str, Any], prompt: list[int] = PROMPT, max_tokens: int =
         spec=SPEC,
         prompt_token_ids=prompt,
         max_tokens=max_tokens,
-        tokenize=tokenize,
+        token_of=token_of,
         stream=True,
     )
 
@@ -248,7 +252,7 @@ def test_a_vector_of_real_size_compiles_in_well_under_two_milliseconds() -> None
     for _ in range(30):
         start = time.perf_counter()
         compile_request(
-            ops, spec=SPEC, prompt_token_ids=PROMPT, max_tokens=8, tokenize=tokenize, stream=False
+            ops, spec=SPEC, prompt_token_ids=PROMPT, max_tokens=8, token_of=token_of, stream=False
         )
         durations.append(time.perf_counter() - start)
     assert sorted(durations)[len(durations) // 2] < 0.002
@@ -277,7 +281,7 @@ def test_a_prompt_has_its_own_operations_under_their_own_indices() -> None:
     def plan(prompt_index: int) -> list[tuple[Kind, str]]:
         indexes, own = zip(*grouped.of(prompt_index), strict=True)
         request = compile_request(
-            own, spec=SPEC, prompt_token_ids=PROMPT, max_tokens=8, tokenize=tokenize, stream=True,
+            own, spec=SPEC, prompt_token_ids=PROMPT, max_tokens=8, token_of=token_of, stream=True,
             indexes=indexes,
         )  # fmt: skip
         return [(op.kind, op.name) for op in request.plan.ops if op.reads or op.kind is Kind.ADD]

@@ -11,6 +11,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.interventions import parse_interventions
 from api_schemas.tensors import TensorObject
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
+from nnsight_engine.core.token_texts import NoSuchTokenError
 from nnsight_engine.plans.compile import compile_request
 
 VALUES = ("steer", "ablate", "patch", "capture", "probe")
@@ -49,9 +50,12 @@ CAPTURE: dict[str, Any] = {"op": "capture", "at": "layers.1.output"}
 LENS: dict[str, Any] = {"op": "logit_lens"}
 
 
-def tokenize(text: str) -> list[int]:
+def token_of(text: str) -> int:
     """One token per word; a word's id is its length."""
-    return [len(word) for word in text.split()]
+    ids = [len(word) for word in text.split()]
+    if len(ids) != 1:
+        raise NoSuchTokenError(f"is {len(ids)}: {ids}")
+    return ids[0]
 
 
 def refused(
@@ -68,7 +72,7 @@ def refused(
             spec=spec,
             prompt_token_ids=prompt,
             max_tokens=max_tokens,
-            tokenize=tokenize,
+            token_of=token_of,
             stream=False,
             prompt_logprobs=prompt_logprobs,
         )

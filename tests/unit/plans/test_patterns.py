@@ -60,7 +60,7 @@ def compiled(*raw: dict[str, Any], prompt: list[int] = PROMPT, stream: bool = Fa
         spec=SPEC,
         prompt_token_ids=prompt,
         max_tokens=20,
-        tokenize=lambda text: [len(word) for word in text.split()],
+        token_of=len,
         stream=stream,
     )
 

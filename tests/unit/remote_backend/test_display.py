@@ -30,6 +30,42 @@ def test_a_long_trace_shows_where_it_is_and_how_much_is_through(capsys: pytest.C
     assert "5.0/50.0 MB" in shown
 
 
+def test_a_transfer_of_unknown_size_shows_what_came(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display() as display:
+        time.sleep(0.1)
+        display.progress("download", 5_000_000, None)
+        time.sleep(0.3)
+    shown = capsys.readouterr().err
+    assert "5.0 MB" in shown
+    assert "/?" not in shown
+    assert "? " not in shown
+
+
+def test_output_that_goes_to_a_file_has_a_line_for_each_status(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FORCE_COLOR")
+    with Display() as display:
+        display.event({"status": "RECEIVED", "job": "trace-1"})
+        display.event({"status": "QUEUED", "message": "3 before this one", "job": "trace-1"})
+        assert capsys.readouterr().err == "", "short traces show nothing"
+        time.sleep(0.1)
+        display.event({"status": "RUNNING", "engine": "local", "job": "trace-1"})
+        display.event({"status": "LOG", "message": "hello:", "job": "trace-1"})
+        display.progress("download", 1, None)
+    shown = capsys.readouterr()
+    assert shown.err == (
+        "[trace-1] RECEIVED\n[trace-1] QUEUED    : 3 before this one\n[trace-1] RUNNING   : on local\n"
+    )
+    assert shown.out == "[trace-1] LOG       : hello:\n"
+    monkeypatch.setattr(CONFIG.APP, "REMOTE_LOGGING", False)
+    with Display() as display:
+        display.event({"status": "RECEIVED", "job": "trace-1"})
+        time.sleep(0.1)
+        display.event({"status": "RUNNING", "job": "trace-1"})
+    assert capsys.readouterr().err == ""
+
+
 def test_prints_are_printed_and_can_be_turned_off(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,7 +61,7 @@ def compiled(raw: list[dict[str, Any]], prompt_len: int, *, stream: bool = False
         spec=SPEC,
         prompt_token_ids=list(range(prompt_len)),
         max_tokens=64,
-        tokenize=lambda text: [len(text)],
+        token_of=len,
         stream=stream,
     )
 

@@ -2,6 +2,7 @@
 
 import type { Json, JsonObject, Operation } from "../api/types";
 import type { SteerState, WhereState } from "../state/page";
+import { typed } from "./text";
 
 /** Something in a field that cannot be sent; the message is a sentence. */
 export class FieldError extends Error {}
@@ -72,10 +73,10 @@ function rangeOf(text: string): Json[] | undefined {
   return [found[1] ? Number(found[1]) : 0, found[2] ? Number(found[2]) : null];
 }
 
-/** Returns tokens: texts with commas between them, blanks counting, or ids as `#7042`. */
+/** Returns tokens: texts with commas between them, as they are shown or with blanks, or ids as `#7042`. */
 function tokensOf(text: string): (string | number)[] | undefined {
   if (!text) return undefined;
-  return text.split(",").map((part) => (/^#\d+$/.test(part.trim()) ? Number(part.trim().slice(1)) : part));
+  return text.split(",").map(typed);
 }
 
 function given(fields: JsonObject): JsonObject | undefined {

@@ -1,9 +1,21 @@
 /** How tokens and numbers are written. */
 
-/** Returns a token's text so that blanks can be seen. */
+const MARKS: Record<string, string> = { " ": "·", "\n": "⏎", "\r": "␍", "\t": "⇥" };
+const BLANKS = Object.fromEntries(Object.entries(MARKS).map(([blank, mark]) => [mark, blank]));
+
+/** Returns a token's text so that blanks can be seen; `typed` is its inverse, and no two tokens look alike. */
 export function visible(token: string): string {
-  const shown = token.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ /, "·");
-  return shown === "" ? "∅" : shown;
+  if (token === "") return "∅";
+  const unclear = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f·⏎␍⇥∅]|\\(?=u[0-9a-f]{4})/g;
+  const clear = token.replace(unclear, (one) => `\\u${one.charCodeAt(0).toString(16).padStart(4, "0")}`);
+  return clear.replace(/[ \n\r\t]/g, (blank) => MARKS[blank]!);
+}
+
+/** Returns the token's text that somebody typed or copied as it was shown, or its id of `#7042`. */
+export function typed(shown: string): string | number {
+  if (/^#\d+$/.test(shown.trim())) return Number(shown.trim().slice(1));
+  const marks = shown.replace(/[·⏎␍⇥]/g, (mark) => BLANKS[mark]!);
+  return marks.replace(/\\u([0-9a-f]{4})/g, (_, code: string) => String.fromCharCode(parseInt(code, 16)));
 }
 
 export function probability(logprob: number | null | undefined): number {

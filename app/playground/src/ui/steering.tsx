@@ -162,7 +162,7 @@ function Where(props: {
         <TextField
           label="Tokens"
           value={where.tokens}
-          hint="with commas; a blank before a word counts; ids as #7042"
+          hint="as shown, ·Paris, or with blanks; commas between; ids as #7042"
           onChange={(tokens) => set({ tokens })}
         />
         <TextField

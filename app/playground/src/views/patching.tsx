@@ -6,7 +6,7 @@ import { post, tokenize } from "../api/client";
 import type { Answer, CaptureResult, LensResult, LensToken } from "../api/types";
 import { tensorOf, type Tensor } from "../lib/tensors";
 import { FieldError } from "../lib/steering";
-import { percent, plural, short, visible } from "../lib/text";
+import { percent, plural, short, typed, visible } from "../lib/text";
 import { LEAVES } from "../state/page";
 import { usePage, useRun } from "../state/hooks";
 import { Grid, type Place } from "../ui/grid";
@@ -99,7 +99,7 @@ export function PatchingView() {
         <TextField
           label="Token that is followed"
           value={patching.answer}
-          hint="one token, its blank included"
+          hint="one token, as it is shown, or as #7042"
           onChange={(answer) => set({ answer })}
         />
         <TextField
@@ -141,8 +141,8 @@ function EffectMap(props: { mapped: Mapped; active: Place; onActive: (place: Pla
   const said = (found: number | null) =>
     found === null ? "no finite number" : `${short(found)}, ${percent(recovered(found))} brought back`;
   const position = plan.positions[Math.min(active.column, plan.positions.length - 1)]!;
-  const against = plan.contrast ? ` less that of “${visible(plan.contrast)}”` : "";
-  const measure = `Log-probability of “${visible(plan.answer)}”${against}`;
+  const against = plan.contrast ? ` less that of “${followed(plan.contrast)}”` : "";
+  const measure = `Log-probability of “${followed(plan.answer)}”${against}`;
   return (
     <>
       <div class="aligned" role="group" aria-label="The prompts, token by token">
@@ -234,6 +234,12 @@ function scoreOf(answer: Answer, index: number): number | null {
   const [wanted, against] = targetsOf(answer, index).map((target) => target.logprob);
   if (wanted === undefined || wanted === null || against === null) return null;
   return wanted - (against ?? 0);
+}
+
+/** Returns how a token that was typed is shown. */
+function followed(text: string): string {
+  const token = typed(text);
+  return typeof token === "number" ? `#${token}` : visible(token);
 }
 
 function known(mapped: Mapped | null): Plan {

@@ -5,6 +5,7 @@ import type { ApiRequest, Operation } from "../api/types";
 import { curlHead, literal, quoted, client, type Snippets } from "../lib/snippets";
 import { FieldError } from "../lib/steering";
 import { rowOf, type Tensor } from "../lib/tensors";
+import { typed } from "../lib/text";
 import { authorized, head } from "../lib/traces";
 import type { LEAVES } from "../state/page";
 
@@ -74,7 +75,7 @@ function body(plan: Plan, prompt: number[] | number[][], interventions: Operatio
 }
 
 function lens(plan: Plan): Operation {
-  const targets = [plan.answer, ...(plan.contrast ? [plan.contrast] : [])];
+  const targets = [plan.answer, ...(plan.contrast ? [plan.contrast] : [])].map(typed);
   return { op: "logit_lens", layers: [-1], top_k: 0, targets, where: { positions: [-1] }, name: "lens" };
 }
 

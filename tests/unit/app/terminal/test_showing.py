@@ -70,7 +70,7 @@ def test_texts_are_compared_again_only_when_one_has_changed(monkeypatch: pytest.
 def test_a_model_cannot_steer_the_terminal() -> None:
     assert plain("a\x1b[2Jb\r\nc\td\u202e\x9b\u061c") == "a�[2Jb\nc\td���"
     assert plain("a\r") + plain("\nb") == "a\nb", "a line's end that comes in two pieces"
-    assert visible(" a\nb\x1b") == "·a↵b�"
+    assert visible(" a\nb\x1b") == r"·a↵b\u001b"
     assert visible("\r\n") == "␍↵"
 
 
