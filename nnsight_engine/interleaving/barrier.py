@@ -10,6 +10,7 @@ from __future__ import annotations
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.mediator import Mediator
+from nnsight_engine.interleaving.sharing import meet
 
 
 class Barrier:
@@ -45,6 +46,7 @@ class Barrier:
         if len(self.arrived) < self.participants:
             return
         assert mediator.interleaver is not None  # noqa: S101 - it has just asked
+        meet([one.exchange for one in self.arrived if one.exchange is not None])
         mediator.interleaver.released.extend(sorted(self.arrived, key=lambda one: one.idx))
         self.arrived = []
 

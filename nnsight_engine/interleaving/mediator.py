@@ -31,6 +31,7 @@ from nnsight_engine.interleaving.modes import Keeper
 
 if TYPE_CHECKING:
     from nnsight_engine.interleaving.interleaver import Interleaver
+    from nnsight_engine.interleaving.sharing import Exchange
 
 Event = tuple[Events, str, int | None, Any]
 """What is asked for: kind, provider without its call number, call number, anything more."""
@@ -90,7 +91,7 @@ class Mediator:
         batch_group: First row and number of rows of the batch that this block owns; None sees all rows.
         iteration: The call number that requests are for; None means the next one to come.
         loops: The loops over steps that the block is in, innermost last.
-        publish: Passes on what the block has assigned, each time it hands over.
+        exchange: Passes on what the block has assigned, each time it hands over.
         waiting: What the block asked for and has not got; None while it runs or when it has ended.
     """
 
@@ -99,13 +100,13 @@ class Mediator:
         "_modes",
         "_name",
         "batch_group",
+        "exchange",
         "idx",
         "info",
         "interleaver",
         "intervention",
         "iteration",
         "loops",
-        "publish",
         "transform",
         "waiting",
         "worker",
@@ -132,7 +133,7 @@ class Mediator:
         self.loops: list[Any] = []
         self.waiting: Event | None = None
         self.transform: Callable[[], Any] | None = None
-        self.publish: Callable[[], None] | None = None
+        self.exchange: Exchange | None = None
         self.worker: Any = None
         self.interleaver: Interleaver | None = None
         self._modes: Modes
@@ -209,8 +210,8 @@ class Mediator:
         finally:
             self._modes.leave()
             interleaver.current, interleaver.listener = before, listener
-        if self.publish is not None:
-            self.publish()
+        if self.exchange is not None:
+            self.exchange.publish()
         if interleaver.batcher.loans is not None:
             interleaver.take_back()
         if self.transform is not None:
@@ -222,6 +223,8 @@ class Mediator:
             _, error = event.empty()
             if error is not None:
                 interleaver.failed(error)
+            elif self.exchange is not None:
+                self.exchange.close()
             return NOTHING
         self.waiting = event  # type: ignore[assignment] # type() narrows less than isinstance(), which is slow
         return interleaver.queue(self)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from nnsight_engine.core.cells import UNBOUND, content
+from nnsight_engine.core.cells import UNBOUND, Assignments, content
 from nnsight_engine.core.saves import SAVES
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.local_engine.link import LOCAL
@@ -96,6 +96,8 @@ class LocalPart(Tracer):
         if info.frame is not None:
             raise LocalBlockError.misplaced()
         cells, values = info.variables, self._values()
+        around = info.assignments
+        assignments = Assignments(cells) if around is None else around.inside(cells)
         asked = PartAsked(
             attempt=self._attempt,
             turn=self._turn,
@@ -117,12 +119,12 @@ class LocalPart(Tracer):
                 raise DecodeError(f"the answer of tracer.local() assigns {name!r}, which its body does not")
             if has_gradients and name in done.computed:
                 value = map_tensors(value, _without_gradients)  # noqa: PLW2901 - the same, but for gradients
-            cells[name].cell_contents = value
+            assignments[name] = value
             if name in done.saved:
                 SAVES.mark(value)
         for name in done.deleted:
             if name in info.block.stored and name in cells and content(cells[name]) is not UNBOUND:
-                del cells[name].cell_contents
+                del assignments[name]
 
     def _values(self) -> dict[str, Any]:
         """Return what the body may read and the client may lack, or have otherwise."""

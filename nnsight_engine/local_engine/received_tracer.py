@@ -11,6 +11,7 @@ from nnsight_engine.envoys.tracers.editing import Edit
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.local_engine.local_part import Ask, LocalPart
 from nnsight_engine.remote_backend.errors import LocalBlockError
+from nnsight_engine.tracing.tracer import compiled
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
@@ -86,7 +87,8 @@ class ReceivedTracer(InterleavingTracer):
         self.batcher.shared_kwargs = self.kwargs
         for invoke in self._received:
             self.invokers.append(invoke)
-            self.add(self.compile_on(invoke.info, invoke.own), invoke.info, invoke.args, invoke.kwargs)
+            block = compiled(invoke.info, invoke.own, assignments=invoke.assignments)
+            self.add(block, invoke.info, invoke.args, invoke.kwargs)
         self._check_input()
 
     @property

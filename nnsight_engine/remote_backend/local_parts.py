@@ -10,17 +10,17 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from types import CellType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from nnsight_engine.core.cells import UNBOUND, content, copied
+from nnsight_engine.core.cells import UNBOUND, Assignments, content, copied
 from nnsight_engine.core.saves import SAVES
 from nnsight_engine.core.trees import map_tensors
-from nnsight_engine.interleaving.sharing import publishers
+from nnsight_engine.interleaving.sharing import exchanges
 from nnsight_engine.remote_backend.errors import LocalBlockError
 from nnsight_engine.remote_backend.local_messages import (
     GIVEN,
@@ -73,8 +73,9 @@ class LocalParts:
             outside |= mangled(names_in(_without(part.info.block.origin.body, statements)), class_name)
         self.own = frozenset(inside - outside)
         self._cells = [copied(part.own) for part in parts]
-        self._publish = publishers(
-            [_Own(part, cells, self.own) for part, cells in zip(parts, self._cells, strict=True)]
+        self._assignments = [Assignments(cells) for cells in self._cells]
+        self._exchanges = exchanges(
+            [_Own(part, one, self.own) for part, one in zip(parts, self._assignments, strict=True)]
         )
         self._blocks: dict[tuple[int, Place, frozenset[str]], Block] = {}
         self._saved: list[dict[str, Any]] = [{} for _ in parts]
@@ -132,16 +133,18 @@ class LocalParts:
         for name, value in asked.values.items():
             cells.setdefault(name, CellType()).cell_contents = value
         before = {name: self._state(value) for name, value in asked.values.items()}
-        run = compiled(Info(block, cells, None, self._infos[asked.block].globals_), cells)
+        assignments = self._assignments[asked.block]
+        info = Info(block, cells, None, self._infos[asked.block].globals_)
+        counts = {name: assignments[name] for name in block.stored}
+        run = compiled(info, cells, assignments=assignments)
         with _Values():
             run()
         for name, value in asked.values.items():
             if self._state(value) != before[name]:
                 raise LocalBlockError.changed(name)
-        publish = self._publish[asked.block]
-        if publish is not None:
-            publish()
-        answer = self._answer(asked, block, cells)
+        self._exchanges[asked.block].publish()
+        assigned = {name for name, count in counts.items() if assignments[name] != count}
+        answer = self._answer(asked, assigned, cells)
         self._last = (asked.attempt, asked.turn, answer)
         return answer
 
@@ -163,12 +166,12 @@ class LocalParts:
             self._blocks[key] = compile_block(nested, info.block.source, shared, info.block.context)
         return self._blocks[key]
 
-    def _answer(self, asked: PartAsked, block: Block, cells: Mapping[str, CellType]) -> bytes:
+    def _answer(self, asked: PartAsked, assigned: Set[str], cells: Mapping[str, CellType]) -> bytes:
         """Keep what stays here of what was assigned, and return the rest as a message."""
         wanted = self._infos[asked.block].wanted
         saved, flows = self._saved[asked.block], self._flows[asked.block]
         done = PartDone()
-        for name in block.stored:
+        for name in sorted(assigned):
             value = content(cells[name])
             if name in self.own:
                 saved.pop(name, None)
@@ -204,10 +207,11 @@ class LocalParts:
 class _Own:
     """The variables of one block that stay here, which invokes share as they do elsewhere."""
 
-    def __init__(self, part: SentPart, cells: Mapping[str, CellType], names: frozenset[str]) -> None:
-        self.outer = {name: cell for name, cell in part.outer.items() if name in names}
-        self.own = {name: cell for name, cell in cells.items() if name in self.outer}
-        self.stored = [name for name in part.info.block.stored if name in self.outer]
+    def __init__(self, part: SentPart, assignments: Assignments, names: frozenset[str]) -> None:
+        self.identities = {name: one for name, one in part.identities.items() if name in names}
+        self.own = {name: cell for name, cell in assignments.cells.items() if name in self.identities}
+        self.stored = [name for name in part.info.block.stored if name in self.identities]
+        self.assignments = assignments
 
 
 def _statements(part: SentPart, tracer: Tracer) -> _Found:

@@ -8,14 +8,15 @@ is read and brought home.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from types import CellType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
-from nnsight_engine.core.cells import content
+from nnsight_engine.core.cells import Assignments, content
 from nnsight_engine.core.config import CONFIG
 from nnsight_engine.core.saves import SAVES
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+from nnsight_engine.interleaving.sharing import explain
 from nnsight_engine.remote_backend.errors import LostTraceError
 from nnsight_engine.tracing.tracer import Info
 from nnsight_engine.wire import DATA_ONLY, DecodeError, Policy, SentBlock, decode, restore_error
@@ -44,16 +45,33 @@ class Outcome:
 
 
 class SentPart(NamedTuple):
-    """A block that was sent: its own variables, and the surrounding ones that they stand for."""
+    """A block that was sent.
+
+    Attributes:
+        info: The block.
+        assignments: Its variables.
+        identities: Which variables of the surrounding code they stand for; see ``interleaving.sharing``.
+    """
 
     info: Info
-    own: Mapping[str, CellType]
-    outer: Mapping[str, CellType]
+    assignments: Assignments
+    identities: Mapping[str, Hashable]
+
+    @classmethod
+    def alone(cls, info: Info) -> Self:
+        """Return a block that runs on the surrounding code's own variables."""
+        identities = {name: id(cell) for name, cell in info.variables.items()}
+        return cls(info, Assignments(info.variables), identities)
+
+    @property
+    def own(self) -> Mapping[str, CellType]:
+        """Its variables, by name."""
+        return self.assignments.cells
 
     def bind(self, name: str, value: Any) -> None:
         """Assign one of its variables; a name that it does not have is somebody's mistake or malice."""
         if name in self.own:
-            self.own[name].cell_contents = value
+            self.assignments[name] = value
 
     def as_sent(self, left_out: frozenset[str] = frozenset()) -> SentBlock:
         """Return what of it travels, without the values of some names."""
@@ -64,8 +82,8 @@ class SentPart(NamedTuple):
 def parts_of(tracer: InterleavingTracer) -> list[SentPart]:
     """Return the blocks of a trace: its invokes, or the trace itself if it has an input."""
     if not tracer.invokers:
-        return [SentPart(tracer.info, tracer.info.variables, tracer.info.variables)]
-    return [SentPart(invoker.info, invoker.own, invoker.outer) for invoker in tracer.invokers]
+        return [SentPart.alone(tracer.info)]
+    return [SentPart(invoker.info, invoker.assignments, invoker.identities) for invoker in tracer.invokers]
 
 
 def wanted_of(parts: Sequence[SentPart]) -> list[str]:
@@ -138,6 +156,9 @@ def bring_home(parts: Sequence[SentPart], outcomes: Sequence[Outcome]) -> None:
         for name, value in saves_of(outcomes, index).items():
             part.bind(name, value)
             SAVES.mark(value)
+    for outcome in outcomes:
+        if len(parts) > 1 and isinstance(outcome.error, NameError):
+            explain(outcome.error, [part.info.block.stored for part in parts])
     raise_first(outcomes)
     missing = set(range(len(parts))) - {outcome.index for outcome in outcomes}
     if missing:
@@ -177,19 +198,19 @@ def saved_containers(blocks: Sequence[Mapping[str, CellType]]) -> list[Any]:
     return [value for key, value in found.items() if key in SAVES.marked]
 
 
-def groups_of(outers: Sequence[Mapping[str, CellType]]) -> list[dict[str, int]]:
+def groups_of(parts: Sequence[SentPart]) -> list[dict[str, int]]:
     """Number the surrounding variables: the same one has the same number in every block.
 
     Where blocks are not to see each other's variables, see ``CONFIG.APP.CROSS_INVOKER``, none is the same.
     """
-    numbers: dict[tuple[int, int], int] = {}
+    numbers: dict[tuple[int, Hashable], int] = {}
     shares = CONFIG.APP.CROSS_INVOKER
     return [
         {
-            name: numbers.setdefault((0 if shares else index, id(cell)), len(numbers))
-            for name, cell in outer.items()
+            name: numbers.setdefault((0 if shares else index, identity), len(numbers))
+            for name, identity in part.identities.items()
         }
-        for index, outer in enumerate(outers)
+        for index, part in enumerate(parts)
     ]
 
 

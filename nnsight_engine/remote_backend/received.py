@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from types import CellType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, Final
 
-from nnsight_engine.core.cells import UNBOUND, content
+from nnsight_engine.core.cells import UNBOUND, Assignments, content
 from nnsight_engine.core.saves import holds_marked
 from nnsight_engine.tracing.tracer import Info
 from nnsight_engine.wire import DecodeError, EncodeError, Limits, encode_error
@@ -34,22 +34,24 @@ class ReceivedInvoke:
 
     Attributes:
         info: The block.
-        outer: The surrounding variables, by name; there is nothing in them.
+        identities: The numbers of the surrounding variables, by name.
         own: The block's own.
         stored: The names that it may assign.
+        assignments: What counts its stores.
         args: The input of its invoke, where it has one.
         kwargs: Keyword arguments that belong to the input.
         marked: What it has saved, by identity, if whoever runs it keeps that apart.
     """
 
-    __slots__ = ("args", "info", "kwargs", "marked", "outer", "own", "stored")
+    __slots__ = ("args", "assignments", "identities", "info", "kwargs", "marked", "own", "stored")
 
-    def __init__(self, info: Info, groups: Mapping[str, int], outer: dict[int, CellType]) -> None:
-        """Give the variables of one number one cell, ``outer``'s."""
+    def __init__(self, info: Info, groups: Mapping[str, int]) -> None:
+        """Take a block; variables of one number are one."""
         self.info = info
         self.own = info.variables
-        self.outer = {name: outer.setdefault(groups.get(name, -1), CellType()) for name in info.variables}
+        self.identities = {name: groups[name] for name in info.variables if name in groups}
         self.stored = info.block.stored
+        self.assignments = Assignments(self.own)
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
         self.marked: dict[int, Any] = {}
@@ -85,8 +87,7 @@ def invokes_of(blocks: Sequence[Info], groups: Sequence[Mapping[str, int]]) -> l
         raise DecodeError(
             f"the trace is broken: it has {len(blocks)} blocks and says of {len(groups)} what they share"
         )
-    outer: dict[int, CellType] = {}
-    return [ReceivedInvoke(info, names, outer) for info, names in zip(blocks, groups, strict=True)]
+    return [ReceivedInvoke(info, names) for info, names in zip(blocks, groups, strict=True)]
 
 
 def outcome_of(

@@ -138,7 +138,7 @@ class SentRemotely:
         self._dialect = dialect
         is_session = isinstance(tracer, Session)
         if isinstance(tracer, Session):
-            self._parts = [SentPart(tracer.info, tracer.info.variables, tracer.info.variables)]
+            self._parts = [SentPart.alone(tracer.info)]
             inputs, barriers = dialect.session(tracer), list[Barrier]()
         else:
             self._parts = parts_of(tracer)
@@ -163,7 +163,7 @@ class SentRemotely:
             engine=engine,
             kind="session" if is_session else "trace",
             codec=codec,
-            groups=groups_of([part.outer for part in sent]),
+            groups=groups_of(sent),
             invokes=list(inputs.invokes),
             method=inputs.method,
             num_edits=len(inputs.edits),

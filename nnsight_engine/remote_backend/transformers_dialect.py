@@ -112,4 +112,4 @@ class TransformersDialect(Dialect):
 
 
 def _sent(edits: Sequence[Edit]) -> list[SentPart]:
-    return [SentPart(edit.info, edit.info.variables, edit.info.variables) for edit in edits]
+    return [SentPart.alone(edit.info) for edit in edits]

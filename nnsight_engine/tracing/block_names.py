@@ -25,12 +25,14 @@ def names_in(body: Sequence[ast.stmt]) -> frozenset[str]:
 
 def mangled(names: frozenset[str], class_name: str | None) -> frozenset[str]:
     """Return the names as the compiler spells them within ``class_name``: ``__x`` becomes ``_C__x``."""
+    return frozenset(mangled_name(class_name, name) for name in names)
+
+
+def mangled_name(class_name: str | None, name: str) -> str:
+    """Return a name as the compiler spells it within ``class_name``."""
     prefix = (class_name or "").lstrip("_")
-    if not prefix:
-        return names
-    return frozenset(
-        f"_{prefix}{name}" if name.startswith("__") and not name.endswith("__") else name for name in names
-    )
+    private = prefix and name.startswith("__") and not name.endswith("__")
+    return f"_{prefix}{name}" if private else name
 
 
 def is_bare_super(node: ast.Call) -> bool:
@@ -49,7 +51,12 @@ def names_outside(node: ast.With, body: Sequence[ast.stmt]) -> frozenset[str]:
 def stored_in(body: Sequence[ast.stmt]) -> frozenset[str]:
     """Return the names that statements assign in the scope that they stand in."""
     scope = _scan(body)
-    return frozenset(scope.stored - scope.global_)
+    return frozenset((scope.stored | scope.from_functions) - scope.global_)
+
+
+def declared_nonlocal(body: Sequence[ast.stmt]) -> frozenset[str]:
+    """Return the names that statements declare ``nonlocal`` in the scope that they stand in."""
+    return frozenset(_scan(body).nonlocal_)
 
 
 def leaving(body: Sequence[ast.stmt]) -> list[ast.AST]:
@@ -82,11 +89,13 @@ class _Elsewhere(ast.NodeVisitor):
 
 
 class _Scope(ast.NodeVisitor):
-    """Names assigned in one function scope, and statements that would leave it."""
+    """Names assigned in one function scope, by functions in it too, and statements that would leave it."""
 
     def __init__(self) -> None:
         self.stored: set[str] = set()
+        self.from_functions: set[str] = set()
         self.global_: set[str] = set()
+        self.nonlocal_: set[str] = set()
         self.leaving: list[ast.AST] = []
 
     def visit_Name(self, node: ast.Name) -> None:
@@ -98,6 +107,7 @@ class _Scope(ast.NodeVisitor):
 
     def visit_Nonlocal(self, node: ast.Nonlocal) -> None:
         self.stored.update(node.names)
+        self.nonlocal_.update(node.names)
 
     def visit_alias(self, node: ast.alias) -> None:
         self.stored.add(node.asname or node.name.partition(".")[0])
@@ -125,6 +135,13 @@ class _Scope(ast.NodeVisitor):
         self.stored.add(node.name)
         for decorator in node.decorator_list:
             self.visit(decorator)
+        inner = _scan(node.body)
+        own = inner.stored - inner.nonlocal_
+        if isinstance(node, ast.ClassDef):
+            own = set()  # which functions in it do not see
+        else:
+            own |= {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}
+        self.from_functions |= inner.nonlocal_ | (inner.from_functions - own)
 
     visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _definition  # noqa: N815 - ast's names
 

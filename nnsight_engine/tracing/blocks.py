@@ -26,6 +26,7 @@ import __future__
 import ast
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import CellType, CodeType, FunctionType
 from typing import Any, TypeVar
 
@@ -34,10 +35,12 @@ from nnsight_engine.tracing.block_names import (
     is_bare_super,
     leaving,
     mangled,
+    mangled_name,
     names_in,
     names_outside,
     stored_in,
 )
+from nnsight_engine.tracing.counted_stores import OWN, count_stores
 from nnsight_engine.tracing.errors import TraceSyntaxError
 from nnsight_engine.tracing.sent_files import sent_name
 from nnsight_engine.tracing.source_text import SourceText
@@ -45,7 +48,7 @@ from nnsight_engine.tracing.source_text import SourceText
 BIND = "__nnsight_bind__"
 DEFERRED = "__nnsight_deferred__"
 OVER = "__nnsight_over__"
-_HELPERS = (BIND, DEFERRED, OVER)
+_HELPERS = (BIND, DEFERRED, OVER, OWN)
 WITH_MARKER = "__nnsight_with_"
 """Begins the name that a rewritten ``with`` statement keeps its context under."""
 _OUTER = "__nnsight_scope__"
@@ -81,6 +84,7 @@ class Block:
         nested: The ``with`` statements in it, by the index that its code hands to ``bind``.
         context: What a nested block needs to be compiled like this one.
         origin: The statement it is the block of, which is what travels to another process.
+        counts: Whether its code stores through an ``Assignments``.
     """
 
     code: CodeType
@@ -91,6 +95,7 @@ class Block:
     nested: tuple[Nested, ...]
     context: BlockContext
     origin: Nested
+    counts: bool = False
     compiled: dict[int, Block] = dataclasses.field(default_factory=dict)
 
     @property
@@ -99,21 +104,36 @@ class Block:
         return "\n".join(line.rstrip("\n") for line in self.source.lines[self.line - 1 : self.end_line])
 
     def function(
-        self, variables: Mapping[str, CellType], binder: CellType | None, globals_: dict[str, Any]
+        self,
+        variables: Mapping[str, CellType],
+        helpers: Mapping[str, CellType],
+        globals_: dict[str, Any],
     ) -> Callable[[], Any]:
         """Return the block as a function on these cells; a variable without one starts unbound.
 
         Args:
             variables: The block's shared variables.
-            binder: What a rewritten ``with`` statement calls; needed if there are any.
+            helpers: ``BIND``, what a rewritten ``with`` statement calls, if there are any; ``OWN``, if the
+                block's stores are counted.
             globals_: The module's variables.
         """
         code = self.code
         try:
             cells = [variables[name] for name in code.co_freevars]
         except KeyError:
-            cells = [variables.get(name) or _other(name, binder) for name in code.co_freevars]
+            cells = [variables.get(name) or _other(name, helpers) for name in code.co_freevars]
         return FunctionType(code, globals_, code.co_name, None, tuple(cells))
+
+    def counting(self) -> Block:
+        """Return the same block, its stores counted."""
+        if self.counts:
+            return self
+        block = self.compiled.get(_COUNTING)
+        if block is None:
+            shared = frozenset(self.code.co_freevars) - frozenset(_HELPERS)
+            block = compile_block(self.origin, self.source, shared, self.context, counts=True)
+            self.compiled[_COUNTING] = block
+        return block
 
     def inner(self, index: int, names: Sequence[str]) -> Block:
         """Return the block of the ``with`` statement ``index``, whose shared variables are ``names``."""
@@ -129,11 +149,13 @@ class Block:
         return mangled(names, self.context.class_name)
 
 
-def _other(name: str, binder: CellType | None) -> CellType:
+_COUNTING = -1
+"""Where ``Block.compiled`` has the block itself, its stores counted."""
+
+
+def _other(name: str, helpers: Mapping[str, CellType]) -> CellType:
     """Return the cell of a name that is not a variable yet, or is no variable."""
-    cell = HELPERS.get(name)
-    if cell is None and name == BIND:
-        cell = binder
+    cell = HELPERS.get(name) or helpers.get(name)
     return cell if cell is not None else CellType()
 
 
@@ -167,8 +189,22 @@ def context_of(code: CodeType) -> BlockContext:
     )
 
 
-def compile_block(origin: Nested, source: SourceText, shared: frozenset[str], context: BlockContext) -> Block:
+def compile_block(
+    origin: Nested,
+    source: SourceText,
+    shared: frozenset[str],
+    context: BlockContext,
+    *,
+    counts: bool = False,
+) -> Block:
     """Compile a statement's block, which shares the names in ``shared`` with its surroundings.
+
+    Args:
+        origin: The statement.
+        source: The text that it stands in.
+        shared: Names that it shares; those that it assigns are shared anyway.
+        context: Where it stands.
+        counts: Whether it stores through an ``Assignments``.
 
     Raises:
         TraceSyntaxError: A ``return``, ``yield`` or ``await`` would have to leave the block.
@@ -176,10 +212,13 @@ def compile_block(origin: Nested, source: SourceText, shared: frozenset[str], co
     """
     body = origin.body
     _refuse_leaving(body, source)
-    stored = mangled(stored_in(body), context.class_name)
+    written = stored_in(body)
+    stored = mangled(written, context.class_name)
     cells = sorted(shared | stored)
     rewriter = _Rewriter(context)
     statements = rewriter.rewrite(body)
+    if counts:
+        statements = count_stores(statements, written, partial(mangled_name, context.class_name))
     tree = _wrapped(statements, cells, sorted(stored), context.class_name)
     line = min(statement.lineno for statement in body)
     for node in (tree.body[0], *ast.walk(tree)):
@@ -202,6 +241,7 @@ def compile_block(origin: Nested, source: SourceText, shared: frozenset[str], co
         nested=tuple(rewriter.nested),
         context=context,
         origin=origin,
+        counts=counts,
     )
 
 

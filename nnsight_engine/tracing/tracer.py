@@ -13,11 +13,12 @@ from collections.abc import Callable
 from types import CellType, FrameType, FunctionType, TracebackType
 from typing import Any
 
-from nnsight_engine.core.cells import UNBOUND, content, copied
+from nnsight_engine.core.cells import UNBOUND, Assignments, content, copied
 from nnsight_engine.core.config import CONFIG
 from nnsight_engine.core.mounting import MountError, mount
 from nnsight_engine.core.saves import SAVES, save
-from nnsight_engine.tracing.blocks import DEFERRED, HELPERS, Block
+from nnsight_engine.tracing.blocks import BIND, DEFERRED, HELPERS, Block
+from nnsight_engine.tracing.counted_stores import OWN
 from nnsight_engine.tracing.errors import WithBlockNotFoundError
 from nnsight_engine.tracing.frames import read_variables, write_variables
 from nnsight_engine.tracing.sent_files import sent_name
@@ -41,9 +42,10 @@ class Info:
         globals_: The module's variables.
         site: Where the frame opened the trace; None for a block inside a block.
         wanted: Names that code around the block may read when it has run, saved or not: in a session.
+        assignments: What counts the stores of the code around the block, where anything does.
     """
 
-    __slots__ = ("block", "frame", "globals_", "site", "variables", "wanted")
+    __slots__ = ("assignments", "block", "frame", "globals_", "site", "variables", "wanted")
 
     def __init__(
         self,
@@ -60,6 +62,7 @@ class Info:
         self.frame = frame
         self.globals_ = globals_
         self.wanted: frozenset[str] = frozenset()
+        self.assignments: Assignments | None = None
 
     @property
     def source(self) -> list[str]:
@@ -98,7 +101,7 @@ class Tracer:
     """Whether blocks inside this one leave it everything that they assign, saved or not."""
     _binds: str | None = None
     _put_back: Callable[[], None] | None = None
-    _bound: tuple[Block, dict[str, CellType], dict[str, Any], frozenset[str]] | None = None
+    _bound: tuple[Block, dict[str, CellType], _Binder, frozenset[str]] | None = None
 
     def __init__(self, *args: Any, backend: Backend | None = None, **kwargs: Any) -> None:
         """Keep the arguments for ``execute``.
@@ -119,8 +122,9 @@ class Tracer:
             WithBlockNotFoundError: There is no ``with`` statement there, or its source is not to be had.
         """
         if self._bound is not None:
-            (block, cells, globals_, wanted), self._bound = self._bound, None
-            self.info = Info(block, cells, None, globals_)
+            (block, cells, binder, wanted), self._bound = self._bound, None
+            self.info = Info(block, cells, None, binder.info.globals_)
+            self.info.assignments = binder.assignments
             self.info.wanted = wanted & frozenset(block.stored)
             return
         site = SITES.known(frame)
@@ -139,7 +143,9 @@ class Tracer:
     def compile_on(self, info: Info, variables: dict[str, CellType] | None = None) -> Callable[[], Any]:
         """Return the block as a function, on the variables of ``info`` or on others."""
         own = variables if variables is not None else info.variables
-        return compiled(info, own, shares_all=self.shares_all)
+        counted = info.assignments
+        assignments = counted.inside(own) if counted is not None else None
+        return compiled(info, own, shares_all=self.shares_all, assignments=assignments)
 
     def execute(self, function: Callable[[], Any]) -> Any:
         """Run the compiled block; here, as it stands."""
@@ -266,28 +272,49 @@ _EXECUTE = ExecutionBackend()
 """Runs every trace that was not given a backend; it keeps nothing."""
 
 
-def compiled(info: Info, variables: dict[str, CellType], *, shares_all: bool = False) -> Callable[[], Any]:
-    """Return a block as a function on these variables; see ``Tracer.shares_all``."""
-    binder = CellType(_Binder(info, shares_all=shares_all)) if info.block.nested else None
-    return info.block.function(variables, binder, info.globals_)
+def compiled(
+    info: Info,
+    variables: dict[str, CellType],
+    *,
+    shares_all: bool = False,
+    assignments: Assignments | None = None,
+) -> Callable[[], Any]:
+    """Return a block as a function on these variables.
+
+    Args:
+        info: The block.
+        variables: What it runs on.
+        shares_all: See ``Tracer.shares_all``.
+        assignments: What counts its stores, on the same variables; by default nobody counts.
+    """
+    block, helpers = info.block, dict[str, CellType]()
+    if assignments is not None:
+        block = block.counting()
+        helpers[OWN] = CellType(assignments)
+        for name in block.stored:
+            assignments.cells.setdefault(name, CellType())
+    if block.nested:
+        helpers[BIND] = CellType(_Binder(info, assignments, shares_all=shares_all))
+    return block.function(variables, helpers, info.globals_)
 
 
 class _Binder:
     """Hands a nested trace the variables of the block it stands in."""
 
-    __slots__ = ("info", "shares_all")
+    __slots__ = ("assignments", "info", "shares_all")
 
-    def __init__(self, info: Info, *, shares_all: bool) -> None:
+    def __init__(self, info: Info, assignments: Assignments | None, *, shares_all: bool) -> None:
         self.info = info
+        self.assignments = assignments
         self.shares_all = shares_all
 
     def __call__(self, capture: FunctionType, index: int, value: Any) -> Any:
         if isinstance(value, Tracer):
-            names, info = capture.__code__.co_freevars, self.info
+            names, outer = capture.__code__.co_freevars, self.info
             cells = dict(zip(names, capture.__closure__ or ()))  # noqa: B905 - as many, and this is faster
-            block = info.block.inner(index, names)
-            wanted = info.block.used_after(index) if self.shares_all else info.wanted
-            value._bound = (block, cells, info.globals_, wanted)  # noqa: SLF001 - a tracer's own part
+            block = outer.block.inner(index, names)
+            wanted = outer.block.used_after(index) if self.shares_all else outer.wanted
+            value._bound = (block, cells, self, wanted)  # noqa: SLF001 - a tracer's own part
         return value
 
 

@@ -116,7 +116,7 @@ class SentTrace:
         self.params = [sampling_params(request, shared) for request in requests]
         self.prompts: list[dict[str, Any]] = []
         wanted = wanted_of(self._parts)
-        groups = groups_of([part.outer for part in self._parts])
+        groups = groups_of(self._parts)
         for index, params in enumerate(self.params):
             if purpose is not Purpose.RUN:
                 params.n = 1

@@ -20,6 +20,7 @@ from nnsight_engine.interleaving.threads import TimeBudgetError
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.traces import HeldTracer, Plain, run_together, traced_engine
+from tests.shared_names import Program
 
 pytestmark = pytest.mark.e2e
 
@@ -386,3 +387,22 @@ def test_a_session_passes_values_on_unsaved(model: VLLM) -> None:
     assert torch.equal(patched, alone)
     with pytest.raises(NameError):
         _ = hidden, unused
+
+
+def test_random_programs_with_names_in_common_read_what_they_would_one_by_one(model: VLLM) -> None:
+    places = [f"model.model.layers[{number}]" for number in range(2, 30, 4)]
+    num_passed_on = 0
+    for seed in range(10):
+        program = Program(3000 + seed, places, sent=True)
+        num_passed_on += program.check(program.traced(model, PROMPT, **GREEDY))
+    assert num_passed_on > 5
+
+
+def test_a_value_left_over_is_never_taken_for_one_that_comes_later(model: VLLM) -> None:
+    clean = torch.zeros(576)
+    with pytest.raises(NameError, match="clean") as caught, model.trace(**GREEDY) as tracer:
+        with tracer.invoke(PROMPT):
+            clean = model.model.layers[9].mlp.output
+        with tracer.invoke(PROMPT):
+            model.model.layers[9].mlp.output = clean
+    assert "tracer.barrier(2)" in caught.value.__notes__[0]

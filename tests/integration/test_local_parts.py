@@ -31,6 +31,7 @@ from nnsight_engine.remote_backend.frames import Frame, FrameKind, called, calli
 from nnsight_engine.wire import DecodeError, EncodeError, decode, encode
 from tests.families.checkpoints import write_checkpoint
 from tests.integration.live import listening, until
+from tests.shared_names import Program
 
 TEXT, OTHER = " the tower of Paris", " I love"
 GLOBAL_LOCK = threading.Lock()
@@ -407,3 +408,26 @@ def test_where_nobody_can_be_asked_it_says_so(served: Served) -> None:
             with tracer.local():
                 time.time()
     served.check()
+
+
+def test_random_programs_with_parts_here_read_what_they_would_one_by_one(served: Served) -> None:
+    num_layers = len(served.model.model.layers)
+    places = [f"model.model.layers[{n}].{part}" for n in range(num_layers) for part in ("self_attn", "mlp")]
+    for seed in range(12):
+        program = Program(2000 + seed, places, sent=True, local=True)
+        program.check(program.traced(served.here, TEXT))
+        program.check(program.traced(served.model, TEXT, backend=served.remote()))
+
+
+def test_a_part_that_assigns_nothing_changes_nothing(served: Served) -> None:
+    """What stands in a branch that is not taken is no assignment, nor is it a deletion."""
+    for model, how in served.ways:
+        kept, made = "before", False
+        with model.trace(TEXT, **how) as tracer:
+            kept = "in the block"
+            fresh = "in the block"
+            with tracer.local():
+                if made:
+                    kept = fresh = "in the part"
+            seen = save([kept, fresh])
+        assert seen == ["in the block", "in the block"]

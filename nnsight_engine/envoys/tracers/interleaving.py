@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import CellType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from nnsight_engine.core.cells import copied
+from nnsight_engine.core.cells import Assignments, copied
 from nnsight_engine.core.config import CONFIG
 from nnsight_engine.core.saves import save
 from nnsight_engine.core.trees import map_tensors
@@ -18,8 +18,8 @@ from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.iteration import Iter, IteratorTracer
 from nnsight_engine.interleaving.mediator import Mediator
-from nnsight_engine.interleaving.sharing import Sharer, publishers
-from nnsight_engine.tracing.tracer import Backend, Info, Tracer
+from nnsight_engine.interleaving.sharing import Sharer, exchanges, explain
+from nnsight_engine.tracing.tracer import Backend, Info, Tracer, compiled
 
 if TYPE_CHECKING:
     import torch
@@ -172,6 +172,13 @@ class InterleavingTracer(Tracer):
 
     # Running.
 
+    def compile(self) -> Callable[[], Any]:
+        """Return the block as a function; one that defines invokes has its stores counted for them."""
+        info = self.info
+        if info.assignments is None and not self.model._has_input(self.args, self.kwargs):
+            info.assignments = Assignments(info.variables)
+        return super().compile()
+
     def add(
         self, function: Callable[[], Any], info: Info, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
@@ -192,7 +199,7 @@ class InterleavingTracer(Tracer):
                 self._share(self.mediators, self.invokers)
                 return self._run_model()
             except NameError as error:
-                self._explain(error)
+                explain(error, [invoker.stored for invoker in self.invokers])
                 raise
 
     @contextlib.contextmanager
@@ -218,16 +225,6 @@ class InterleavingTracer(Tracer):
                 for invoker in self.invokers:
                     invoker.finish()
                 self._let_go()
-
-    def _explain(self, error: NameError) -> None:
-        """Add what to do if one invoke used what another one had yet to assign."""
-        assigning = [invoker for invoker in self.invokers if error.name in invoker.info.block.stored]
-        if error.name is not None and assigning:
-            error.add_note(
-                f"`{error.name}` is assigned in another invoke, which had not come that far. If both ask "
-                "for values of the same place, let them wait for each other: barrier = tracer.barrier(2) "
-                "before the invokes, and barrier() in each, after it is assigned and before it is used."
-            )
 
     def _let_go(self) -> None:
         """Drop what the run held: nothing of it is to live on but what was saved."""
@@ -282,17 +279,21 @@ class InterleavingTracer(Tracer):
     def _share(self, mediators: Sequence[Mediator], sharers: Sequence[Sharer]) -> None:
         """Let several invokes see each other's variables, unless they are to be apart."""
         if len(sharers) > 1 and self._shares_variables():
-            for mediator, publish in zip(mediators, publishers(sharers), strict=True):
-                mediator.publish = publish
+            for mediator, exchange in zip(mediators, exchanges(sharers), strict=True):
+                mediator.exchange = exchange
 
     def _validate(self) -> None:
         """Run copies of the blocks on fake tensors."""
         real = self.mediators
-        copies = [_Rehearsal(one.info, one.outer, one.own) for one in self.invokers] or [
-            _Rehearsal(self.info, self.info.variables, self.info.variables)
+        copies = [_Rehearsal(one.info, one.identities, one.own) for one in self.invokers] or [
+            _Rehearsal(self.info, {}, self.info.variables)
         ]
         self.mediators = [
-            Mediator(self.compile_on(one.info, one.own), one.info, batch_group=mediator.batch_group)
+            Mediator(
+                compiled(one.info, one.own, assignments=one.assignments),
+                one.info,
+                batch_group=mediator.batch_group,
+            )
             for one, mediator in zip(copies, real, strict=True)
         ]
         self._share(self.mediators, copies)
@@ -305,11 +306,12 @@ class InterleavingTracer(Tracer):
 class _Rehearsal:
     """A block's variables for a run on fakes, which leaves its real ones alone."""
 
-    def __init__(self, info: Info, outer: Mapping[str, CellType], own: Mapping[str, CellType]) -> None:
+    def __init__(self, info: Info, identities: Mapping[str, Hashable], own: Mapping[str, CellType]) -> None:
         self.info = info
-        self.outer = outer
+        self.identities = identities
         self.own = copied(own)
         self.stored = info.block.stored
+        self.assignments = Assignments(self.own)
 
 
 def run_on_fakes(run: Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]) -> Any:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from types import CellType
 from typing import TYPE_CHECKING, Any
 
-from nnsight_engine.core.cells import copied
-from nnsight_engine.interleaving.sharing import bring_home
-from nnsight_engine.tracing.tracer import Tracer
+from nnsight_engine.core.cells import UNBOUND, Assignments, content, copied
+from nnsight_engine.tracing.tracer import Tracer, compiled
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
@@ -18,14 +17,17 @@ class Invoker(Tracer):
     """``with tracer.invoke(input):``, defined now and run with the others when the trace's block ends.
 
     Attributes:
-        outer: The variables of the surrounding code that the block mentions.
-        own: The block's own, which start with their values.
+        identities: Which variable of the surrounding code each name stands for: one that this code has
+            assigned since the invoke before is another one.
+        own: The block's own variables, which start with their values.
         stored: The names that the block may assign.
+        assignments: What counts its stores.
     """
 
-    outer: dict[str, CellType]
+    identities: Mapping[str, Hashable]
     own: dict[str, CellType]
     stored: tuple[str, ...]
+    assignments: Assignments
 
     def __init__(self, parent: InterleavingTracer, *args: Any, **kwargs: Any) -> None:
         """Add to ``parent``.
@@ -50,8 +52,14 @@ class Invoker(Tracer):
     def compile(self) -> Callable[[], Any]:
         """Return the block as a function on variables of its own, see ``sharing``."""
         info = self.info
-        self.outer, self.stored, self.own = info.variables, info.block.stored, copied(info.variables)
-        return self.compile_on(info, self.own)
+        self.stored, self.own = info.block.stored, copied(info.variables)
+        self.identities = {name: self._identity(name, cell) for name, cell in info.variables.items()}
+        self.assignments = Assignments(self.own)
+        return compiled(info, self.own, assignments=self.assignments)
+
+    def _identity(self, name: str, cell: CellType) -> tuple[int, int]:
+        around = self.info.assignments
+        return id(cell), 0 if around is None else around[name]
 
     def execute(self, function: Callable[[], Any]) -> None:
         """Add the block and its input to the trace."""
@@ -64,7 +72,13 @@ class Invoker(Tracer):
         self.execute(self.compile())
 
     def finish(self) -> None:
-        """Bind what was assigned where the invoke was written."""
-        bring_home(self)
+        """Bind what was assigned where the invoke was written, unless that code has assigned it since."""
+        for name, cell in self.info.variables.items():
+            if self.assignments[name] and self.identities[name] == self._identity(name, cell):
+                value = content(self.own[name])
+                if value is not UNBOUND:
+                    cell.cell_contents = value
+                elif content(cell) is not UNBOUND:
+                    del cell.cell_contents
         self.give_back()
         self.own.clear()

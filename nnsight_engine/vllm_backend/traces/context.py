@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from nnsight_engine.interleaving.sharing import publishers
+from nnsight_engine.interleaving.sharing import exchanges
 from nnsight_engine.interleaving.threads import ThreadMediator, Threads
 from nnsight_engine.remote_backend.codecs import decode_blocks
 from nnsight_engine.remote_backend.received import SAVED, ReceivedInvoke, invokes_of
@@ -45,7 +45,7 @@ class TraceContext:
             entry.codec, entry.data, resolve=self._resolved, trusted=policy is None, policy=policy or TRUSTED
         )
         self._invokes = invokes_of(received.blocks, entry.groups)
-        self._publishers = publishers(self._invokes)
+        self._exchanges = exchanges(self._invokes)
         self._saved: list[Any] = received.shared.get(SAVED, [])
         self._marks = Marks(self._saved)
         self._wanted = frozenset(entry.wanted)
@@ -66,10 +66,10 @@ class TraceContext:
             enter: Called on its thread before it runs.
         """
         invoke = self._invokes[index]
-        function = compiled(invoke.info, invoke.own)
+        function = compiled(invoke.info, invoke.own, assignments=invoke.assignments)
         seed = zlib.crc32(f"{self.key}/{index}/{choice}".encode())
         mediator = EditMediator(self._saving(function, invoke, enter), invoke.info, threads, seed=seed)
-        mediator.publish = self._publishers[index]
+        mediator.exchange = self._exchanges[index]
         return mediator
 
     def _saving(

@@ -148,3 +148,161 @@ def test_invokes_written_in_a_function_of_their_own(model: Batching, net: Any) -
         add(tracer, 3)
     torch.testing.assert_close(kept[1], net[0](X))
     torch.testing.assert_close(kept[3], net[0](3 * X))
+
+
+def test_what_an_invoke_has_assigned_itself_stays_though_it_is_the_same_object(model: Batching) -> None:
+    with model.trace() as tracer:
+        with tracer.invoke(X):
+            i = 1
+            _ = model[0].output
+            i = 2
+            _ = model[1].output
+        with tracer.invoke(X):
+            i = 1
+            _ = model[0].output
+            seen = save([i])
+    assert seen == [1]
+
+
+def test_invokes_that_loop_over_the_same_modules(model: Batching, net: Any) -> None:
+    with model.trace() as tracer:
+        first, second = save([]), save([])
+        with tracer.invoke(X):
+            for layer in model:
+                first.append((layer.path, layer.output))
+        with tracer.invoke(2 * X):
+            for layer in model:
+                output = layer.output
+                second.append((layer.path, output))
+    for factor, found in ((1, first), (2, second)):
+        hidden = net[0](factor * X)
+        assert [path for path, _ in found] == ["model.0", "model.1"]
+        torch.testing.assert_close(found[0][1], hidden)
+        torch.testing.assert_close(found[1][1], net[1](hidden))
+
+
+def test_an_assignment_that_changes_nothing_is_one(model: Batching) -> None:
+    with model.trace() as tracer:
+        with tracer.invoke(X):
+            name = None
+            _ = model[0].output
+            name = "first"
+            _ = model[1].output
+        with tracer.invoke(X):
+            name = name  # noqa: PLW0127 - what the first invoke has assigned so far
+            _ = model[0].output
+            seen = save([name])
+    assert seen == [None]
+
+
+def test_a_value_left_over_is_never_taken_for_one_that_comes_later(model: Batching) -> None:
+    clean = torch.zeros(1, 4)
+    with pytest.raises(NameError, match="clean") as caught, model.trace() as tracer:
+        with tracer.invoke(X):
+            clean = model[0].output
+        with tracer.invoke(X):
+            model[0].output = clean
+    assert "a value from before the trace is not taken instead" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["assigned in the first", "assigned in the second"])
+def test_a_value_left_over_gives_way_at_a_barrier(model: Batching, net: Any, *, first: bool) -> None:
+    clean = torch.zeros(1, 4)
+    with model.trace() as tracer:
+        barrier = tracer.barrier(2)
+        for is_source in (first, not first):
+            if is_source:
+                with tracer.invoke(5 * X):
+                    clean = model[0].output
+                    barrier()
+            else:
+                with tracer.invoke(X):
+                    barrier()
+                    model[1].input = clean
+                    patched = save(model.output)
+    torch.testing.assert_close(patched, net(5 * X))
+
+
+def test_pairs_of_invokes_that_meet_have_each_other_s_values(model: Batching, net: Any) -> None:
+    with model.trace() as tracer:
+        found = save([])
+        for factor in (2, 3):
+            barrier = tracer.barrier(2)
+            with tracer.invoke(X):
+                barrier()
+                model[1].input = hidden  # noqa: F821 - assigned by the one that it meets
+                found.append(model.output)
+            with tracer.invoke(factor * X):
+                hidden = model[0].output.clone()  # noqa: F841 - used above
+                barrier()
+    torch.testing.assert_close(found[0], net(2 * X))
+    torch.testing.assert_close(found[1], net(3 * X))
+
+
+def test_the_surrounding_value_counts_where_no_invoke_before_has_assigned(model: Batching) -> None:
+    scale = 3
+    with model.trace() as tracer:
+        with tracer.invoke(X):
+            before = save([scale])
+            if scale == 4:
+                scale = 5
+        with tracer.invoke(X):
+            _ = model[0].output  # the first invoke has ended by now
+            after = save([scale])
+            scale = 6
+    assert (before, after) == ([3], [3])
+
+
+def test_code_between_invokes_assigns_for_those_after_it(model: Batching) -> None:
+    with model.trace() as tracer:
+        seen = save([])
+        for turn in range(3):
+            count = 10 * turn
+            with tracer.invoke(X):
+                _ = model[0].output
+                seen.append(count)
+                count += 1
+        last = save([count])
+    assert seen == [0, 10, 20]
+    assert last == [20]
+
+
+def test_the_nearest_invoke_before_counts_whenever_the_others_assign(model: Batching) -> None:
+    with model.trace() as tracer:
+        with tracer.invoke(X):
+            _ = model[1].input
+            name = "first"
+        with tracer.invoke(X):
+            name = "second"
+        with tracer.invoke(X):
+            _ = model[1].output
+            seen = save([name])
+    assert seen == ["second"]
+
+
+def test_a_function_in_an_invoke_assigns_its_variables(model: Batching) -> None:
+    count = 0
+    with model.trace() as tracer:
+        with tracer.invoke(X):
+
+            def add() -> None:
+                nonlocal count
+                _ = model[0].output
+                count += 1
+
+            add()
+        with tracer.invoke(X):
+            _ = model[1].output
+            seen = save([count])
+    assert seen == [1]
+
+
+def test_an_invoke_that_did_not_assign_leaves_what_another_has(model: Batching) -> None:
+    result: Any = "left over"
+    with model.trace() as tracer:
+        for is_wanted in (True, False):
+            with tracer.invoke(X):
+                output = model[0].output
+                if is_wanted:
+                    result = save(output)
+    assert result.shape == (1, 4)
