@@ -142,7 +142,9 @@ def test_a_cache_is_read_as_a_local_one_is(model: VLLM, local: LanguageModel) ->
     close(ours.model.layers[2].mlp.input, theirs.model.layers[2].mlp.input)
     close(ours.model.norm.output, theirs.model.norm.output)
     assert [type(value) for value in ours["model.model.layers.2"].output] == [torch.Tensor, torch.Tensor]
-    assert {path for path in ours.model.layers[3] if path.endswith("mlp")} == {"model.model.layers.3.mlp"}
+    below = ours.model.layers[3].keys()
+    assert {path for path in below if path.endswith("mlp")} == {"model.model.layers.3.mlp"}
+    assert len(ours.model.layers) == len(list(ours.model.layers))
     with pytest.raises(AttributeError, match="starts at 'model'"):
         _ = ours.transformer
     with pytest.raises(AttributeError, match=r"no value for model\.lm_head"):
@@ -157,6 +159,8 @@ def test_a_cache_of_a_generation_has_every_step(model: VLLM) -> None:
     assert set(cache) == {"model.model.layers.2", "model.model.layers.1.mlp", "model.samples", "model.logits"}
     assert [len(rows) for rows in cache.model.layers[2].output] == [num_tokens, 1, 1]
     assert cache.model.layers[1].mlp.output[1].dtype is torch.float16
+    assert [len(step.output) for step in cache.model.layers[2]] == [num_tokens, 1, 1]
+    assert torch.equal(cache["model.samples"][2].output, cache["model.samples"].output[2])
     assert [int(token) for token in cache["model.samples"].output] == plain_tokens(model, PROMPT, 3)
     with pytest.raises(AttributeError, match="include_inputs=True"):
         _ = cache.model.layers[2].input
