@@ -75,7 +75,7 @@ def model(checkpoint: Path) -> Iterator[VLLM]:
     """Start an engine with steps of 64 tokens and memory for 24 blocks of 32."""
     options: dict[str, Any] = {
         "rename": RENAME,
-        "envoys": {LlamaMLP: HalfEnvoy},
+        "envoys": {LlamaMLP: HalfEnvoy, "embed_tokens": HalfEnvoy},
         "max_model_len": 256,
         "max_num_batched_tokens": 64,
         "max_num_seqs": 16,
@@ -93,7 +93,7 @@ def local(checkpoint: Path) -> LanguageModel:
     return LanguageModel(
         str(checkpoint),
         rename=RENAME,
-        envoys={LocalMLP: HalfEnvoy},
+        envoys={LocalMLP: HalfEnvoy, "embed_tokens": HalfEnvoy},
         dtype=torch.float32,
         attn_implementation="eager",
     )
@@ -256,6 +256,7 @@ def test_names_and_classes_of_ones_own_are_the_same_on_both(model: VLLM, local: 
     found = []
     for engine, options in ((model, GREEDY), (local, {})):
         with engine.trace(PROMPT, **options):
+            embedded = engine.model.embed_tokens.half.save()
             first = engine.blocks[0].ff.half.save()
             half = engine.stages[1].feed.half
             half[:] = 3.0
@@ -263,10 +264,10 @@ def test_names_and_classes_of_ones_own_are_the_same_on_both(model: VLLM, local: 
             stream = engine.stages[2].output.save()
             heads = engine.stages[3].attention.heads.save()
             attended = engine.points["layers.3.attn.output"].save()
-        found.append((first, written, stream, heads, attended))
+        found.append((embedded, first, written, stream, heads, attended))
     for ours, theirs in zip(*found, strict=True):
         close(ours, theirs)
-    assert bool((found[0][1] == 3.0).all())
+    assert bool((found[0][2] == 3.0).all())
 
 
 def test_the_class_has_the_name_that_ported_code_imports() -> None:
