@@ -14,6 +14,7 @@ from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.envoys.cache import Cache, CacheView
 from nnsight_engine.envoys.eproperty import eproperty
 from nnsight_engine.envoys.tracers.invoker import Invoker
+from nnsight_engine.envoys.tracers.steps import StepsTracer
 from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.iteration import Iter, IteratorTracer
@@ -105,11 +106,11 @@ class InterleavingTracer(Tracer):
     @property
     def iter(self) -> Iter:
         """Loops over generation steps: ``for step in tracer.iter[:]``."""
-        return Iter(self.interleaver)
+        return Iter(self.interleaver, StepsTracer)
 
     def all(self) -> IteratorTracer:
         """Loop over every step, ``tracer.iter[:]``."""
-        return IteratorTracer(slice(None), self.interleaver)
+        return StepsTracer(slice(None), self.interleaver)
 
     def next(self, step: int = 1) -> Self:
         """Move this block's requests on by ``step`` generation steps."""
