@@ -142,12 +142,15 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         mediator.ask(Events.SKIP, provider, interleaver.call_number(provider), value)
 
     def next(self, step: int = 1) -> Self:
-        """Move this block's requests on to the next call of each module (the next generated token)."""
+        """Move this block's requests on to the next call of each module (the next generated token).
+
+        A request for a step that does not come ends the block with a warning.
+        """
         mediator = self._running("next")
         if step < 1:
             raise ValueError(f"steps go forward: next() takes a positive number, got {step}")
         now = mediator.iteration if mediator.iteration is not None else self._interleaver.step
-        mediator.iteration = now + step
+        mediator.iteration, mediator.moved_on = now + step, True
         return self
 
     def _running(self, what: str) -> Mediator:

@@ -53,11 +53,11 @@ class IteratorTracer:
                         f"{self.interleaver.step + 1} steps. Use a slice, tracer.iter[{step}:], for steps "
                         "that may not come."
                     )
-                mediator.iteration = step
+                mediator.iteration, mediator.moved_on = step, False
                 yield step
         finally:
             mediator.loops.remove(self)
-            mediator.iteration = None
+            mediator.iteration, mediator.moved_on = None, False
 
 
 class Iter:
