@@ -123,7 +123,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         """
         forward = self._source
         if forward is None:
-            forward = ForwardSource(self._module, str(self.path), self._interleaver)
+            forward = ForwardSource(self._module, str(self.path), self._root)
             self.__dict__["_source"] = forward
             self._root._sources.append(forward)
         if self._interleaver.interleaving:
@@ -264,6 +264,10 @@ class Envoy(CallValues, EnvoyTree, Batchable):
     def _has_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG002 - a hook
         """Tell whether these arguments of a trace are an input, so that its block is the one invoke."""
         return bool(args)
+
+    def _example_input(self) -> dict[str, Any] | None:
+        """Return arguments with which the model can be run, to learn what it calls; None if unknown."""
+        return None
 
     def _new_local_part(self) -> Tracer:
         """Return what runs the block of ``with tracer.local():``, which is here anyway."""

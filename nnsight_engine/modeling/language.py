@@ -171,6 +171,10 @@ class LanguageModel(TransformersModel):
             for name, value in arguments.items()
         }
 
+    def _example_input(self) -> dict[str, Any] | None:
+        tokens = torch.zeros(1, 2, dtype=torch.long)
+        return self._prepare_input(tokens)[1]
+
     # Running.
 
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
