@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from greenlet import GreenletExit, getcurrent
 
+from nnsight_engine.core.gradients import explain
 from nnsight_engine.core.stepping import IterationOver
 from nnsight_engine.interleaving import stacks
 from nnsight_engine.interleaving.batching import BatchGroup
@@ -229,6 +230,7 @@ class Mediator:
             self.runs_on.give_back(worker)
             _, error = event.empty()
             if error is not None:
+                explain(error)
                 interleaver.failed(error)
             return NOTHING
         self.waiting = event  # type: ignore[assignment] # type() narrows less than isinstance(), which is slow

@@ -284,6 +284,20 @@ def test_names_that_cannot_be_are_refused(model: VLLM, checkpoint: Path) -> None
     assert still[-1] == 128
 
 
+@pytest.mark.parametrize("asked", ["call", "assignment", "not"])
+def test_gradients_say_what_they_need(model: VLLM, asked: str) -> None:
+    with pytest.raises(RuntimeError) as caught, model.trace(PROMPT, **GREEDY):
+        hidden = model.layers[1].output
+        if asked == "call":
+            hidden.requires_grad_(True)
+        elif asked == "assignment":
+            hidden.requires_grad = True
+        with model.logits.output.sum().backward():
+            hidden.grad.save()
+    said = [str(caught.value), *getattr(caught.value, "__notes__", ())]
+    assert any("use LanguageModel, here or on a server with --local-engine" in text for text in said)
+
+
 # Edits.
 
 
