@@ -4,6 +4,9 @@
 second name. ``"transformer.h": "layers"`` and ``".transformer.h": ".layers"`` put the name where the path
 starts; a leading dot means the root. The original name always stays.
 
+A path may begin with the name of the root itself, as paths are printed: ``"model.transformer.h"``, and
+``"model": "lm"`` names the root, in a model that has no module of that name at its root.
+
 A ``rename`` may serve several architectures at once: a path that a model lacks is passed over, so that
 ``{"transformer.h": "layers", "model.layers": "layers"}`` is ``layers`` on either. Envoys call this when they
 are built and when they are asked for a name that is nobody's own.
@@ -80,6 +83,23 @@ class Aliases:
         paths = self._paths.get(alias, ())
         return [path.removeprefix(".") for path in paths if is_root or not path.startswith(".")]
 
+    def ways_to(self, path: tuple[str, ...]) -> list[tuple[str, ...]]:
+        """Return a module's path, from the root, and the same place spelt with further names.
+
+        A name takes the place of a whole path, and paths may be written with further names themselves, so
+        what was found is looked at again; each replaces no fewer components than it puts there.
+        """
+        ways = [path]
+        for way in ways:
+            for name, aliases in self._aliases.items():
+                parts = _parts(name)
+                starts = [1] if name.startswith(".") else range(1, len(way) - len(parts) + 1)
+                for start in starts:
+                    if list(way[start : start + len(parts)]) == parts:
+                        spelt = ((*way[:start], alias, *way[start + len(parts) :]) for alias in aliases)
+                        ways.extend(one for one in spelt if one not in ways)
+        return ways
+
     def names_for(self, child: str, *, is_root: bool) -> list[str]:
         """Return the further names of a direct child, for listings."""
         rooted = self._aliases.get(f".{child}", []) if is_root else []
@@ -93,14 +113,14 @@ def by_alias(envoy: Envoy, name: str, tried: frozenset[tuple[int, str]] = frozen
     if aliases is None or here in tried:
         return None
     paths = aliases.resolve(name, is_root=envoy._is_root)
-    reached = (descend(envoy, path, tried | {here}) for path in paths)
+    reached = (descend(envoy, path, tried | {here}) for path in [*paths, *_below_root(envoy, paths)])
     return next((found for found in reached if found is not None), None)
 
 
 def descend(envoy: Envoy, path: str, tried: frozenset[tuple[int, str]] = frozenset()) -> Any:
     """Return what is at ``path`` below ``envoy``, or None; parts may be further names themselves."""
     found: Any = envoy
-    for part in path.split("."):
+    for part in path.split(".") if path else ():
         if "_names" not in getattr(found, "__dict__", ()):
             return None  # a parameter, say, has nothing below
         if part in found._names:
@@ -110,6 +130,14 @@ def descend(envoy: Envoy, path: str, tried: frozenset[tuple[int, str]] = frozens
         else:
             found = by_alias(found, part, tried)
     return found
+
+
+def _below_root(envoy: Envoy, paths: list[str]) -> list[str]:
+    """Return the paths that begin with the root's own name, without it; empty for the root itself."""
+    if not envoy._is_root:
+        return []
+    root = str(envoy.path)
+    return [path.removeprefix(root).removeprefix(".") for path in paths if f"{path}.".startswith(f"{root}.")]
 
 
 def check_aliases(envoy: Envoy) -> None:
@@ -133,6 +161,20 @@ def check_aliases(envoy: Envoy) -> None:
                     f"rename gives the name {name!r} to both {first!r} and {second!r} of {envoy.path}; "
                     "leave one of them out"
                 )
+
+
+def ends_with(path: str, end: str, aliases: Aliases | None) -> bool:
+    """Tell whether a path ends with these components, as the model has them or by further names.
+
+    Args:
+        path: The path of a module, from the root: ``model.transformer.h.0.attn``.
+        end: Its last components, with or without a leading dot: ``attn``, ``h.0.attn``, ``.layers.0.attn``.
+        aliases: The further names of the tree.
+    """
+    wanted = tuple(_parts(end))
+    own = tuple(path.split("."))
+    ways = [own] if aliases is None else aliases.ways_to(own)
+    return any(way[-len(wanted) :] == wanted for way in ways)
 
 
 def _parts(name: str) -> list[str]:

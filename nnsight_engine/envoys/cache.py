@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from typing import TYPE_CHECKING, Any, Final, Self, overload
 
 import torch
 
 from nnsight_engine.core.narrowing import narrowed
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.envoys.cache_display import cache_html
+from nnsight_engine.envoys.tree import EnvoyTree
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
@@ -17,39 +18,89 @@ if TYPE_CHECKING:
 
 
 _VALUES: Final = frozenset({"output", "inputs", "input"})
+_OPTIONS: Final = {"output": "include_output", "input": "include_inputs"}
 
 
 class Entry:
-    """What one module took and gave; lists, one item per call, if it was called more than once."""
+    """What one module took and gave: the list of its calls, one for each step of a generation.
+
+    ``entry[2].output`` is the output of the third; of a module that was called once ``entry.output`` is the
+    value itself, of any other a list.
+    """
 
     def __init__(self) -> None:
         """Start without values."""
         self.values: dict[str, list[Any]] = {}
+        self.numbers: dict[str, list[Any]] = {}
 
-    def _get(self, key: str, option: str) -> Any:
+    def add(self, key: str, number: Any, value: Any) -> None:
+        """Keep one call's value; numbers tell which output belongs to which input, and are sorted."""
+        self.values.setdefault(key, []).append(value)
+        self.numbers.setdefault(key, []).append(number)
+
+    def __len__(self) -> int:
+        """Return how many calls there were."""
+        return len(self._calls())
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Iterate over the calls, each an entry of its own."""
+        return (self._at(number) for number in self._calls())
+
+    @overload
+    def __getitem__(self, call: int) -> Entry: ...
+
+    @overload
+    def __getitem__(self, call: slice) -> list[Entry]: ...
+
+    def __getitem__(self, call: int | slice) -> Entry | list[Entry]:
+        """Return what one call took and gave, or a list for a slice.
+
+        Raises:
+            IndexError: There was no such call.
+        """
+        calls = self._calls()
+        if isinstance(call, slice):
+            return [self._at(number) for number in calls[call]]
+        try:
+            number = calls[call]
+        except IndexError:
+            raise IndexError(f"the cache has {len(calls)} calls of this module, got {call}") from None
+        return self._at(number)
+
+    def _calls(self) -> list[Any]:
+        return sorted({number for numbers in self.numbers.values() for number in numbers})
+
+    def _at(self, number: Any) -> Entry:
+        one = Entry()
+        for key, numbers in self.numbers.items():
+            if number in numbers:
+                one.add(key, number, self.values[key][numbers.index(number)])
+        return one
+
+    def _get(self, key: str) -> list[Any]:
         if key not in self.values:
-            raise AttributeError(f"this cache keeps no {key}s; make it with tracer.cache({option}=True)")
-        kept = self.values[key]
-        return kept[0] if len(kept) == 1 else kept
+            raise AttributeError(
+                f"the cache has no {key} here; keep {key}s with tracer.cache({_OPTIONS[key]}=True), and make "
+                "the cache before the module runs"
+            )
+        return self.values[key]
 
     @property
     def output(self) -> Any:
-        """The module's output."""
-        return self._get("output", "include_output")
+        """The module's output; a list with one item per call if there were several."""
+        return _one_or_all(self._get("output"))
 
     @property
     def inputs(self) -> Any:
-        """The module's inputs, ``(args, kwargs)``."""
-        return self._get("input", "include_inputs")
+        """The module's inputs, ``(args, kwargs)``, alike."""
+        return _one_or_all(self._get("input"))
 
     @property
     def input(self) -> Any:
-        """The module's first argument."""
-        kept = self.values.get("input")
-        if kept is None:
-            return self._get("input", "include_inputs")
-        firsts = [args[0] if args else next(iter(kwargs.values()), None) for args, kwargs in kept]
-        return firsts[0] if len(firsts) == 1 else firsts
+        """The module's first argument, alike."""
+        return _one_or_all(
+            [args[0] if args else next(iter(kwargs.values()), None) for args, kwargs in self._get("input")]
+        )
 
     def __repr__(self) -> str:
         """Say what is kept."""
@@ -103,13 +154,12 @@ class Cache:
 
     def add(self, provider: str, iteration: int | None, value: Any) -> None:  # noqa: ARG002 - a Watcher's
         """Keep a copy of the value at hand, narrowed to the rows of the invoke that made the cache."""
-        self.keep(provider, self.batcher.narrow(self.rows))
+        self.keep(provider, iteration, self.batcher.narrow(self.rows))
 
-    def keep(self, provider: str, rows: Any) -> None:
-        """Keep a copy of one call's value."""
+    def keep(self, provider: str, call: Any, rows: Any) -> None:
+        """Keep a copy of one call's value; ``call`` is its number."""
         path, _, key = provider.rpartition(".")
-        entry = self.entries.setdefault(path, Entry())
-        entry.values.setdefault(key, []).append(map_tensors(rows, self._copied))
+        self.entries.setdefault(path, Entry()).add(key, call, map_tensors(rows, self._copied))
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         source = tensor.detach() if self.detach else tensor
@@ -127,31 +177,43 @@ class Cache:
         return CacheView(self, "", model)
 
 
-class CacheView(Mapping[str, Entry]):
+class CacheView(Mapping[str, "CacheView"]):
     """A cache, or the part of it at and below one module.
 
-    ``cache["model.layers.3"]`` and ``cache.model.layers[3]`` are the same place.
+    ``cache["model.layers.3"]`` and ``cache.model.layers[3]`` are the same place, under any name that the
+    model knows it by. The whole cache is a mapping of paths. A module in it is the list of its calls,
+    ``cache.model.lm_head[2].output``; one that holds numbered modules is the list of those, as in the model.
     """
 
-    def __init__(self, cache: Cache, path: str, envoy: Any) -> None:
-        """Look at ``path`` of the cache; ``envoy`` stands there, or at the root for an empty path."""
+    _call: Any = None
+
+    def __init__(self, cache: Cache, path: str, envoy: Any, call: Any = None) -> None:
+        """Look at a place in the cache.
+
+        Args:
+            cache: The values.
+            path: The place; empty for the whole.
+            envoy: What stands there, or at the root for the whole; None if nothing is known to.
+            call: The number of the one call that is looked at; None for all.
+        """
         self._cache = cache
         self._path = path
         self._envoy = envoy
+        self._call = call
 
     @property
     def output(self) -> Any:
-        """The output of the module here."""
+        """The output of the module here; a list with one item per call if there were several."""
         return self._value("output")
 
     @property
     def inputs(self) -> Any:
-        """The inputs of the module here, ``(args, kwargs)``."""
+        """The inputs of the module here, ``(args, kwargs)``, alike."""
         return self._value("inputs")
 
     @property
     def input(self) -> Any:
-        """The first argument of the module here."""
+        """The first argument of the module here, alike."""
         return self._value("input")
 
     def _value(self, name: str) -> Any:
@@ -164,17 +226,49 @@ class CacheView(Mapping[str, Entry]):
                 f"the cache has no value for {self._path or 'its root'}: the module was not asked for, or "
                 "was not called after the cache was made"
             )
-        return entry
+        return entry if self._call is None else entry._at(self._call)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return the entry at a path, or the view of a child of a list of modules by its number."""
-        if isinstance(key, str) and not self._path:
-            if key not in self._cache.entries:
-                raise KeyError(
-                    f"{key!r} is not in the cache, which has {', '.join(self._cache.entries) or 'nothing'}"
-                )
-            return self._cache.entries[key]
-        return self._below(self._envoy[key])
+        """Return a place by its path, a child by its key or number, or one of the calls by its number.
+
+        Raises:
+            KeyError: Nothing is kept at the path, or below it.
+            IndexError: There was no such call.
+        """
+        if isinstance(key, str):
+            return self._at_path(key) if not self._path else self._below(self._envoy[key])
+        if not self._path or self._holds_numbered():
+            return self._below(self._envoy[key])
+        if isinstance(key, slice):
+            return list(self)[key]
+        calls = self._calls()
+        try:
+            return self._at_call(calls[key])
+        except IndexError:
+            raise IndexError(f"the cache has {len(calls)} calls of {self._path}, got {key}") from None
+
+    def _at_path(self, path: str) -> CacheView:
+        if path in self._cache.entries:
+            return CacheView(self._cache, path, self._found(path))
+        here: Any = self
+        try:
+            for part in path.split("."):
+                here = here[int(part)] if part.isdecimal() else getattr(here, part)
+        except (AttributeError, IndexError, TypeError):
+            here = None
+        if not isinstance(here, CacheView) or not here.keys():
+            raise KeyError(
+                f"{path!r} is not in the cache, which has {', '.join(self._cache.entries) or 'nothing'}"
+            )
+        return here
+
+    def _found(self, path: str) -> Any:
+        """Return what stands at a path of the model; None for what is no module of it."""
+        root = str(self._envoy.path)
+        try:
+            return self._envoy if path == root else self._envoy.get(path.removeprefix(f"{root}."))
+        except (AttributeError, IndexError):
+            return None
 
     def __getattr__(self, name: str) -> Any:
         """Return the view of a child, by any name that the envoy knows it by."""
@@ -192,20 +286,90 @@ class CacheView(Mapping[str, Entry]):
     def _below(self, envoy: Any) -> Any:
         if isinstance(envoy, list):
             return [self._below(one) for one in envoy]
+        if not hasattr(envoy, "path"):
+            raise AttributeError(f"{self._path} has no module there, and a cache has modules; got {envoy!r}")
         return type(self)(self._cache, str(envoy.path), envoy)
 
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the paths that have values."""
-        prefix = f"{self._path}."
-        return (path for path in self._cache.entries if not self._path or f"{path}.".startswith(prefix))
+    def _at_call(self, call: Any) -> Self:
+        return type(self)(self._cache, self._path, self._envoy, call)
+
+    def _holds_numbered(self) -> bool:
+        """Tell whether the module here is a list of modules, so that numbers and iteration mean those."""
+        envoy = self._envoy
+        if self._call is not None or not isinstance(envoy, EnvoyTree):
+            return False
+        return bool(envoy._names) and all(name.isdecimal() for name in envoy._names)
+
+    def _calls(self) -> list[Any]:
+        entry = self._cache.entries.get(self._path)
+        if self._call is not None:
+            return [self._call]
+        return entry._calls() if entry is not None else []
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the paths that have values; below the root, over the module's calls or its modules."""
+        if not self._path:
+            return iter(self._cache.entries)
+        if self._holds_numbered():
+            return (self._below(envoy) for envoy in self._envoy)
+        return (self._at_call(call) for call in self._calls())
 
     def __len__(self) -> int:
-        """Return how many modules have values here."""
-        return sum(1 for _ in self)
+        """Return how many there are of what iteration gives."""
+        if not self._path:
+            return len(self._cache.entries)
+        return len(self._envoy) if self._holds_numbered() else len(self._calls())
+
+    def __bool__(self) -> bool:
+        """A view is there, with values or without."""
+        return True
+
+    def __contains__(self, key: object) -> bool:
+        """Tell whether there are values at a path; a module list has none of its own."""
+        if self._path or not isinstance(key, str):
+            return key in self.keys()
+        try:
+            return self[key]._path in self._cache.entries
+        except KeyError:
+            return False
+
+    def __eq__(self, other: object) -> bool:
+        """Views are equal if they look at the same place."""
+        if not isinstance(other, CacheView):
+            return NotImplemented
+        return (self._cache, self._path, self._call) == (other._cache, other._path, other._call)
+
+    def __hash__(self) -> int:
+        """Return the place's."""
+        return hash((id(self._cache), self._path))
+
+    def keys(self) -> KeysView[str]:
+        """Return the paths that have values, at and below this place."""
+        return self._kept().keys()
+
+    def values(self) -> ValuesView[CacheView]:
+        """Return what is there, in the order of ``keys``."""
+        return self._kept().values()
+
+    def items(self) -> ItemsView[str, CacheView]:
+        """Return both."""
+        return self._kept().items()
+
+    def _kept(self) -> dict[str, CacheView]:
+        prefix = f"{self._path}."
+        return {
+            path: CacheView(self._cache, path, self._found(path) if not self._path else None)
+            for path in self._cache.entries
+            if not self._path or f"{path}.".startswith(prefix)
+        }
 
     def __repr__(self) -> str:
         """Say where this is and how much there is."""
-        return f"CacheView({self._path or 'all'}: {len(self)} modules)"
+        return f"CacheView({self._path or 'all'}: {len(self.keys())} modules)"
 
     def _repr_html_(self) -> str:
-        return cache_html(repr(self), {path: self._cache.entries[path].values for path in self})
+        return cache_html(repr(self), {path: self._cache.entries[path].values for path in self.keys()})
+
+
+def _one_or_all(calls: list[Any]) -> Any:
+    return calls[0] if len(calls) == 1 else calls

@@ -6,16 +6,17 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from threading import get_ident
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import torch
 
 from nnsight_engine.core import restraint
 from nnsight_engine.envoys.aliases import Aliases, Rename, by_alias, check_aliases
 from nnsight_engine.envoys.display import NoSuchModuleError, as_html, as_text, names_of
+from nnsight_engine.envoys.envoy_map import EnvoyMap, check_envoys, envoy_class
 from nnsight_engine.envoys.eproperty import eproperty
 from nnsight_engine.envoys.operations import ForwardSource, SourceEnvoy
 from nnsight_engine.envoys.probes import Probes
@@ -33,8 +34,6 @@ from nnsight_engine.interleaving.mediator import Mediator
 from nnsight_engine.tracing.tracebacks import users_stacklevel
 from nnsight_engine.tracing.tracer import SITES, Backend, Tracer, refuse_statement
 
-EnvoyMap: TypeAlias = "type[Envoy] | Mapping[type[torch.nn.Module], type[Envoy]] | None"
-"""Which class stands for a module: one for all, or by the module's class; None means ``Envoy``."""
 _ENVOYS_OWN = frozenset({"path", "interleaver", "interleaving", "interleave", "fake_value"})
 
 backwards.install()
@@ -104,6 +103,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         mine["_default_mediators"] = []
         mine["_fake"] = {}
         if root is None:
+            check_envoys(envoys, Envoy)
             mine["_by_module"] = {id(module): self}
             mine["_probes"] = None
             mine["_sources"] = []
@@ -123,7 +123,7 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         """
         forward = self._source
         if forward is None:
-            forward = ForwardSource(self._module, str(self.path), self._interleaver)
+            forward = ForwardSource(self._module, str(self.path), self._root)
             self.__dict__["_source"] = forward
             self._root._sources.append(forward)
         if self._interleaver.interleaving:
@@ -142,12 +142,15 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         mediator.ask(Events.SKIP, provider, interleaver.call_number(provider), value)
 
     def next(self, step: int = 1) -> Self:
-        """Move this block's requests on to the next call of each module (the next generated token)."""
+        """Move this block's requests on to the next call of each module (the next generated token).
+
+        A request for a step that does not come ends the block with a warning.
+        """
         mediator = self._running("next")
         if step < 1:
             raise ValueError(f"steps go forward: next() takes a positive number, got {step}")
         now = mediator.iteration if mediator.iteration is not None else self._interleaver.step
-        mediator.iteration = now + step
+        mediator.iteration, mediator.moved_on = now + step, True
         return self
 
     def _running(self, what: str) -> Mediator:
@@ -262,6 +265,10 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         """Tell whether these arguments of a trace are an input, so that its block is the one invoke."""
         return bool(args)
 
+    def _example_input(self) -> dict[str, Any] | None:
+        """Return arguments with which the model can be run, to learn what it calls; None if unknown."""
+        return None
+
     def _new_local_part(self) -> Tracer:
         """Return what runs the block of ``with tracer.local():``, which is here anyway."""
         return Tracer()
@@ -351,10 +358,11 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         known = self._root._by_module
         envoy = known.get(id(module))
         if envoy is None:
-            envoy = self._envoy_class(module)(
+            path = f"{self.path}.{name}"
+            envoy = envoy_class(self._envoys, module, path, self._alias, Envoy)(
                 module,
                 interleaver=self._interleaver,
-                path=f"{self.path}.{name}",
+                path=path,
                 rename=self._alias.rename if self._alias is not None else None,
                 envoys=self._envoys,
                 root=self._root,
@@ -370,14 +378,6 @@ class Envoy(CallValues, EnvoyTree, Batchable):
             self._names.append(name)
         self.__dict__[name] = envoy
         return envoy
-
-    def _envoy_class(self, module: torch.nn.Module) -> type[Envoy]:
-        envoys = self._envoys
-        if envoys is None:
-            return Envoy
-        if isinstance(envoys, type):
-            return envoys
-        return next((envoys[base] for base in type(module).__mro__ if base in envoys), Envoy)
 
     def _make_room(self, name: str) -> None:
         """Let a child have a name that envoys use themselves: theirs moves to ``nns_<name>``."""

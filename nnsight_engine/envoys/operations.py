@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from threading import get_ident
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nnsight_engine.envoys.callees import learn, spelt_out
 from nnsight_engine.envoys.source.errors import SourceNotAvailableError
 from nnsight_engine.envoys.source.listing import format_operation, format_source
 from nnsight_engine.envoys.source.operations import Operation, Rewritten
@@ -20,6 +21,9 @@ from nnsight_engine.envoys.source.rewrite import rewrite
 from nnsight_engine.envoys.values import CallValues
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.interleaver import Interleaver
+
+if TYPE_CHECKING:
+    from nnsight_engine.envoys.envoy import Envoy
 
 
 class OperationEnvoy(CallValues):
@@ -38,26 +42,38 @@ class OperationEnvoy(CallValues):
     def source(self) -> SourceEnvoy:
         """The calls inside the function that is called here.
 
-        Which function that is shows when the call is made, so ask inside a trace, before it is; after that
-        it is known.
+        Which function that is shows when the call is made. Outside a trace it is looked up, or learnt from a
+        run of the model on fake tensors.
 
         Raises:
-            ValueError: The function is not known yet.
+            ValueError: The function is not known before the model has run it.
             SourceNotAvailableError: It is a module, or not written in Python.
         """
-        known = self.holder.inner.get(self.operation.name)
+        holder, name = self.holder, self.operation.name
+        known = holder.inner.get(name)
         if known is not None:
             return known
         mediator = self.interleaver.current
         if mediator is None:
-            raise ValueError(
-                f"Which function {self.path} calls is known once the model has run it: ask for its source "
-                "inside a trace first."
-            )
+            return self._looked_up()
         provider = f"{self.path}.fn"
         number = self.interleaver.call_number(provider)
-        callee = mediator.ask(Events.VALUE, provider, number)
-        inner = SourceEnvoy(str(self.path), callee, self.interleaver)
+        return self._known_as(mediator.ask(Events.VALUE, provider, number))
+
+    def _looked_up(self) -> SourceEnvoy:
+        holder, name = self.holder, self.operation.name
+        callee = spelt_out(holder.original, self.operation.text)
+        if callee is not None:
+            return self._known_as(callee)
+        if learn(holder.model, lambda: self.source):
+            return holder.inner[name]
+        raise ValueError(
+            f"Which function {self.path} calls is known once the model has run it: ask for its source "
+            "inside a trace first."
+        )
+
+    def _known_as(self, callee: Callable[..., Any]) -> SourceEnvoy:
+        inner = SourceEnvoy(str(self.path), callee, self.holder.model)
         self.holder.inner[self.operation.name] = inner
         return inner
 
@@ -69,8 +85,8 @@ class OperationEnvoy(CallValues):
 class SourceEnvoy:
     """The calls of one function, by name: ``source.self_c_proj_0``. Printing it shows where they are."""
 
-    def __init__(self, path: str, function: Callable[..., Any], interleaver: Interleaver) -> None:
-        """Rewrite ``function``, whose calls will be known below ``path``.
+    def __init__(self, path: str, function: Callable[..., Any], model: Envoy) -> None:
+        """Rewrite ``function``, whose calls will be known below ``path``; ``model`` is the root of the tree.
 
         Raises:
             SourceNotAvailableError: It is a module, or its source cannot be rewritten.
@@ -80,7 +96,8 @@ class SourceEnvoy:
                 path, "a module is called here", "ask the module itself: its own envoy has a .source"
             )
         self.path = path
-        self.interleaver = interleaver
+        self.model = model
+        self.interleaver: Interleaver = model._interleaver
         self.original = function
         self.inner: dict[str, SourceEnvoy] = {}
         self.rewritten: Rewritten = rewrite(function, self._call, path)
@@ -164,11 +181,11 @@ class ForwardSource:
     replaced.
     """
 
-    def __init__(self, module: torch.nn.Module, path: str, interleaver: Interleaver) -> None:
-        """Rewrite the forward of ``module``."""
+    def __init__(self, module: torch.nn.Module, path: str, model: Envoy) -> None:
+        """Rewrite the forward of ``module``; ``model`` is the root of the tree."""
         self.module = module
         self.name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
-        self.source = SourceEnvoy(path, getattr(module, self.name), interleaver)
+        self.source = SourceEnvoy(path, getattr(module, self.name), model)
         self._installed = False
         self._before: Any = None
 

@@ -42,6 +42,10 @@ class MissedProviderError(ValueError):
     """A value that a block asked for was not provided, and can no longer come."""
 
 
+class StepNotReachedError(MissedProviderError):
+    """A step that a block had moved on to with ``next()`` did not come: the block ends, with a warning."""
+
+
 class OutOfOrderError(MissedProviderError):
     """A value was asked for after the model had passed it."""
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from greenlet import getcurrent
 
+from nnsight_engine.core.gradients import why_no_graph
 from nnsight_engine.interleaving.events import Events
 
 if TYPE_CHECKING:
@@ -47,9 +48,16 @@ class GradientSession:
         self._hooks: dict[int, tuple[torch.Tensor, Any]] = {}
 
     def provider(self, tensor: torch.Tensor) -> str:
-        """Return what the gradient of ``tensor`` is called, and make torch provide it."""
+        """Return what the gradient of ``tensor`` is called, and make torch provide it.
+
+        Raises:
+            RuntimeError: The tensor has none.
+        """
         key = f"{id(tensor)}.grad"
         if id(tensor) not in self._hooks:
+            why = why_no_graph(tensor)
+            if why is not None:
+                raise RuntimeError(f"no gradient comes to this tensor: {why}")
 
             def provide(gradient: torch.Tensor) -> torch.Tensor:
                 value: torch.Tensor = self.interleaver.handle(key, gradient)

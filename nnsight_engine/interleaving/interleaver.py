@@ -22,6 +22,7 @@ from nnsight_engine.interleaving.events import (
     MissedProviderError,
     ModelAborted,
     OutOfOrderError,
+    StepNotReachedError,
 )
 from nnsight_engine.interleaving.gradients import in_backward
 from nnsight_engine.interleaving.mediator import NOTHING, Event, Mediator, Raise, named
@@ -182,7 +183,7 @@ class Interleaver(ModuleUse):
         if self.ending:
             return NOTHING  # whoever cancels it answers, and counts how often
         if self.closed:
-            return Raise(self._missed(*event))
+            return Raise(self._missed(mediator, event))
         if kind is _BARRIER:
             more.arrive(mediator)
         elif kind is _STEP:
@@ -200,9 +201,9 @@ class Interleaver(ModuleUse):
         return NOTHING
 
     def _too_late(self, mediator: Mediator, event: Event) -> Raise:
-        return Raise(
-            IterationOver(mediator.loops[-1]) if self._ends_loop(mediator, event) else self._missed(*event)
-        )
+        if self._ends_loop(mediator, event):
+            return Raise(IterationOver(mediator.loops[-1]))
+        return Raise(self._missed(mediator, event))
 
     def _ends_loop(self, mediator: Mediator, event: Event) -> bool:
         """Tell whether a request is for the step after the last one, rather than for a place not reached.
@@ -401,10 +402,11 @@ class Interleaver(ModuleUse):
         self.closed = True
         for mediator in self._waiting():
             if mediator.waiting is not None:
-                mediator.fail(self._missed(*mediator.waiting))
+                mediator.fail(self._missed(mediator, mediator.waiting))
                 self._settle()
 
-    def _missed(self, kind: Events, provider: str, iteration: int | None, more: Any) -> MissedProviderError:
+    def _missed(self, mediator: Mediator, event: Event) -> MissedProviderError:
+        kind, provider, iteration, more = event
         if kind is Events.BARRIER:
             return MissedProviderError(more.unmet())
         requester = named(provider, iteration)
@@ -421,11 +423,23 @@ class Interleaver(ModuleUse):
                 "order? Gradients come in the reverse order of the forward pass, and only to tensors that "
                 "the loss was computed from."
             )
-        times = f" It was reached {calls} time{'s' if calls != 1 else ''}." if calls else ""
+        if iteration is not None and calls:
+            warns = mediator.moved_on and mediator.warns
+            return (StepNotReachedError if warns else MissedProviderError)(_ended(requester, calls))
         return MissedProviderError(
             f"Execution complete but `{requester}` was not provided. Did you call an Envoy out of order? "
-            f"Investigate why this module was not called.{times}"
+            "Investigate why this module was not called."
         )
+
+
+def _ended(requester: str, calls: int) -> str:
+    times = "once" if calls == 1 else f"{calls} times"
+    return (
+        f"Execution complete but `{requester}` was not provided. It was reached {times}, and the run, or its "
+        "generation, has ended: no further step comes. Read a step's values inside the loop (`if step == "
+        f"{calls - 1}:`), or in an invoke of their own (`with tracer.invoke():`), and what the whole run "
+        "returns with `tracer.result`."
+    )
 
 
 _NO_BATCH = Batcher()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from nnsight_engine.interleaving.events import MissedProviderError
 from nnsight_engine.interleaving.interleaver import Interleaver
@@ -53,23 +53,26 @@ class IteratorTracer:
                         f"{self.interleaver.step + 1} steps. Use a slice, tracer.iter[{step}:], for steps "
                         "that may not come."
                     )
-                mediator.iteration = step
+                mediator.iteration, mediator.moved_on = step, False
                 yield step
         finally:
             mediator.loops.remove(self)
-            mediator.iteration = None
+            mediator.iteration, mediator.moved_on = None, False
 
 
 class Iter:
     """``tracer.iter``: select steps by number, slice or list."""
 
-    def __init__(self, interleaver: Interleaver) -> None:
-        """Select from the run of this interleaver."""
+    def __init__(
+        self, interleaver: Interleaver, loop: Callable[[Steps, Interleaver], IteratorTracer] = IteratorTracer
+    ) -> None:
+        """Select from the run of this interleaver; ``loop`` makes the loops."""
         self.interleaver = interleaver
+        self._loop = loop
 
     def __getitem__(self, steps: Steps) -> IteratorTracer:
         """Return a loop over the steps."""
-        return IteratorTracer(steps, self.interleaver)
+        return self._loop(steps, self.interleaver)
 
 
 def _numbers(steps: Steps) -> Iterable[int]:

@@ -12,11 +12,14 @@ if it stands at a barrier that others never reach: known when the model's run en
 
 from __future__ import annotations
 
+import traceback
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from greenlet import GreenletExit, getcurrent
 
+from nnsight_engine.core.gradients import explain
 from nnsight_engine.core.stepping import IterationOver
 from nnsight_engine.interleaving import stacks
 from nnsight_engine.interleaving.batching import BatchGroup
@@ -26,6 +29,7 @@ from nnsight_engine.interleaving.events import (
     Events,
     MissedProviderError,
     OutOfOrderError,
+    StepNotReachedError,
 )
 from nnsight_engine.interleaving.modes import Keeper
 
@@ -91,6 +95,7 @@ class Mediator:
         batch_group: First row and number of rows of the batch that this block owns; None sees all rows.
         iteration: The call number that requests are for; None means the next one to come.
         loops: The loops over steps that the block is in, innermost last.
+        moved_on: Whether the block chose the call number itself, with ``next()``.
         exchange: Passes on what the block has assigned, each time it hands over.
         waiting: What the block asked for and has not got; None while it runs or when it has ended.
     """
@@ -107,6 +112,7 @@ class Mediator:
         "intervention",
         "iteration",
         "loops",
+        "moved_on",
         "transform",
         "waiting",
         "worker",
@@ -115,6 +121,8 @@ class Mediator:
     MissedProviderError = MissedProviderError
     OutOfOrderError = OutOfOrderError
     runs_on: ClassVar[StackKind] = stacks
+    warns: ClassVar[bool] = True
+    """Whether a warning in the block reaches who wrote it; where it would not, errors tell."""
 
     def __init__(
         self,
@@ -131,6 +139,7 @@ class Mediator:
         self.batch_group = batch_group
         self.iteration: int | None = 0
         self.loops: list[Any] = []
+        self.moved_on = False
         self.waiting: Event | None = None
         self.transform: Callable[[], Any] | None = None
         self.exchange: Exchange | None = None
@@ -222,6 +231,7 @@ class Mediator:
             self.runs_on.give_back(worker)
             _, error = event.empty()
             if error is not None:
+                explain(error)
                 interleaver.failed(error)
             elif self.exchange is not None:
                 self.exchange.close()
@@ -236,6 +246,8 @@ class Mediator:
         except (Cancelation, GreenletExit):
             if self.interleaver is None or not self.interleaver.ending:
                 raise
+        except StepNotReachedError as error:
+            _warn(error)
         except IterationOver as error:
             raise MissedProviderError(
                 "A loop over steps was left in the middle, because generation ended, and what stands "
@@ -290,6 +302,17 @@ class Mediator:
         if type(answer) is Raise:
             raise answer.error
         return answer
+
+
+def _warn(error: StepNotReachedError) -> None:
+    """Warn at the line of the block that asked; what follows it does not run."""
+    places = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not str(frame.f_globals.get("__name__")).startswith("nnsight_engine.")
+    ]
+    frame, line = places[-1]
+    warnings.warn_explicit(f"{error} The block ends here.", UserWarning, frame.f_code.co_filename, line)
 
 
 def split(requester: str) -> tuple[str, int | None]:

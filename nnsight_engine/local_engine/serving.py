@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TextIO
@@ -136,6 +137,7 @@ class _Serving:
         gc.freeze()  # what is here stays, and need not be looked at after each trace
         sys.breakpointhook = _refuse_breakpoint
         sys.stdout = stdout = _TraceStdout(sys.stdout, self._log)
+        warnings.showwarning = _print_warning
         self._say({READY: True})
         while True:
             number, data = self._traces.get()
@@ -186,6 +188,18 @@ def _refuse_breakpoint(*_args: Any, **_kwargs: Any) -> NoReturn:
     raise RuntimeError(
         "breakpoint() needs a terminal, which a trace on a server does not have: run it with remote=False"
     )
+
+
+def _print_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Show a warning where prints go: to whoever sent the block that it is about."""
+    print(warnings.formatwarning(message, category, filename, lineno, line), end="", file=file)
 
 
 class _TraceStdout(io.TextIOBase):

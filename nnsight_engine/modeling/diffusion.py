@@ -14,6 +14,7 @@ import torch
 
 from nnsight_engine.interleaving.batching import Batcher
 from nnsight_engine.modeling.diffuser import Diffuser, diffusers, pipeline_class, pipeline_without_weights
+from nnsight_engine.modeling.diffusion_steps import with_last_step
 from nnsight_engine.modeling.huggingface import HuggingFaceModel
 from nnsight_engine.modeling.invokes import without_input
 from nnsight_engine.modeling.prompts import INPUTS, Prepared, as_lists, count_rows, join_arguments
@@ -127,7 +128,8 @@ class DiffusionModel(HuggingFaceModel):
         if isinstance(batcher, SpreadBatcher):
             batcher.copies = frozenset({1, _images_per_prompt(kwargs)})
             batcher.num_blocks = _MAX_BLOCKS
-        return self._run_pipeline(*args, **kwargs)
+        pipeline = self._diffuser.pipeline
+        return self._run_pipeline(*args, **with_last_step(pipeline, kwargs, interleaver.end_loops))
 
     def _run_pipeline(self, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
         if self._has_input(args, kwargs):

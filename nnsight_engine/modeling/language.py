@@ -33,8 +33,9 @@ from nnsight_engine.modeling.transformers import TransformersModel
 
 Prepared = tuple[tuple[Any, ...], dict[str, Any]]
 
+_MAX_NEW_TOKENS: Final = "max_new_tokens"
 _GENERATION_ONLY: Final = frozenset(
-    {"max_new_tokens", "min_new_tokens", "do_sample", "num_beams", "temperature"}
+    {_MAX_NEW_TOKENS, "min_new_tokens", "do_sample", "num_beams", "temperature"}
 )
 
 
@@ -170,14 +171,20 @@ class LanguageModel(TransformersModel):
             for name, value in arguments.items()
         }
 
+    def _example_input(self) -> dict[str, Any] | None:
+        tokens = torch.zeros(1, 2, dtype=torch.long)
+        return self._prepare_input(tokens)[1]
+
     # Running.
 
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
         misplaced = _GENERATION_ONLY & kwargs.keys()
+        if kwargs.get(_MAX_NEW_TOKENS) is not None:
+            return self.__nnsight_generate__(*args, **kwargs)
         if misplaced:
             raise TypeError(
-                f"{', '.join(sorted(misplaced))} is for generation, and a trace runs the model once: "
-                "write `with model.generate(...)`"
+                f"{', '.join(sorted(misplaced))} is for generation, and a trace without {_MAX_NEW_TOKENS}= "
+                f"runs the model once: add it, or write `with model.generate(...)`"
             )
         return super()._run_module(*args, **self._on_device(kwargs))
 

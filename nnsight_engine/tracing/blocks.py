@@ -7,7 +7,7 @@ Every variable that the block shares with its surroundings is a *cell*, exactly 
 function. A block inside a block gets the very same cells, which is how one invoke sees what another one
 assigned: no copying, no synchronisation, whatever runs first writes first.
 
-Two constructs inside a block are rewritten, because a block may hold further traces and loops over
+Some constructs inside a block are rewritten, because a block may hold further traces and loops over
 generation steps:
 
 ``with EXPR as T: BODY``
@@ -18,6 +18,9 @@ generation steps:
 ``for T in ITER: BODY``
     may loop over generation steps whose number nobody knows. When generation is over, a request inside BODY
     raises ``IterationOver``; the loop it belongs to ends normally and the code after it runs.
+
+``X.requires_grad = VALUE``
+    may be said of a value that the model has computed, see ``core.gradients``.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from functools import partial
 from types import CellType, CodeType, FunctionType
 from typing import Any, TypeVar
 
+from nnsight_engine.core.gradients import set_requires_grad
 from nnsight_engine.core.stepping import IterationOver
 from nnsight_engine.tracing.block_names import (
     is_bare_super,
@@ -48,7 +52,8 @@ from nnsight_engine.tracing.source_text import SourceText
 BIND = "__nnsight_bind__"
 DEFERRED = "__nnsight_deferred__"
 OVER = "__nnsight_over__"
-_HELPERS = (BIND, DEFERRED, OVER, OWN)
+REQUIRES_GRAD = "__nnsight_requires_grad__"
+_HELPERS = (BIND, DEFERRED, OVER, OWN, REQUIRES_GRAD)
 WITH_MARKER = "__nnsight_with_"
 """Begins the name that a rewritten ``with`` statement keeps its context under."""
 _OUTER = "__nnsight_scope__"
@@ -363,6 +368,15 @@ class _Rewriter(ast.NodeTransformer):
         both: list[ast.stmt] = [_located(remember, node.iter), _located(guarded, node)]
         return both
 
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        """Let gradients be asked of any tensor."""
+        target = node.targets[0]
+        if len(node.targets) > 1 or not isinstance(target, ast.Attribute) or target.attr != "requires_grad":
+            return self.generic_visit(node)
+        arguments = [self.visit(node.value), self.visit(target.value)]
+        call = ast.Call(func=ast.Name(id=REQUIRES_GRAD, ctx=ast.Load()), args=arguments, keywords=[])
+        return _located(ast.Expr(value=call), node)
+
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """Spell ``super()`` out: the block is a function of its own, without the method's first argument."""
         visited = self.generic_visit(node)
@@ -430,5 +444,5 @@ def _refuse_leaving(body: Sequence[ast.stmt], source: SourceText) -> None:
         )
 
 
-HELPERS: dict[str, CellType] = {OVER: CellType(IterationOver)}
+HELPERS: dict[str, CellType] = {OVER: CellType(IterationOver), REQUIRES_GRAD: CellType(set_requires_grad)}
 """The helpers that need no tracer; ``tracer`` adds ``bind`` and ``deferred``."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nnsight_engine.envoys.aliases import Rename
-from nnsight_engine.envoys.envoy import Envoy, EnvoyMap
+from nnsight_engine.envoys.envoy import EnvoyMap
 from nnsight_engine.wire import encode
 
 
@@ -17,7 +17,7 @@ class ClientNames:
 
     Attributes:
         rename: Further names for modules, see ``envoys.aliases``.
-        envoys: The classes that stand for modules: by vLLM's class, or one for all.
+        envoys: The classes that stand for modules: by vLLM's class, by the end of a path, or one for all.
     """
 
     rename: Rename | None = None
@@ -35,19 +35,3 @@ class ClientNames:
         if isinstance(envoys, Mapping):
             envoys = list(envoys.items())
         return encode({"rename": dict(self.rename or {}), "envoys": envoys})
-
-
-def check_envoys(envoys: Any) -> None:
-    """Check what a client gave as ``envoys``.
-
-    Raises:
-        TypeError: It is no class of envoys, nor a mapping from modules' classes to such.
-    """
-    classes = list(envoys.values()) if isinstance(envoys, Mapping) else [envoys]
-    keys = list(envoys) if isinstance(envoys, Mapping) else []
-    fits = all(isinstance(one, type) and issubclass(one, Envoy) for one in classes)
-    if envoys is not None and not (fits and all(isinstance(key, type) for key in keys)):
-        raise TypeError(
-            "envoys is a subclass of Envoy, or maps classes of vLLM's modules to such, "
-            f"{{LlamaMLP: MyEnvoy}}; got {envoys!r}"
-        )

@@ -11,7 +11,8 @@ import torch
 
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.envoys.aliases import Rename
-from nnsight_engine.envoys.envoy import EnvoyMap
+from nnsight_engine.envoys.envoy import Envoy
+from nnsight_engine.envoys.envoy_map import EnvoyMap, check_envoys
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.modeling.wrapper import WrapperModule
@@ -19,7 +20,7 @@ from nnsight_engine.remote_backend.backend import Remote, RemoteBackend, chosen_
 from nnsight_engine.remote_backend.identity import name_of
 from nnsight_engine.tracing.tracer import Backend, refuse_statement
 from nnsight_engine.vllm_backend.answers import answer
-from nnsight_engine.vllm_backend.client_names import ClientNames, check_envoys
+from nnsight_engine.vllm_backend.client_names import ClientNames
 from nnsight_engine.vllm_backend.edits import Edits, EngineEditingTracer
 from nnsight_engine.vllm_backend.outline import OutlineEntry, outlined
 from nnsight_engine.vllm_backend.prompts import INPUT_NAMES, Request, as_prompt, refuse_function
@@ -90,7 +91,7 @@ class VLLM(StandardNames):
         if mode not in _MODES:
             raise ValueError(f'mode is "sync" or "async", got {mode!r}')
         super().__init__(torch.nn.Module(), rename=rename)
-        check_envoys(envoys)
+        check_envoys(envoys, Envoy)
         mine = self.__dict__
         mine["remote"] = remote
         mine["_is_known"] = False

@@ -77,7 +77,7 @@ def model(checkpoint: Path) -> Iterator[VLLM]:
     """Start an engine with steps of 64 tokens and memory for 24 blocks of 32."""
     options: dict[str, Any] = {
         "rename": RENAME,
-        "envoys": {LlamaMLP: HalfEnvoy},
+        "envoys": {LlamaMLP: HalfEnvoy, "embed_tokens": HalfEnvoy},
         "max_model_len": 256,
         "max_num_batched_tokens": 64,
         "max_num_seqs": 16,
@@ -95,7 +95,7 @@ def local(checkpoint: Path) -> LanguageModel:
     return LanguageModel(
         str(checkpoint),
         rename=RENAME,
-        envoys={LocalMLP: HalfEnvoy},
+        envoys={LocalMLP: HalfEnvoy, "embed_tokens": HalfEnvoy},
         dtype=torch.float32,
         attn_implementation="eager",
     )
@@ -144,7 +144,9 @@ def test_a_cache_is_read_as_a_local_one_is(model: VLLM, local: LanguageModel) ->
     close(ours.model.layers[2].mlp.input, theirs.model.layers[2].mlp.input)
     close(ours.model.norm.output, theirs.model.norm.output)
     assert [type(value) for value in ours["model.model.layers.2"].output] == [torch.Tensor, torch.Tensor]
-    assert {path for path in ours.model.layers[3] if path.endswith("mlp")} == {"model.model.layers.3.mlp"}
+    below = ours.model.layers[3].keys()
+    assert {path for path in below if path.endswith("mlp")} == {"model.model.layers.3.mlp"}
+    assert len(ours.model.layers) == len(list(ours.model.layers))
     with pytest.raises(AttributeError, match="starts at 'model'"):
         _ = ours.transformer
     with pytest.raises(AttributeError, match=r"no value for model\.lm_head"):
@@ -159,6 +161,8 @@ def test_a_cache_of_a_generation_has_every_step(model: VLLM) -> None:
     assert set(cache) == {"model.model.layers.2", "model.model.layers.1.mlp", "model.samples", "model.logits"}
     assert [len(rows) for rows in cache.model.layers[2].output] == [num_tokens, 1, 1]
     assert cache.model.layers[1].mlp.output[1].dtype is torch.float16
+    assert [len(step.output) for step in cache.model.layers[2]] == [num_tokens, 1, 1]
+    assert torch.equal(cache["model.samples"][2].output, cache["model.samples"].output[2])
     assert [int(token) for token in cache["model.samples"].output] == plain_tokens(model, PROMPT, 3)
     with pytest.raises(AttributeError, match="include_inputs=True"):
         _ = cache.model.layers[2].input
@@ -254,6 +258,7 @@ def test_names_and_classes_of_ones_own_are_the_same_on_both(model: VLLM, local: 
     found = []
     for engine, options in ((model, GREEDY), (local, {})):
         with engine.trace(PROMPT, **options):
+            embedded = engine.model.embed_tokens.half.save()
             first = engine.blocks[0].ff.half.save()
             half = engine.stages[1].feed.half
             half[:] = 3.0
@@ -261,10 +266,10 @@ def test_names_and_classes_of_ones_own_are_the_same_on_both(model: VLLM, local: 
             stream = engine.stages[2].output.save()
             heads = engine.stages[3].attention.heads.save()
             attended = engine.points["layers.3.attn.output"].save()
-        found.append((first, written, stream, heads, attended))
+        found.append((embedded, first, written, stream, heads, attended))
     for ours, theirs in zip(*found, strict=True):
         close(ours, theirs)
-    assert bool((found[0][1] == 3.0).all())
+    assert bool((found[0][2] == 3.0).all())
 
 
 def test_the_class_has_the_name_that_ported_code_imports() -> None:
@@ -279,6 +284,20 @@ def test_names_that_cannot_be_are_refused(model: VLLM, checkpoint: Path) -> None
     with model.trace(PROMPT, **GREEDY):
         still = save(model.blocks[0].ff.half.shape)
     assert still[-1] == 128
+
+
+@pytest.mark.parametrize("asked", ["call", "assignment", "not"])
+def test_gradients_say_what_they_need(model: VLLM, asked: str) -> None:
+    with pytest.raises(RuntimeError) as caught, model.trace(PROMPT, **GREEDY):
+        hidden = model.layers[1].output
+        if asked == "call":
+            hidden.requires_grad_(True)
+        elif asked == "assignment":
+            hidden.requires_grad = True
+        with model.logits.output.sum().backward():
+            hidden.grad.save()
+    said = [str(caught.value), *getattr(caught.value, "__notes__", ())]
+    assert any("use LanguageModel, here or on a server with --local-engine" in text for text in said)
 
 
 # Edits.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+import warnings
 from typing import Any
 
 import pytest
@@ -87,17 +89,51 @@ def test_next_moves_the_cursor(gpt2: LanguageModel) -> None:
     assert torch.equal(out3, expected[3])
 
 
-def test_next_beyond_the_last_step_is_an_error_that_names_the_value(gpt2: LanguageModel) -> None:
+def test_next_beyond_the_last_step_is_a_warning_that_names_the_value(gpt2: LanguageModel, where: str) -> None:
     # The document's own example asks for step 3 of 3 tokens, whose steps are 0, 1 and 2.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with gpt2.generate("Hello", max_new_tokens=3) as tracer:
+            first = gpt2.lm_head.output.save()
+            tracer.next()
+            gpt2.lm_head.output.save()
+            tracer.next(2)
+            gpt2.lm_head.output.save()  # the line
+            first = save("not reached")
+    assert torch.equal(first, steps_of(gpt2, "lm_head", 3)[0])
+    if where == "local":  # elsewhere it is printed there, as LOG
+        ((message, filename, line),) = [(str(one.message), one.filename, one.lineno) for one in caught]
+        assert "`model.lm_head.output.i3` was not provided. It was reached 3 times" in message
+        assert "no further step comes" in message
+        assert filename == __file__
+        assert linecache.getline(filename, line).endswith("# the line\n")
+
+
+def test_a_modules_next_beyond_the_last_step_is_a_warning_too(gpt2: LanguageModel, where: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with gpt2.trace("Hello"):
+            first = gpt2.lm_head.output[:, -1].save()
+            gpt2.lm_head.next().output.save()
+    torch.testing.assert_close(first, steps_of(gpt2, "lm_head", 1)[0][:, -1])
+    if where == "local":
+        assert ["It was reached once" in str(one.message) for one in caught] == [True]
+
+
+@pytest.mark.parametrize("stop", [3, 9, None])
+def test_a_request_after_a_loop_says_that_generation_has_ended(gpt2: LanguageModel, stop: int | None) -> None:
     with (
-        pytest.raises(MissedProviderError, match=r"`model\.lm_head\.output\.i3` was not provided"),
+        pytest.raises(MissedProviderError) as caught,
         gpt2.generate("Hello", max_new_tokens=3) as tracer,
     ):
-        gpt2.lm_head.output.save()
-        tracer.next()
-        gpt2.lm_head.output.save()
-        tracer.next(2)
-        gpt2.lm_head.output.save()
+        for _ in tracer.iter[:stop]:
+            gpt2.transformer.h[-1].output.save()
+        gpt2.transformer.h[0].output.save()
+    message = str(caught.value)
+    assert "`model.transformer.h.0.output.i3` was not provided" in message
+    assert "generation, has ended" in message
+    for way in ("if step == 2:", "with tracer.invoke():", "tracer.result"):
+        assert way in message
 
 
 def test_an_intervention_in_one_step_only(gpt2: LanguageModel) -> None:

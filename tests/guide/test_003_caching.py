@@ -54,7 +54,7 @@ def test_a_cache_can_include_inputs(gpt2: LanguageModel) -> None:
 
 def test_a_cache_without_inputs_says_so(gpt2: LanguageModel) -> None:
     with gpt2.trace("Hello") as tracer:
-        cache = tracer.cache()
+        cache = tracer.cache(include_inputs=False)
     with pytest.raises(AttributeError, match="include_inputs=True"):
         cache["model.transformer.h.1"].inputs  # noqa: B018 - reading it is the test
 

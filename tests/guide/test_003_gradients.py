@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_engine import LanguageModel
+from nnsight_engine import LanguageModel, save
 from nnsight_engine.intervention.interleaver import MissedProviderError
 from tests.guide.alone import module_of
 
@@ -155,3 +155,70 @@ def test_backward_without_a_block_is_torchs_own(tiny_leaf: torch.Tensor) -> None
 def tiny_leaf() -> torch.Tensor:
     """A tensor that keeps its gradient."""
     return torch.ones(2, requires_grad=True)
+
+
+def test_gradients_are_asked_for_by_assignment_too(gpt2: LanguageModel) -> None:
+    # The design document, section 8.7: set it at the earliest point where gradients are needed.
+    with gpt2.trace(TEXT):
+        hs_1 = gpt2.transformer.h[1].output
+        hs_1.requires_grad = True
+        hs_3 = gpt2.transformer.h[3].output
+        logits = gpt2.output.logits
+        with logits.sum().backward():
+            logits_grad = logits.grad.save()
+            hs_3_grad = hs_3.grad.save()
+            hs_1_grad = hs_1.grad.save()
+    expected = plain_gradients(gpt2, 3, 1)
+    assert torch.equal(logits_grad, torch.ones_like(logits_grad))
+    assert torch.equal(hs_3_grad, expected[0])
+    assert torch.equal(hs_1_grad, expected[1])
+
+
+def test_assignment_to_leaves_and_other_attributes_is_pythons(gpt2: LanguageModel) -> None:
+    with gpt2.trace(TEXT):
+        leaf = torch.ones(2)
+        leaf.requires_grad = True
+        cut = gpt2.transformer.h[0].output.detach()
+        cut.requires_grad = False
+        flags = save([leaf.requires_grad, cut.requires_grad])
+    assert flags == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("mode", "reason"),
+    [
+        (torch.no_grad, r"gradients are switched off here\. Leave torch\.no_grad\(\)"),
+        (torch.inference_mode, r"computed in inference mode\..*vLLM keeps no graph.*LanguageModel"),
+    ],
+)
+def test_without_a_graph_the_error_says_what_is_needed(gpt2: LanguageModel, mode: Any, reason: str) -> None:
+    with pytest.raises(RuntimeError, match=reason), mode():
+        with gpt2.trace(TEXT):
+            hs = gpt2.transformer.h[1].output
+            with gpt2.lm_head.output.sum().backward():
+                hs.grad.save()
+
+
+def test_a_tensor_without_gradients_says_how_to_have_them(gpt2: LanguageModel) -> None:
+    with pytest.raises(RuntimeError, match=r"no gradient comes to this tensor.*requires_grad_\(True\)"):
+        with gpt2.trace(TEXT):
+            hs = gpt2.transformer.h[1].output.detach()
+            with gpt2.lm_head.output.sum().backward():
+                hs.grad.save()
+    with pytest.raises(RuntimeError, match=r"nothing to go back through.*requires_grad_\(True\)"):
+        with gpt2.trace(TEXT):
+            loss = gpt2.lm_head.output.detach().sum()
+            with loss.backward():
+                pass
+
+
+def test_what_torch_says_of_gradients_has_a_remedy(gpt2: LanguageModel) -> None:
+    def freeze(value: torch.Tensor) -> None:
+        value.requires_grad = True  # elsewhere than in the block
+
+    with pytest.raises(RuntimeError, match="leaf variables") as caught, gpt2.trace(TEXT):
+        freeze(gpt2.transformer.h[1].output)
+    assert "requires_grad_(True)" in str(caught.value.__notes__)
+    with pytest.raises(RuntimeError, match="does not require grad") as caught, gpt2.trace(TEXT):
+        gpt2.lm_head.output.detach().sum().backward()
+    assert "requires_grad_(True)" in str(caught.value.__notes__)

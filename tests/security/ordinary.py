@@ -27,6 +27,20 @@ out = model.output.save()
     "skip": "model.layer1.skip(torch.ones(1, 10))\nout = model.output.save()",
     "stop": "h = model.layer1.output.save()\ntracer.stop()",
     "cache": "cache = tracer.cache(modules=[model.layer1])",
+    "cache-steps": """
+cache = tracer.cache()
+out = model.output.save()
+steps = save([len(cache["model.layer1"]), len(cache.model.layer2)])
+first = save(cache.model.layer1[0].output)
+second = save([step.input for step in cache["model.layer2"]])
+""",
+    "older-loop": """
+values = save([])
+with tracer.iter[0:1] as step:
+    values.append((step, model.layer1.output.sum().item()))
+with tracer.all():
+    values.append(model.layer2.output.sum().item())
+""",
     "steer": """
 direction = torch.nn.functional.normalize(torch.arange(10.0), dim=0)
 h = model.layer1.output

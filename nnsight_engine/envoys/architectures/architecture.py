@@ -107,7 +107,7 @@ class Architecture:
         if isinstance(given, type):
             return given
         given = given or {}
-        ours = {
+        ours: dict[type[torch.nn.Module] | str, type[Envoy]] = {
             module_class: envoy_class
             for module_class, envoy_class in self.envoys.items()
             if not any(base in given for base in module_class.__mro__)

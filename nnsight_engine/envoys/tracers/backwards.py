@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nnsight_engine.core.gradients import why_no_graph
 from nnsight_engine.interleaving.gradients import GradientSession
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.mediator import Mediator
@@ -28,7 +29,14 @@ class BackwardsTracer(Tracer):
         self.tensor = tensor
 
     def execute(self, function: Callable[[], Any]) -> None:
-        """Run the pass and the block in turns, on this thread: torch's own would not share its stack."""
+        """Run the pass and the block in turns, on this thread: torch's own would not share its stack.
+
+        Raises:
+            RuntimeError: There are no gradients of this tensor.
+        """
+        why = why_no_graph(self.tensor)
+        if why is not None:
+            raise RuntimeError(f"there is nothing to go back through from this tensor: {why}")
         mediator = Mediator(function, self.info)
         interleaver = Interleaver([mediator], self)
         with GradientSession(interleaver, mediator), torch.autograd.set_multithreading_enabled(mode=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import CellType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from nnsight_engine.core.cells import Assignments, copied
 from nnsight_engine.core.config import CONFIG
@@ -14,6 +14,7 @@ from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.envoys.cache import Cache, CacheView
 from nnsight_engine.envoys.eproperty import eproperty
 from nnsight_engine.envoys.tracers.invoker import Invoker
+from nnsight_engine.envoys.tracers.steps import StepsTracer
 from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.iteration import Iter, IteratorTracer
@@ -52,6 +53,8 @@ class InterleavingTracer(Tracer):
     """
 
     path: str | None = None
+    caches_inputs: ClassVar[bool] = True
+    """Whether caches keep inputs unless told otherwise."""
 
     def __init__(
         self,
@@ -103,11 +106,11 @@ class InterleavingTracer(Tracer):
     @property
     def iter(self) -> Iter:
         """Loops over generation steps: ``for step in tracer.iter[:]``."""
-        return Iter(self.interleaver)
+        return Iter(self.interleaver, StepsTracer)
 
     def all(self) -> IteratorTracer:
         """Loop over every step, ``tracer.iter[:]``."""
-        return IteratorTracer(slice(None), self.interleaver)
+        return StepsTracer(slice(None), self.interleaver)
 
     def next(self, step: int = 1) -> Self:
         """Move this block's requests on by ``step`` generation steps."""
@@ -143,7 +146,7 @@ class InterleavingTracer(Tracer):
         *,
         detach: bool = True,
         include_output: bool = True,
-        include_inputs: bool = False,
+        include_inputs: bool | None = None,
     ) -> CacheView:
         """Keep the values of many modules, as the blocks leave them, from here on.
 
@@ -153,13 +156,16 @@ class InterleavingTracer(Tracer):
             dtype: What to convert floating-point tensors to.
             detach: Cut them off from autograd.
             include_output: Keep outputs.
-            include_inputs: Keep inputs.
+            include_inputs: Keep inputs; by default yes, and not in vLLM, where they count towards a limit.
 
         Returns:
-            The values, ``cache["model.layers.3"].output`` or ``cache.model.layers[3].output``.
+            The values, ``cache["model.layers.3"].output`` or ``cache.model.layers[3].output``; of a module
+            that is called several times also ``cache.model.lm_head[2].output``.
         """
         if self.interleaver.current is None:
             raise ValueError("a cache is made inside a trace that has an input, or inside an invoke")
+        if include_inputs is None:
+            include_inputs = self.caches_inputs
         cache = self._new_cache(device=device, dtype=dtype, detach=detach)
         keys = [key for key, wanted in (("input", include_inputs), ("output", include_output)) if wanted]
         cache.watch(self.interleaver, self.model, modules, keys)

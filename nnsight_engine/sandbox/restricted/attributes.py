@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from nnsight_engine.core.gradients import set_requires_grad
 from nnsight_engine.core.saves import save
 from nnsight_engine.sandbox.restricted.budget import Budget, Meter, refusal
 from nnsight_engine.sandbox.restricted.engine import (
@@ -281,6 +282,8 @@ class Attributes:
         kind = type(owner)
         if is_point(owner, kind, name, self._engine):
             setattr(owner, name, given(value, self.own))
+        elif name == "requires_grad":
+            set_requires_grad(value, self.settable(owner, name))
         else:
             setattr(self.settable(owner, name), name, value)
 

@@ -70,6 +70,7 @@ class RequestCaches:
         self._by_provider: dict[str, list[RequestCache]] = {}
         self._parts: dict[tuple[int, str], list[list[Any]]] = {}
         self._calls: dict[tuple[int, str], int] = {}
+        self._step = 0
 
     def add(self, cache: RequestCache, providers: Iterable[str]) -> None:
         """Fill a cache from now on."""
@@ -83,6 +84,7 @@ class RequestCaches:
 
     def begin(self) -> None:
         """Begin a step: modules count their calls anew."""
+        self._step += 1
         self._calls.clear()
 
     def end(self) -> None:
@@ -103,11 +105,11 @@ class RequestCaches:
             TraceBytesError: The request holds too much.
         """
         for cache in self._by_provider[provider]:
-            if is_last and not chunk:
-                cache.keep(provider, rows)
-                continue
             key = (id(cache), provider)
             call = self._calls[key] = self._calls.get(key, -1) + 1
+            if is_last and not chunk:
+                cache.keep(provider, (self._step, call), rows)
+                continue
             calls = self._parts.setdefault(key, [])
             while len(calls) <= call:
                 calls.append([])
@@ -121,7 +123,7 @@ class RequestCaches:
                 continue
             for part in reversed(parts):
                 rows = map_pairs(part, rows, joined)
-            cache.keep(provider, rows)
+            cache.keep(provider, (self._step, call), rows)
 
     def _put_aside(self, tensor: torch.Tensor) -> torch.Tensor:
         self._spend(tensor.nbytes)
@@ -153,6 +155,9 @@ class EngineCacheView(CacheView):
                 f"{envoy!r} are no module, and a cache has modules; save their values"
             )
         return super()._below(envoy)
+
+    def _holds_numbered(self) -> bool:
+        return isinstance(self._envoy, Layers) or super()._holds_numbered()
 
     def _standard(self, side: str) -> Any:
         part: Part = self._envoy

@@ -20,7 +20,7 @@ from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.vllm_backend.families import ModelPoints
 from nnsight_engine.vllm_backend.traces.board import Board
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
-from nnsight_engine.vllm_backend.traces.names import Names
+from nnsight_engine.vllm_backend.traces.names import Names, add_vocabulary
 from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES, StandardNames
 from nnsight_engine.vllm_backend.traces.points_kernels import KernelProbes
 from nnsight_engine.vllm_backend.traces.points_unembedding import VocabularyEnvoy
@@ -74,6 +74,7 @@ class WorkerModel(StandardNames):
             rename=names.rename_over(_renamed(points)),
             envoys=names.envoys_over(own),
         )
+        add_vocabulary(self)
         for path, module in elsewhere.items():
             parent, _, name = path.rpartition(".")
             above = self.get(f"{self.path}.{parent}") if parent else self

@@ -50,25 +50,19 @@ class Names(ClientNames):
         return given
 
     def envoys_over(self, ours: Mapping[type[torch.nn.Module], type[Envoy]]) -> EnvoyMap:
-        """Return all classes, ours for modules that the client's leave out.
-
-        What our class of the vocabulary does, the client's does too: the module itself cannot be called.
-        """
+        """Return all classes, ours for modules that the client's leave out."""
         envoys = self.envoys
-        given = {torch.nn.Module: envoys} if isinstance(envoys, type) else dict(envoys or {})
-        left = {
+        given = {torch.nn.Module: envoys} if isinstance(envoys, type) else envoys or {}
+        both: dict[type[torch.nn.Module] | str, type[Envoy]] = {
             kind: envoy for kind, envoy in ours.items() if not any(base in given for base in kind.__mro__)
         }
-        mixed = {
-            kind: _mixed(envoy)
-            for kind, envoy in given.items()
-            if issubclass(kind, VocabParallelEmbedding) and not issubclass(envoy, VocabularyEnvoy)
-        }
-        for_all = next((given[base] for base in VocabParallelEmbedding.__mro__ if base in given), None)
-        if for_all is not None and not issubclass(for_all, VocabularyEnvoy):
-            mixed[VocabParallelEmbedding] = _mixed(for_all)
-        return {**left, **given, **mixed}
+        both.update(given)
+        return both
 
 
-def _mixed(envoy: type[Envoy]) -> type[Envoy]:
-    return type(envoy.__name__, (envoy, VocabularyEnvoy), {})
+def add_vocabulary(model: Envoy) -> None:
+    """Let a client's classes for the vocabulary do what ours does: the module itself cannot be called."""
+    for envoy in model.modules(lambda one: isinstance(one._module, VocabParallelEmbedding)):  # noqa: SLF001 - an envoy of ours
+        kind = type(envoy)
+        if not issubclass(kind, VocabularyEnvoy):
+            object.__setattr__(envoy, "__class__", type(kind.__name__, (kind, VocabularyEnvoy), {}))

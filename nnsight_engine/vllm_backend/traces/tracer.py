@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.interleaving.barrier import Barrier
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 class BlockTracer(InterleavingTracer):
     """The tracer of one trace, on the worker's side: loops, barriers, stop, caches, the result."""
+
+    caches_inputs: ClassVar[bool] = False
 
     def __init__(self, model: WorkerModel) -> None:
         """Stand for the tracer that was left behind."""

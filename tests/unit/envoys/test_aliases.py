@@ -43,6 +43,8 @@ def llama() -> LlamaForCausalLM:
         {"transformer.h": ("layers",)},
         {".transformer": ["model", "backbone"], "model.h": "layers"},
         {"h": "blocks", "transformer.blocks": "layers"},
+        {"model.transformer.h": "layers"},
+        {".model.transformer.h": ".layers"},
     ],
 )
 def test_deep_module_is_mounted_at_the_root(gpt2: GPT2LMHeadModel, rename: dict[str, Any]) -> None:
@@ -72,6 +74,28 @@ def test_name_with_a_leading_dot_is_the_roots_alone() -> None:
 def test_several_names_for_one_module(gpt2: GPT2LMHeadModel) -> None:
     model = NNsight(gpt2, rename={".transformer": ["model", "backbone"]})
     assert model.model is model.backbone is model.transformer
+
+
+@pytest.mark.parametrize("name", ["model", ".model"])
+def test_the_root_itself_can_be_named(gpt2: GPT2LMHeadModel, name: str) -> None:
+    model = NNsight(gpt2, rename={name: ["whole", "lm"], "transformer": "body"})
+    assert model.whole is model.lm is model
+    assert model.lm.body is model.transformer
+    with model.trace(TOKENS):
+        head = model.lm_head.output.save()
+        logits = model.lm.output.logits.save()
+    assert torch.equal(logits, head)
+
+
+def test_a_module_called_like_the_root_is_meant_before_it(llama: LlamaForCausalLM) -> None:
+    model = NNsight(llama, rename={"model": "body", "model.layers": "blocks"})
+    assert model.body is model.model
+    assert model.body.layers is model.blocks is model.model.layers
+
+
+def test_a_table_that_names_another_architectures_model_is_no_clash(gpt2: GPT2LMHeadModel) -> None:
+    model = NNsight(gpt2, rename={"transformer": "body", "model": "body"})
+    assert model.body is model.transformer
 
 
 def test_numbered_module_can_be_named() -> None:

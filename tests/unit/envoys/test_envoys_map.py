@@ -147,6 +147,59 @@ def test_the_nearest_base_wins(net: Net) -> None:
     assert type(model.lm_head) is CopiedEnvoy
 
 
+@pytest.mark.parametrize("dot", ["", "."])
+@pytest.mark.parametrize(
+    ("end", "found"),
+    [
+        ("self_attn", ["layers.0.self_attn", "layers.1.self_attn"]),
+        ("0.self_attn", ["layers.0.self_attn"]),
+        ("layers.1.self_attn", ["layers.1.self_attn"]),
+        ("model.layers.1.self_attn", ["layers.1.self_attn"]),
+        ("attn", ["layers.0.self_attn", "layers.1.self_attn"]),
+        ("blocks.0.attn", ["layers.0.self_attn"]),
+        ("stack.0.self_attn", ["layers.0.self_attn"]),
+        ("unembed", ["lm_head"]),
+        ("f_attn", []),
+        ("layers.self_attn", []),
+        ("proj.layers", []),
+    ],
+)
+def test_map_goes_by_the_end_of_a_path_under_any_name(net: Net, dot: str, end: str, found: list[str]) -> None:
+    rename = {"layers": ["blocks", "stack"], "self_attn": "attn", ".lm_head": "unembed"}
+    model = NNsight(net, envoys={f"{dot}{end}": BlockEnvoy}, rename=rename)
+    paths = [path for path, envoy in model.named_modules() if type(envoy) is BlockEnvoy]
+    assert paths == [f"model.{path}" for path in found]
+
+
+def test_names_of_what_lies_deep_are_ends_too() -> None:
+    model = NNsight(
+        torch.nn.Sequential(Net()),
+        envoys={"attentions.proj": BlockEnvoy, "last": AttnEnvoy},
+        rename={"layers.0.self_attn": "attentions", "0.layers.1": "last"},
+    )
+    assert type(model[0].layers[0].self_attn.proj) is BlockEnvoy
+    assert type(model[0].layers[1]) is AttnEnvoy
+    assert type(model[0].layers[1].self_attn.proj) is Envoy
+
+
+def test_the_longest_end_wins_and_any_end_before_classes(net: Net) -> None:
+    model = NNsight(
+        net,
+        envoys={"self_attn": AttnEnvoy, "1.self_attn": CopiedEnvoy, Attention: BlockEnvoy, "norm": AttnEnvoy},
+    )
+    assert [type(layer.self_attn) for layer in model.layers] == [AttnEnvoy, CopiedEnvoy]
+    assert type(model.norm) is AttnEnvoy
+    assert type(model.lm_head) is Envoy
+
+
+@pytest.mark.parametrize(
+    "envoys", [{"": AttnEnvoy}, {"a..b": AttnEnvoy}, {3: AttnEnvoy}, {"a": 3}, "self_attn", Net]
+)
+def test_what_is_no_map_of_classes_is_refused(net: Net, envoys: Any) -> None:
+    with pytest.raises(TypeError, match=r"envoys= takes a subclass of Envoy, or a mapping from classes"):
+        NNsight(net, envoys=envoys)
+
+
 def test_modules_added_later_are_mapped_too(net: Net) -> None:
     model = NNsight(net, envoys={Attention: AttnEnvoy})
     model.extra = Attention()

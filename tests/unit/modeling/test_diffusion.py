@@ -116,6 +116,26 @@ def test_each_step_is_a_call_of_the_denoiser(painting: Painting) -> None:
     assert torch.equal(image[0], painting.image(CAT, 3))
 
 
+@pytest.mark.parametrize("bounded", [False, True])
+def test_loops_end_with_the_last_step_and_what_follows_can_be_read(painting: Painting, bounded: bool) -> None:
+    model, seen = painting.model, []
+
+    def note(_pipe: Any, step: int, _time: Any, values: dict[str, Any]) -> dict[str, Any]:
+        seen.append(step)
+        return values
+
+    with model.generate(CAT, **SEEDED, callback_on_step_end=note) as tracer:
+        steps = save([])
+        for step in tracer.iter[: STEPS if bounded else None]:
+            model.unet.output[0].shape  # noqa: B018 - waits for the step
+            steps.append(step)
+        pixels = model.vae.decoder.output.save()
+        image = tracer.result.images.save()
+    assert steps == seen == list(range(STEPS))
+    assert pixels.shape == (1, 3, 16, 16)
+    assert torch.equal(image[0], painting.image(CAT, 3))
+
+
 def test_an_edit_of_one_step_changes_the_image(painting: Painting) -> None:
     model = painting.model
     with model.generate(CAT, **SEEDED) as tracer:

@@ -154,10 +154,25 @@ def test_two_inputs_are_refused(gpt2: Pair) -> None:
         pass
 
 
-def test_generation_arguments_of_a_trace_are_refused(gpt2: Pair) -> None:
+def test_a_trace_told_how_many_new_tokens_generates(gpt2: Pair) -> None:
+    with gpt2.model.trace(SHORT, max_new_tokens=3, do_sample=False) as tracer:
+        logits = save([])
+        for _ in tracer.iter[:]:
+            logits.append(gpt2.model.lm_head.output[:, -1])
+        tokens = tracer.result.save()
+    with gpt2.model.generate(SHORT, max_new_tokens=3, do_sample=False) as tracer:
+        expected = gpt2.model.generator.output.save()
+    assert torch.equal(tokens, expected)
+    assert torch.equal(torch.stack(logits).argmax(-1)[:, 0], expected[0, -3:])
+    with gpt2.model.trace() as tracer, tracer.invoke(SHORT, max_new_tokens=3, do_sample=False):
+        last = gpt2.model.lm_head.next(2).output[:, -1].save()
+    assert torch.equal(last, logits[2])
+
+
+def test_generation_arguments_of_a_trace_that_does_not_generate_are_refused(gpt2: Pair) -> None:
     with (
-        pytest.raises(TypeError, match="max_new_tokens is for generation"),
-        gpt2.model.trace(SHORT, max_new_tokens=3),
+        pytest.raises(TypeError, match=r"do_sample is for generation.*without max_new_tokens="),
+        gpt2.model.trace(SHORT, do_sample=True),
     ):
         pass
 

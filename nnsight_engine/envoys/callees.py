@@ -1,0 +1,89 @@
+"""Which function an operation calls, found outside a trace, where no call is at hand.
+
+A callee that is spelt out from ``self``, the function's module or its closure is looked up. One in a variable
+of the function is not known before the function runs: the model is run on fake tensors, if it knows an input.
+``OperationEnvoy.source`` is the caller; inside a trace it waits for the call instead.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+from nnsight_engine.core.trees import map_tensors
+from nnsight_engine.envoys.tracers.interleaving import run_on_fakes
+from nnsight_engine.interleaving.events import EarlyStopException, MissedProviderError
+from nnsight_engine.interleaving.mediator import Mediator
+from nnsight_engine.tracing.parsing import parse
+
+if TYPE_CHECKING:
+    from nnsight_engine.envoys.envoy import Envoy
+
+_NOTHING = object()
+
+
+def spelt_out(function: Callable[..., Any], text: str) -> Callable[..., Any] | None:
+    """Return what the call expression ``text`` in ``function`` calls; None if only running it would tell."""
+    statement = parse(text).body[0]
+    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
+        return None
+    names: list[str] = []
+    node = statement.value.func
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        return None
+    found = _variable(function, node.id)
+    for name in reversed(names):
+        found = getattr(found, name, _NOTHING)  # of a module, a class or a namespace
+    return found if callable(found) else None
+
+
+def _variable(function: Callable[..., Any], name: str) -> Any:
+    bound_to = getattr(function, "__self__", None)
+    plain = function.__func__ if isinstance(function, MethodType) else function
+    while hasattr(plain, "__wrapped__"):
+        plain = plain.__wrapped__
+    if not isinstance(plain, FunctionType):
+        return _NOTHING
+    code = plain.__code__
+    if name in code.co_varnames or name in code.co_cellvars:
+        is_self = bound_to is not None and code.co_argcount and name == code.co_varnames[0]
+        return bound_to if is_self else _NOTHING
+    known = inspect.getclosurevars(plain)
+    if name in code.co_freevars:
+        return known.nonlocals.get(name, _NOTHING)
+    return plain.__globals__.get(name, getattr(builtins, name, _NOTHING))
+
+
+def learn(model: Envoy, ask: Callable[[], Any]) -> bool:
+    """Run the model on fake tensors with a block that asks for something, until it has it.
+
+    Returns:
+        Whether it was reached; not if the model knows no input, or its run takes another way.
+    """
+    example = model._example_input()
+    if example is None:
+        return False
+
+    def block() -> None:
+        ask()
+        raise EarlyStopException
+
+    interleaver = model._interleaver
+    with interleaver.exclusive:
+        interleaver.initialize([Mediator(block)])
+        try:
+            run_on_fakes(
+                lambda converted: model.interleave(model._run_module, **map_tensors(example, converted))
+            )
+        except MissedProviderError:
+            return False
+        finally:
+            interleaver.forget()
+    return True
