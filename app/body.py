@@ -7,7 +7,6 @@ those whose bodies are no JSON, ``read_bytes`` or ``stream_bytes``.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 from collections.abc import AsyncGenerator
@@ -17,14 +16,21 @@ import numpy as np
 from starlette.requests import Request
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.bodies import bodies_of
+from app.body_fields import checked
 from app.cutoff import Cutoff, cutoff_of
 from app.receiving import intake_of
+from app.services.disconnect import while_connected
 
 _QUOTE: Final = ord('"')
 _IRRELEVANT: Final = bytes(set(range(256)) - set(b'[]{}"'))
 _SCAN_CHUNK_BYTES: Final = 64 * 1024
 THREAD_BYTES: Final = 1024 * 1024
-"""Larger ones are looked at in a thread."""
+"""What is larger is looked at in a thread."""
+_LARGE_BYTES: Final = 128 * 1024
+"""What is larger is read in a process, see ``bodies``."""
+_SMALL_BYTES: Final = 16 * 1024
+"""What is smaller cannot hold much."""
 _STEPS: Final = np.zeros(256, dtype=np.int8)
 _STEPS[[ord("["), ord("{")]] = 1
 _STEPS[[ord("]"), ord("}")]] = -1
@@ -53,8 +59,12 @@ async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
     """
     check_media_type(request, "application/json")
     body = await read_bytes(request, limits.max_bytes, limits.idle_s)
-    await _check_depth(body, limits.max_depth)
-    return parse_object(body)
+    bodies = bodies_of(request.scope)
+    if bodies is not None and len(body) >= _LARGE_BYTES:
+        return await while_connected(request.receive, bodies.read(body), cutoff_of(request.scope))
+    check_depth(body, limits.max_depth)
+    value = parse_object(body)
+    return value if bodies is None or len(body) < _SMALL_BYTES else checked(value, bodies.limits)
 
 
 def check_media_type(request: Request, expected: str) -> None:
@@ -81,6 +91,15 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
             ErrorCode.INVALID_SHAPE, f"The body must be a JSON object, got {type(value).__name__}."
         )
     return value
+
+
+def check_depth(body: bytes | bytearray, max_depth: int) -> None:
+    """Raise ApiError, ``json_too_deep``, for a body that ``exceeds_depth``."""
+    if exceeds_depth(body, max_depth):
+        raise ApiError(
+            ErrorCode.JSON_TOO_DEEP,
+            f"Arrays and objects may nest {max_depth} deep, and the body goes deeper; flatten it.",
+        )
 
 
 def exceeds_depth(body: bytes | bytearray, max_depth: int) -> bool:
@@ -153,19 +172,6 @@ async def stream_bytes(
         if num_bytes > max_bytes:
             raise _too_large(f"at least {num_bytes} bytes", max_bytes)
         yield chunk
-
-
-async def _check_depth(body: bytes | bytearray, max_depth: int) -> None:
-    too_deep = (
-        exceeds_depth(body, max_depth)
-        if len(body) < THREAD_BYTES
-        else await asyncio.to_thread(exceeds_depth, body, max_depth)
-    )
-    if too_deep:
-        raise ApiError(
-            ErrorCode.JSON_TOO_DEEP,
-            f"Arrays and objects may nest {max_depth} deep, and the body goes deeper; flatten it.",
-        )
 
 
 def _too_large(got: str, max_bytes: int) -> ApiError:

@@ -18,6 +18,7 @@ from app.audit.log import AuditLog
 from app.audit.records import note_caller
 from app.auth.keys import Keys
 from app.auth.principal import Principal
+from app.bodies import BODIES, Bodies
 from app.engine.client import EngineClient
 from app.engine.trace_processes import TraceProcesses
 from app.lifecycle import Lifecycle
@@ -58,6 +59,7 @@ class Context:
     vectors: VectorService
     trainer: Trainer
     receiving: Receiving
+    bodies: Bodies
     metrics: Metrics
     scrape: Scrape
     tracing: Tracing | None
@@ -94,6 +96,7 @@ async def _caller_of(
     principal.check(*map(Scope, scopes.scopes))
     if INTAKE not in connection.scope:
         connection.scope[INTAKE] = context.receiving.intake(principal.tenant)
+        connection.scope[BODIES] = context.bodies
     if not principal.has_key and Scope.CODE in scopes.scopes:
         check_name(context.settings, connection)
     if principal.has_key and ADMITTED not in connection.scope:

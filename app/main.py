@@ -15,6 +15,8 @@ from app.admission.rates import Rates
 from app.audit.log import AuditLog
 from app.audit.records import Record
 from app.auth.keys import Keys
+from app.bodies import Bodies
+from app.body_fields import FieldLimits
 from app.context import Context
 from app.engine.client import EngineClient
 from app.engine.local_traces import LocalTraceEngine
@@ -159,6 +161,7 @@ def create_app(
         vector_service,
         trainer,
         receiving,
+        Bodies(field_limits(settings), environment_for_traces()),
         counted,
         Scrape(
             counted,
@@ -222,6 +225,16 @@ def _beside(settings: Settings, engine: EngineClient, local: LocalTraceEngine | 
     return [*beside, SessionTraces(vllm, outline, options, settings, environment_for_traces())]
 
 
+def field_limits(settings: Settings) -> FieldLimits:
+    """Return what fields of bodies may hold."""
+    return FieldLimits(
+        settings.max_json_depth,
+        settings.max_field_objects,
+        settings.max_field_values,
+        settings.max_prompt_ids,
+    )
+
+
 def new_store(settings: Settings) -> ResultStore:
     """Return the result store that the settings describe."""
     return ResultStore(
@@ -242,6 +255,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         stack.push_async_callback(context.log.stop)
         context.log.start()
         await context.vectors.count()
+        stack.push_async_callback(context.bodies.close)
         stack.push_async_callback(context.rates.close)
         stack.push_async_callback(context.keys.close)
         stack.push_async_callback(context.store.close)

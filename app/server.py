@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 from types import FrameType
@@ -11,7 +12,10 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from app.lifecycle import Lifecycle
-from app.listening import patient_for
+from app.listening import listening_socket, patient_for
+from app.loop_watch import LoopWatch
+from app.observability.metrics import Metrics
+from app.probes import ProbeServer
 from app.settings import Settings
 
 _CLOSE_S: Final = 5
@@ -30,6 +34,10 @@ class Drained(Protocol):
     @property
     def lifecycle(self) -> Lifecycle:
         """Who is still being served."""
+
+    @property
+    def metrics(self) -> Metrics | None:
+        """What this process counts; None if it tells others' only."""
 
 
 class DrainingServer(uvicorn.Server):
@@ -50,6 +58,28 @@ class DrainingServer(uvicorn.Server):
         self._context.lifecycle.begin_drain()
         super().handle_exit(sig, frame)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the application, and accept connections on a thread that answers probes itself."""
+        await super().startup(sockets=[])
+        if sockets is None:
+            sockets = [listening_socket(self.config, stall_s=self._context.settings.client_stall_timeout_s)]
+        context = self._context
+        watch = LoopWatch(context.metrics)
+        self._beating = asyncio.create_task(watch.beat(), name="loop-watch")
+        self.servers: list[Any] = [
+            ProbeServer(
+                sock, self.config, self._protocol, watch, context.lifecycle, context.metrics,
+                context.settings.upload_idle_timeout_s, lambda: self.server_state.default_headers,
+            )
+            for sock in sockets
+        ]  # fmt: skip
+
+    def _protocol(self) -> asyncio.Protocol:
+        protocol: asyncio.Protocol = self.config.http_protocol_class(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state  # type: ignore[call-arg]  # uvicorn's
+        )  # fmt: skip
+        return protocol
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shut down as uvicorn does, once what runs has ended; until then requests are still answered.
 
@@ -59,6 +89,8 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)
         if self.force_exit:  # then uvicorn leaves it out, and with it the end of the engine's processes
             await self.lifespan.shutdown()
+        self._beating.cancel()
+        await asyncio.gather(self._beating, return_exceptions=True)
 
 
 def server_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:

@@ -16,7 +16,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from nnsight_engine.core.tap_choice import ALL_TAPS
 
-MIB: Final = 1024 * 1024
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
 
 
@@ -53,6 +54,37 @@ class Settings(BaseSettings):
     )
     max_json_depth: int = Field(
         default=64, ge=4, le=256, description="Deepest nesting of arrays and objects in a request's JSON."
+    )
+    max_field_objects: int = Field(
+        default=10_000,
+        ge=1,
+        description="Most objects and lists in one field of a request, `messages` or `tools`.",
+    )
+    max_field_values: int = Field(
+        default=500_000, ge=1, description="Most values in one field of a request; a tensor object is one."
+    )
+    max_prompt_ids: int = Field(
+        default=1_000_000, ge=1, description="Most token ids of all prompts of a request together."
+    )
+    max_grammar_bytes: int = Field(
+        default=64 * KIB,
+        ge=1,
+        description="Longest grammar of a request: of `structured_outputs`, `response_format` or `tools`.",
+    )
+    max_grammar_repeats: int = Field(
+        default=1000, ge=1, description="Highest count of a repetition in a grammar's patterns, `{1,1000}`."
+    )
+    max_grammar_alternatives: int = Field(
+        default=1000, ge=1, description="Most alternatives of a pattern, a choice, an `enum` or an `anyOf`."
+    )
+    max_grammar_nesting: int = Field(
+        default=32, ge=1, description="Deepest nesting of a grammar's groups or of its schema."
+    )
+    grammar_compile_s: int = Field(
+        default=3, ge=1, description="How long a grammar may compute while it is compiled."
+    )
+    grammar_compile_bytes: int = Field(
+        default=512 * MIB, ge=MIB, description="Most memory that compiling a grammar may take."
     )
     max_tensor_bytes: int = Field(default=64 * MIB, ge=1, description="Largest tensor in a request, decoded.")
     max_operations: int = Field(

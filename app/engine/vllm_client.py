@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import gc
 import json
 import logging
@@ -28,7 +29,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.handlers.validation import validation_exception_handler
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -38,6 +39,7 @@ from api_schemas.interventions import FIELD, Intervention
 from api_schemas.request_traces import Trace
 from api_schemas.tokens import TokenizeRequest
 from app.engine.client import DescribedModel, EngineReply, JsonObject
+from app.engine.grammars import Grammars, structural_tags_of
 from app.engine.intervening_requests import InterveningChatRequest, InterveningCompletionRequest
 from app.engine.places import Places
 from app.engine.stalls import stalled
@@ -50,7 +52,13 @@ from app.services.capabilities import describe
 from app.services.code_policy import SANDBOX_OF, has_process
 from app.services.responses import choice_json
 from app.services.served_model import ServedModel
-from app.settings import Settings, are_sockets_placed, place_sockets, spawn_engines
+from app.settings import (
+    Settings,
+    are_sockets_placed,
+    environment_for_traces,
+    place_sockets,
+    spawn_engines,
+)
 from app.storage.process_folders import ProcessFolder, claim_memory_folder, claim_socket_folder
 from app.storage.results import ResultStore
 from nnsight_engine.core.engine_counts import EngineCounts
@@ -61,6 +69,8 @@ from nnsight_engine.vllm_backend.answers import answer
 from nnsight_engine.vllm_backend.async_engine import SENDER, InterventionAsyncLLM
 from nnsight_engine.vllm_backend.call import InterventionCall
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
+from nnsight_engine.vllm_backend.content_logs import leave_content_out
+from nnsight_engine.vllm_backend.grammar_process import GrammarSetup
 from nnsight_engine.vllm_backend.handover import Handover
 from nnsight_engine.vllm_backend.request_code import encoded_code, filename_of
 from nnsight_engine.vllm_backend.trace_call import TraceCall
@@ -105,6 +115,8 @@ class VLLMEngineClient:
             share=settings.tenant_share,
             what="requests with sandboxed code",
         )
+        self._grammars = Grammars(settings, environment_for_traces())
+        leave_content_out()
         self._traces: dict[str, TraceEngine] = {
             "vllm": VLLMTraceEngine(lambda: self.engine, settings, self._sandboxes)
         }
@@ -159,6 +171,8 @@ class VLLMEngineClient:
         async with asyncio.timeout(_WARM_UP_S):
             await self._engine.describe()
             self._memory = claim_memory_folder()
+            self._grammars.begin(_grammar_setup(self._engine))
+            self._engine.accept_grammars(self._grammars.accept)
             self._engine.handover = None if self._memory is None else Handover(self._memory.path)
             tasks = await self._engine.get_supported_tasks()
             state = self._vllm_app.state
@@ -217,6 +231,7 @@ class VLLMEngineClient:
     async def close(self) -> None:
         """Stop the engine and its processes."""
         self._is_ready = False
+        await self._grammars.close()
         loading, self._loading = self._loading, None
         if loading is None:
             return
@@ -267,7 +282,7 @@ class VLLMEngineClient:
 
     def num_waiting(self) -> Mapping[str, int]:
         """Return how much waits before it reaches the engine, by what it waits for."""
-        return {"sandboxes": self._sandboxes.num_waiting}
+        return {"sandboxes": self._sandboxes.num_waiting, "grammars": self._grammars.num_waiting}
 
     async def prepare_sandbox(self) -> None:
         """Have sandboxes started; see ``EngineClient``."""
@@ -330,7 +345,7 @@ class VLLMEngineClient:
 
     async def _plain(self, model: type[Any], serve: Serve, body: JsonObject, http: Request) -> EngineReply:
         try:
-            request = model.model_validate(body)
+            request = await self._parsed(model, body)
         except ValidationError as error:
             return await self._invalid(error, http)
         answer = await self._serve(serve, request, http)
@@ -339,6 +354,16 @@ class VLLMEngineClient:
         if hasattr(answer, "model_dump"):
             return EngineReply(body=answer.model_dump())
         return EngineReply(stream=answer)
+
+    async def _parsed(self, model: type[Any], body: JsonObject) -> Any:
+        """Return vLLM's request; raises pydantic's ValidationError, and ApiError for a grammar."""
+        tags = structural_tags_of(body)
+        if not tags:
+            return model.model_validate(body)
+        # vLLM compiles these while it validates: nothing that was not accepted, and not on the event loop.
+        for tag in tags:
+            await self._grammars.accept(StructuredOutputsParams(structural_tag=tag), SENDER.get())
+        return await asyncio.to_thread(model.model_validate, body)
 
     async def _intervene(
         self,
@@ -352,7 +377,7 @@ class VLLMEngineClient:
         inline: bool,
     ) -> EngineReply:
         try:
-            request = model.model_validate(body)
+            request = await self._parsed(model, body)
         except ValidationError as error:
             return await self._invalid(error, http)
         if getattr(request, "use_beam_search", False):
@@ -480,6 +505,20 @@ class VLLMEngineClient:
 
     def _as_vllm(self, http: Request) -> Request:
         return Request({**http.scope, "app": self._vllm_app}, http.receive)
+
+
+def _grammar_setup(engine: InterventionAsyncLLM) -> GrammarSetup:
+    model, config = engine.vllm_config.model_config, engine.vllm_config.structured_outputs_config
+    return GrammarSetup(
+        tokenizer=str(model.tokenizer),
+        tokenizer_mode=str(model.tokenizer_mode),
+        revision=model.tokenizer_revision or "",
+        trust_remote_code=bool(model.trust_remote_code),
+        vocab_size=model.get_vocab_size(),
+        model_type=str(model.hf_config.model_type),
+        is_diffusion=bool(model.is_diffusion),
+        config=dataclasses.asdict(config),
+    )
 
 
 def _operations(call: Call, choice: int, num_choices: int) -> Sequence[Intervention]:

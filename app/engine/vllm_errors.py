@@ -40,6 +40,9 @@ def say_dead(serving: Any) -> None:
     def create(message: str | Exception, *args: Any, **kwargs: Any) -> str:
         if isinstance(message, EngineDeadError):
             raise engine_dead() from message
+        refusal = message if isinstance(message, ApiError) else getattr(message, "__cause__", None)
+        if isinstance(refusal, ApiError):
+            raise refusal
         said: str = worded(message, *args, **kwargs)
         return said
 

@@ -178,6 +178,14 @@ class Metrics:
         self._restarts = Counter(
             "nnsight_engine_engine_restarts", "Engines started in place of one that died.", registry=own
         )
+        self._stalls = Counter(
+            "nnsight_engine_loop_stalls",
+            "Times that the event loop stopped for a second or longer.",
+            registry=own,
+        )
+        self._stalled_s = Counter(
+            "nnsight_engine_loop_stalled_seconds", "How long it has stopped in these.", registry=own
+        )
         self._make_engines(own)
         self._make_levels(own)
 
@@ -264,6 +272,12 @@ class Metrics:
         """Learn how often this server has started an engine in place of one that died."""
         self._restarts.inc(num_restarts - self._num_restarts)
         self._num_restarts = num_restarts
+
+    def count_stall(self, seconds: float, *, is_new: bool) -> None:
+        """Count that the event loop stopped, or that a stall counted before has gone on; from any thread."""
+        if is_new:
+            self._stalls.inc()
+        self._stalled_s.inc(seconds)
 
     def set_levels(self, levels: Levels) -> None:
         """Learn what there is at the moment."""

@@ -27,6 +27,7 @@ from app.cutoff import cutoff_of
 from app.errors import error_response, install_error_handlers
 from app.lifecycle import Lifecycle, Phase, Startable
 from app.middleware import GateMiddleware
+from app.observability.metrics import Metrics
 from app.receiving import INTAKE, Receiving
 from app.replicas.asked import Asked, of_body, owner_of, split_path
 from app.replicas.options import ReplicaOptions
@@ -52,6 +53,8 @@ class FrontContext:
 
     settings: Settings
     lifecycle: Lifecycle
+    metrics: Metrics | None = None
+    """What is told of a front are its replicas' metrics."""
 
 
 class Front:

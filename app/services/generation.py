@@ -34,6 +34,7 @@ from app.observability.token_times import TokenTimes
 from app.services.cache_salts import keep_apart
 from app.services.code_policy import check_code_allowed
 from app.services.disconnect import while_connected
+from app.services.prompts import check_prompts
 from app.services.streaming import ClosingStream, close_stream, events, first_event, last_events
 from app.settings import Settings
 from app.vectors.names import names_vectors
@@ -70,6 +71,7 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
     raw = body.pop(FIELD, None)
     _check_spelling(body)
     check_choices(body, settings.max_choices)
+    check_prompts(body, context.engine.capabilities().sizes.max_model_len)
     admitted = admitted_of(request)
     if raw:
         # Before they are read, which takes as long as whoever sent them likes.

@@ -13,13 +13,14 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 from vllm.config import VllmConfig
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -53,6 +54,9 @@ from nnsight_engine.vllm_backend.traced_requests import GatheredOutput, apart, c
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 
 logger = logging.getLogger(__name__)
+
+AcceptGrammar = Callable[[StructuredOutputsParams, str], Awaitable[None]]
+"""Passes a grammar of a sender's on, checked; raises ApiError."""
 
 _SANDBOX_S: Final = 120.0
 _SANDBOX_LOOK_S: Final = 0.1
@@ -89,6 +93,7 @@ class InterventionAsyncLLM(AsyncLLM):
     router: ResultRouter
     traces: TraceRouter
     handover: Handover | None = None
+    _accept_grammar: AcceptGrammar | None = None
 
     @classmethod
     def create(
@@ -318,12 +323,22 @@ class InterventionAsyncLLM(AsyncLLM):
             self._coming.pop(request_id, None)
             await outputs.aclose()
 
-    async def add_request(self, request_id: str, *args: Any, **kwargs: Any) -> Any:
+    def accept_grammars(self, accept: AcceptGrammar) -> None:
+        """Let no grammar reach the engine that ``accept`` has not passed, in place of vLLM's own checks."""
+        self._accept_grammar = accept
+        self.input_processor.structured_outputs_config = None  # type: ignore[assignment]  # which vLLM takes for none to check
+
+    async def add_request(
+        self, request_id: str, prompt: Any, params: SamplingParams | PoolingParams, *args: Any, **kwargs: Any
+    ) -> Any:
         """Hand a request to the engine, as vLLM does, and say so where somebody wants to know."""
+        structured = params.structured_outputs if isinstance(params, SamplingParams) else None
+        if structured is not None and self._accept_grammar is not None:
+            await self._accept_grammar(structured, SENDER.get())
         headers = TRACE_HEADERS.get()
         if headers is not None:
             kwargs["trace_headers"] = headers
-        queue = await super().add_request(request_id, *args, **kwargs)
+        queue = await super().add_request(request_id, prompt, params, *args, **kwargs)
         come = self._coming.pop(request_id, None)
         if come is not None:
             come()

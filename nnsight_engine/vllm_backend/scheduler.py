@@ -23,6 +23,7 @@ from nnsight_engine.plans.outbox import Outbox
 from nnsight_engine.plans.records import Failure
 from nnsight_engine.plans.request_plan import PLAN_KEY, RequestPlan
 from nnsight_engine.vllm_backend.compat import brings, detach_results
+from nnsight_engine.vllm_backend.content_logs import leave_content_out
 from nnsight_engine.vllm_backend.fair_scheduler import FairScheduler
 from nnsight_engine.vllm_backend.interning import ContentTable
 from nnsight_engine.vllm_backend.processes import end_with_parent
@@ -62,7 +63,9 @@ class InterventionScheduler(FairScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Start with no pending results."""
         super().__init__(*args, **kwargs)
-        end_with_parent()  # what of ours is always made in the engine's own process
+        # What of ours is always made in the engine's own process.
+        end_with_parent()
+        leave_content_out()
         self._outbox = Outbox()
         self._owners: dict[str, str] = {}
         self._writers: set[str] = set()

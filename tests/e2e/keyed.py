@@ -50,6 +50,7 @@ def serving_keys(folder: Path) -> Iterator[KeyedServer]:
             "monitor": made(patch, "operator", "--scopes", "metrics"),
         }
     arguments = ["--host", "0.0.0.0", "--max-model-len", "1024", "--enable-prompt-tokens-details"]
+    arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     environment = {
         SECRET: secret,
         "NNSIGHT_ENGINE_DATA_DIR": str(data),

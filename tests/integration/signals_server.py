@@ -1,7 +1,7 @@
 """The real command's server over the fake engine, as a process, for tests that send it signals.
 
 It listens on the port that is its argument, and ends as ``nnsight-engine serve`` does. The variable
-``DIES_AFTER_S`` lets its engines live for so long.
+``DIES_AFTER_S`` lets its engines live for so long; ``STALL_S`` has the list of models stop the event loop.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import os
 import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,10 @@ class _Engine(FakeEngineClient):
         del args
         super().__init__(settings, store, FakeBehaviour(delay_s=0.05))
         self.started = asyncio.Event()  # of what the command prints then, there is nothing here
+
+    async def models(self) -> dict[str, Any]:
+        time.sleep(float(os.environ.get("STALL_S", "0")))  # noqa: ASYNC251 - that is what it is for
+        return await super().models()
 
     async def died(self) -> None:
         life_s = float(os.environ.get("DIES_AFTER_S", "inf"))

@@ -1,0 +1,130 @@
+"""What the fields of a JSON body may hold, checked by counting before anything validates them.
+
+Validating costs by the number of values, not of bytes: a megabyte of empty objects takes longer than a
+hundred of base64. So each field has so many objects and lists, and so many values, and numbers that stand for
+a tensor become a tensor object, which is one string. ``body`` does this to small bodies, ``body_process`` to
+large ones.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from api_schemas.errors import ApiError, ErrorCode
+
+PROMPT: Final = "prompt"
+_TENSOR_FIELDS: Final = frozenset({"interventions", "values", "vectors"})
+_TENSOR_KEYS: Final = frozenset({"vector", "values", "vectors", "weights"})
+_MIN_NUMBERS: Final = 1024
+"""Shorter lists stay as they are."""
+_MAX_RANK: Final = 3
+
+
+class FieldLimits(msgspec.Struct, frozen=True):
+    """The most that one body has.
+
+    Attributes:
+        max_depth: Of nested arrays and objects.
+        max_objects: Objects and lists in one field.
+        max_values: Items of all of these together.
+        max_prompt_ids: Token ids of all prompts together.
+    """
+
+    max_depth: int
+    max_objects: int
+    max_values: int
+    max_prompt_ids: int
+
+
+def checked(body: dict[str, Any], limits: FieldLimits) -> dict[str, Any]:
+    """Return a body whose tensors are objects, and whose fields hold no more than they may.
+
+    Raises:
+        ApiError: ``invalid_value``, ``invalid_shape``, ``not_finite``.
+    """
+    for name in _TENSOR_FIELDS & body.keys():
+        body[name] = _with_tensors(body[name], name, is_tensor=name != "interventions")
+    for name, value in body.items():
+        if isinstance(value, dict | list):
+            most = limits.max_prompt_ids if name == PROMPT else limits.max_values
+            _check_count(name, value, limits.max_objects, most)
+    return body
+
+
+def _check_count(name: str, value: Any, max_objects: int, max_values: int) -> None:
+    left, num_objects, num_values = [value], 0, 0
+    while left:
+        part = left.pop()
+        num_objects += 1
+        num_values += len(part)
+        if num_objects > max_objects:
+            raise _too_many(name, "objects and lists", max_objects, "max_field_objects")
+        if num_values > max_values:
+            setting = "max_prompt_ids" if name == PROMPT else "max_field_values"
+            raise _too_many(name, "values", max_values, setting)
+        inner = part.values() if isinstance(part, dict) else part
+        left += [one for one in inner if isinstance(one, dict | list)]
+
+
+def _too_many(name: str, what: str, most: int, setting: str) -> ApiError:
+    return ApiError(
+        ErrorCode.INVALID_VALUE,
+        f"One field of a request may hold {most} {what} ({setting}), and this one holds more; send less in "
+        "it.",
+        name,
+    )
+
+
+def _with_tensors(value: Any, path: str, *, is_tensor: bool) -> Any:
+    """Return a value with its long lists of numbers as tensor objects; it is at most as deep as a body."""
+    if isinstance(value, dict):
+        inner = value.items()
+        are_named = is_tensor and path == "vectors"
+        return {
+            key: _with_tensors(one, f"{path}.{key}", is_tensor=are_named or key in _TENSOR_KEYS)
+            for key, one in inner
+        }
+    if not isinstance(value, list):
+        return value
+    if is_tensor:
+        return _as_tensor(value, path)
+    return [_with_tensors(one, f"{path}.{index}", is_tensor=False) for index, one in enumerate(value)]
+
+
+def _as_tensor(value: list[Any], path: str) -> Any:
+    """Return a list of numbers, or of lists of them, as float32; what is short or no tensor as it is.
+
+    Raises:
+        ApiError: It is long, and not of numbers that float32 can hold.
+    """
+    shape, rows = [len(value)], [value]
+    while len(shape) < _MAX_RANK and {type(one) for row in rows for one in row} == {list}:
+        rows = [one for row in rows for one in row]
+        lengths = set(map(len, rows))
+        if len(lengths) != 1:
+            return value
+        shape += lengths
+    if math.prod(shape) < _MIN_NUMBERS:
+        return value
+    kinds = {type(one) for row in rows for one in row}
+    if not kinds <= {float, int}:
+        raise ApiError(
+            ErrorCode.INVALID_VALUE, "A tensor is a list of numbers, or of lists of them, three deep.", path
+        )
+    try:
+        with np.errstate(over="ignore"):
+            numbers = np.array(rows, dtype=np.float64).astype("<f4")
+    except OverflowError:  # of an integer
+        numbers = np.full(1, np.inf)
+    if not np.isfinite(numbers).all():
+        raise ApiError(ErrorCode.NOT_FINITE, "Numbers must be finite, in float32 too.", path)
+    data = base64.b64encode(numbers.tobytes()).decode("ascii")
+    return {"dtype": "float32", "shape": shape, "data": data, "encoding": "base64"}
+
+
+__all__ = ["FieldLimits", "checked"]

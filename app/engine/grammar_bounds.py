@@ -1,0 +1,113 @@
+"""What a grammar may have, looked at before anything compiles it.
+
+A short text can take minutes and gigabytes to compile: bounds on what is written refuse most of those at once
+and say why. Whatever they let through is compiled within limits of time and memory, see ``grammars``, so what
+is counted here may be approximate. All of it takes time in proportion to the text, which is bounded first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+from api_schemas.errors import ApiError, ErrorCode
+
+FIELD: Final = "structured_outputs"
+
+_LISTS: Final = frozenset({"allOf", "anyOf", "enum", "oneOf"})
+_PATTERNS: Final = frozenset({"ebnf", "grammar", "pattern", "regex"})
+_VALUES: Final = frozenset({"const", "default", "examples"})
+"""Keywords of JSON Schema whose values are no schemas."""
+
+# An escape, a class and a quoted string mean themselves; one that is left open goes on to the end, so that no
+# character is looked at twice.
+_REGEX: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?|\{(\d*),?(\d*)\}|[|()]", re.DOTALL)
+_GRAMMAR: Final = re.compile(
+    r'"(?:\\.|[^"\\])*"?|\\.|\[(?:\\.|[^\]\\])*\]?|\{(\d*),?(\d*)\}|~\s*(\d+)(?:\.\.(\d+))?|[|()]', re.DOTALL
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GrammarBounds:
+    """The most that one grammar has: bytes of text, a repetition's count, alternatives, levels of nesting."""
+
+    max_bytes: int
+    max_repeats: int
+    max_alternatives: int
+    max_nesting: int
+
+    def check(self, kind: str, text: str) -> None:
+        """Check a grammar.
+
+        Args:
+            kind: ``json``, ``regex``, ``choice``, ``grammar`` or ``structural_tag``.
+            text: What vLLM compiles: JSON for ``json``, ``choice`` and ``structural_tag``.
+
+        Raises:
+            ApiError: ``invalid_value``: it goes beyond a bound.
+        """
+        # A character is a byte at least: what is far too long is not encoded to be measured.
+        num_bytes = len(text) if len(text) > self.max_bytes else len(text.encode("utf-8", "surrogatepass"))
+        self._hold(kind, "bytes of text", num_bytes, self.max_bytes, "max_grammar_bytes")
+        if kind in {"regex", "grammar"}:
+            self._check_pattern(kind, text, _REGEX if kind == "regex" else _GRAMMAR)
+            return
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return  # whoever compiles it says what is wrong
+        if kind == "choice" and isinstance(value, list):
+            self._hold(kind, "alternatives", len(value), self.max_alternatives, "max_grammar_alternatives")
+            return
+        for depth, key, part in _parts(value):
+            if isinstance(part, dict | list):
+                self._hold(kind, "levels of nesting", depth, self.max_nesting, "max_grammar_nesting")
+            if key in _LISTS and isinstance(part, list):
+                self._hold(kind, "alternatives", len(part), self.max_alternatives, "max_grammar_alternatives")
+            elif key == "patternProperties" and isinstance(part, dict):
+                for pattern in part:
+                    self._check_pattern(kind, pattern, _REGEX)
+            elif key in _PATTERNS and isinstance(part, str):
+                self._check_pattern(kind, part, _GRAMMAR if key in {"ebnf", "grammar"} else _REGEX)
+
+    def _check_pattern(self, kind: str, text: str, tokens: re.Pattern[str]) -> None:
+        depth = num_alternatives = 1
+        for token in tokens.finditer(text):
+            if token[0] == "|":
+                num_alternatives += 1
+            elif token[0] in {"(", ")"}:
+                depth += 1 if token[0] == "(" else -1
+                self._hold(kind, "levels of nesting", depth, self.max_nesting, "max_grammar_nesting")
+            else:
+                for count in filter(None, token.groups()):
+                    # Python itself refuses integers of thousands of digits.
+                    repeats = int(count) if len(count) < 10 else 10**9
+                    self._hold(kind, "repetitions", repeats, self.max_repeats, "max_grammar_repeats")
+        self._hold(kind, "alternatives", num_alternatives, self.max_alternatives, "max_grammar_alternatives")
+
+    def _hold(self, kind: str, what: str, got: int, most: int, setting: str) -> None:
+        if got > most:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                f"A grammar may have {most} {what} ({setting}), this {kind} has {got} or more; make it "
+                "simpler, or check the answer afterwards.",
+                FIELD,
+            )
+
+
+def _parts(value: Any) -> Iterator[tuple[int, str, Any]]:
+    """Yield what a schema is made of: how deep it lies, under which key, and itself."""
+    left: list[tuple[int, str, Any]] = [(1, "", value)]
+    while left:
+        depth, key, part = entry = left.pop()
+        yield entry
+        if isinstance(part, dict):
+            left += [(depth + 1, name, one) for name, one in part.items() if name not in _VALUES]
+        elif isinstance(part, list) and key != "enum":
+            left += [(depth + 1, "", one) for one in part if isinstance(one, dict | list)]
+
+
+__all__ = ["FIELD", "GrammarBounds"]

@@ -1,0 +1,281 @@
+"""Grammars, accepted before the engine gets them: bounded, and compiled once in a process that can be ended.
+
+vLLM checks grammars on the event loop and compiles them in the engine, both without limits that hold. Here a
+request's grammar, of whatever field it comes, waits until one process has compiled it within a time and a
+memory of its own; the engine then does what was seen to end. Verdicts are kept by content. The process is
+ended when nobody waits for it any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from vllm.v1.structured_output.request import get_structured_output_key
+
+from api_schemas.errors import ApiError, ErrorCode
+from app.engine.grammar_bounds import FIELD, GrammarBounds
+from app.engine.places import Places
+from app.errors import internal_error
+from app.settings import Settings
+from nnsight_engine.vllm_backend import grammar_process
+from nnsight_engine.vllm_backend.grammar_process import (
+    FORK,
+    PID,
+    READY,
+    GrammarJob,
+    GrammarSetup,
+    GrammarVerdict,
+)
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import StructuredOutputsParams
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE: Final = 2
+_START_S: Final = 180.0
+_WALL: Final = 10
+"""How much longer than its time a process may take on a machine that is busy with other things."""
+_MAX_KNOWN: Final = 1024
+
+
+class Grammars:
+    """Accepts grammars for one model.
+
+    Args:
+        settings: The server's.
+        environment: Of the processes that compile.
+    """
+
+    def __init__(self, settings: Settings, environment: Mapping[str, str]) -> None:
+        """Start nothing before a grammar comes."""
+        self._bounds = GrammarBounds(
+            settings.max_grammar_bytes,
+            settings.max_grammar_repeats,
+            settings.max_grammar_alternatives,
+            settings.max_grammar_nesting,
+        )
+        self._cpu_s = settings.grammar_compile_s
+        self._memory = settings.grammar_compile_bytes
+        # vLLM's own limit is of the time on the clock.
+        self._environment = {**environment, "MALLOC_ARENA_MAX": "2", "VLLM_REGEX_COMPILATION_TIMEOUT_S": "0"}
+        self._places = Places(
+            _AT_ONCE, max_waiting=settings.max_queued_traces, share=settings.tenant_share, what="grammars"
+        )
+        self._setup: GrammarSetup | None = None
+        self._backend = ""
+        self._forking = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._orders: socket.socket | None = None
+        self._known: collections.OrderedDict[bytes, GrammarVerdict] = collections.OrderedDict()
+        self._compiling: dict[bytes, _Compiling] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """How many grammars wait to be compiled."""
+        return self._places.num_waiting
+
+    def begin(self, setup: GrammarSetup) -> None:
+        """Accept grammars for an engine that has started."""
+        self._setup, self._backend = setup, ""
+
+    async def close(self) -> None:
+        """End the processes."""
+        process, self._process = self._process, None
+        if self._orders is not None:
+            self._orders.close()
+            self._orders = None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def accept(self, structured: StructuredOutputsParams, sender: str) -> None:
+        """Wait until a grammar has been compiled; what vLLM would have made of it is set in it.
+
+        Raises:
+            ApiError: ``invalid_value``: it goes beyond a bound, takes too long or is none; ``queue_full``.
+        """
+        if structured.all_constraints_none():
+            return
+        kind, text = get_structured_output_key(structured)
+        self._bounds.check(kind.name.lower(), text)
+        given = {
+            field.name: getattr(structured, field.name)
+            for field in dataclasses.fields(structured)
+            if field.init and getattr(structured, field.name) is not None
+        }
+        verdict = await self._verdict(given, sender)
+        if verdict.backend != self._backend:  # the engine keeps to that of its first grammar
+            self._backend = self._backend or verdict.backend
+            verdict = await self._verdict(given, sender)
+        if verdict.error:
+            raise ApiError(ErrorCode.INVALID_VALUE, f"The grammar cannot be used: {verdict.error}", FIELD)
+        structured._backend = verdict.backend  # noqa: SLF001 - vLLM's own check would set it
+        structured._backend_was_auto = verdict.was_auto  # noqa: SLF001 - likewise
+        if verdict.grammar is not None:
+            structured.choice, structured.grammar = None, verdict.grammar
+
+    async def _verdict(self, given: dict[str, Any], sender: str) -> GrammarVerdict:
+        key = hashlib.sha256(msgspec.msgpack.encode([self._backend, given])).digest()
+        known = self._known.get(key)
+        if known is not None:
+            self._known.move_to_end(key)
+            return known
+        compiling = self._compiling.get(key)
+        if compiling is None:
+            job = GrammarJob(given, self._backend, self._cpu_s, self._memory)
+            task = asyncio.create_task(self._compiled(job, key, sender), name="grammar")
+            compiling = self._compiling[key] = _Compiling(task)
+        compiling.num_waiting += 1
+        try:
+            return await asyncio.shield(compiling.task)
+        finally:
+            compiling.num_waiting -= 1
+            if not compiling.num_waiting:  # the last one who waited has left, or it is done
+                compiling.task.cancel()
+                del self._compiling[key]
+
+    async def _compiled(self, job: GrammarJob, key: bytes, sender: str) -> GrammarVerdict:
+        async with self._places.ask(sender, key):
+            try:
+                verdict = await self._asked(job)
+            except OSError:
+                await self.close()  # whatever ended it, another one is started
+                try:
+                    verdict = await self._asked(job)
+                except OSError as error:
+                    logger.exception("grammars cannot be compiled")
+                    raise internal_error() from error
+        self._known[key] = verdict
+        while len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
+        return verdict
+
+    async def _asked(self, job: GrammarJob) -> GrammarVerdict:
+        """Have a process compile a grammar.
+
+        Raises:
+            OSError: None can be had.
+        """
+        async with await self._forked() as child:
+            try:
+                answer = await child.answer(msgspec.msgpack.encode(job), job.max_cpu_s * _WALL)
+            except TimeoutError as error:
+                raise ApiError(
+                    ErrorCode.QUEUE_FULL,
+                    "The machine is too busy to compile the grammar; send it again later.",
+                ) from error
+        if answer:
+            return msgspec.msgpack.decode(answer, type=GrammarVerdict)
+        return GrammarVerdict(
+            error=f"it takes more than {job.max_cpu_s} s or {job.max_bytes} bytes to compile "
+            "(grammar_compile_s, grammar_compile_bytes); make it simpler, or check the answer afterwards"
+        )
+
+    async def _forked(self) -> _Child:
+        async with self._forking:
+            orders = self._orders or await self._started()
+            ours, theirs = socket.socketpair()
+            with theirs:
+                socket.send_fds(orders, [FORK], [theirs.fileno()])
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        try:
+            (pid,) = PID.unpack(await reader.readexactly(PID.size))
+            return _Child(pid, reader, writer)
+        except (asyncio.IncompleteReadError, ProcessLookupError) as error:
+            writer.close()
+            raise ConnectionResetError("the process that compiles grammars has ended") from error
+
+    async def _started(self) -> socket.socket:
+        """Start the process that forks the others; raises OSError where that fails."""
+        if self._setup is None:
+            raise ApiError(ErrorCode.STARTING, "The engine is loading the model; try again shortly.")
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", grammar_process.__name__, str(theirs.fileno()),
+                msgspec.json.encode(self._setup).decode(), pass_fds=[theirs.fileno()],
+                env=self._environment, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+            )  # fmt: skip
+        ours.setblocking(False)  # noqa: FBT003 - the library's
+        word = b""
+        try:
+            async with asyncio.timeout(_START_S):
+                word = await asyncio.get_running_loop().sock_recv(ours, len(READY))
+        finally:
+            if word != READY:
+                ours.close()
+                await self.close()
+        if word != READY:
+            raise ConnectionResetError("the process that compiles grammars did not start; its error is above")
+        self._orders = ours
+        return ours
+
+
+@dataclasses.dataclass(slots=True)
+class _Compiling:
+    """A grammar on its way, and how many wait for it."""
+
+    task: asyncio.Task[GrammarVerdict]
+    num_waiting: int = 0
+
+
+class _Child:
+    """A process that compiles one grammar, ended at the block's end."""
+
+    def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._descriptor = os.pidfd_open(pid)
+        self._reader = reader
+        self._writer = writer
+
+    async def answer(self, job: bytes, timeout_s: float) -> bytes:
+        """Send it what to do, and return what it says to the end; nothing if it was too much for it.
+
+        Raises:
+            TimeoutError: It does not end.
+        """
+        self._writer.write(job)
+        self._writer.write_eof()
+        async with asyncio.timeout(timeout_s):
+            try:
+                return await self._reader.read()
+            except ConnectionError:
+                return b""
+
+    async def __aenter__(self) -> _Child:
+        """Use it."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """End it."""
+        self._writer.close()
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+        os.close(self._descriptor)
+
+
+def structural_tags_of(body: Mapping[str, Any]) -> list[str]:
+    """Return a request's structural tags, which vLLM compiles before there is a request."""
+    structured, wanted = body.get("structured_outputs"), body.get("response_format")
+    tags = [structured.get("structural_tag")] if isinstance(structured, dict) else []
+    if isinstance(wanted, dict) and wanted.get("type") == "structural_tag":
+        tags.append(json.dumps(wanted))
+    return [tag for tag in tags if isinstance(tag, str)]
+
+
+__all__ = ["Grammars", "structural_tags_of"]

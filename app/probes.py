@@ -1,0 +1,285 @@
+"""Health and metrics answered on a thread of their own, whatever the event loop does.
+
+The thread accepts all connections and looks at their first bytes. Those that begin with a question for health
+or metrics stay on it; all others go to the main loop, before anything was read of them. A question is passed
+to the application in the main loop, which answers as ever; where the loop has stopped, the thread answers
+with what it knows by itself. Made and closed by ``server``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hashlib
+import logging
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import uvicorn
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from app.errors import error_response
+from app.lifecycle import Lifecycle, Phase
+from app.loop_watch import LoopWatch
+from app.observability.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+LIVE: Final = "/health/live"
+READY: Final = "/health/ready"
+METRICS: Final = "/metrics"
+_FIRST_BYTES: Final = (b"GET /health/", b"GET /metrics", b"HEAD /health/", b"HEAD /metrics")
+_STALLED_S: Final = 0.2
+"""For how long the loop may stop before a question is answered here."""
+_LOOK_S: Final = 0.05
+_PAUSE_S: Final = 1.0
+_MAX_KNOWN: Final = 256
+_CLOSE_S: Final = 5.0
+_NO_ROOM: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_CALLER: Final = {b"authorization", b"host", b"origin"}
+"""Headers by which a question for metrics is let in."""
+
+MakeProtocol = Callable[[], asyncio.Protocol]
+
+
+class ProbeServer:
+    """Accepts the connections of one listening socket, and keeps those of probes; as asyncio's servers.
+
+    Args:
+        sock: Bound; it listens from now on.
+        config: uvicorn's, loaded: its application answers.
+        make: Makes the protocol of a connection in the main loop, which is the running one.
+        watch: Of that loop.
+        lifecycle: Knows the phase.
+        metrics: Told where the loop has stopped; None if only the loop can tell them.
+        head_s: How long a client may say nothing.
+        default_headers: Returns what each answer has now, the date among it.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        config: uvicorn.Config,
+        make: MakeProtocol,
+        watch: LoopWatch,
+        lifecycle: Lifecycle,
+        metrics: Metrics | None,
+        head_s: float,
+        default_headers: Callable[[], list[tuple[bytes, bytes]]],
+    ) -> None:
+        """Start the thread."""
+        sock.listen(config.backlog)
+        sock.setblocking(False)  # noqa: FBT003 - the library's
+        self.sockets = (sock,)
+        self._sock = sock
+        self._ssl = config.ssl
+        self._main = asyncio.get_running_loop()
+        self._make = make
+        self._watch = watch
+        self._head_s = head_s
+        self._default_headers = default_headers
+        self._handing: set[asyncio.Task[Any]] = set()
+        self._loop = asyncio.new_event_loop()
+        answers = _Answers(config.loaded_app, self._main, watch, lifecycle, metrics)
+        self._config = uvicorn.Config(
+            answers, http=config.http, ws="none", lifespan="off", interface="asgi3", log_config=None,
+            access_log=False, proxy_headers=False, timeout_keep_alive=config.timeout_keep_alive,
+        )  # fmt: skip
+        self._config.load()
+        self._state = ServerState()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._thread = threading.Thread(target=self._run, name="probes", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Accept no more, and let connections of probes end."""
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(_CLOSE_S)
+        self._sock.close()
+
+    async def wait_closed(self) -> None:
+        """Wait until the thread has ended."""
+        await asyncio.to_thread(self._thread.join, _CLOSE_S)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._begin(self._accept())
+        self._begin(self._watch.watch())
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    def _begin(self, work: Any) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _stop(self) -> None:
+        for task in [one for one in self._tasks if one is not asyncio.current_task()]:
+            task.cancel()
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        self._loop.call_later(2 * _LOOK_S, self._loop.stop)
+
+    async def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(self._sock)
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    continue  # a client that has left already
+                logger.warning("a connection could not be accepted: %s", error.strerror)
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            connection.setblocking(False)  # noqa: FBT003 - the library's
+            self._begin(self._sort(connection))
+
+    async def _sort(self, connection: socket.socket) -> None:
+        """Give a connection to whoever is to answer on it, once it says something."""
+        try:
+            async with asyncio.timeout(self._head_s):
+                await _readable(self._loop, connection)
+            first = connection.recv(max(map(len, _FIRST_BYTES)), socket.MSG_PEEK)
+        except OSError:  # a timeout is one
+            connection.close()
+            return
+        except BaseException:
+            connection.close()
+            raise
+        if self._ssl is None and first.startswith(_FIRST_BYTES):
+            with contextlib.suppress(OSError):
+                await self._loop.connect_accepted_socket(self._probe_protocol, connection)
+        else:
+            self._main.call_soon_threadsafe(self._hand_over, connection)
+
+    def _probe_protocol(self) -> asyncio.Protocol:
+        self._state.default_headers = self._default_headers()
+        protocol: asyncio.Protocol = self._config.http_protocol_class(
+            config=self._config, server_state=self._state, app_state={}, _loop=self._loop  # type: ignore[call-arg]  # uvicorn's
+        )  # fmt: skip
+        return protocol
+
+    def _hand_over(self, connection: socket.socket) -> None:
+        task = self._main.create_task(self._connect(connection))
+        self._handing.add(task)
+        task.add_done_callback(self._handing.discard)
+
+    async def _connect(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # of a client that has left, or does not speak TLS
+            await self._main.connect_accepted_socket(self._make, connection, ssl=self._ssl)
+
+
+async def _readable(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
+    said = loop.create_future()
+
+    def say() -> None:
+        if not said.done():
+            said.set_result(None)
+
+    loop.add_reader(connection, say)
+    try:
+        await said
+    finally:
+        loop.remove_reader(connection)
+
+
+class _Answers:
+    """The application as probes see it, in their thread."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        main: asyncio.AbstractEventLoop,
+        watch: LoopWatch,
+        lifecycle: Lifecycle,
+        metrics: Metrics | None,
+    ) -> None:
+        self._app = app
+        self._main = main
+        self._watch = watch
+        self._lifecycle = lifecycle
+        self._metrics = metrics
+        self._let_in: dict[bytes, None] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, by the main loop unless that has stopped."""
+        said: list[Message] = []
+        here = asyncio.get_running_loop()
+        is_probe = scope["path"] in {LIVE, READY, METRICS}
+
+        async def note(message: Message) -> None:
+            said.append(message)
+
+        # Nothing of a probe's answer is sent before there is all of it: until then there may be one of ours.
+        passed = note if is_probe else send
+        answering = asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(
+                self._app(scope, _across(receive, here), _across(passed, here)), self._main
+            )
+        )
+        try:
+            while not answering.done():
+                await asyncio.wait({answering}, timeout=_LOOK_S)
+                if is_probe and not answering.done() and self._watch.lag_s > _STALLED_S:
+                    own = await self._own_answer(scope)
+                    if own is not None:
+                        await own(scope, receive, send)
+                        return
+            await answering
+        finally:
+            answering.cancel()
+        for message in said:
+            if message["type"] == "http.response.start":
+                self._remember(scope, message)
+            await send(message)
+
+    async def _own_answer(self, scope: Scope) -> Response | None:
+        """Return what is known without the loop; None where nobody but the loop can tell."""
+        if scope["path"] == METRICS:
+            if self._metrics is None or _caller(scope) not in self._let_in:
+                return None
+            return Response(await self._metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        refusal = self._lifecycle.refusal()
+        if refusal is not None and (scope["path"] == READY or self._lifecycle.phase is Phase.DEAD):
+            return error_response(refusal)
+        return JSONResponse({"status": self._lifecycle.phase})
+
+    def _remember(self, scope: Scope, start: Message) -> None:
+        """Note whether a caller may see the metrics, for when nobody can be asked."""
+        if scope["path"] != METRICS:
+            return
+        caller = _caller(scope)
+        self._let_in.pop(caller, None)
+        if start["status"] == 200:
+            self._let_in[caller] = None
+            while len(self._let_in) > _MAX_KNOWN:
+                del self._let_in[next(iter(self._let_in))]
+
+
+def _caller(scope: Scope) -> bytes:
+    named = sorted((name, value) for name, value in scope["headers"] if name in _CALLER)
+    return hashlib.sha256(repr(named).encode()).digest()
+
+
+def _across(
+    call: Callable[..., Awaitable[Any]], loop: asyncio.AbstractEventLoop
+) -> Callable[..., Awaitable[Any]]:
+    """Return a function that runs another one in the loop where it belongs."""
+
+    async def crossing(*args: Any) -> Any:
+        async def called() -> Any:
+            return await call(*args)
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(called(), loop))
+
+    return crossing
+
+
+__all__ = ["ProbeServer"]

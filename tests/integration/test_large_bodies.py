@@ -1,0 +1,94 @@
+"""Large bodies hold up nobody else, and mean what small ones do; on the real command's server."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.integration.test_signals import Process, started
+from tests.integration.waiting import until_async
+from tests.large_bodies import COMPLETIONS, large_bodies
+from tests.liveness import Bystanders
+
+pytestmark = pytest.mark.timeout(180)
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Process]:
+    async with started(tmp_path) as process:
+        await until_async(process.ready, timeout_s=60)
+        yield process
+
+
+async def post(server: Process, path: str, body: bytes) -> tuple[int, Any]:
+    response = await server.client.post(path, content=body, headers=JSON, timeout=120)
+    return response.status_code, response.json()
+
+
+async def test_nobody_waits_for_a_large_body(server: Process) -> None:
+    bystanders = Bystanders(server.client.base_url.port or 0)
+    bodies = large_bodies()
+    answers: dict[str, tuple[int, Any]] = {}
+    loop = asyncio.get_running_loop()
+
+    def send(_: int) -> None:
+        for name, (path, body, _status) in bodies.items():
+            asking = asyncio.run_coroutine_threadsafe(post(server, path, body), loop)
+            answers[name] = asking.result()
+
+    await asyncio.to_thread(bystanders.unharmed, send)
+    wrong = {name: answer for name, answer in answers.items() if answer[0] != bodies[name][2]}
+    assert not wrong
+    for _, answer in answers.values():
+        assert answer["error"]["code"] == "invalid_value"
+
+
+async def test_a_large_body_means_what_a_small_one_does(server: Process) -> None:
+    vector = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
+    many = np.resize(vector, (2000, 64))
+    data = base64.b64encode(many.tobytes()).decode()
+    tensor = {"dtype": "float32", "shape": list(many.shape), "data": data, "encoding": "base64"}
+    answers = []
+    for values in (many.tolist(), tensor):
+        patch = {"op": "patch", "at": "layers.1.output", "values": values, "where": {"positions": [0]}}
+        body = {"prompt": "a\ud800 b", "max_tokens": 1, "interventions": [patch]}
+        answers.append(await post(server, COMPLETIONS, json.dumps(body).encode()))
+    assert answers[0][0] == answers[1][0]
+    assert answers[0][1].get("error") == answers[1][1].get("error")
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b'{"prompt": "' + b"a" * 300_000, "invalid_json"),
+        (b"[" * 300_000, "json_too_deep"),
+        (b'{"prompt": "a", "x": ' + b"[" * 100 + b"]" * 100 + b"}" + b" " * 300_000, "json_too_deep"),
+        (b'{"prompt": "a", "x": NaN}' + b" " * 300_000, "not_finite"),
+        (b'["' + b"a" * 300_000 + b'"]', "invalid_shape"),
+        (b'{"prompt": "\xff"}' + b" " * 300_000, "invalid_json"),
+        (b'{"x": ' + b"9" * 300_000 + b"}", "invalid_json"),
+    ],
+)
+async def test_what_is_wrong_with_a_large_body_is_said(server: Process, body: bytes, code: str) -> None:
+    status, answer = await post(server, COMPLETIONS, body)
+    assert answer["error"]["code"] == code
+    assert status in {400, 422}
+
+
+async def test_a_large_body_whose_client_leaves_costs_the_next_one_nothing(server: Process) -> None:
+    path, body, status = large_bodies()["ids"]
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await post(server, path, body)
+    assert (await post(server, path, body))[0] == status
+    assert (await post(server, COMPLETIONS, json.dumps({"prompt": "a" * 300_000, "max_tokens": 1}).encode()))[
+        0
+    ] in {200, 400}

@@ -1,0 +1,92 @@
+"""Grammars are refused for what is written in them, in a time that their length bounds."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from api_schemas.errors import ApiError
+from app.engine.grammar_bounds import GrammarBounds
+
+BOUNDS = GrammarBounds(max_bytes=4096, max_repeats=100, max_alternatives=10, max_nesting=8)
+LONG = GrammarBounds(max_bytes=65536, max_repeats=100, max_alternatives=70_000, max_nesting=70_000)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "setting"),
+    [
+        ("regex", "a" * 4097, "max_grammar_bytes"),
+        ("regex", "é" * 2049, "max_grammar_bytes"),
+        ("regex", "\ud800" * 1400, "max_grammar_bytes"),
+        ("json", json.dumps({"description": "a" * 4097}), "max_grammar_bytes"),
+        ("regex", "a{101}", "max_grammar_repeats"),
+        ("regex", "a{1,101}", "max_grammar_repeats"),
+        ("regex", "a{,101}", "max_grammar_repeats"),
+        ("regex", "a{101,}", "max_grammar_repeats"),
+        ("regex", "a{" + "9" * 3000 + "}", "max_grammar_repeats"),
+        ("regex", r"\\{101}", "max_grammar_repeats"),
+        ("regex", "[ab]{101}", "max_grammar_repeats"),
+        ("regex", "|".join("abcdefghijk"), "max_grammar_alternatives"),
+        ("regex", "(" * 8 + "a" + ")" * 8, "max_grammar_nesting"),
+        ("grammar", 'root ::= "a"{101}', "max_grammar_repeats"),
+        ("grammar", "start: A~2..101\nA: /a/", "max_grammar_repeats"),
+        ("grammar", "root ::= " + " | ".join(f'"{i}"' for i in range(11)), "max_grammar_alternatives"),
+        ("choice", json.dumps([str(i) for i in range(11)]), "max_grammar_alternatives"),
+        ("json", json.dumps({"enum": list(range(11))}), "max_grammar_alternatives"),
+        ("json", json.dumps({"items": {"anyOf": [{}] * 11}}), "max_grammar_alternatives"),
+        ("json", json.dumps({"properties": {"a": {"pattern": "a{101}"}}}), "max_grammar_repeats"),
+        ("json", json.dumps({"patternProperties": {"a{101}": {}}}), "max_grammar_repeats"),
+        ("json", json.dumps(nested(8)), "max_grammar_nesting"),
+        (
+            "structural_tag",
+            json.dumps({"format": {"type": "regex", "pattern": "a{101}"}}),
+            "max_grammar_repeats",
+        ),
+        ("structural_tag", json.dumps({"format": {"grammar": 'root ::= "a"{101}'}}), "max_grammar_repeats"),
+    ],
+)
+def test_what_is_beyond_a_bound_is_refused_by_its_setting(kind: str, text: str, setting: str) -> None:
+    with pytest.raises(ApiError, match=setting) as raised:
+        BOUNDS.check(kind, text)
+    assert raised.value.code == "invalid_value"
+    assert raised.value.param == "structured_outputs"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "a{100}"),
+        ("regex", r"\{101\}"),
+        ("regex", "[(|{101}]" * 20),
+        ("regex", "(a)" * 50),
+        ("regex", r"\(" * 50),
+        ("grammar", 'root ::= "a{101} | ( | ( | ( | ( | ( | ( | ( | ( | ( | ("'),
+        ("choice", json.dumps(["a{101}" * 9, "((((((((((("])),
+        ("json", json.dumps({"properties": {"pattern": {"description": "a{101}", "maxLength": 10**6}}})),
+        ("json", json.dumps({"const": {"pattern": "a{101}"}, "enum": ["a{101}"], "default": nested(20)})),
+        ("json", json.dumps(nested(7))),
+        ("json", "{"),
+        ("json_object", ""),
+        ("structural_tag", "[" * 4000),
+    ],
+)
+def test_what_is_within_them_is_left_to_the_compiler(kind: str, text: str) -> None:
+    BOUNDS.check(kind, text)
+
+
+@pytest.mark.parametrize("part", ["[", '"', "(", "|", "{", "{1", "\\", "~", "~1", "[]", '"\\', "{1,", "a"])
+@pytest.mark.parametrize("kind", ["regex", "grammar"])
+def test_no_text_takes_long_to_look_at(kind: str, part: str) -> None:
+    start = time.perf_counter()
+    LONG.check(kind, part * (65536 // len(part)))
+    assert time.perf_counter() - start < 2
