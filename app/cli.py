@@ -42,6 +42,7 @@ from nnsight_engine.modeling.bundled import (
     bundled_model_path,
     intact_bundled_model,
 )
+from nnsight_engine.sandbox.confine import missing_namespaces
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +228,25 @@ def _check_callers(settings: Settings) -> bool:
     return with_keys
 
 
+def _check_sandbox(settings: Settings) -> None:
+    """Refuse to start where sandboxes lack what the operator asks for.
+
+    Raises:
+        CommandError: They do.
+    """
+    if settings.sandbox != "process" or not settings.sandbox_needs_namespaces:
+        return
+    missing = missing_namespaces()
+    if missing:
+        raise CommandError(
+            f"sandboxes would have no {', '.join(missing)} namespace of their own here, and "
+            "sandbox_needs_namespaces asks for them: allow `unshare` in the container's seccomp profile and "
+            "users' namespaces in the kernel, see docs/deploying.md, or leave the setting out"
+        )
+
+
 def _run(args: argparse.Namespace, settings: Settings, client_module: Any, console: Console) -> int:
+    _check_sandbox(settings)
     with_keys = _check_callers(settings)
     store = new_store(settings)
     engine = client_module.VLLMEngineClient(args, settings, store)

@@ -166,6 +166,11 @@ class Settings(BaseSettings):
     sandbox_step_s: float = Field(
         default=1.0, gt=0, description="How long a sandboxed trace may compute within one step of the engine."
     )
+    sandbox_wait_s: float = Field(
+        default=0.03,
+        gt=0,
+        description="How long one step of the engine waits for the sandboxes of one tenant, all together.",
+    )
     sandbox_cpu_s: int = Field(
         default=300, ge=1, description="How long a sandboxed process may compute in its life."
     )
@@ -173,6 +178,10 @@ class Settings(BaseSettings):
         default=10_000_000,
         ge=1,
         description="Steps of Python that a sandboxed trace may take: turns of loops, calls.",
+    )
+    sandbox_needs_namespaces: bool = Field(
+        default=False,
+        description="Whether the server refuses to start where sandboxes have no namespaces of their own.",
     )
     max_sandboxes: int = Field(default=16, ge=1, description="Most sandboxed traces that run at once.")
     compress_results: bool = Field(

@@ -28,6 +28,13 @@ def tensor_from_bytes(dtype: str, shape: Sequence[int], data: bytes) -> torch.Te
     return raw.view(DTYPES[dtype]).reshape(tuple(shape))
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's content, row-major, as a tensor of bytes, without a copy if it lies like that."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    # A tensor of one number is contiguous whatever its stride, which then forbids looking at it as bytes.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
 def tensor_to_bytes(tensor: torch.Tensor) -> bytes:
     """Return the tensor's content, row-major, copied to the host first."""
     tensor = tensor.detach().to("cpu").contiguous()

@@ -18,6 +18,26 @@ BatchGroup = tuple[int, int]
 """First row and number of rows."""
 
 
+def check_written(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that may take the place of rows of another's, whose shape has been looked at.
+
+    Raises:
+        ValueError: It has no numbers of its own, or others than the model's.
+    """
+    why = ""
+    if part.layout is not torch.strided:
+        why = "it is sparse; give tensor.to_dense()"
+    elif part.is_quantized:
+        why = "it is quantized; give tensor.dequantize()"
+    elif part.is_meta and not whole.is_meta:
+        why = "it is on the meta device, where tensors have no numbers"
+    elif part.is_complex() and not whole.is_complex():
+        why = "it is complex; give tensor.real"
+    if why:
+        raise ValueError(f"a tensor of {part.dtype} cannot take the place of one of {whole.dtype}: {why}")
+    return part
+
+
 class Batchable:
     """How a model turns what a user passes to ``trace`` and ``invoke`` into one batch."""
 
@@ -179,6 +199,7 @@ class Batcher:
                 f"this invoke owns {num_rows} of {self.total_batch_size} rows, so the value must be of "
                 f"shape {(num_rows, *whole.shape[1:])}, got {tuple(part.shape)}"
             )
+        check_written(part, whole)
         after = whole.narrow(0, first + num_rows, self.total_batch_size - first - num_rows)
         part = fitted(part, whole)
         replaced = torch.cat([whole.narrow(0, 0, first), part, after])

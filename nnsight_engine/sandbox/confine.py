@@ -62,17 +62,43 @@ def leave_the_world(folder: str) -> list[str]:
     os.chdir(folder)
     shutil.rmtree(folder, ignore_errors=True)  # an empty one without a name is left
     Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_GO)
-    if os.geteuid() == 0:
-        os.setgroups([])
-        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
-        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+    _be_nobody()
     os.umask(0o777)
+    return _leave_namespaces()
+
+
+def _leave_namespaces() -> list[str]:
     seccomp.check(_libc.prctl(_NOT_DUMPABLE, 0, 0, 0, 0), "prctl")
     if _libc.unshare(_NEW_USER | _NEW_NETWORK | _NEW_IPC | _NEW_MOUNTS | _NEW_NAMES) == 0:
         return []
     if _libc.unshare(_NEW_USER | _NEW_NETWORK) == 0:
         return ["ipc", "mount", "uts"]
     return ["user", "network", "ipc", "mount", "uts"]
+
+
+def _be_nobody() -> None:
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+
+
+def missing_namespaces() -> list[str]:
+    """Return which namespaces sandboxes would not have here, see ``leave_the_world``; a child tries."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            _be_nobody()
+            os.write(writing, " ".join(_leave_namespaces()).encode())
+            os._exit(0)
+        finally:
+            os._exit(1)  # nothing of a child's may come to what its parent was doing
+    os.close(writing)
+    with os.fdopen(reading) as told:
+        missing = told.read().split()
+    _, status = os.waitpid(child, 0)
+    return missing if os.waitstatus_to_exitcode(status) == 0 else ["user", "network", "ipc", "mount", "uts"]
 
 
 def die_with_parent() -> None:
@@ -116,4 +142,4 @@ def confine(share: Share) -> None:
     seccomp.install()
 
 
-__all__ = ["Share", "confine", "die_with_parent", "keep_only", "leave_the_world"]
+__all__ = ["Share", "confine", "die_with_parent", "keep_only", "leave_the_world", "missing_namespaces"]

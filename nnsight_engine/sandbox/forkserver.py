@@ -103,7 +103,9 @@ class _Nursery:
         lacks: Namespaces that its children do not have.
     """
 
-    def __init__(self, command: Sequence[str], setup: bytes, half_bytes: int) -> None:
+    def __init__(
+        self, command: Sequence[str], setup: bytes, half_bytes: int, *, needs_namespaces: bool
+    ) -> None:
         """Start it and wait until it can fork.
 
         Raises:
@@ -150,6 +152,13 @@ class _Nursery:
                 "the sandbox could not be started: the process that others are forked from ended, or was not "
                 f"ready within {_START_S:g} s; what it printed is in this server's log ({error})"
             ) from error
+        if self.lacks and needs_namespaces:
+            self.close()
+            raise SandboxUnavailableError(
+                f"sandboxes have no {', '.join(self.lacks)} namespace here, and sandbox_needs_namespaces "
+                "asks for them: allow `unshare` in the container's seccomp profile and users' namespaces "
+                "in the kernel"
+            )
 
     def fork(self) -> Sandbox:
         """Return a new process.
@@ -250,14 +259,24 @@ class ForkServer:
         setup: What the clean process reads first.
         half_bytes: The longest message, in each direction.
         num_spare: Processes that wait for work.
+        needs_namespaces: Whether there are none where they cannot have namespaces of their own.
     """
 
-    def __init__(self, command: Sequence[str], setup: bytes, half_bytes: int, num_spare: int) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        setup: bytes,
+        half_bytes: int,
+        num_spare: int,
+        *,
+        needs_namespaces: bool = False,
+    ) -> None:
         """Keep how; nothing is started before ``start``."""
         self._command = command
         self._setup = setup
         self._half_bytes = half_bytes
         self._num_spare = num_spare
+        self._needs_namespaces = needs_namespaces
         self._spare: deque[Sandbox] = deque()
         self._wanted = threading.Event()
         self._closed = False
@@ -309,7 +328,12 @@ class ForkServer:
         while not self._closed:
             try:
                 if self._nursery is None:
-                    self._nursery = _Nursery(self._command, self._setup, self._half_bytes)
+                    self._nursery = _Nursery(
+                        self._command,
+                        self._setup,
+                        self._half_bytes,
+                        needs_namespaces=self._needs_namespaces,
+                    )
                     self._error = None
                     if self._nursery.lacks:
                         logger.warning("sandboxes have no %s namespace here", ", ".join(self._nursery.lacks))

@@ -55,8 +55,10 @@ class EngineLimits:
         sandbox_compiles: Whether their Python is restricted in the process too, which gives better errors.
         sandbox_fuel: Steps of Python that restricted blocks of one trace may take: turns of loops, calls.
         sandbox_step_s: Seconds that one may compute within one step of the engine, all its blocks together.
+        sandbox_wait_s: Seconds that one step of the engine waits for all sandboxes of one tenant together.
         sandbox_cpu_s: Seconds of computing that one may take in its life.
         sandbox_blocks: Blocks and edits of one sandboxed trace that may wait at once.
+        sandbox_needs_namespaces: Whether there are none where they cannot have namespaces of their own.
         max_sandboxes: How many may be at work at once.
         fair_window_s: Seconds that a tenant without requests still counts among those who share; 0: none do.
         fair_step: How much longer than the shortest a step may take that a tenant within its share may meet.
@@ -74,8 +76,10 @@ class EngineLimits:
     sandbox_compiles: bool = True
     sandbox_fuel: int = 10_000_000
     sandbox_step_s: float = 1.0
+    sandbox_wait_s: float = 0.03
     sandbox_cpu_s: int = 300
     sandbox_blocks: int = 32
+    sandbox_needs_namespaces: bool = False
     max_sandboxes: int = 16
     fair_window_s: float = 5.0
     fair_step: float = 1.25

@@ -7,6 +7,7 @@ columns.
 
 The line that an entry shows is that of the code itself: what was received has its text with it, and no file
 is opened because a sender gave its name, nor is another sender's text shown that came under the same name.
+Files of Python and of packages are named from where they are installed on (``places``).
 
 What arrives is data. A type is looked up among those that are loaded here and known to be harmless to make;
 any other becomes a new type of the same name, on the nearest of Python's own that it was based on.
@@ -27,6 +28,7 @@ import msgspec
 from nnsight_engine.tracing.sent_files import LinesFrom, SentFile, sent_name
 from nnsight_engine.tracing.tracebacks import is_ours
 from nnsight_engine.wire.errors import DecodeError
+from nnsight_engine.wire.places import without_places
 from nnsight_engine.wire.shelf import SHELF
 
 _MAX_FRAMES = 64
@@ -96,7 +98,7 @@ def _failure_of(error: BaseException, num_left: int) -> _Failure:
         bases=[base.__name__ for base in kind.__mro__ if base.__module__ == "builtins"],
         args=[_plain(argument) for argument in error.args[:_MAX_CHAIN]],
         attributes=_attributes(error),
-        notes=[str(note)[:_MAX_TEXT] for note in getattr(error, "__notes__", ())],
+        notes=[without_places(str(note)[:_MAX_TEXT]) for note in getattr(error, "__notes__", ())],
         entries=_entries_of(error.__traceback__),
         cause=_failure_of(cause, num_left - 1) if cause is not None and num_left else None,
         context=_failure_of(context, num_left - 1)
@@ -108,7 +110,7 @@ def _failure_of(error: BaseException, num_left: int) -> _Failure:
 
 def _text(error: BaseException) -> str:
     try:
-        return str(error)[:_MAX_TEXT]
+        return without_places(str(error)[:_MAX_TEXT])
     except Exception as failed:  # noqa: BLE001 - of a user's own error
         return f"<{type(error).__name__}, whose text cannot be had: {type(failed).__name__}>"
 
@@ -119,7 +121,7 @@ def _plain(value: Any) -> Plain:
     if type(value) is int and -(2**63) <= value < 2**63:
         return value
     try:
-        return (value if type(value) is str else repr(value))[:_MAX_TEXT]
+        return without_places((value if type(value) is str else repr(value))[:_MAX_TEXT])
     except Exception:  # noqa: BLE001 - of a user's own object
         return f"<{type(value).__name__}>"
 
@@ -151,7 +153,8 @@ def _entry_of(tb: TracebackType, code: CodeType) -> _Entry:
     else:
         text = linecache.getline(file, tb.tb_lineno, tb.tb_frame.f_globals)
     return _Entry(
-        file=sent_name(file), line=tb.tb_lineno, name=code.co_name, source=text.rstrip("\n")[:_MAX_TEXT],
+        file=without_places(sent_name(file)),
+        line=tb.tb_lineno, name=code.co_name, source=text.rstrip("\n")[:_MAX_TEXT],
         end_line=place[1], column=place[2], end_column=place[3],
     )  # fmt: skip
 

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
+from nnsight_engine.core.tensor_bytes import flat_bytes
 from nnsight_engine.wire.errors import DecodeError
 
 _LENGTH: Final = struct.Struct("<Q")
@@ -58,7 +59,7 @@ def write_segments(tensors: Mapping[str, torch.Tensor], start: int = 0) -> list[
     for name, tensor in tensors.items():
         end = at + tensor.nbytes
         header[name] = _Entry(_NAMES[tensor.dtype], list(tensor.shape), (at, end))
-        pieces.append(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        pieces.append(flat_bytes(tensor).numpy().data)
         at = end
     text = msgspec.json.encode(header)
     text += b" " * (-(start + _LENGTH.size + len(text)) % _ALIGNMENT)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nnsight_engine.core.tensor_bytes import flat_bytes
 from nnsight_engine.wire import segments
 from nnsight_engine.wire.errors import DecodeError
 
@@ -44,7 +45,7 @@ def segment_of(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     values = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     if values.dtype not in segments.DTYPES:
-        values = values.reshape(-1).view(torch.uint8)
+        values = flat_bytes(values)
     return values
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate  # type: ignore[import-untyped] # it has no types
 import pytest
 
+import app
 from app.auth.secrets import parsed
 from app.settings import Settings
 from tests.deploy.dockerfile import stages
@@ -48,7 +50,11 @@ EVERYTHING: dict[str, Any] = {
     "ingress": {"enabled": True, "host": "models.example", "tlsSecret": "certificate"},
     "autoscaling": {"enabled": True, "minReplicas": 2},
     "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}},
-    "networkPolicy": {"from": [namespace("ingress-nginx")], "metricsFrom": [namespace("monitoring")]},
+    "networkPolicy": {
+        "from": [namespace("clients")],
+        "metricsFrom": [namespace("monitoring")],
+        "egress": [{"to": [namespace("databases")], "ports": [{"protocol": "TCP", "port": 5432}]}],
+    },
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "serviceAccount": {"annotations": {"a": "b"}},
     "podAnnotations": {"a": "b"},
@@ -256,17 +262,37 @@ def test_prometheus_operator_is_given_the_key(full: Objects) -> None:
     assert f'up{{job="{job}"}}' in RULES[0].read_text(encoding="utf-8")
 
 
-def test_prometheus_is_let_in_beside_those_who_send_requests(helm: Helm, full: Objects) -> None:
+def test_who_sends_requests_is_named_and_so_is_what_the_server_connects_to(
+    helm: Helm, full: Objects, plain: Objects
+) -> None:
     http = [{"protocol": "TCP", "port": "http"}]
     assert full["NetworkPolicy", NAME]["spec"]["ingress"] == [
+        {"ports": http, "from": [namespace("clients")]},
         {"ports": http, "from": [namespace("ingress-nginx")]},
         {"ports": http, "from": [namespace("monitoring")]},
     ]
-    # A rule without `from` would let in everybody.
-    alone = helm.objects({"networkPolicy": {"from": [namespace("ingress-nginx")]}})
-    assert alone["NetworkPolicy", NAME]["spec"]["ingress"] == [
-        {"ports": http, "from": [namespace("ingress-nginx")]}
-    ]
+    assert plain["NetworkPolicy", NAME]["spec"]["ingress"] == [{"ports": http, "from": [{"podSelector": {}}]}]
+    (names,) = plain["NetworkPolicy", NAME]["spec"]["egress"]
+    assert {port["port"] for port in names["ports"]} == {53}
+    assert full["NetworkPolicy", NAME]["spec"]["egress"] == [names, *EVERYTHING["networkPolicy"]["egress"]]
+    for objects in (full, plain):
+        spec = objects["NetworkPolicy", NAME]["spec"]
+        # A rule without peers, or with one that names nothing, would mean everybody.
+        assert all(rule["ports"] and rule["from"] and all(rule["from"]) for rule in spec["ingress"])
+        assert all(rule["ports"] and rule["to"] and all(rule["to"]) for rule in spec["egress"])
+
+
+def test_the_ingress_leads_to_every_route_but_those_of_administrators(helm: Helm, full: Objects) -> None:
+    sources = (Path(app.__file__).parent).rglob("*.py")
+    routes = {found for source in sources for found in re.findall(r'"/v1/([a-z_]+)', source.read_text())}
+    (rule,) = full["Ingress", NAME]["spec"]["rules"]
+    assert {path["path"] for path in rule["http"]["paths"]} == {
+        f"/v1/{route}" for route in routes - {"admin"}
+    }
+    asked = helm.objects({"ingress": {"enabled": True, "host": "models.example", "admin": True}})
+    (rule,) = asked["Ingress", NAME]["spec"]["rules"]
+    assert {path["path"] for path in rule["http"]["paths"]} == {f"/v1/{route}" for route in routes}
+    assert all(path["pathType"] == "Prefix" for path in rule["http"]["paths"])
 
 
 def test_the_longest_name_of_a_release_is_not_too_long(helm: Helm) -> None:
@@ -300,6 +326,13 @@ def test_results_have_the_room_that_the_server_takes(helm: Helm) -> None:
         ({"strategy": {"type": "RollingUpdate"}}, "strategy.type"),
         ({"strategy": {"rollingUpdate": {"maxSurge": 0}}}, "strategy"),
         ({"settings": {"result_store_bytes": 3500000000}}, "persistence.results"),
+        ({"networkPolicy": {"from": []}}, "networkPolicy"),
+        ({"networkPolicy": {"from": [{}]}}, "networkPolicy"),
+        ({"networkPolicy": {"namesTo": []}}, "networkPolicy"),
+        ({"networkPolicy": {"toPorts": [443]}}, "toPorts"),
+        ({"networkPolicy": {"egress": [{"ports": [{"port": 443}]}]}}, "networkPolicy"),
+        ({"networkPolicy": {"egress": [{"to": [], "ports": [{"port": 443}]}]}}, "networkPolicy"),
+        ({"networkPolicy": {"egress": [{"to": [namespace("databases")]}]}}, "networkPolicy"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

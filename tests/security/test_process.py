@@ -12,12 +12,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from nnsight_engine.sandbox import forkserver
+from nnsight_engine.sandbox.confine import missing_namespaces
 from nnsight_engine.sandbox.errors import SandboxEndedError, SandboxUnavailableError
 from nnsight_engine.sandbox.forkserver import ForkServer, Sandbox
 from nnsight_engine.sandbox.seccomp import machine
@@ -141,6 +143,22 @@ def test_attempts_that_the_compile_would_refuse_get_nowhere_without_it(
         finally:
             sandbox.end()
         canary.assert_untouched(answer)
+
+
+def test_there_are_none_where_namespaces_are_asked_for_and_the_kernel_has_none(server: ForkServer) -> None:
+    missing = missing_namespaces()
+    assert missing in ([], ["ipc", "mount", "uts"], ["user", "network", "ipc", "mount", "uts"])
+    command = [sys.executable, "-m", "tests.security.bare"]
+    strict = ForkServer(command, b"", half_bytes=2**24, num_spare=1, needs_namespaces=True)
+    strict.start()
+    with (
+        pytest.raises(SandboxUnavailableError, match="sandbox_needs_namespaces") if missing else nullcontext()
+    ):
+        give_up = time.monotonic() + 60
+        while not strict.is_ready and time.monotonic() < give_up:
+            time.sleep(0.05)
+        assert strict.is_ready
+    strict.close()
 
 
 def test_a_process_knows_nothing_of_the_one_before_it(server: ForkServer, canary: Canary) -> None:

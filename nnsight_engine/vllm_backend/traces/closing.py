@@ -10,6 +10,7 @@ from nnsight_engine.vllm_backend.traces.errors import TraceBytesError
 from nnsight_engine.vllm_backend.traces.results import Result, checked, home_reference
 from nnsight_engine.vllm_backend.traces.scans import first_values
 from nnsight_engine.wire import encode, encode_error
+from nnsight_engine.wire.limits import Limits
 from nnsight_engine.wire.message import Piece
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.entry import TraceEntry
     from nnsight_engine.vllm_backend.traces.request import TracedRequest
 
+_MOST_BYTES: Final = Limits().max_bytes
+_BESIDE_BYTES: Final = 2**24
+"""For what stands beside tensors in a message, such as errors."""
 _BYTES_WRITTEN_A_SECOND: Final = 100e6
 """How fast results are written at the least, beside the time that a block has."""
 
@@ -43,11 +47,15 @@ class Closing:
 
     Args:
         threads: Run what the blocks have left to do: their objects have code of their own.
+        max_bytes: Of what one block has saved.
+        most_bytes: Of what all blocks of a trace have.
     """
 
-    def __init__(self, threads: Threads) -> None:
+    def __init__(self, threads: Threads, max_bytes: int, most_bytes: int = _MOST_BYTES) -> None:
         """Run code of blocks on these threads."""
         self._threads = threads
+        self._max_bytes = max_bytes
+        self._most_bytes = most_bytes
 
     def failed(self, members: Sequence[Member], error: BaseException) -> bytes:
         """Tell of a trace one of whose requests never came into the process that the others are in."""
@@ -79,11 +87,13 @@ class Closing:
 
         On a thread of blocks: writing them runs code of the objects saved.
         """
+        max_bytes = min(self._max_bytes * len(message["blocks"]), self._most_bytes) + _BESIDE_BYTES
+        limits = Limits(max_bytes=max_bytes)
         stack = self._threads.take()
         stack.left_s += num_bytes / _BYTES_WRITTEN_A_SECOND
         pieces: list[Piece] | None
         pieces, error = stack.start(
-            lambda: outcome_pieces(message, home_reference, compress=compress)
+            lambda: outcome_pieces(message, home_reference, compress=compress, limits=limits)
         ).empty()
         if pieces is not None:
             return pieces

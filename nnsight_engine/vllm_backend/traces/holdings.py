@@ -77,22 +77,20 @@ class Holdings:
 def num_bytes(values: Iterable[Any]) -> int:
     """Return the bytes of all tensors, arrays and texts in values and the containers among them.
 
-    Memory that several tensors share counts once, and as a whole if they are views of a part of it.
+    Memory that several tensors share counts once, and as a whole if they are views of a part of it. A tensor
+    that is larger than its memory, as an expanded one is, counts as what it will be when it is written out.
     """
     total, seen, waiting = 0, set[int](), list(values)
     while waiting:
         value = waiting.pop()
         kind = type(value)  # no code of the user's may run here, so nothing is asked of the object itself
         if issubclass(kind, torch.Tensor):
-            key, size = _storage_of(value)
-        elif kind in _SIZED:
-            key, size = id(value), value.nbytes if kind is np.ndarray else len(value)
-        else:
-            key, size = id(value), 0
-        if key in seen:
+            total += _tensor_bytes(value, seen)
+        elif id(value) in seen:
             continue
-        seen.add(key)
-        total += size
+        elif kind in _SIZED:
+            total += value.nbytes if kind is np.ndarray else len(value)
+        seen.add(id(value))
         for container, items in _ITEMS.items():
             if issubclass(kind, container):
                 waiting.extend(items(value))
@@ -109,10 +107,29 @@ _ITEMS: Final[dict[type, Callable[[Any], Iterable[Any]]]] = {
 }
 
 
-def _storage_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return which memory a tensor is in, and its bytes."""
+def _tensor_bytes(tensor: torch.Tensor, seen: set[int]) -> int:
+    """Return the bytes of a tensor that have not been counted yet, and take note of its memory."""
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - has no public name
+        if id(tensor) in seen or tensor.is_meta:
+            return 0
         if tensor.layout is not torch.strided:
-            return id(tensor), 0  # does not travel
+            return sum(_tensor_bytes(part, seen) for part in _parts_of(tensor))
         storage = tensor.untyped_storage()
-        return storage.data_ptr(), storage.nbytes()
+        size = storage.nbytes()
+        beyond = max(tensor.numel() * tensor.element_size() - size, 0)
+        address = storage.data_ptr()
+        if address in seen:
+            return beyond
+        seen.add(address)
+        return size + beyond
+
+
+def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the dense tensors that a sparse one is made of; none of layouts that are not known."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]  # noqa: SLF001 - the public ones want it coalesced
+    if tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in {torch.sparse_csc, torch.sparse_bsc}:
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []

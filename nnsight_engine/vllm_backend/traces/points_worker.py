@@ -26,6 +26,7 @@ from nnsight_engine.vllm_backend.families import HookSpec
 from nnsight_engine.vllm_backend.traces.points import ATTENTION_INPUT, NORM_INPUT, EnginePoints
 from nnsight_engine.vllm_backend.traces.points_edits import Edit
 from nnsight_engine.vllm_backend.traces.points_pattern import PatternPoint
+from nnsight_engine.vllm_backend.traces.rows import zeros_of
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.architectures.table import Side
@@ -73,7 +74,7 @@ class StreamPoint:
             )
         if self.side == "output":
             # Without a look at what is there: a prompt may come in chunks.
-            self.envoy.output = (value, torch.zeros_like(value))
+            self.envoy.output = (value, zeros_of(value))
         else:
             self.envoy.inputs = self._with(self.envoy.inputs, value)
 
@@ -185,5 +186,5 @@ class WorkerPoints(EnginePoints):
             return value
         is_layer = prefix.rpartition(".")[2].isdecimal()
         if is_layer and self.family.returns_residual:
-            return (value, torch.zeros_like(value))
+            return (value, zeros_of(value))
         return value[None] if self.family.is_batched and value.ndim == len(("tokens", "width")) else value

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from vllm.distributed import get_tp_group
 
+from nnsight_engine.core.tensor_bytes import flat_bytes
 from nnsight_engine.vllm_backend.traces.errors import SpreadModuleError
 
 if TYPE_CHECKING:
@@ -183,4 +184,4 @@ class Ranks:
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's memory, or a copy's: whatever the collectives know of its dtype."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return flat_bytes(tensor)

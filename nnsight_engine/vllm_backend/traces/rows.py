@@ -15,7 +15,7 @@ import torch
 
 from nnsight_engine.core.narrowing import fitted
 from nnsight_engine.core.trees import map_tensors, tensors
-from nnsight_engine.interleaving.batching import Batcher, BatchGroup, Loans
+from nnsight_engine.interleaving.batching import Batcher, BatchGroup, Loans, check_written
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -24,6 +24,11 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - has no public name
         return tensor.detach().as_subclass(torch.Tensor)
+
+
+def zeros_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return zeros of a tensor's shape and type, which take no memory: nobody has looked at its shape yet."""
+    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
 class Place:
@@ -229,7 +234,7 @@ class FlatBatcher(Batcher):
                 f"this request has {num_rows} row{'s' if num_rows != 1 else ''} here, so the value must be "
                 f"of shape {expected}, got {tuple(part.shape)}"
             )
-        part = fitted(part, whole)
+        part = fitted(check_written(part, whole), whole)
         if not whole.is_floating_point() and torch.equal(part, whole.narrow(axis, first, num_rows)):
             return whole
         self._place.check(part)

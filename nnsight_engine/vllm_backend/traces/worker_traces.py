@@ -85,7 +85,7 @@ class WorkerTraces:
         self.edits = KeptEdits(limits.max_edits, limits.max_edit_bytes)
         self._threads = Threads(limits.trace_step_s)
         self._strangers_threads = Threads(limits.sandbox_step_s)
-        self._closing = Closing(self._threads)
+        self._closing = Closing(self._threads, limits.max_trace_bytes)
         self._max_bytes = limits.max_trace_bytes
         self._members: dict[str, Member] = {}
         self._contexts: dict[tuple[str, int], TraceContext] = {}

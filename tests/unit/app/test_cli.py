@@ -17,7 +17,15 @@ import nnsight_engine
 from api_schemas.keys import Key, NewKey
 from app.auth.keys import Keys
 from app.auth.secrets import Secret
-from app.cli import CommandError, _check_callers, _split_model, _steering_line, main, split_options
+from app.cli import (
+    CommandError,
+    _check_callers,
+    _check_sandbox,
+    _split_model,
+    _steering_line,
+    main,
+    split_options,
+)
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import AuditRow
@@ -182,6 +190,26 @@ def test_without_keys_it_does_not_listen_to_other_machines(own_data: Path) -> No
     assert not _check_callers(Settings())
     assert main(["keys", "create", "--tenant", "acme"]) == 0
     assert _check_callers(elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("options", "missing", "refused"),
+    [
+        ({"sandbox_needs_namespaces": True}, ["user", "network"], True),
+        ({"sandbox_needs_namespaces": True}, [], False),
+        ({"sandbox_needs_namespaces": True, "sandbox": "off"}, ["user", "network"], False),
+        ({}, ["user", "network"], False),
+    ],
+)
+def test_it_does_not_start_where_sandboxes_lack_namespaces_that_they_are_to_have(
+    options: dict[str, Any], missing: list[str], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.cli.missing_namespaces", lambda: missing)
+    if not refused:
+        _check_sandbox(Settings(**options))
+        return
+    with pytest.raises(CommandError, match=r"user, network namespace.*sandbox_needs_namespaces"):
+        _check_sandbox(Settings(**options))
 
 
 def test_a_model_given_as_an_option_is_told_where_it_goes(capsys: pytest.CaptureFixture[str]) -> None:

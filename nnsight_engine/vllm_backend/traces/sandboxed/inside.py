@@ -164,7 +164,7 @@ class InsideTraces(WorkerTraces):
             rehearse: Runs a trace that leaves nothing behind.
         """
         self._threads = WaitingThreads(self._threads.budget_s, num_blocks)
-        self._closing = Closing(self._threads)
+        self._closing = Closing(self._threads, self._limits.sandbox_message_bytes)
         rehearse(self)
         return self.serve
 
@@ -285,10 +285,11 @@ class InsideTraces(WorkerTraces):
 
     def _called(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         body: list[memoryview] = []
+        most = self._limits.sandbox_message_bytes
         call = Call(
             path,
-            [_argument(path, one, body) for one in args],
-            {name: _argument(path, one, body) for name, one in kwargs.items()},
+            [_argument(path, one, body, most) for one in args],
+            {name: _argument(path, one, body, most) for name, one in kwargs.items()},
         )
         side = self._side
         assert side is not None  # noqa: S101 - a block runs
@@ -314,10 +315,10 @@ def _value(head: Offer, body: memoryview) -> Any:
     return tuple(found) if head.is_tuple else found[0]
 
 
-def _argument(path: str, value: Any, body: list[memoryview]) -> Argument:
+def _argument(path: str, value: Any, body: list[memoryview], max_bytes: int) -> Argument:
     if isinstance(value, torch.Tensor):
         try:
-            slot, content = slot_of(value)
+            slot, content = slot_of(value, max_bytes=max_bytes)
         except TypeError as error:
             raise SandboxedError.argument(path, str(error)) from None
         body.append(content)

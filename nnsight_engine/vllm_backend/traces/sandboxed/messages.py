@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 import torch
 
+from nnsight_engine.core.tensor_bytes import flat_bytes
 from nnsight_engine.sandbox.errors import SandboxEndedError
 
 _LENGTH: Final = struct.Struct("<I")
@@ -228,17 +229,29 @@ def _parted(data: bytes) -> tuple[memoryview, memoryview]:
     return view[_LENGTH.size : _LENGTH.size + length], view[_LENGTH.size + length :]
 
 
-def slot_of(tensor: torch.Tensor, number: int = 0) -> tuple[Slot, memoryview]:
+def slot_of(
+    tensor: torch.Tensor, number: int = 0, *, max_bytes: int | None = None
+) -> tuple[Slot, memoryview]:
     """Return what stands for a tensor on the host, and its bytes.
 
+    Args:
+        tensor: The tensor.
+        number: See ``Slot``.
+        max_bytes: How large it may be when it is written out.
+
     Raises:
-        TypeError: It is of a type that does not cross.
+        TypeError: It is of a type that does not cross, or too large.
     """
     name = _NAMES.get(tensor.dtype)
     if name is None or tensor.layout is not torch.strided:
         raise TypeError(f"a tensor of {tensor.dtype} ({tensor.layout}) does not leave the sandbox")
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return Slot(name, list(tensor.shape), number), flat.numpy().data
+    if tensor.is_meta:
+        raise TypeError("a tensor on the meta device has no numbers that could leave the sandbox")
+    if max_bytes is not None and tensor.nbytes > max_bytes:
+        raise TypeError(
+            f"a tensor of {tensor.nbytes:,} bytes, and {max_bytes:,} may leave the sandbox at once"
+        )
+    return Slot(name, list(tensor.shape), number), flat_bytes(tensor.cpu()).numpy().data
 
 
 def slots_of(value: Any) -> tuple[list[Slot], bool, list[bytes | memoryview]] | None:
