@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from nnsight_engine import VLLM, LanguageModel, RemoteBackend, eproperty
+from nnsight_engine import LanguageModel, RemoteBackend, eproperty
 from nnsight_engine.compat import install, uninstall
 from nnsight_engine.interleaving.events import SkipException
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.mediator import Mediator
+from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.families.checkpoints import write_checkpoint
 from tests.unit.compat.nnsight_names import NAMES, PAGE, Name, with_table
 

@@ -13,7 +13,7 @@ from nnsight_engine.wire import DecodeError, EncodeError
 
 
 def test_values_come_back(tmp_path: Path) -> None:
-    value = {"direction": torch.arange(3.0), "layers": [1, (2, "three")]}
+    value: dict[str, Any] = {"direction": torch.arange(3.0), "layers": [1, (2, "three")]}
     data = dumps(value)
     assert isinstance(data, bytes)
     dumps(value, tmp_path / "value")

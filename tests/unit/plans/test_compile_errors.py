@@ -195,7 +195,7 @@ def test_sampled_tokens_of_others_are_not(where: dict[str, Any]) -> None:
         spec=SPEC,
         prompt_token_ids=PROMPT,
         max_tokens=8,
-        tokenize=tokenize,
+        token_of=token_of,
         stream=False,
     )
 

@@ -60,7 +60,7 @@ def test_a_read_that_met_nothing_has_an_entry(op: dict[str, Any], stream: bool) 
         spec=SPEC,
         prompt_token_ids=PROMPT,
         max_tokens=4,
-        tokenize=lambda _: [],
+        token_of=len,
         stream=stream,
     )
     collector = RequestCollector(request.plan, SPEC, prompt_token_ids=PROMPT, op_names=[op["op"]])
