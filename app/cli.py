@@ -22,6 +22,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from app.command import TERMINAL, run_terminal
 from app.engine.local_traces import LocalTraceEngine
+from app.engine.vllm_options import refuse_named
 from app.keys_command import has_keys
 from app.keys_command import run as run_keys
 from app.listening import listening_socket
@@ -137,6 +138,7 @@ def _serve(arguments: list[str], console: Console) -> int:
     settings = _settings().model_copy(update=chosen)
     check_taps(settings.taps)
     model, options = _split_model(arguments)
+    refuse_named(options)
     set_engine_defaults()
     start_logs(settings)
     # The bundled model's checksums are read beside the import: hashing lets go of the interpreter's lock.

@@ -379,6 +379,11 @@ def engine_trace_options(settings: Settings) -> list[str]:
     return ["--otlp-traces-endpoint", endpoint]
 
 
+def has_vllm_key() -> bool:
+    """Return whether an operator has set the key that vLLM's own server would ask for."""
+    return bool(os.environ.get("VLLM_API_KEY"))
+
+
 _SOCKETS: Final = "VLLM_RPC_BASE_PATH"
 
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import argparse
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from vllm import envs
-
+from app.settings import has_vllm_key
 from nnsight_engine.core.errors import UnsupportedOptionError
 
 TO_ENGINE: Final = frozenset(
@@ -386,6 +385,29 @@ REFUSED: Final[Mapping[str, str]] = types.MappingProxyType(
 """What to do instead, by the name of the argument."""
 
 
+_MAY_ASK_FOR_NOTHING: Final = frozenset(
+    {"api_server_count", "data_parallel_size", "data_parallel_size_local", "nnodes", "node_rank"}
+)
+"""Options with a number, of which one asks for what there is anyway."""
+
+
+def refuse_named(options: Sequence[str]) -> None:
+    """Refuse options by their names alone, before vLLM, which parses the rest, is imported.
+
+    Raises:
+        UnsupportedOptionError: One of them would be ignored, or the variable ``VLLM_API_KEY`` is set.
+    """
+    for option in options:
+        flag = option.partition("=")[0].replace("_", "-")
+        name = flag.removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and name in REFUSED and name not in _MAY_ASK_FOR_NOTHING:
+            raise UnsupportedOptionError(f"{flag} is not supported: {REFUSED[name]}")
+    if has_vllm_key():
+        raise UnsupportedOptionError(
+            f"the variable VLLM_API_KEY is not supported: unset it and {REFUSED['api_key']}"
+        )
+
+
 def refuse_ignored(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Refuse options that would be accepted and have no effect.
 
@@ -394,18 +416,15 @@ def refuse_ignored(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
         parser: What it was parsed by; an option that has its default was not asked for.
 
     Raises:
-        UnsupportedOptionError: One was given, or the variable ``VLLM_API_KEY``.
+        UnsupportedOptionError: One was given, in a file also, or the variable ``VLLM_API_KEY``.
     """
+    refuse_named(())
     for action in parser._actions:  # noqa: SLF001 - has no public name
         name = action.dest
         if name in TO_ENGINE or name in DONE or not _is_given(getattr(args, name, None), action):
             continue
         instead = REFUSED.get(name, "this version does not know it; leave it out")
         raise UnsupportedOptionError(f"{_flag(action)} is not supported: {instead}")
-    if envs.VLLM_API_KEY:
-        raise UnsupportedOptionError(
-            f"the variable VLLM_API_KEY is not supported: unset it and {REFUSED['api_key']}"
-        )
 
 
 def _is_given(value: Any, action: argparse.Action) -> bool:
@@ -417,4 +436,4 @@ def _flag(action: argparse.Action) -> str:
     return next((option for option in action.option_strings if option.startswith("--")), action.dest)
 
 
-__all__ = ["DONE", "REFUSED", "TO_ENGINE", "refuse_ignored"]
+__all__ = ["DONE", "REFUSED", "TO_ENGINE", "refuse_ignored", "refuse_named"]

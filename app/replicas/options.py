@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from app.engine.vllm_options import refuse_named
 from nnsight_engine.core.errors import UnsupportedOptionError
 from nnsight_engine.modeling.bundled import BUNDLED_MODEL_NAME
 
@@ -55,7 +56,8 @@ class ModelOptions(BaseModel):
     def _check_range(self) -> ModelOptions:
         try:
             options = _engine_options(self.arguments)
-        except argparse.ArgumentError as error:
+            refuse_named(self.arguments)
+        except (argparse.ArgumentError, UnsupportedOptionError) as error:
             raise ValueError(str(error)) from error
         if options.config is not None:
             raise ValueError(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm import EngineArgs
-from vllm.config import CompilationConfig, CompilationMode, VllmConfig
+from vllm.config import CompilationConfig, CompilationMode, LoRAConfig, VllmConfig
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -220,6 +220,15 @@ def test_the_other_runner_is_refused(engine_config: VllmConfig, monkeypatch: pyt
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(UnsupportedOptionError, match="VLLM_USE_V2_MODEL_RUNNER"):
         check_supported(engine_config, traces_only=True)
+
+
+@pytest.mark.parametrize("traces_only", [True, False])
+def test_adapters_are_refused_with_the_reason(
+    engine_config: VllmConfig, monkeypatch: pytest.MonkeyPatch, traces_only: bool
+) -> None:
+    monkeypatch.setattr(engine_config, "lora_config", LoRAConfig())
+    with pytest.raises(UnsupportedOptionError, match=r"--enable-lora .*other requests' adapters"):
+        check_supported(engine_config, traces_only=traces_only)
 
 
 # An engine whose model is cut.

@@ -83,12 +83,11 @@ def served(request: pytest.FixtureRequest, bundled: Path) -> Iterator[Served]:
 @pytest.mark.parametrize("reduce", ["none", "last", "mean"])
 def test_captures(served: Served, watch: Watch, reduce: str) -> None:
     before = watch.num_compared
-    cases = itertools.product((STREAM, INPUTS, HOOKED, ["logits"]), WHERES)
-    for points, where in cases:
-        fields: dict[str, Any] = {"reduce": reduce} | ({"where": where} if where else {})
-        served.check(
-            served.reads([{"op": "capture", "at": points, "dtype": dtype, **fields} for dtype in DTYPES])
-        )
+    points = (STREAM, INPUTS, HOOKED, ["logits"])
+    for where in WHERES:
+        fields: dict[str, Any] = {"op": "capture", "reduce": reduce} | ({"where": where} if where else {})
+        cases = itertools.product(points, DTYPES)
+        served.check(served.reads([fields | {"at": at, "dtype": dtype} for at, dtype in cases]))
     assert watch.num_compared > before
 
 

@@ -67,6 +67,18 @@ def test_replicas_are_asked_for_before_anything_is_loaded(
         assert "Traceback" not in message
 
 
+@pytest.mark.parametrize("command", [[], ["--replicas", "2"]])
+@pytest.mark.parametrize("option", ["--api-key=secret", "--api_key", "--ssl-certfile", "--root-path"])
+def test_an_option_without_effect_is_refused_before_anything_is_loaded(
+    option: str, command: list[str], own_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "model", *command, option, "x"]) == 1
+    message = capsys.readouterr().err
+    assert f"{option.partition('=')[0].replace('_', '-')} is not supported: " in message.replace("\n", " ")
+    assert "secret" not in message
+    assert "Traceback" not in message
+
+
 @pytest.fixture
 def own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("NNSIGHT_ENGINE_DATA_DIR", str(tmp_path))
