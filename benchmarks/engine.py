@@ -22,6 +22,7 @@ from benchmarks.asked import Asked, Block, JsonObject, Shape
 from benchmarks.engine_arguments import engine_arguments
 from benchmarks.traced import check_traced, submit_traced
 from nnsight_engine.core.model_spec import ModelSpec
+from nnsight_engine.core.token_texts import TokenTexts
 from nnsight_engine.modeling.bundled import bundled_model_path
 from nnsight_engine.plans.collector import RequestCollector
 from nnsight_engine.plans.compile import compile_request
@@ -111,7 +112,7 @@ class Engine:
             spec=self._spec,
             prompt_token_ids=ids,
             max_tokens=params.max_tokens,
-            tokenize=self._llm.get_tokenizer().encode,
+            token_of=TokenTexts(self._llm.get_tokenizer()).token,
             stream=False,
         )
         (collector,) = self._router.open(

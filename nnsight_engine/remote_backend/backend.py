@@ -291,6 +291,11 @@ def chosen_backend(
         ValueError: It is not to be waited for, and runs here.
     """
     wanted = default if remote is None else remote
+    if backend is None and wanted == "local":
+        raise ValueError(
+            'remote="local" is for LanguageModel, whose traces can run in this process; this one runs in an '
+            "engine: leave remote= out, or give a server's address"
+        )
     if backend is None and wanted:
         return RemoteBackend(wanted if isinstance(wanted, str) else None, blocking=blocking, streams=streams)
     if backend is None and not blocking:
