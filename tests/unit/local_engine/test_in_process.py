@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nnsight_engine import LanguageModel, save
-from nnsight_engine.remote_backend.backend import chosen_backend
+from nnsight_engine.remote_backend.backend import RemoteBackend, chosen_backend
 from nnsight_engine.wire import EncodeError
 from tests.families.checkpoints import write_checkpoint
 
@@ -145,6 +145,10 @@ def test_what_needs_a_server_says_so(model: LanguageModel) -> None:
     with pytest.raises(ValueError, match="name a server"):
         with model.trace(TEXT, remote="local", blocking=False):
             pass
+    for beside in ({"remote": "http://other:8000"}, {"blocking": False}):
+        with pytest.raises(ValueError, match="has no effect"):
+            with model.trace(TEXT, backend=RemoteBackend("http://here:8000"), **beside):
+                pass
     with pytest.raises(ValueError, match="is for LanguageModel"):
         chosen_backend(None, "local", None)
 
