@@ -53,11 +53,11 @@ class ServedModel(LanguageModel):
         raise LocalBlockError.in_session()
 
 
-class TraceRunner(BlockRunner):
-    """Runs traces on one model, one after the other.
+class ModelRunner(BlockRunner):
+    """Runs traces on a model, and leaves what they have done to it.
 
     Args:
-        model: The model, with its weights; nobody else is to use it.
+        model: The model, with its weights.
         ask: Asks a trace's client to run a part of a block; None where nobody can be asked.
         **options: See ``BlockRunner``.
     """
@@ -67,6 +67,57 @@ class TraceRunner(BlockRunner):
         super().__init__(**options)
         self._model = model
         self._ask = ask
+
+    def _tidy(self) -> None:
+        self._model._rename(None)  # noqa: SLF001 - an envoy of ours
+
+    def _tracer(self, head: TraceHead) -> Tracer:
+        if head.kind == "session":
+            return Session(self._model)
+        return ReceivedTracer(self._model, self._ask if head.local_parts else None)
+
+    def _resolver(self, tracer: Tracer) -> Places:
+        return Places(self._model, tracer)
+
+    def _prepared(self, request: TraceRequest, resolve: Resolve) -> AbstractContextManager[None]:
+        return attached(self._model, request.parts[1:], request.head.codec, resolve)
+
+    def _reference(self, value: Any) -> tuple[str, ...] | None:
+        return place_of(value, self._model)
+
+    def _execute(self, trace: ReadTrace, tracer: Tracer) -> None:
+        shared = trace.shared
+        with (
+            torch.inference_mode(bool(shared.get("inference"))),
+            torch.set_grad_enabled(bool(shared.get("grad", True))),
+        ):
+            self._execute_here(trace, tracer)
+
+    def _execute_here(self, trace: ReadTrace, tracer: Tracer) -> None:
+        model, shared = self._model, trace.shared
+        model._rename(shared.get("rename"))  # noqa: SLF001 - an envoy of ours
+        if isinstance(tracer, Session):
+            model._default_mediators.extend(Edit(tracer, info) for info in trace.edits)  # noqa: SLF001 - the same
+            run_session(trace, tracer)
+        elif isinstance(tracer, ReceivedTracer):
+            traced, given = shared.get("traced", model), shared.get("fn")
+            tracer.receive(trace.invokes, shared.get("kwargs") or {}, trace.edits)
+            function = _function_of(traced, trace.head.method) if given is None else given
+            tracer.trace(function, traced, validate=bool(shared.get("validate")))
+
+
+class TraceRunner(ModelRunner):
+    """Runs traces on one model, one after the other, each on the model as it was loaded.
+
+    Args:
+        model: The model, with its weights; nobody else is to use it.
+        ask: Asks a trace's client to run a part of a block; None where nobody can be asked.
+        **options: See ``BlockRunner``.
+    """
+
+    def __init__(self, model: LanguageModel, ask: Ask | None = None, **options: Any) -> None:
+        """Take the model."""
+        super().__init__(model, ask, **options)
         self._pristine = Pristine(model)
         self._is_worn = False
         self._is_settled = True
@@ -103,38 +154,7 @@ class TraceRunner(BlockRunner):
         if not self.settle():
             raise RuntimeError("a trace has changed the model, and no other one is to run on it")
         self._pristine.begin()
-        if head.kind == "session":
-            return Session(self._model)
-        return ReceivedTracer(self._model, self._ask if head.local_parts else None)
-
-    def _resolver(self, tracer: Tracer) -> Places:
-        return Places(self._model, tracer)
-
-    def _prepared(self, request: TraceRequest, resolve: Resolve) -> AbstractContextManager[None]:
-        return attached(self._model, request.parts[1:], request.head.codec, resolve)
-
-    def _reference(self, value: Any) -> tuple[str, ...] | None:
-        return place_of(value, self._model)
-
-    def _execute(self, trace: ReadTrace, tracer: Tracer) -> None:
-        shared = trace.shared
-        with (
-            torch.inference_mode(bool(shared.get("inference"))),
-            torch.set_grad_enabled(bool(shared.get("grad", True))),
-        ):
-            self._execute_here(trace, tracer)
-
-    def _execute_here(self, trace: ReadTrace, tracer: Tracer) -> None:
-        model, shared = self._model, trace.shared
-        model._rename(shared.get("rename"))  # noqa: SLF001 - an envoy of ours
-        if isinstance(tracer, Session):
-            model._default_mediators.extend(Edit(tracer, info) for info in trace.edits)  # noqa: SLF001 - the same
-            run_session(trace, tracer)
-        elif isinstance(tracer, ReceivedTracer):
-            traced, given = shared.get("traced", model), shared.get("fn")
-            tracer.receive(trace.invokes, shared.get("kwargs") or {}, trace.edits)
-            function = _function_of(traced, trace.head.method) if given is None else given
-            tracer.trace(function, traced, validate=bool(shared.get("validate")))
+        return super()._tracer(head)
 
 
 def _function_of(model: Envoy, method: str) -> Callable[..., Any]:
@@ -144,4 +164,4 @@ def _function_of(model: Envoy, method: str) -> Callable[..., Any]:
     return model._traced(method, getattr(model._module, method))  # noqa: SLF001 - the same
 
 
-__all__ = ["ServedModel", "TraceRunner"]
+__all__ = ["ModelRunner", "ServedModel", "TraceRunner"]

@@ -288,9 +288,20 @@ def chosen_backend(
         streams: Whether its outputs are.
 
     Raises:
-        ValueError: It is not to be waited for, and runs here.
+        ValueError: It is not to be waited for, and runs here; or something given would have no effect.
     """
+    if backend is not None and (isinstance(remote, str) or not blocking):
+        given = "remote=" if isinstance(remote, str) else "blocking="
+        raise ValueError(
+            f"backend= says where a trace runs and whether it is waited for, so {given} beside it has no "
+            "effect: leave it out, or say it to the backend"
+        )
     wanted = default if remote is None else remote
+    if backend is None and wanted == "local":
+        raise ValueError(
+            'remote="local" is for LanguageModel, whose traces can run in this process; this one runs in an '
+            "engine: leave remote= out, or give a server's address"
+        )
     if backend is None and wanted:
         return RemoteBackend(wanted if isinstance(wanted, str) else None, blocking=blocking, streams=streams)
     if backend is None and not blocking:

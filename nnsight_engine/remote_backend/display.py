@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any, Final, Self
 
 from rich.console import Console
@@ -70,10 +71,8 @@ class Display:
 
     def __enter__(self) -> Self:
         """Begin to wait; what is shown comes after a while."""
-        if self._shows:
-            self._timer = threading.Timer(_QUIET_S, self._start if self._is_terminal else self._write)
-            self._timer.daemon = True
-            self._timer.start()
+        if self._shows and self._is_terminal:
+            self._wait(self._start)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -99,9 +98,7 @@ class Display:
         with self._lock:
             if self._bars is not None and self._status is not None:
                 self._bars.update(self._status, description=self._text)
-            self._lines.append(_line(job, status, detail))
-            if self._has_waited:
-                self._write_lines()
+            self._keep(_line(job, status, detail))
 
     def progress(self, way: str, num_bytes: int, total: int | None) -> None:
         """Show how much of a transfer is through; ``total`` is None where nobody knows it."""
@@ -111,6 +108,21 @@ class Display:
             if way not in self._transfers:
                 self._transfers[way] = self._bars.add_task(way, total=total)
             self._bars.update(self._transfers[way], completed=num_bytes, total=total)
+
+    def _wait(self, then: Callable[[], None]) -> None:
+        self._timer = threading.Timer(_QUIET_S, then)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _keep(self, line: str) -> None:
+        """Have a line written, at once if the trace has taken a while already."""
+        if self._is_terminal or not self._shows:
+            return
+        self._lines.append(line)
+        if self._has_waited:
+            self._write_lines()
+        elif self._timer is None:
+            self._wait(self._write)
 
     def _write(self) -> None:
         with self._lock:

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 from pydantic import ValidationError
 
 from api_schemas.results import LogitLensResult
+from nnsight_engine.core.token_texts import TokenTexts
 from nnsight_engine.viz.drawing import draw_cells, figure_of, place, write_cells
 from nnsight_engine.viz.numbers import Array, VizError, as_json, labels, numbers, result_kind, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from nnsight_engine.core.token_texts import Tokenizer
 
 
 class Decodes(Protocol):
@@ -96,6 +99,13 @@ def _of_result(value: Any) -> _Read:
     return names, result.positions, texts, np.asarray(chances)
 
 
+def _texts(decode: Decodes | Callable[[int], str]) -> Callable[[int], Any]:
+    """Return what makes a text of an id; of a whole tokenizer's, texts as a server tells them."""
+    if hasattr(decode, "get_vocab"):
+        return TokenTexts(cast("Tokenizer", decode)).text
+    return cast("Callable[[int], Any]", getattr(decode, "decode", decode))
+
+
 def _of_logits(value: Any, decode: Decodes | Callable[[int], str] | None) -> _Read:
     logits = numbers(value, dimensions=3, shape="[layers, tokens, vocabulary]")
     if decode is None:
@@ -104,7 +114,7 @@ def _of_logits(value: Any, decode: Decodes | Callable[[int], str] | None) -> _Re
     shifted = logits - logits.max(-1, keepdims=True)
     chances = 1 / np.exp(shifted).sum(-1)
     # A tokenizer can be called too, with texts.
-    to_text: Callable[[int], Any] = getattr(decode, "decode", decode)  # type: ignore[arg-type] # one of the two
+    to_text = _texts(decode)
     texts = {int(one): shown(str(to_text(int(one)))) for one in np.unique(best)}
     num_layers, num_tokens = best.shape
     return (

@@ -10,8 +10,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from vllm import SamplingParams
 
 import nnsight_engine
 from nnsight_engine import RemoteBackend, RemoteError, save
@@ -204,6 +206,26 @@ def test_sessions_run_as_one_request(model: VLLM) -> None:
     assert session.backend.engine
     with pytest.raises(NameError):
         _ = hidden
+
+
+def test_sampling_parameters_travel_as_objects_and_names(model: VLLM) -> None:
+    params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
+    with model.trace(sampling_params=params) as tracer:
+        lengths = save([])
+        own = SamplingParams(max_tokens=3, ignore_eos=True)
+        invokes: list[dict[str, Any]] = [{}, {"max_tokens": 2}, {"sampling_params": own}]
+        for options in invokes:
+            with tracer.invoke(np.array(model.tokenizer.encode(PROMPT)), **options):
+                lengths.append(len(tracer.result.outputs[0].token_ids))
+    assert sorted(lengths) == [2, 3, 4]
+    refused: list[tuple[dict[str, Any], type[Exception]]] = [
+        ({"nonsense": 8}, RemoteError),
+        ({"sampling_params": 3}, EncodeError),
+    ]
+    for options, error in refused:
+        with pytest.raises(error):
+            with model.trace(PROMPT, **options):
+                pass
 
 
 def test_a_sessions_errors_are_the_users_own(model: VLLM) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any, Final
 
@@ -12,6 +13,9 @@ from nnsight_engine.remote_backend.backend import Remote, chosen_backend
 from nnsight_engine.remote_backend.identity import name_of
 from nnsight_engine.remote_backend.transformers_dialect import TransformersDialect
 from nnsight_engine.tracing.tracer import Backend, refuse_statement
+
+_HERE: Final = "local"
+"""As ``remote=``: all that is done for a server, in this process."""
 
 _LIBRARIES: Final = ("nnsight_engine.", "builtins", "abc", "typing")
 
@@ -50,13 +54,14 @@ class RemoteableMixin(MetaMixin):
 
         Args:
             *args: The input; without one, the block defines invokes.
-            remote: Where it runs: a server's address, True for that of ``CONFIG.API.HOST``, False for here.
+            remote: Where it runs: a server's address, True for that of ``CONFIG.API.HOST``, False for here;
+                ``"local"`` sends it to this process as to a server, to see whether it can travel.
             blocking: Wait for its end; otherwise it is a job, see ``RemoteBackend``.
             backend: What runs the compiled block; ``RemoteBackend(...)`` says more than ``remote`` can.
             **kwargs: As for ``Envoy.trace``.
         """
         refuse_statement(sys._getframe(1), "trace")  # noqa: SLF001 - the caller is what it is about
-        chosen = chosen_backend(backend, remote, self.__dict__["remote"], blocking=blocking)
+        chosen = self._chosen(backend, remote, blocking=blocking)
         return super().trace(*args, backend=chosen, **kwargs)
 
     def session(
@@ -67,8 +72,16 @@ class RemoteableMixin(MetaMixin):
         Only the session says where it runs. What one trace assigned the next can use, on the server too.
         """
         refuse_statement(sys._getframe(1), "session")  # noqa: SLF001 - the caller is what it is about
-        chosen = chosen_backend(backend, remote, self.__dict__["remote"], blocking=blocking)
-        return super().session(backend=chosen)
+        return super().session(backend=self._chosen(backend, remote, blocking=blocking))
+
+    def _chosen(self, backend: Backend | None, remote: Remote, *, blocking: bool) -> Backend | None:
+        """Return what runs a trace; see ``chosen_backend``."""
+        default: Remote = self.__dict__["remote"]
+        if backend is None and (default if remote is None else remote) == _HERE:
+            here = importlib.import_module("nnsight_engine.local_engine.in_process")  # which stands on models
+            chosen: Backend = here.InProcessBackend(self, blocking=blocking)
+            return chosen
+        return chosen_backend(backend, remote, default, blocking=blocking)
 
     def to_model_key(self) -> str:
         """Return what a server knows this model by, for ``RemoteBackend(model_key=...)``.

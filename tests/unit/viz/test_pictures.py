@@ -13,9 +13,11 @@ import pytest
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from transformers import AutoTokenizer
 
 from api_schemas.results import LogitLensResult
 from api_schemas.tensors import TensorObject
+from nnsight_engine import bundled_model_path
 from nnsight_engine.viz import VizError, attention_maps, lens_map, patching_map, results_table
 
 VOCABULARY = [" Paris", " the", "$x$", "\n"]
@@ -91,6 +93,16 @@ def test_logits_of_a_trace_give_the_same_lens(dtype: torch.dtype) -> None:
     assert ticks(figure.axes[0].yaxis) == ["embed", "29"]
     drawn = np.asarray(figure.axes[0].images[0].get_array())
     np.testing.assert_allclose(drawn, [[0.4, 0.7], [0.8, 0.9]], atol=0.02)
+
+
+def test_a_tokenizers_tokens_are_written_as_a_server_tells_them() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
+    ids = [7042, tokenizer.convert_tokens_to_ids("âĢ")]
+    logits = torch.zeros(1, len(ids), len(tokenizer))
+    logits[0, range(len(ids)), ids] = 9.0
+    figure = lens_map(logits, decode=tokenizer)
+    written = {text.get_text() for text in figure.axes[0].texts}
+    assert written == {"·Paris", "<0xE2><0x80>"}
 
 
 def test_a_patching_map_is_white_where_nothing_happens_and_red_where_it_helps() -> None:

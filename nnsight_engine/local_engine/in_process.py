@@ -1,0 +1,105 @@
+"""``remote="local"``: the whole way of a remote trace, in this process and without a server.
+
+The blocks are encoded, read again and run as received code on the model that is here, and what they saved
+comes back as a message. Whoever has written a trace for a server sees here whether it can travel. What a
+server does beside that, undoing what a trace has changed, is not done: the model is the user's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, NoReturn
+
+from api_schemas.jobs import JobStatus
+from nnsight_engine.local_engine.local_part import Ask
+from nnsight_engine.local_engine.runner import ModelRunner, ServedModel
+from nnsight_engine.modeling.language import LanguageModel
+from nnsight_engine.remote_backend.backend import RemoteBackend
+from nnsight_engine.remote_backend.errors import RemoteError
+from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
+from nnsight_engine.remote_backend.messages import TraceRequest
+from nnsight_engine.remote_backend.sent import SentRemotely
+from nnsight_engine.remote_backend.transport import Progress
+from nnsight_engine.wire import DecodeError
+
+
+class ThisProcess:
+    """Runs traces on a model that is here, as if they had come from elsewhere.
+
+    Attributes:
+        ask: Runs a part of a block that stayed behind; None where there is none.
+    """
+
+    name = "this process"
+
+    def __init__(self, model: LanguageModel) -> None:
+        """Run traces on ``model``."""
+        self._model = model
+        self.ask: Ask | None = None
+
+    def run(self, request: TraceRequest, progress: Progress | None = None) -> Iterator[Frame]:
+        """Run a trace, and yield the frames that a server would send; see ``Transport``."""
+        del progress
+        yield _event(JobStatus.RECEIVED)
+        # A tree of its own: the user's is busy with the trace that sends this.
+        served = ServedModel(self._model._module, tokenizer=self._model.tokenizer)  # noqa: SLF001 - an envoy of ours
+        runner = ModelRunner(served, self.ask)
+        received = TraceRequest.from_bytes(request.to_bytes())
+        yield _event(JobStatus.RUNNING)
+        try:
+            result = runner.run(received)
+        except DecodeError as error:
+            raise RemoteError(f"the trace cannot be read: {error}") from error
+        yield Frame(FrameKind.RESULT, result)
+        yield _event(JobStatus.ERROR if runner.failure else JobStatus.COMPLETED)
+
+    def stream(self, request: TraceRequest) -> AsyncIterator[Frame]:
+        """Refuse: models that run here are not streamed from."""
+        del request
+        raise _needs_server("streams")
+
+    def outline(self) -> dict[str, Any]:
+        """Refuse: the model is here."""
+        raise _needs_server("outlines")
+
+
+class InProcessBackend(RemoteBackend):
+    """Runs traces in this process as a server would.
+
+    Args:
+        model: The model; it is given its weights.
+        blocking: Whether a trace is over when its ``with`` statement is.
+
+    Raises:
+        TypeError: A server would not run it on its local engine.
+        ValueError: It is to be a job.
+    """
+
+    def __init__(self, model: LanguageModel, *, blocking: bool = True) -> None:
+        """Have the model's weights."""
+        if type(model) is not LanguageModel:
+            name = type(model).__name__
+            raise TypeError(
+                f'remote="local" runs LanguageModel, as a server\'s local engine does, got {name}'
+            )
+        if not blocking:
+            raise ValueError('remote="local" runs at once: leave blocking=False out, or name a server')
+        model.dispatch()
+        self._here = ThisProcess(model)
+        super().__init__(transport=self._here, engine="local", model_key="this model")
+
+    def _run_as_job(self, sent: SentRemotely) -> None:
+        assert sent.local is not None  # noqa: S101 - or it would be no job
+        self._here.ask = sent.local.run
+        self._run(sent)
+
+
+def _event(status: JobStatus) -> Frame:
+    return json_frame(FrameKind.EVENT, {"status": status, "engine": "local"})
+
+
+def _needs_server(what: str) -> NoReturn:
+    raise RemoteError(f"{what} need a server: give its address, remote=")
+
+
+__all__ = ["InProcessBackend"]
