@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import dis
 import itertools
+import linecache
 from collections import OrderedDict
 from collections.abc import Iterator
 from types import CodeType, FrameType
@@ -24,8 +25,9 @@ from nnsight_engine.tracing.blocks import (
     compile_block,
     context_of,
 )
-from nnsight_engine.tracing.errors import TraceSyntaxError, WithBlockNotFoundError
+from nnsight_engine.tracing.errors import ChangedSourceError, TraceSyntaxError, WithBlockNotFoundError
 from nnsight_engine.tracing.frames import is_function, own_names, read_variables
+from nnsight_engine.tracing.loaded_code import says
 from nnsight_engine.tracing.sent_files import SentFile, sent_name
 from nnsight_engine.tracing.skipping import WayOut
 from nnsight_engine.tracing.source_text import SourceReader, SourceText
@@ -160,7 +162,13 @@ class Sites:
 
     def _compile(self, frame: FrameType) -> Site:
         code = frame.f_code
-        source = self.reader.read(code, frame.f_globals)
+        try:
+            source = self.reader.read(code, frame.f_globals, lambda text: self._fits(text, frame))
+        except ChangedSourceError as error:
+            raise WithBlockNotFoundError(
+                f"With block not found at line {frame.f_lineno} of {sent_name(code.co_filename)}: {error}\n"
+                f"We looked here:\n\n{_excerpt(code.co_filename, frame.f_lineno)}"
+            ) from None
         if source is None:
             raise WithBlockNotFoundError(
                 f"The source of {sent_name(code.co_filename)!r} is not to be had, so the block under the "
@@ -169,6 +177,7 @@ class Sites:
                 "before exec"
             )
         nested = self._statement(frame, source)
+        assert nested is not None  # noqa: S101 - the source fits
         context = context_of(code)
         mentioned = mangled(names_in(nested.body), context.class_name)
         if is_function(code):
@@ -187,16 +196,15 @@ class Sites:
             way_out=self.layout(code).way_out(frame.f_lasti, nested),
         )
 
-    def _statement(self, frame: FrameType, source: SourceText) -> Nested:
+    def _fits(self, source: SourceText, frame: FrameType) -> bool:
+        """Tell whether a text has the statement that ``frame`` is entering, as it was loaded."""
+        nested = self._statement(frame, source)
+        return nested is not None and says(source.tree, frame.f_code, frame.f_globals, nested.node)
+
+    def _statement(self, frame: FrameType, source: SourceText) -> Nested | None:
         wanted = self.layout(frame.f_code).expression_before(frame.f_lasti)
-        found = list(_matching(source.tree, wanted, frame.f_lineno))
-        if not found:
-            raise WithBlockNotFoundError(
-                f"With block not found at line {frame.f_lineno} of {sent_name(source.filename)}. If the file "
-                "changed since it "
-                f"was loaded, start again.\nWe looked here:\n\n{_excerpt(source, frame.f_lineno)}"
-            )
-        return min(found, key=lambda nested: _lines(nested.node))
+        found = _matching(source.tree, wanted, frame.f_lineno)
+        return min(found, key=lambda nested: _lines(nested.node), default=None)
 
 
 class _Layout:
@@ -321,9 +329,9 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _excerpt(source: SourceText, line: int, around: int = 4) -> str:
+def _excerpt(filename: str, line: int, around: int = 4) -> str:
     first = max(1, line - around)
-    shown = source.lines[first - 1 : line + around]
+    shown = linecache.getlines(filename)[first - 1 : line + around]
     return "\n".join(
         f"    {text.rstrip()}{'  <--- HERE' if number == line else ''}"
         for number, text in enumerate(shown, start=first)

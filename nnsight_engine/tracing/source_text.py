@@ -3,11 +3,11 @@
 A ``with`` block is read back from its source, so everything depends on finding it: in a file, a notebook
 cell, a zip archive, the argument of ``python -c``, a script fed through stdin, or the lines typed at the
 prompt. Two rules hold. The text is that of the moment the code was first asked about: an edit to the file
-afterwards must not shift what runs, so linecache is never told to check. And where a name such as
-``<string>`` says nothing, text is accepted only if it compiles to the code asked for. For a file that was
-edited between its import and the first look nothing is compiled here: who reads a block verifies its
-position. Code that was received has its text with it (``sent_files``), and nothing else is looked at for it.
-Capture calls ``SourceReader.read`` with the code and the globals of the user's frame.
+afterwards must not shift what runs. And where a name such as ``<string>`` says nothing, text is accepted only
+if it compiles to the code asked for. A file may have been edited between its import and the first look, or
+imported anew; who asks says whether a text fits (``loaded_code``), and is offered those that were read before
+and what the file says now. Code that was received has its text with it (``sent_files``), and nothing else is
+looked at for it. Capture calls ``SourceReader.read`` with the code and the globals of the user's frame.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import stat
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Generic, TypeVar, cast
 
+from nnsight_engine.tracing.errors import ChangedSourceError
 from nnsight_engine.tracing.parsing import parse
 from nnsight_engine.tracing.sent_files import SentFile
 from nnsight_engine.tracing.timed_cells import find_timed_cell
@@ -69,24 +70,58 @@ class SourceReader:
         # By identity, since equal codes may come from different files; the code is kept so that its id is.
         self._found: _Recent[int, tuple[CodeType, SourceText]] = _Recent(max_codes)
 
-    def read(self, code: CodeType, globals_: dict[str, object]) -> SourceText | None:
+    def read(
+        self,
+        code: CodeType,
+        globals_: dict[str, object],
+        fits: Callable[[SourceText], bool] | None = None,
+    ) -> SourceText | None:
         """Return the text that ``code`` is part of, or None where there is none to be had or it is broken.
 
         Args:
             code: Of a module, a function or a statement; its ``co_filename`` says where to look.
             globals_: The globals it runs in; their ``__loader__`` knows modules that are in no file.
+            fits: Tells whether a text is the one; by default the first is.
+
+        Raises:
+            ChangedSourceError: There are texts of this name, and none fits.
         """
         known = self._found.get(id(code))
-        if known is not None:
+        if known is not None and (fits is None or fits(known[1])):
             return known[1]
         name = code.co_filename
         if isinstance(name, SentFile) and name.tree is not None:
             return SourceText(name, name.lines, name.tree())  # kept by nobody longer than the code is
+        num_read = 0
+        for text in self._texts_of(code, globals_):
+            num_read += 1
+            if fits is None or fits(text):
+                self._found.put(id(code), (code, text))
+                return text
+        if num_read:
+            raise ChangedSourceError(
+                f"{name!r} has changed since the code that runs was loaded: what it says now, from line "
+                f"{code.co_firstlineno} on, is not that code. Start again, or import it anew (run the cell "
+                "again) and use what that defines."
+            )
+        return None
+
+    def _texts_of(self, code: CodeType, globals_: dict[str, object]) -> Iterator[SourceText]:
+        """Yield what the code may be part of: what is known of its file, then what that says now."""
+        name = code.co_filename
         lines = _find_lines(code, globals_)
         text = self._parsed(name, lines) if lines else None
         if text is not None:
-            self._found.put(id(code), (code, text))
-        return text
+            yield text
+        for earlier in self._texts.values():
+            if earlier.filename == name and earlier is not text:
+                yield earlier
+        linecache.checkcache(name)
+        now = _find_lines(code, globals_)
+        if now != lines:
+            text = self._parsed(name, now) if now else None
+            if text is not None:
+                yield text
 
     def clear(self) -> None:
         """Forget everything; files that changed since are read again."""
@@ -199,6 +234,10 @@ class _Recent(Generic[KeyT, ValueT]):
                 return None
             self._entries.move_to_end(key)
             return self._entries[key]
+
+    def values(self) -> list[ValueT]:
+        with self._lock:
+            return list(self._entries.values())
 
     def put(self, key: KeyT, value: ValueT) -> None:
         with self._lock:

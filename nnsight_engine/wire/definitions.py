@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
+from nnsight_engine.tracing.errors import ChangedSourceError
+from nnsight_engine.tracing.loaded_code import defines
 from nnsight_engine.tracing.parsing import parse
 from nnsight_engine.tracing.sent_files import sent_name
 from nnsight_engine.tracing.source_text import SourceText
@@ -45,11 +47,20 @@ def piece_of_function(code: CodeType, globals_: dict[str, Any]) -> Piece:
     Raises:
         NoSourceError: It is not to be had, or has changed.
     """
-    source = SITES.reader.read(code, globals_)
-    if source is None:
+    try:
+        source = SITES.reader.read(code, globals_, lambda text: _piece_in(text, code, globals_) is not None)
+    except ChangedSourceError as error:
+        raise NoSourceError(f"its source was not found: {error}") from None
+    piece = None if source is None else _piece_in(source, code, globals_)
+    if piece is None:
         raise NoSourceError(
             f"its source, {code.co_filename!r}, is not to be had; define it in a file or a cell"
         )
+    return piece
+
+
+def _piece_in(source: SourceText, code: CodeType, globals_: dict[str, Any]) -> Piece | None:
+    """Return the text of a function from that of its file, if that says what was loaded."""
     if code.co_name == "<lambda>":
         near = [one for one in _beginning_at(source, code) if isinstance(one[0], ast.Lambda)]
         # Python 3.12 does not say where constants that are returned stand.
@@ -58,12 +69,9 @@ def piece_of_function(code: CodeType, globals_: dict[str, Any]) -> Piece:
         found = [one for one in _beginning_at(source, code) if _is_def_of(one[0], code)]
     for node, class_name, _ in sorted(found, key=lambda one: _size(one[0])):
         piece = _piece(source, node, code.co_name, code.co_qualname, class_name, code.co_flags)
-        if _defines(piece, code, exactly=len(found) > 1):
+        if _defines(piece, code, exactly=len(found) > 1) and defines(source.tree, code, globals_, node):
             return piece
-    raise NoSourceError(
-        f"its source was not found at line {code.co_firstlineno} of {code.co_filename}; if the file changed "
-        "since it was loaded, start again"
-    )
+    return None
 
 
 def piece_of_class(kind: type) -> tuple[Piece, CodeType, dict[str, Any]]:

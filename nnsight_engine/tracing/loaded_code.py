@@ -1,0 +1,167 @@
+"""Whether a text says what runs: the file, or the cell, may have been edited since its code was loaded.
+
+What is compared is instructions, by their places in the text: those of the loaded code within some lines, and
+those that the text compiles to there. Import hooks compile something else than what is written, pytest's
+``assert`` for one; of a module that came through one, what is written has to be there, and more may be.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import dis
+from collections.abc import Iterator, Mapping
+from importlib.machinery import BuiltinImporter, FrozenImporter, SourceFileLoader
+from types import CodeType
+from typing import Any, Final
+from zipimport import zipimporter
+
+_Defining = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+Instruction = tuple[str, str, int | None, int | None, int | None]
+"""What it does, with what, and where: line, first column, last column."""
+
+_FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
+
+_UNSAID: Final = frozenset({
+    "CACHE", "COPY", "COPY_FREE_VARS", "EXTENDED_ARG", "MAKE_CELL", "NOP", "NOT_TAKEN", "POP_TOP", "PRECALL",
+    "PRINT_EXPR", "PUSH_NULL", "RESUME", "RETURN_CONST", "RETURN_VALUE", "SWAP",
+})  # fmt: skip
+"""Instructions that depend on what stands around, not only on the text at their place."""
+
+_PLAIN_LOADERS: Final = (SourceFileLoader, zipimporter, BuiltinImporter, FrozenImporter)
+
+
+def says(tree: ast.Module, code: CodeType, globals_: Mapping[str, Any], node: ast.stmt) -> bool:
+    """Tell whether a text says of one of its statements what the loaded code does there.
+
+    Args:
+        tree: The text.
+        code: The loaded code that the statement is in.
+        globals_: Of the module; says who loaded it.
+        node: The statement.
+    """
+    made = _compiled(tree, code, node)
+    if made is None:
+        return False
+    lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    return _agree(_instructions(made, lines), _instructions(code, lines), node, globals_)
+
+
+def defines(tree: ast.Module, code: CodeType, globals_: Mapping[str, Any], node: _Defining) -> bool:
+    """Tell whether a text says of one of its definitions what the loaded code of a function does.
+
+    Args:
+        tree: The text.
+        code: The loaded code.
+        globals_: Of the module; says who loaded it.
+        node: The definition.
+    """
+    made = _compiled(tree, code, node)
+    loaded = _instructions(code)
+    return made is not None and any(
+        _agree(_instructions(one), loaded, node, globals_)
+        for one in _codes(made)
+        if (one.co_name, one.co_firstlineno) == (code.co_name, code.co_firstlineno)
+    )
+
+
+def _agree(
+    written: set[Instruction], loaded: set[Instruction], node: ast.AST, globals_: Mapping[str, Any]
+) -> bool:
+    """Tell whether instructions that are written in ``node`` are those that were loaded."""
+    if written == loaded:
+        return True
+    if not _is_hooked(globals_):
+        return False
+    rewritten = [
+        range(one.lineno, (one.end_lineno or one.lineno) + 1)
+        for one in ast.walk(node)
+        if isinstance(one, ast.Assert)
+    ]
+    return not {one for one in written - loaded if not any(one[2] in lines for lines in rewritten)}
+
+
+def _is_hooked(globals_: Mapping[str, Any]) -> bool:
+    loader = globals_.get("__loader__")
+    return not (loader is None or loader in _PLAIN_LOADERS or type(loader) in _PLAIN_LOADERS)
+
+
+def _compiled(tree: ast.Module, code: CodeType, node: ast.stmt | ast.expr) -> CodeType | None:
+    """Compile the part of a text that a node is in; all of it may be long."""
+    around = next((one for one in tree.body if _begin(one) <= node.lineno <= (one.end_lineno or 0)), None)
+    if around is None:
+        return None
+    flags = code.co_flags & _FUTURE | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    # Python compiles the calls of imported modules' functions in another way than those of methods.
+    imports = [ast.Import([ast.alias(name)]) for name in sorted(set(_imported(tree)))]
+    module = ast.fix_missing_locations(ast.Module([around, *imports], []))
+    try:
+        return compile(module, code.co_filename, "exec", flags=flags, dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def _begin(node: ast.stmt) -> int:
+    return min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _imported(tree: ast.AST) -> Iterator[str]:
+    """Yield the names that a file imports outside of its functions and classes."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+            yield from (name for name in names if name != "*")
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.expr):
+            yield from _imported(node)
+
+
+def _instructions(code: CodeType, lines: range | None = None) -> set[Instruction]:
+    return set(_each(code, lines))
+
+
+def _each(code: CodeType, lines: range | None) -> Iterator[Instruction]:
+    for inner in _codes(code):
+        for one in dis.get_instructions(inner):
+            place = one.positions
+            line = None if place is None else place.lineno
+            if place is not None and _is_said(one) and (lines is None or line in lines):
+                yield (_kind(one.opname), _argument(one, inner), line, place.col_offset, place.end_col_offset)
+
+
+def _is_said(one: dis.Instruction) -> bool:
+    if one.opname in _UNSAID or "JUMP" in one.opname or one.positions is None or one.positions.lineno is None:
+        return False
+    return not (one.opname == "LOAD_CONST" and one.argval is None)  # the end of a function, or of a block
+
+
+def _kind(name: str) -> str:
+    """Return what an instruction does, wherever the compiler has put the variable that it does it to."""
+    if name in {"LOAD_METHOD", "LOAD_ATTR"}:
+        return "LOAD_ATTR"
+    if name.startswith(("LOAD_", "STORE_", "DELETE_")) and name.endswith(_SCOPES):
+        return name.partition("_")[0]
+    return name
+
+
+_SCOPES: Final = ("_NAME", "_FAST", "_GLOBAL", "_DEREF", "_CLOSURE", "_CLASSDEREF", "_FAST_CHECK")
+
+
+def _argument(one: dis.Instruction, code: CodeType) -> str:
+    if isinstance(one.argval, CodeType):
+        return one.argval.co_name
+    if one.opname in {"FOR_ITER", "SEND"}:
+        return ""  # a place in the code
+    if one.opname == "KW_NAMES":
+        return repr(code.co_consts[one.arg or 0])
+    return f"{type(one.argval).__name__} {one.argval!r}"
+
+
+__all__ = ["defines", "says"]
