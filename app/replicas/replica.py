@@ -171,7 +171,7 @@ def _cluster(options: ServerOptions) -> dict[str, str]:
     if options.host != _LOOPBACK:
         nodes: list[dict[str, Any]] = ray.nodes()
         addresses = {str(node["NodeManagerAddress"]) for node in nodes if node["Alive"]}
-        told["FORWARDED_ALLOW_IPS"] = ",".join(sorted({_LOOPBACK, *addresses}))
+        told["NNSIGHT_ENGINE_TRUSTED_PROXIES"] = ",".join(sorted({_LOOPBACK, *addresses}))
     return told
 
 
