@@ -11,6 +11,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from api_schemas.errors import STATUS, ApiError, ErrorCode
 from app.errors import error_bytes
+from app.forwarded import as_x_forwarded
 
 MAX_HEAD_BYTES: Final = 64 * 1024
 """Of a request's line and headers, and of what a body has beside its content."""
@@ -63,13 +64,17 @@ def notice_loss(sock: Settable, *, stall_s: float = 60.0) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def patient_for(head_s: float) -> type[asyncio.Protocol]:
-    """Return uvicorn's HTTP that waits so long for a request's head, which has so many bytes at most.
+def patient_for(head_s: float, *, reads_forwarded: bool = False) -> type[asyncio.Protocol]:
+    """Return uvicorn's HTTP that waits only so long for a request's head, and takes none of any length.
 
     uvicorn itself waits for ever, and each connection that never says anything keeps a descriptor. It also
-    takes a head of any length, and looks at what it has of a line again with each piece that comes.
+    looks at what it has of a line again with each piece that comes.
+
+    Args:
+        head_s: How long.
+        reads_forwarded: Whether proxies tell of their clients in ``Forwarded``.
     """
-    return type("PatientProtocol", (_Patient,), {"head_s": head_s})
+    return type("PatientProtocol", (_Patient,), {"head_s": head_s, "reads_forwarded": reads_forwarded})
 
 
 class _Patient(HttpToolsProtocol):
@@ -77,9 +82,11 @@ class _Patient(HttpToolsProtocol):
 
     Attributes:
         head_s: How long it lasts.
+        reads_forwarded: As of ``patient_for``.
     """
 
     head_s: ClassVar[float]
+    reads_forwarded: ClassVar[bool] = False
     _waiting: asyncio.TimerHandle | None = None
     _num_bytes = 0
     """What came since a head, a piece of a body or a message was whole."""
@@ -143,6 +150,8 @@ class _Patient(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._got_on, self._is_in_head = True, False
         self._wait_no_more()
+        if self.reads_forwarded:
+            self.headers[:] = as_x_forwarded(self.headers)
         super().on_headers_complete()
 
     def _wait(self) -> None:

@@ -290,7 +290,11 @@ class Settings(BaseSettings):
     trusted_proxies: str = Field(
         default="127.0.0.1",
         description="Addresses and networks of proxies, separated by commas: who a client is, and whether it "
-        "speaks TLS, is taken from their `X-Forwarded-For` and `X-Forwarded-Proto` alone. Empty for none.",
+        "speaks TLS, is taken from their headers alone. Empty for none.",
+    )
+    proxy_header: Literal["x-forwarded-for", "forwarded"] = Field(
+        default="x-forwarded-for",
+        description="Where they say it: `x-forwarded-for`, with `x-forwarded-proto`, or `forwarded`.",
     )
     playground: bool = Field(default=True, description="Whether the page at /playground is served.")
     upload_idle_timeout_s: float = Field(
