@@ -56,6 +56,7 @@ class ErrorCode(enum.StrEnum):
     BEYOND_LIMIT = "request_beyond_limit"
     STORED_BYTES_FULL = "stored_bytes_full"
     UPLOAD_TIMED_OUT = "upload_timed_out"
+    HEAD_TOO_LARGE = "head_too_large"
     TENANT_NOT_FOUND = "tenant_not_found"
     TRACE_TIMED_OUT = "trace_timed_out"
     TRACE_PROCESS_ENDED = "trace_process_ended"
@@ -107,6 +108,7 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.RATE_LIMITED: 429,
     ErrorCode.STORED_BYTES_FULL: 403,
     ErrorCode.UPLOAD_TIMED_OUT: 408,
+    ErrorCode.HEAD_TOO_LARGE: 431,
     ErrorCode.TENANT_NOT_FOUND: 404,
     ErrorCode.TRACE_TIMED_OUT: 504,
     ErrorCode.TRACE_PROCESS_ENDED: 500,

@@ -9,6 +9,18 @@ from typing import Any, ClassVar, Final, Protocol
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from api_schemas.errors import STATUS, ApiError, ErrorCode
+from app.errors import error_bytes
+from app.forwarded import as_x_forwarded
+
+MAX_HEAD_BYTES: Final = 64 * 1024
+"""Of a request's line and headers, and of what a body has beside its content."""
+_LINGER_S: Final = 2.0
+"""How long a client whose head was refused has to read that."""
+_TOO_LARGE: Final = (
+    f"A request's line and headers may have {MAX_HEAD_BYTES} bytes together, and this one's have more; send "
+    "what is long in the body."
+)
 _MS: Final = 1000
 _KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 """Seconds until a silent connection is asked whether its client is there, between questions; their number."""
@@ -52,12 +64,17 @@ def notice_loss(sock: Settable, *, stall_s: float = 60.0) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def patient_for(head_s: float) -> type[asyncio.Protocol]:
-    """Return uvicorn's HTTP that waits so long for a request's head once a connection, or a head, has begun.
+def patient_for(head_s: float, *, reads_forwarded: bool = False) -> type[asyncio.Protocol]:
+    """Return uvicorn's HTTP that waits only so long for a request's head, and takes none of any length.
 
-    uvicorn itself waits for ever, and each connection that never says anything keeps a descriptor.
+    uvicorn itself waits for ever, and each connection that never says anything keeps a descriptor. It also
+    looks at what it has of a line again with each piece that comes.
+
+    Args:
+        head_s: How long.
+        reads_forwarded: Whether proxies tell of their clients in ``Forwarded``.
     """
-    return type("PatientProtocol", (_Patient,), {"head_s": head_s})
+    return type("PatientProtocol", (_Patient,), {"head_s": head_s, "reads_forwarded": reads_forwarded})
 
 
 class _Patient(HttpToolsProtocol):
@@ -65,10 +82,58 @@ class _Patient(HttpToolsProtocol):
 
     Attributes:
         head_s: How long it lasts.
+        reads_forwarded: As of ``patient_for``.
     """
 
     head_s: ClassVar[float]
+    reads_forwarded: ClassVar[bool] = False
     _waiting: asyncio.TimerHandle | None = None
+    _num_bytes = 0
+    """What came since a head, a piece of a body or a message was whole."""
+    _is_in_head = True
+    _got_on = False
+    _is_refused = False
+
+    def data_received(self, data: bytes) -> None:
+        """Take what came, in pieces that are counted."""
+        while data and not self._is_refused and not self.transport.is_closing():
+            room = MAX_HEAD_BYTES - self._num_bytes
+            if room <= 0:
+                self._refuse()
+                return
+            piece, data = data[:room], data[room:]
+            self._got_on = False
+            super().data_received(piece)
+            self._num_bytes = 0 if self._got_on else self._num_bytes + len(piece)
+            protocol: Any = self.transport.get_protocol()
+            if protocol is not self:  # but a WebSocket's
+                if data:
+                    protocol.data_received(data)
+                return
+
+    def on_body(self, body: bytes) -> None:
+        self._got_on = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._got_on = self._is_in_head = True
+        super().on_message_complete()
+
+    def _refuse(self) -> None:
+        """Say that a head is too long; what still comes is dropped, so that its client comes to reading."""
+        self._is_refused = True
+        cycle: Any = self.cycle
+        if not self._is_in_head or (cycle is not None and not cycle.response_complete):
+            self.transport.abort()  # it is the end of a body, or an answer is on its way
+            return
+        body = error_bytes(ApiError(ErrorCode.HEAD_TOO_LARGE, _TOO_LARGE))
+        head = (
+            f"HTTP/1.1 {STATUS[ErrorCode.HEAD_TOO_LARGE]} Request Header Fields Too Large\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode("ascii") + body)
+        self.transport.write_eof()
+        self.loop.call_later(_LINGER_S, self.transport.abort)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's
         super().connection_made(transport)
@@ -83,7 +148,10 @@ class _Patient(HttpToolsProtocol):
         self._wait()
 
     def on_headers_complete(self) -> None:
+        self._got_on, self._is_in_head = True, False
         self._wait_no_more()
+        if self.reads_forwarded:
+            self.headers[:] = as_x_forwarded(self.headers)
         super().on_headers_complete()
 
     def _wait(self) -> None:

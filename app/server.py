@@ -102,8 +102,12 @@ def server_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
         log_config=None,  # ours writes what it says too
         access_log=False,  # and has a line for each request
         timeout_keep_alive=75,
+        proxy_headers=bool(settings.trusted_proxies.strip()),
+        forwarded_allow_ips=settings.trusted_proxies,
         timeout_graceful_shutdown=_CLOSE_S,
-        http=patient_for(settings.upload_idle_timeout_s),
+        http=patient_for(
+            settings.upload_idle_timeout_s, reads_forwarded=settings.proxy_header == "forwarded"
+        ),
         # What a WebSocket has of one message is in no count of ours; clients send pieces of a mebibyte.
         ws_max_size=_MAX_SOCKET_MESSAGE_BYTES,
     )

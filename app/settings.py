@@ -6,12 +6,13 @@ This is the only module that reads the environment. A setting ``port`` is the va
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from nnsight_engine.core.tap_choice import ALL_TAPS
@@ -295,6 +296,15 @@ class Settings(BaseSettings):
         validation_alias="OTEL_EXPORTER_OTLP_PROTOCOL",
         description="How the collector is spoken to.",
     )
+    trusted_proxies: str = Field(
+        default="127.0.0.1",
+        description="Addresses and networks of proxies, separated by commas: who a client is, and whether it "
+        "speaks TLS, is taken from their headers alone. Empty for none.",
+    )
+    proxy_header: Literal["x-forwarded-for", "forwarded"] = Field(
+        default="x-forwarded-for",
+        description="Where they say it: `x-forwarded-for`, with `x-forwarded-proto`, or `forwarded`.",
+    )
     playground: bool = Field(default=True, description="Whether the page at /playground is served.")
     upload_idle_timeout_s: float = Field(
         default=30.0, gt=0, description="How long a request's body may pause while it is sent."
@@ -333,6 +343,13 @@ class Settings(BaseSettings):
         ge=0,
         description="How long shutdown waits for requests and jobs that are already running.",
     )
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _are_addresses(cls, value: str) -> str:
+        for one in filter(None, (part.strip() for part in value.split(","))):
+            ipaddress.ip_network(one)
+        return value
 
 
 _ENGINE_DEFAULTS: Final = {

@@ -1,8 +1,8 @@
-"""How many keys that nobody has seen yet one place may bring: each costs a slow hash, and everybody's time.
+"""How many wrong keys are told that they are wrong: guesses at one key from one place, and no others.
 
-A place is a client's address, of IPv6 the network that a client has to itself. What turns out to be a key is
-not counted, and keys that are known are never asked about, so that guesses from one place cost others nothing
-but their first use from that same place. ``auth.keys`` asks before it hashes.
+A place is a client's address, of IPv6 the network that a client has to itself. Whoever guesses is refused in
+words that ask for patience; a right key is never asked how many wrong ones came before it, from wherever it
+comes. ``auth.keys`` counts a key after it has looked at it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ _PER_S: Final = 1.0
 _MAX_PLACES: Final = 10_000
 _IPV6_NETWORK: Final = 64
 
+_Place = tuple[str, str]
+
 
 class Guesses:
-    """Counts what places bring: two hundred at once, then one a second.
+    """Counts wrong keys: two hundred at once for each id and place, then one a second.
 
     Args:
         clock: Seconds that only go forward.
@@ -31,32 +33,26 @@ class Guesses:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Know no place."""
         self._clock = clock
-        self._left: dict[str, tuple[float, float]] = {}
+        self._left: dict[_Place, tuple[float, float]] = {}
 
-    def take(self, address: str) -> str:
-        """Count one more from an address; returns its place, for ``give_back``.
+    def count(self, key_id: str, address: str) -> None:
+        """Count a wrong key of this id from an address.
 
         Raises:
-            ThrottledError: It has brought too many.
+            ThrottledError: There were too many.
         """
-        place = _place_of(address)
+        place = key_id, _place_of(address)
         left, moment = self._now(place), self._clock()
         if left < 1:
             raise ThrottledError(
-                "Too many keys that are none have come from this address: send this one again later, or one "
-                "that this server has seen.",
+                "Too many wrong keys of this id have come from this address: send a right one, or wait.",
                 {"Retry-After": str(math.ceil((1 - left) / _PER_S))},
             )
         if place not in self._left and len(self._left) >= _MAX_PLACES:
             self._forget()
         self._left[place] = left - 1, moment
-        return place
 
-    def give_back(self, place: str) -> None:
-        """Do not count the last one: it was a key."""
-        self._left[place] = min(_MOST, self._now(place) + 1), self._clock()
-
-    def _now(self, place: str) -> float:
+    def _now(self, place: _Place) -> float:
         left, moment = self._left.get(place, (_MOST, self._clock()))
         return min(_MOST, left + (self._clock() - moment) * _PER_S)
 

@@ -1,10 +1,9 @@
 """Whose key a request brings, and keys made, replaced and ended.
 
-A key is hashed slowly, and requests come fast: what was found out of one holds for some seconds, within
-which another process's revocation is not seen yet; this process's own is seen at once. Afterwards its row is
-read again, and hashed only if it changed. A wrong key, one that has ended and one that never was cost the
-same: one statement and one hash, on a thread, one at a time for each id and few together. Each address may
-bring so many that nobody knows, see ``admission.guesses``.
+Requests come fast: what was found out of a key holds for some seconds, within which another process's
+revocation is not seen yet; this process's own is seen at once. Afterwards its row is read again. A wrong key,
+one that has ended and one that never was cost the same: one statement, one at a time for each id. A right one
+is let in however many wrong ones came before; those are counted, see ``admission.guesses``.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from api_schemas.keys import CreatedKey, Key, Limits, NewKey, Scope, Tenant, Tie
 from app.admission.guesses import Guesses
 from app.admission.rates import ThrottledError
 from app.auth.principal import EVERYBODY, Principal
-from app.auth.secrets import Secret, bearer, hashed, matches, new_secret, parsed
+from app.auth.secrets import Secret, bearer, hashed, is_slow, matches, new_secret, parsed
 from app.storage.keys import KeyStore, is_open, told
 from app.storage.tables import KeyRow
 
@@ -63,7 +62,7 @@ class Keys:
         self._has_keys = False
         self._looked_until = 0.0
         self._guesses = Guesses()
-        # Its own, since one whose request is cancelled goes on.
+        # For keys that are kept by a slow hash; its own, since one whose request is cancelled goes on.
         self._hashing = ThreadPoolExecutor(_MAX_AT_ONCE, thread_name_prefix="keys")
         self._num_waiting = 0
         # What keys that are not there are compared with.
@@ -125,9 +124,11 @@ class Keys:
                 known = self._known.get(digest)
                 if known is None or time.monotonic() >= known.until:
                     generation = self._generation
-                    known = await self._checked(secret, _holder(known), address)
+                    known = await self._checked(secret, _holder(known))
                     if generation == self._generation:  # else the key may have been ended meanwhile
                         self._remember(digest, known)
+        if known.principal is None:
+            self._guesses.count(secret.id, address)
         return known
 
     def _remember(self, digest: bytes, known: _Known) -> None:
@@ -138,9 +139,8 @@ class Keys:
                 self._known.clear()
         self._known[digest] = known
 
-    async def _checked(self, secret: Secret, before: _Known | None, address: str) -> _Known:
+    async def _checked(self, secret: Secret, before: _Known | None) -> _Known:
         until = time.monotonic() + _HOLDS_S
-        place = None if before is not None else self._guesses.take(address)
         found = await self._store.find(secret.id)
         kept = self._nobodys if found is None else found[0].hash
         is_right = (before is not None and before.kept == kept) or await self._matches(secret, kept)
@@ -151,11 +151,9 @@ class Keys:
         if row.expires_at is not None:
             until = min(until, time.monotonic() + row.expires_at - moment)
         if row.last_used_at is None or row.last_used_at < moment - _USE_RESOLUTION_S:
-            task = asyncio.create_task(self._note_use(row.id))
+            task = asyncio.create_task(self._note_use(row.id, hashed(secret) if is_slow(kept) else None))
             self._notes.add(task)
             task.add_done_callback(self._notes.discard)
-        if place is not None:
-            self._guesses.give_back(place)
         return _Known(_principal(row, tenant_limits), until, row.hash)
 
     async def holder(self, key_id: str) -> Principal | None:
@@ -170,6 +168,8 @@ class Keys:
         return None if found is None else _principal(*found)
 
     async def _matches(self, secret: Secret, kept: str) -> bool:
+        if not is_slow(kept):
+            return matches(secret, kept)
         if self._num_waiting >= _MAX_WAITING:
             raise ThrottledError(
                 "Too many keys that are not known wait to be looked at: send this one again.",
@@ -182,9 +182,9 @@ class Keys:
         finally:
             self._num_waiting -= 1
 
-    async def _note_use(self, key_id: str) -> None:
+    async def _note_use(self, key_id: str, kept: str | None) -> None:
         try:
-            await self._store.note_use(key_id)
+            await self._store.note_use(key_id, kept)
         except Exception:
             logger.exception("it could not be written down that the key %s was used", key_id)
 
@@ -197,8 +197,8 @@ class Keys:
 
     async def create(self, new: NewKey) -> CreatedKey:
         """Make a key; what it returns is the only place that has it whole."""
-        secret, kept = await asyncio.to_thread(_made)
-        key = await self._store.add(new, secret.id, kept)
+        secret = new_secret()
+        key = await self._store.add(new, secret.id, hashed(secret))
         logger.info("key %s was made for tenant %s", key.id, key.tenant)
         self._has_keys = True
         return CreatedKey(**key.model_dump(), key=secret.text)
@@ -209,8 +209,7 @@ class Keys:
         Raises:
             KeyTakenError: Its id is a key's.
         """
-        kept = await asyncio.to_thread(hashed, secret)
-        key = await self._store.add(new, secret.id, kept)
+        key = await self._store.add(new, secret.id, hashed(secret))
         logger.info("key %s was adopted for tenant %s", key.id, key.tenant)
         self._has_keys = True
         return key
@@ -236,8 +235,8 @@ class Keys:
         Raises:
             ApiError: ``key_not_found``, ``key_ended``.
         """
-        secret, kept = await asyncio.to_thread(_made)
-        key = await self._store.replace(key_id, secret.id, kept, grace_s)
+        secret = new_secret()
+        key = await self._store.replace(key_id, secret.id, hashed(secret), grace_s)
         self._forget(key_id)
         logger.info("key %s replaces %s", key.id, key_id)
         return CreatedKey(**key.model_dump(), key=secret.text)
@@ -297,11 +296,6 @@ def _principal(row: KeyRow, tenant_limits: Limits) -> Principal:
         tenant_limits,
         trusted_codecs=row.trusted_codecs,
     )
-
-
-def _made() -> tuple[Secret, str]:
-    secret = new_secret()
-    return secret, hashed(secret)
 
 
 __all__ = ["Keys"]

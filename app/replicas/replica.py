@@ -167,12 +167,16 @@ def cores_of(first: int, num_cores: int, cores: Sequence[int]) -> str:
 
 def _cluster(options: ServerOptions) -> dict[str, str]:
     """Return what a server is told of the cluster: where it is, and whose word counts on clients' places."""
-    told = {"RAY_ADDRESS": str(ray.get_runtime_context().gcs_address)}  # for engines whose workers are Ray's
+    addresses = {_LOOPBACK}
     if options.host != _LOOPBACK:
         nodes: list[dict[str, Any]] = ray.nodes()
-        addresses = {str(node["NodeManagerAddress"]) for node in nodes if node["Alive"]}
-        told["FORWARDED_ALLOW_IPS"] = ",".join(sorted({_LOOPBACK, *addresses}))
-    return told
+        addresses |= {str(node["NodeManagerAddress"]) for node in nodes if node["Alive"]}
+    return {
+        "RAY_ADDRESS": str(ray.get_runtime_context().gcs_address),  # for engines whose workers are Ray's
+        # The front's, whatever proxies there are before it.
+        "NNSIGHT_ENGINE_TRUSTED_PROXIES": ",".join(sorted(addresses)),
+        "NNSIGHT_ENGINE_PROXY_HEADER": "x-forwarded-for",
+    }
 
 
 def _free_port(host: str) -> int:

@@ -194,9 +194,15 @@ class KeyStore:
         found = await self._database.read(lambda session: session.scalar(select(func.count(KeyRow.id))))
         return bool(found)
 
-    async def note_use(self, key_id: str) -> None:
-        """Write down that a key was used now."""
-        change = update(KeyRow).where(KeyRow.id == key_id).values(last_used_at=time.time())
+    async def note_use(self, key_id: str, kept: str | None = None) -> None:
+        """Write down that a key was used now.
+
+        Args:
+            key_id: The key.
+            kept: Its hash, where that is to be another one.
+        """
+        new: dict[str, Any] = {"last_used_at": time.time()} | ({} if kept is None else {"hash": kept})
+        change = update(KeyRow).where(KeyRow.id == key_id).values(**new)
         await self._database.write(lambda session: session.execute(change))
 
 

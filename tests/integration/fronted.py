@@ -92,8 +92,7 @@ class Started:
 
 @contextlib.asynccontextmanager
 async def listening(app: ASGIApp, settings: Settings, proxies: str = "127.0.0.1") -> AsyncIterator[Any]:
-    config = server_config(app, settings.model_copy(update={"port": 0}))
-    config.forwarded_allow_ips = proxies
+    config = server_config(app, settings.model_copy(update={"port": 0, "trusted_proxies": proxies}))
     server = DrainingServer(config)
     serving = asyncio.create_task(server.serve())
     await until(lambda: server.started)
