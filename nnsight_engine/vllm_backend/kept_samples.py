@@ -70,7 +70,11 @@ class KeptSamples:
             kept, row = self._kept.pop(request_id), rows[request_id]
             output.sampled_token_ids[row] = kept.tokens
             for part, own in zip(_parts(output), kept.logprobs, strict=False):
-                part[row, : len(own)] = own[: part.shape[1]] if part.ndim > 1 else own
+                if own.ndim:  # as many of the most likely as anybody in the batch asks for, then and now
+                    width = min(len(own), part.shape[1])
+                    part[row, :width] = own[:width]
+                else:
+                    part[row] = own
 
     def forget(self, finished: Collection[str]) -> None:
         """Forget requests that have ended."""

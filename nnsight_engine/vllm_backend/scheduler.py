@@ -61,6 +61,9 @@ class Gang:
 class InterventionScheduler(FairScheduler):
     """vLLM's scheduler, carrying results and failures of interventions."""
 
+    max_num_running_reqs: int
+    max_num_active_reqs: int
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Start with no pending results."""
         super().__init__(*args, **kwargs)

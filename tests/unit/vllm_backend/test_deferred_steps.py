@@ -46,6 +46,7 @@ class Scheduling:
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(_BLOCK, sha256)
         self.given: dict[str, int] = {}
+        self.alone: list[bool] = []
 
     def add(self, name: str, length: int, sender: str) -> None:
         params = SamplingParams(max_tokens=4, temperature=0.0, extra_args={SENDER_KEY: sender})
@@ -56,7 +57,7 @@ class Scheduling:
     def step(self, *, undone: tuple[str, ...] = (), waiting: frozenset[str] | None = None) -> dict[str, int]:
         """Run a step; returns how many tokens each request had in it."""
         scheduled = self.scheduler.schedule()
-        self.was_alone = is_alone(scheduled)
+        self.alone.append(is_alone(scheduled))
         names = list(scheduled.num_scheduled_tokens)
         requests = self.scheduler.requests
         sampled = [
@@ -94,13 +95,12 @@ def scheduling(config: Any) -> Scheduling:
 def test_a_prompt_is_computed_again_whole_and_others_go_on_meanwhile(scheduling: Scheduling) -> None:
     scheduling.add("slow", 40, "many")
     assert scheduling.step(undone=("slow",), waiting=frozenset({"slow"})) == {"slow": 40}
-    assert scheduling.was_alone
     scheduling.add("other", 20, "few")
     assert scheduling.step() == {"other": 20}
-    assert not scheduling.was_alone
     assert scheduling.step(waiting=frozenset()) == {"other": 1}
     assert scheduling.step() == {"other": 1, "slow": 40}
     assert scheduling.given == {"other": 3, "slow": 1}
+    assert scheduling.alone == [True, False, False, False]
 
 
 def test_a_token_is_computed_again_and_counts_once(scheduling: Scheduling) -> None:
