@@ -15,7 +15,9 @@ from xdist.scheduler import LoadScopeScheduling
 WORKER: Final = "PYTEST_XDIST_WORKER"
 _TOGETHER: Final = {
     "bundled_server": tuple(f"tests/e2e/test_{name}.py" for name in ("remote", "example", "jobs", "vectors")),
-    "keyed_server": tuple(f"tests/e2e/test_{name}.py" for name in ("keys", "sandbox", "sandbox_corpus")),
+    "keyed_server": tuple(
+        f"tests/e2e/test_{name}.py" for name in ("keys", "sandbox", "sandbox_corpus", "tenants")
+    ),
     "ray": tuple(f"tests/e2e/test_{name}.py" for name in ("traces_ray", "served_front", "replicas")),
     "guide": ("tests/guide/",),
     "playground": ("tests/playground/",),

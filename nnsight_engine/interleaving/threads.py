@@ -143,12 +143,22 @@ class ThreadStack:
         self._there.release()
 
     def _wait(self) -> Any:
-        begin = time.monotonic()
-        if self._there.acquire(timeout=max(self.left_s, 0.0)):
-            self.left_s -= time.monotonic() - begin
-            given, self._given = self._given, None
-            return given
-        return Done(error=self._interrupted())
+        if not self._comes_back():
+            return Done(error=self._interrupted())
+        given, self._given = self._given, None
+        return given
+
+    @staticmethod
+    def clock() -> float:
+        """Tell the seconds that count of those in which the job runs."""
+        return time.monotonic()
+
+    def _comes_back(self) -> bool:
+        """Wait for the baton for as long as the job may run; returns whether it came."""
+        begin = self.clock()
+        came = self._there.acquire(timeout=max(self.left_s, 0.0))
+        self.left_s -= self.clock() - begin
+        return came
 
     def _interrupted(self) -> TimeBudgetError:
         """Stop the job, or leave it behind."""
@@ -274,9 +284,9 @@ def _do_nothing() -> None:
 def _after_errands(stack: ThreadStack, event: Any) -> Any:
     """Run a job's errands, on the calling thread and the job's time; returns what it hands over then."""
     while type(event) is _Errand:
-        begin = time.monotonic()
+        begin = stack.clock()
         answer = event.answer()
-        stack.left_s -= time.monotonic() - begin
+        stack.left_s -= stack.clock() - begin
         event = stack.resume(answer)
     return event
 

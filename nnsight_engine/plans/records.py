@@ -128,6 +128,10 @@ class StepResults:
     """Traced requests whose blocks failed or stopped them."""
     news: dict[str, tuple[str, int, bytes | None, str]] = dataclasses.field(default_factory=dict)
     """What the blocks of traced requests that are watched tell: trace, block, what is newly saved, prints."""
+    undone: list[str] = dataclasses.field(default_factory=list)
+    """Requests whose rows of the step count for nothing: it went on without their blocks."""
+    waiting: frozenset[str] | None = None
+    """Requests that cannot go on before their blocks have answered; None for the same as before."""
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -119,6 +119,11 @@ class EngineSide:
         self._memory = memory
         self._out = memory.half(0)
         self._in = memory.half(1)
+        self._come = bytearray()
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor, to wait for several sides at once."""
+        return self._socket.fileno()
 
     def send(self, parts: Sequence[Part], deadline: float) -> None:
         """Send a message.
@@ -142,19 +147,50 @@ class EngineSide:
             SandboxEndedError: It is none, or too large.
             OSError: The other side is gone, or late (TimeoutError).
         """
-        in_socket, in_memory = _HEAD.unpack(self._exactly(_HEAD.size, deadline))
+        while (answer := self._whole(max_bytes)) is None:
+            self._wait_until(deadline)
+            self._read(self._missing())
+        return answer
+
+    def take(self, max_bytes: int) -> bytes | None:
+        """Return a copy of the answer if all of it has come, without waiting for it; arguments as above.
+
+        Raises:
+            SandboxEndedError: It is none, or too large.
+            OSError: The other side is gone.
+        """
+        self._socket.settimeout(0)
+        while (answer := self._whole(max_bytes)) is None:
+            try:
+                self._read(self._missing())
+            except BlockingIOError:
+                return None
+        return answer
+
+    def _read(self, num_bytes: int) -> None:
+        more = self._socket.recv(num_bytes)
+        if not more:
+            raise ConnectionResetError("the other side is gone")
+        self._come += more
+
+    def _missing(self) -> int:
+        """Return how many bytes of the message, or of its head, have yet to come."""
+        if len(self._come) < _HEAD.size:
+            return _HEAD.size - len(self._come)
+        return _HEAD.size + int(_HEAD.unpack_from(self._come)[0]) - len(self._come)
+
+    def _whole(self, max_bytes: int) -> bytes | None:
+        """Return the message, None if not all of it has come."""
+        if len(self._come) < _HEAD.size:
+            return None
+        in_socket, in_memory = _HEAD.unpack_from(self._come)
         if in_socket + in_memory > max_bytes or in_socket > _MAX_INLINE or in_memory > len(self._in):
             raise SandboxEndedError.broken("an answer was longer than any may be")
-        if in_memory:
-            return bytes(self._in[:in_memory])
-        return self._exactly(in_socket, deadline)
-
-    def _exactly(self, num_bytes: int, deadline: float) -> bytes:
-        def read(most: int) -> bytes:
-            self._wait_until(deadline)
-            return self._socket.recv(most)
-
-        return read_exactly(read, num_bytes)
+        if not in_memory and len(self._come) < _HEAD.size + in_socket:
+            return None
+        answer = bytes(self._in[:in_memory]) if in_memory else bytes(self._come[_HEAD.size :])
+        self._come.clear()
+        return answer
 
     def _wait_until(self, deadline: float) -> None:
         left_s = deadline - time.monotonic()

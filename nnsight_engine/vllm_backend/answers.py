@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
+
+PENDING: Final = "pending"
+"""What a worker answers that is not done yet, and goes on with others meanwhile."""
 
 T = TypeVar("T")
 

@@ -32,7 +32,7 @@ from nnsight_engine.core.metering import METER
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.trace_headers import TRACE_HEADERS
 from nnsight_engine.plans.request_plan import PLAN_KEY
-from nnsight_engine.vllm_backend.answers import answer
+from nnsight_engine.vllm_backend.answers import PENDING, answer
 from nnsight_engine.vllm_backend.call import (
     TICKET_KEY,
     InterventionCall,
@@ -60,6 +60,7 @@ AcceptGrammar = Callable[[StructuredOutputsParams, str], Awaitable[None]]
 
 _SANDBOX_S: Final = 120.0
 _SANDBOX_LOOK_S: Final = 0.1
+_COLLECT_LOOK_S: Final = 0.02
 SENDER: Final = contextvars.ContextVar("nnsight_engine_sender", default="")
 """Whose the requests are that vLLM's serving classes make, which pass on no such thing; nobody's if empty."""
 
@@ -209,9 +210,12 @@ class InterventionAsyncLLM(AsyncLLM):
             results: What its requests returned, see ``results_of``.
         """
         path = None if self.handover is None else self.handover.path(key)
-        data, printed, failure, spent_s, tier = answer(
-            await self.collective_rpc("finish_trace", args=(key, results, path))
-        )
+        asked = (key, results, path)
+        told: Any = PENDING
+        while told == PENDING:  # its blocks are not done, and the engine goes on meanwhile
+            told = answer(await self.collective_rpc("finish_trace", args=asked))
+            await asyncio.sleep(_COLLECT_LOOK_S if told == PENDING else 0)
+        data, printed, failure, spent_s, tier = told
         if data is None and self.handover is not None:
             data = self.handover.take(key)
         note_spent(spent_s)

@@ -36,6 +36,7 @@ RESTRICTED: Final = "restricted"
 _RAY_EXECUTOR: Final = "nnsight_engine.vllm_backend.ray_executor.ClusterExecutor"
 SCHEDULER_CLASS: Final = "nnsight_engine.vllm_backend.scheduler.InterventionScheduler"
 _RESULTS_ATTRIBUTE: Final = "nnsight_engine_results"
+_ALONE_ATTRIBUTE: Final = "nnsight_engine_alone"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -199,6 +200,16 @@ def attach_results(output: Any, results: StepResults) -> Any:
 def detach_results(output: Any) -> StepResults | None:
     """Return what rides on a runner's output, or None."""
     return getattr(output, _RESULTS_ATTRIBUTE, None)
+
+
+def mark_alone(scheduled: Any, *, alone: bool) -> None:
+    """Note on what a scheduler has scheduled whether all requests that it has are one tenant's."""
+    setattr(scheduled, _ALONE_ATTRIBUTE, alone)
+
+
+def is_alone(scheduled: Any) -> bool:
+    """Tell what ``mark_alone`` has noted."""
+    return bool(getattr(scheduled, _ALONE_ATTRIBUTE, False))
 
 
 def describe_model(points: ModelPoints, config: VllmConfig, limits: EngineLimits) -> ModelSpec:

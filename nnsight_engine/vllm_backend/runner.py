@@ -24,10 +24,11 @@ from nnsight_engine.core.tap_choice import NO_TAPS, chosen_taps
 from nnsight_engine.plans.records import StepResults
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.plans.step_plan import StepPlan
-from nnsight_engine.vllm_backend.compat import EngineLimits, attach_results, brings, describe_model
+from nnsight_engine.vllm_backend.compat import EngineLimits, attach_results, brings, describe_model, is_alone
 from nnsight_engine.vllm_backend.families import resolve_points
 from nnsight_engine.vllm_backend.graphs import StepGraphs, cut_at_taps
 from nnsight_engine.vllm_backend.hooks import hooked
+from nnsight_engine.vllm_backend.kept_samples import KeptSamples
 from nnsight_engine.vllm_backend.taps import CONTEXT_KEY, TapStep, install_taps, untapped
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 from nnsight_engine.vllm_backend.traces.placement import traces_of_worker
@@ -38,6 +39,9 @@ from nnsight_engine.vllm_backend.traces.stages.offering import StageTraces
 from nnsight_engine.vllm_backend.traces.stages.serving import ServingTraces
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 from nnsight_engine.vllm_backend.worker_state import WorkerState
+
+_IDLE_S = 0.02
+"""How long a step waits for blocks in which nothing is computed; others may come meanwhile."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -58,6 +62,7 @@ class InterventionRunnerMixin:
     """The numbers of those in place."""
 
     graphs: StepGraphs
+    _samples: KeptSamples
     counts: EngineCounts
     """How the steps ran, and what happened to sandboxes."""
 
@@ -66,6 +71,9 @@ class InterventionRunnerMixin:
     _num_rows: int
     _spent_s: float = 0.0
     """Seconds for which the running step was held up by interventions, as far as that is known."""
+
+    _told_waiting: frozenset[str] = frozenset()
+    """The requests of which the scheduler knows that they wait for their blocks."""
 
     execute_model_state: Any
     intermediate_tensors: Any
@@ -88,6 +96,7 @@ class InterventionRunnerMixin:
             self.taps = chosen_taps(limits.taps, len(points.layers))
             install_taps(points.layers, points.family.hidden_index, self.taps)
         self.counts = EngineCounts()
+        self._samples = KeptSamples()
         self._make_room_for_stages(config)
         self.traces = traces_of_worker(points, config, limits)
         self.interventions = WorkerState(
@@ -140,13 +149,25 @@ class InterventionRunnerMixin:
         self._step = None
         self._scheduled = scheduler_output.num_scheduled_tokens
         self._num_rows = scheduler_output.total_num_scheduled_tokens
+        if isinstance(self.traces, WorkerTraces):
+            self.traces.cells.is_alone = is_alone(scheduler_output)
         if traced or not self.traces.idle:
             self.traces.begin(traced, finished)
+        self._samples.forget(finished)
         self.graphs.begin((name for name, _ in (*planned, *traced)), finished, self._scheduled)
         try:
-            return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+            output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         finally:
             self.graphs.end()
+        return output if self._num_rows else self._idle(output)
+
+    def _idle(self, output: Any) -> Any:
+        """Wait for blocks that nobody else waits beside, in a step in which nothing is computed."""
+        if not isinstance(self.traces, WorkerTraces) or self.traces.idle:
+            return output
+        self.traces.cells.wait_for_any(_IDLE_S)
+        results = self._with_blocks(self.traces, None)
+        return output if results is None else attach_results(output, results)
 
     def _determine_batch_execution_and_padding(self, **options: Any) -> Any:
         decide = super()._determine_batch_execution_and_padding  # type: ignore[misc]
@@ -224,6 +245,9 @@ class InterventionRunnerMixin:
                     TraceSpan(request_id, index, row, num_rows, start, complete=start + num_rows >= known)
                 )
         tokens = input_ids if input_ids is not None else kwargs["inputs_embeds"]
+        if isinstance(self.traces, WorkerTraces):
+            # What vLLM gives of a prompt once, and what operations have read, is not had a second time.
+            self.traces.cells.bound = {*self.num_prompt_logprobs, *self.interventions.live}  # type: ignore[attr-defined]
         return self.traces.step(spans, int(tokens.shape[0]))
 
     def _timed_plan(self) -> StepPlan | None:
@@ -299,19 +323,43 @@ class InterventionRunnerMixin:
         spent_s += time.monotonic() - sampled_at
         served = self.traces if isinstance(self.traces, WorkerTraces) and self.traces.in_step else None
         if not self.traces.idle:
-            ended, news = self.traces.end(), self.traces.news()
-            if ended or news:
-                results = results or StepResults({}, {}, {})
-                results.ended.extend(ended)
-                results.news.update(news)
+            results = self._with_blocks(self.traces, results)
         if step is not None or served is not None:
             self.counts.note_time(spent_s + (0.0 if served is None else served.last_step_s))
         return output if results is None else attach_results(output, results)
 
+    def _with_blocks(
+        self, traces: WorkerTraces | StageTraces, results: StepResults | None
+    ) -> StepResults | None:
+        """End the step for blocks; returns the step's results with what came of them."""
+        undone = list(traces.cells.undone) if isinstance(traces, WorkerTraces) else []
+        ended, news = traces.end(), traces.news()
+        waiting = traces.cells.waiting if isinstance(traces, WorkerTraces) else frozenset()
+        if ended or news or undone or waiting != self._told_waiting:
+            results = results or StepResults({}, {}, {})
+            results.ended.extend(ended)
+            results.news.update(news)
+            results.undone.extend(undone)
+            results.waiting = self._told_waiting = waiting
+        return results
+
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        traces = self.traces
+        if not (isinstance(traces, WorkerTraces) and traces.in_step):
+            return super()._sample(*args, **kwargs)  # type: ignore[misc]
+        batch, mask = self.input_batch, self.discard_request_mask.np  # type: ignore[attr-defined]
+        undone = {batch.req_id_to_index[request_id] for request_id in traces.cells.undone}
+        mask[list(undone)] = True
+        before = self._samples.states(batch) if traces.cells.in_step else {}
         output = super()._sample(*args, **kwargs)  # type: ignore[misc]
-        if isinstance(self.traces, WorkerTraces) and self.traces.in_step:
-            output.sampled_token_ids = self.traces.on_samples(output.sampled_token_ids)
+        self._samples.put_back(output, batch.req_id_to_index, traces.cells.undone)
+        sampled = output.sampled_token_ids
+        output.sampled_token_ids = traces.on_samples(sampled)
+        for request_id in traces.cells.undone:
+            index = batch.req_id_to_index[request_id]
+            if index not in undone:
+                mask[index] = True
+                self._samples.keep(request_id, index, sampled, output, before)
         return output
 
 

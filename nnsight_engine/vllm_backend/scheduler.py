@@ -9,8 +9,10 @@ however it ends.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -20,9 +22,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from nnsight_engine.plans.outbox import Outbox
-from nnsight_engine.plans.records import Failure
+from nnsight_engine.plans.records import Failure, StepResults
 from nnsight_engine.plans.request_plan import PLAN_KEY, RequestPlan
-from nnsight_engine.vllm_backend.compat import brings, detach_results
+from nnsight_engine.vllm_backend.compat import brings, detach_results, mark_alone
 from nnsight_engine.vllm_backend.content_logs import leave_content_out
 from nnsight_engine.vllm_backend.fair_scheduler import FairScheduler
 from nnsight_engine.vllm_backend.interning import ContentTable
@@ -60,6 +62,9 @@ class Gang:
 class InterventionScheduler(FairScheduler):
     """vLLM's scheduler, carrying results and failures of interventions."""
 
+    max_num_running_reqs: int
+    max_num_active_reqs: int
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Start with no pending results."""
         super().__init__(*args, **kwargs)
@@ -72,6 +77,7 @@ class InterventionScheduler(FairScheduler):
         self._traced: set[str] = set()
         self._gangs: dict[str, Gang] = {}
         self._news: dict[str, list[Parcel]] = {}
+        self._waiting: frozenset[str] = frozenset()
         self.contents = ContentTable()
 
     def add_request(self, request: Request) -> None:
@@ -100,6 +106,31 @@ class InterventionScheduler(FairScheduler):
             return
         new = Gang(dict.fromkeys(range(len(entry.groups))), [])
         self._gangs.setdefault(entry.key, new).join(request.request_id, entry)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule a step, without those who cannot go on before their blocks have answered."""
+        with self._without(self._waiting) if self._waiting else contextlib.nullcontext():
+            output = super().schedule(*args, **kwargs)
+        mark_alone(output, alone=len(self.sharing) == 1)
+        return output
+
+    @contextlib.contextmanager
+    def _without(self, request_ids: Collection[str]) -> Iterator[None]:
+        """Take requests out of the queues for the length of one step; they keep their places and memory."""
+        before = list(self.waiting)
+        running = [request for request in self.running if request.request_id in request_ids]
+        held = {request for request in before if request.request_id in request_ids}
+        self.running = [request for request in self.running if request.request_id not in request_ids]
+        self.waiting.remove_requests(held)
+        places = self.max_num_running_reqs, self.max_num_active_reqs
+        self.max_num_running_reqs, self.max_num_active_reqs = (most - len(running) for most in places)
+        try:
+            yield
+        finally:
+            self.max_num_running_reqs, self.max_num_active_reqs = places
+            self.running = [*self.running, *running]
+            if held:
+                self.put_back(before, held)
 
     def schedule_all(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step; a traced prompt that fits into one step is never split over several."""
@@ -172,16 +203,13 @@ class InterventionScheduler(FairScheduler):
         """Take the step's results, and send them with the outputs that leave."""
         results = detach_results(model_runner_output)
         if results is not None:
-            # Blocks can be named only while their request still has them.
-            self._spoil_sharers(results.failures)
-            for request_id in results.failures:
-                self._uncache(request_id)
-            for request_id, told in results.news.items():
-                self._news.setdefault(request_id, []).append(told)
+            self._before_outputs(results)
         self._outbox.absorb(results)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
+        if results is not None:
+            self._note_blocks(results, scheduler_output.num_scheduled_tokens)
         if self._news:
             self._attach_news(outputs)
         if self._outbox:
@@ -194,6 +222,33 @@ class InterventionScheduler(FairScheduler):
             for request_id in results.ended:
                 self._end(request_id, RequestStatus.FINISHED_STOPPED, None, outputs)
         return outputs
+
+    def _note_blocks(self, results: StepResults, num_tokens: Mapping[str, int]) -> None:
+        """Take note of who goes on without their blocks having done their part of the step, and who waits."""
+        for request_id in results.undone:
+            self._undo(request_id, num_tokens[request_id])
+        if results.waiting is not None:
+            self._waiting = results.waiting
+
+    def _undo(self, request_id: str, num_tokens: int) -> None:
+        """Have a request's rows of the step that has ended computed again."""
+        request = self.requests.get(request_id)
+        if request is None or request.status is not RequestStatus.RUNNING:
+            return
+        if request.num_computed_tokens > num_tokens:
+            request.num_computed_tokens -= num_tokens
+            return
+        # Its whole prompt: queued as if it had just come, so that it is not split over several steps.
+        self.running.remove(request)
+        self._preempt_request(request, time.monotonic())
+
+    def _before_outputs(self, results: StepResults) -> None:
+        # Blocks can be named only while their request still has them.
+        self._spoil_sharers(results.failures)
+        for request_id in results.failures:
+            self._uncache(request_id)
+        for request_id, told in results.news.items():
+            self._news.setdefault(request_id, []).append(told)
 
     def num_pending(self) -> int:
         """Return how many requests' results are waiting."""

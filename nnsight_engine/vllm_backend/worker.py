@@ -6,14 +6,18 @@ for one with ``InterventionRunnerMixin`` in front before the model is loaded.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
+from nnsight_engine.vllm_backend.answers import PENDING
 from nnsight_engine.vllm_backend.compat import platform_worker_class
 from nnsight_engine.vllm_backend.handover import leave
 from nnsight_engine.vllm_backend.outline import OutlineEntry
 from nnsight_engine.vllm_backend.runner import InterventionRunnerMixin
 from nnsight_engine.vllm_backend.seeded_chunks import SeededChunksMixin
 from nnsight_engine.wire import encode_error
+
+_COLLECT_S: Final = 0.01
+"""How long the engine waits for what a trace has saved before it goes on with others."""
 
 _PlatformWorker: Any = platform_worker_class()
 
@@ -74,14 +78,18 @@ class InterventionWorker(_PlatformWorker):
 
     def finish_trace(
         self, key: str, results: dict[str, Any], path: str | None = None
-    ) -> tuple[bytes | None, str, str, float, str] | None:
+    ) -> tuple[bytes | None, str, str, float, str] | str | None:
         """Return what a trace saved, printed last, how it failed, its seconds and tier; over vLLM's RPC.
+
+        ``PENDING`` if its blocks are not done yet: nobody else is to wait for them, so ask again.
 
         Args:
             key: The trace.
             results: What its requests returned.
             path: Where the server would rather have what is large; the answer has None for it then.
         """
+        if not self.model_runner.traces.has_collected(key, results, _COLLECT_S):
+            return PENDING
         pieces = self.model_runner.traces.collect(key, results)
         if not pieces:
             return None

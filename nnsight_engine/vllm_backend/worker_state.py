@@ -8,7 +8,7 @@ sampling. What goes wrong for one request is kept with it and never raised.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -119,6 +119,11 @@ class WorkerState:
             "vectors": len(self._registrar.bank),
             "captured_bytes": self._ledger.total_bytes,
         }
+
+    @property
+    def live(self) -> Collection[str]:
+        """The requests that intervene."""
+        return self._active.keys()
 
     @property
     def idle(self) -> bool:

@@ -6,6 +6,7 @@ The worker's part is real; at the other end of the socket is a thread that lies.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import struct
@@ -33,17 +34,22 @@ from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     Go,
     Offer,
     Slot,
+    Tensors,
     Told,
     packed,
     read_by_sandbox,
     slot_of,
 )
+from nnsight_engine.vllm_backend.traces.sandboxed.served_call import ServedCall
+from nnsight_engine.vllm_backend.traces.sandboxed.waiting import Waiting
 
 _HALF = 2**22
 _LAYER = "model.layers.0.output"
+_LATER = "model.layers.1.output"
 _POSITIONS = "model.layers.0.input"
 _SAMPLES = "model.samples.output"
 _TOKENS = 100
+_CALL_ROWS = 8
 _ROWS = 5
 _OWN = 3
 _BUDGET_S = 0.3
@@ -65,7 +71,7 @@ class _Process:
         self.is_ended = False
 
     def cpu_s(self) -> float:
-        return 0.0
+        return time.monotonic()  # it computes without a pause
 
     def end(self) -> None:
         if not self.is_ended:
@@ -80,11 +86,14 @@ class _Served:
     num_calls: int = 0
     lasts_s: float = 0.0
 
-    def call(self, path: str, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
-        del path, args, kwargs
+    def begin(self, path: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ServedCall:
+        del args, kwargs
+        return ServedCall(path, self._called, [torch.zeros(_CALL_ROWS, 2)], 1, 1)
+
+    def _called(self, rows: torch.Tensor) -> torch.Tensor:
         self.num_calls += 1
         time.sleep(self.lasts_s)
-        return torch.zeros(2)
+        return rows + self.num_calls
 
 
 @dataclass
@@ -96,6 +105,7 @@ class World:
     board: Board = field(default_factory=Board)
     cell: Cell = field(init=False)
     process: _Process = field(init=False)
+    waiting: Waiting = field(default_factory=lambda: Waiting(_BUDGET_S, 5 * _BUDGET_S))
 
     def begin(self, lie: Lie) -> None:
         own, theirs = socket.socketpair()
@@ -107,20 +117,42 @@ class World:
         os.close(shared)
         self.board.place.tokens = {_SAMPLES: _TOKENS}
         opened = Opened(
-            cast("Any", None), cast("Any", self.served), frozenset({_LAYER, _POSITIONS, _SAMPLES}), _HALF
+            cast("Any", None),
+            cast("Any", self.served),
+            frozenset({_LAYER, _LATER, _POSITIONS, _SAMPLES}),
+            _HALF,
         )
         self.cell = Cell(self.board, cast("Any", self.process), opened, 1, "acme", _BUDGET_S, _TRACE_S)
         threading.Thread(target=_told, args=(lie, inside, descriptor), daemon=True).start()
 
     def step(self) -> None:
         self.cell.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
+        self.go([TraceSpan("own", 0, 0, _OWN, 0, complete=True)])
+
+    def go(self, spans: Sequence[TraceSpan], *, is_bound: bool = True) -> None:
+        """Begin a step as the worker does."""
         self.board.begin()
-        self.cell.step([TraceSpan("own", 0, 0, _OWN, 0, complete=True)], _ROWS)
+        self.waiting.begin()
+        self.cell.prepare(spans, is_bound=is_bound)
+        self.waiting.wait([self.cell])
+        self.cell.step(spans, _ROWS)
+        self.gather()
+        self.board.gather = self.gather
+
+    def gather(self) -> None:
+        self.waiting.wait([self.cell])
+        self.cell.defer()
+
+    def end(self) -> tuple[list[str], dict[str, Any]]:
+        self.cell.finish()
+        self.waiting.wait([self.cell])
+        self.cell.end()
+        return self.cell.take_news()
 
     def error(self) -> str:
         assert self.process.is_ended
         assert isinstance(self.cell.error, SandboxEndedError)
-        assert self.cell.end() == (["own"], {})
+        assert self.end() == (["own"], {})
         return str(self.cell.error)
 
 
@@ -256,6 +288,115 @@ def test_the_step_waits_no_longer_than_it_may(world: World, lie: Lie) -> None:
     assert "longer than" in world.error()
 
 
+def test_a_call_that_would_take_too_long_is_refused_in_the_block(world: World) -> None:
+    refused: list[Any] = []
+
+    def lie(side: SandboxSide) -> None:
+        side.receive()
+        side.send(packed(Go([_LAYER], live=["own"])))
+        side.receive()
+        side.send(packed(Call("model.lm_head", [], {})))
+        head, _ = read_by_sandbox(side.receive())
+        refused.append(head)
+        side.send(packed(Go([])))
+
+    world.served.lasts_s = _BUDGET_S / 6  # each of its eight rows
+    world.begin(lie)
+    world.step()
+    assert world.cell.error is None
+    assert world.served.num_calls < _CALL_ROWS
+    assert "`model.lm_head` was called with 8 rows" in str(refused[0].error["message"])
+
+
+def test_a_call_is_made_of_parts_between_which_others_are_served(world: World) -> None:
+    def lie(side: SandboxSide) -> None:
+        side.receive()
+        side.send(packed(Go([_LAYER], live=["own"])))
+        side.receive()
+        side.send(packed(Call("model.lm_head", [], {})))
+        while True:
+            side.receive()
+            side.send(packed(Go([])))
+
+    world.served.lasts_s = _BUDGET_S / 10
+    world.waiting = Waiting(_BUDGET_S / 20, 5 * _BUDGET_S)
+    world.begin(lie)
+    world.cell.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
+    time.sleep(0.1)
+    counts = []
+    for _ in range(_CALL_ROWS + 4):
+        world.go([TraceSpan("own", 0, 0, _OWN, 0, complete=True)], is_bound=False)
+        world.end()
+        counts.append(world.served.num_calls)
+    assert counts[-1] == _CALL_ROWS
+    assert max(later - before for before, later in itertools.pairwise(counts)) == 1
+    assert world.cell.error is None
+
+
+def _in_its_time(offered: list[str], lasts_s: float) -> Lie:
+    """Double what is offered, and take long for the second place."""
+
+    def lie(side: SandboxSide) -> None:
+        side.receive()
+        side.send(packed(Go([_LAYER], live=["own"])))
+        while True:
+            head, body = read_by_sandbox(side.receive())
+            if not isinstance(head, Offer):
+                side.send(packed(Go()))
+                continue
+            offered.append(head.provider)
+            time.sleep(lasts_s if head.provider == _LATER else 0)
+            assert head.slots is not None
+            slot, content = slot_of(2 * Tensors(body).next(head.slots[0]))
+            side.send(packed(Go([_LATER if head.provider == _LAYER else _LAYER], changes=[slot]), [content]))
+
+    return lie
+
+
+def test_a_step_goes_on_without_a_process_that_takes_long_and_is_computed_again(world: World) -> None:
+    offered: list[str] = []
+    world.waiting = Waiting(_BUDGET_S / 10, 5 * _BUDGET_S)
+    world.begin(_in_its_time(offered, _BUDGET_S / 2))
+    world.cell.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
+    time.sleep(_BUDGET_S / 3)  # it has read its block
+    world.go([TraceSpan("own", 0, 0, _OWN, 7, complete=True)], is_bound=False)
+    began = time.monotonic()
+    assert world.board.provide(_LAYER, torch.ones(_ROWS, 4))[:, 0].tolist() == [2, 2, 2, 1, 1]
+    assert world.board.provide(_LATER, torch.ones(_ROWS, 4))[:, 0].tolist() == [1, 1, 1, 1, 1]
+    assert time.monotonic() - began < _BUDGET_S / 2
+    assert (world.cell.undone, world.cell.waiting) == (["own"], {"own"})
+    assert world.end() == ([], {})
+    world.board.begin()  # a step of others', who stand where its rows were
+    assert world.board.provide(_LAYER, torch.ones(_ROWS, 4)).eq(1).all()
+    assert world.board.provide(_LATER, torch.ones(_ROWS, 4)).eq(1).all()
+    world.waiting.wait_for_any([world.cell], 10)
+    assert world.cell.waiting == set()
+    world.go([TraceSpan("own", 1, 2, _OWN, 7, complete=True)], is_bound=False)
+    assert world.board.provide(_LAYER, torch.ones(_ROWS, 4))[:, 0].tolist() == [1, 1, 2, 2, 2]
+    assert world.board.provide(_LATER, torch.ones(_ROWS, 4))[:, 0].tolist() == [1, 1, 2, 2, 2]
+    assert (world.cell.undone, world.end()) == ([], ([], {}))
+    assert offered == [_LAYER, _LATER], "it sees each value once"
+
+
+@pytest.mark.parametrize(
+    "span", [TraceSpan("own", 0, 0, _OWN, 6, complete=True), TraceSpan("own", 0, 0, 2, 7, complete=True)]
+)
+def test_a_step_that_is_not_the_one_that_was_left_is_not_gone_on_with(world: World, span: TraceSpan) -> None:
+    world.waiting = Waiting(_BUDGET_S / 10, 5 * _BUDGET_S)
+    world.begin(_in_its_time([], _BUDGET_S / 2))
+    world.cell.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
+    time.sleep(_BUDGET_S / 3)
+    world.go([TraceSpan("own", 0, 0, _OWN, 7, complete=True)], is_bound=False)
+    for place in (_LAYER, _LATER):
+        world.board.provide(place, torch.ones(_ROWS, 4))
+    world.end()
+    world.waiting.wait_for_any([world.cell], 10)
+    world.go([span], is_bound=False)
+    assert world.board.provide(_LAYER, torch.ones(_ROWS, 4)).eq(1).all()
+    assert (world.cell.error is not None) == (span.start != 7)
+    assert world.cell.undone == ([] if world.cell.error else ["own"])
+
+
 def test_requests_that_arrive_together_share_one_step(world: World) -> None:
     def slow(side: SandboxSide) -> None:
         while True:
@@ -267,10 +408,10 @@ def test_requests_that_arrive_together_share_one_step(world: World) -> None:
     started = time.monotonic()
     for number in range(20):
         world.cell.begin([(f"own{number}", TraceEntry("key", number, 1, b"", [{}] * 20))])
-    world.cell.step([TraceSpan("own0", 0, 0, _OWN, 0, complete=True)], _ROWS)
+    world.go([TraceSpan("own0", 0, 0, _OWN, 0, complete=True)])
     assert time.monotonic() - started < _LATEST_S
-    ended, _ = world.cell.end()
-    assert sorted(ended) == sorted(f"own{number}" for number in range(20))
+    assert world.end() == ([], {})
+    assert world.cell.error is None
 
 
 def test_a_trace_is_waited_for_no_longer_than_one_may(world: World) -> None:
@@ -283,9 +424,8 @@ def test_a_trace_is_waited_for_no_longer_than_one_may(world: World) -> None:
     world.begin(slow)
     world.step()
     for _ in range(20):
-        world.cell.end()
-        world.cell.refill()
-        world.cell.step([TraceSpan("own", 0, 0, _OWN, 0, complete=True)], _ROWS)
+        world.end()
+        world.go([TraceSpan("own", 0, 0, _OWN, 0, complete=True)])
     assert "as long as it does for one trace" in str(world.cell.error)
 
 
@@ -303,7 +443,7 @@ def test_it_speaks_for_its_own_requests_only(world: World) -> None:
     world.step()
     assert world.cell.live == {"own"}
     assert list(world.board.wanted) == [_LAYER]
-    assert world.cell.end() == ([], {"own": ("key", 0, b"data", "printed")})
+    assert world.end() == ([], {"own": ("key", 0, b"data", "printed")})
 
 
 def test_what_it_says_last_is_no_longer_than_an_honest_one_s(world: World) -> None:
@@ -315,7 +455,10 @@ def test_what_it_says_last_is_no_longer_than_an_honest_one_s(world: World) -> No
 
     world.begin(lie)
     world.cell.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
-    (content,), (printed, failure) = world.cell.collect("key", {}, None)
+    while not world.cell.has_collected:
+        world.cell.ask_saved("key", {}, None)
+        world.waiting.wait_for_any([world.cell], 1.0)
+    (content,), (printed, failure) = world.cell.saved(None)
     assert bytes(cast("memoryview", content)) == b"saved"
     assert (len(printed), len(failure)) == (MAX_BYTES, 2000)
 

@@ -54,6 +54,7 @@ class Board(ModuleUse):
         next_tap: At no tap before this one is there anything to do.
         by_taps: Whether blocks are served at the taps in this step, and no module's call is heard of.
         is_uncompiled: Whether this step ran uncompiled, for whomever.
+        gather: Waits for those that were offered a value and answer later; None where nobody does.
     """
 
     step = float("inf")
@@ -75,6 +76,7 @@ class Board(ModuleUse):
         self.is_uncompiled = False
         self.entry = ""
         self.next_tap = 0
+        self.gather: Callable[[], None] | None = None
         self._untapped: set[str] = set()
         self._tap = -1
         self._reach = 0
@@ -190,6 +192,18 @@ class Board(ModuleUse):
         if self._seen is not None and (self._is_past or provider == self._seen):
             self._is_past = self._is_past and provider != self._seen
             return self.place.leave()
+        served = self._serve(provider)
+        if self.route is not None and provider not in self.route.served:
+            for request in served:
+                request.went_elsewhere = True
+        for request in served:  # no sooner: one may have released another from a barrier
+            request.leave(provider)
+        for request in self._wanting(provider):
+            request.watch_pass(provider)
+        return self.place.leave()
+
+    def _serve(self, provider: str) -> list[TracedRequest]:
+        """Let those have the value at hand who wait for it; returns them."""
         served: dict[TracedRequest, None] = {}
         more = True
         while more:
@@ -199,14 +213,9 @@ class Board(ModuleUse):
                     request.serve(provider)
                     served[request] = None
                     more = more or not request.partial
-        if self.route is not None and provider not in self.route.served:
-            for request in served:
-                request.went_elsewhere = True
-        for request in served:  # no sooner: one may have released another from a barrier
-            request.leave(provider)
-        for request in self._wanting(provider):
-            request.watch_pass(provider)
-        return self.place.leave()
+            if more and self.gather is not None:
+                self.gather()
+        return list(served)
 
     def provide(self, provider: str, value: Any) -> Any:
         """Provide a value that no module's call makes."""

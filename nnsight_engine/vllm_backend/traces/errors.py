@@ -213,6 +213,15 @@ class SandboxedError(RuntimeError):
         return cls(f"`{path}` cannot be called from a sandbox: {why}")
 
     @classmethod
+    def costly(cls, path: str, num_rows: int, seconds: float) -> SandboxedError:
+        """Modules are called for longer than one step of the engine allows."""
+        return cls(
+            f"`{path}` was called with {num_rows:,} rows from a sandbox, which takes longer than the "
+            f"{seconds:g} s that all calls of a trace may take within one step of the engine. Call it with "
+            "fewer rows: with the last position's, for one, or for fewer layers."
+        )
+
+    @classmethod
     def crowded(cls) -> SandboxedError:
         """More blocks in one trace than the sandbox has room for."""
         return cls("the trace has more blocks and edits than a sandbox takes: send it in several traces")

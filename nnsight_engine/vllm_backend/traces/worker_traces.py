@@ -71,6 +71,7 @@ class WorkerTraces:
             reading them and writing what they saved.
         last_tier: How the steps of the trace ran that was closed last, see ``TracedRequest``.
         last_step_s: Seconds for which the engine has waited for blocks in the step that ended last.
+        cells: Those that run in processes of their own.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class WorkerTraces:
         self.telling = Telling()
         self._limits = limits
         self._cell_news: dict[str, Parcel] = {}
-        self._cells = Cells(self.board, limits)
+        self.cells = Cells(self.board, limits)
         self.last_spent_s = 0.0
         self.last_tier = "tap"
         self.last_step_s = self._began_s = 0.0
@@ -112,7 +113,7 @@ class WorkerTraces:
     @property
     def idle(self) -> bool:
         """Whether no traced request is running, or has failed before it could."""
-        return not (self._live or self._ended) and self._cells.idle
+        return not (self._live or self._ended) and self.cells.idle
 
     def outline(self) -> list[OutlineEntry]:
         """List the model's modules."""
@@ -124,7 +125,7 @@ class WorkerTraces:
             "traced": len(self._live),
             "traces": len(self._by_key.keys() | self._held.keys()),
             "prints": len(self.telling),
-            "sandboxes": len(self._cells),
+            "sandboxes": len(self.cells),
         }
         return {**held, "edits": self.edits.num_kept}
 
@@ -134,7 +135,7 @@ class WorkerTraces:
         """Open the blocks of requests that arrived, and let go of those that finished."""
         for request_id in finished & self._live.keys():
             self._live.pop(request_id).retire()
-        self._cells.begin(finished)
+        self.cells.begin(finished)
         for request_id, plain in arrived:
             if request_id not in self._members:
                 self._arrive(request_id, plain)
@@ -191,7 +192,7 @@ class WorkerTraces:
         """
         if not entry.data:
             entry = msgspec.structs.replace(entry, data=self._held.get(entry.key, b""))
-        self._cells.arrive(request_id, self.edits.filled_in(entry), self._num_arrived)
+        self.cells.arrive(request_id, self.edits.filled_in(entry), self._num_arrived)
 
     def _policy(self, entry: TraceEntry) -> Policy | None:
         """Return what a request's blocks may do; None for those of trusted senders."""
@@ -212,16 +213,16 @@ class WorkerTraces:
         """
         if self._limits.sandbox != PROCESS:
             return True
-        if not self._cells.is_open:
+        if not self.cells.is_open:
             self._open_cells()
-        return self._cells.is_ready
+        return self.cells.is_ready
 
     def count_sandboxes(self) -> dict[str, int]:
         """Return what has happened to sandboxes, by event."""
-        return dict(self._cells.counts)
+        return dict(self.cells.counts)
 
     def _open_cells(self) -> None:
-        open_cells(self._cells, self.model, self._points, self._config, self._limits)
+        open_cells(self.cells, self.model, self._points, self._config, self._limits)
 
     def _context(self, entry: TraceEntry, choice: int) -> tuple[TraceContext | None, BaseException | None]:
         """Return the blocks of a request's trace, or why they cannot be read."""
@@ -283,7 +284,7 @@ class WorkerTraces:
 
     def takes_part(self, request_id: str) -> bool:
         """Tell whether a request is traced, and its block still of use."""
-        return request_id in self._live or self._cells.has(request_id)
+        return request_id in self._live or self.cells.has(request_id)
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
         """Begin a step for these requests; False if no block takes part in it."""
@@ -296,8 +297,8 @@ class WorkerTraces:
         for request, span in zip(self._active, own, strict=True):
             request.begin(span, num_rows)
         if len(own) < len(spans):
-            self._cells.step([span for span in spans if span.request_id not in self._live], num_rows)
-        self.board.choose([*self._active, *self._cells.active])
+            self.cells.step([span for span in spans if span.request_id not in self._live], num_rows)
+        self.board.choose([*self._active, *self.cells.active])
         return True
 
     @property
@@ -325,7 +326,7 @@ class WorkerTraces:
         self.board.again()
         for request in self._active:
             request.again()
-        self._cells.again()
+        self.cells.again()
 
     def learn_route(self, run: Callable[[], Any], taps: Collection[int]) -> None:
         """Learn from a run of the model in which order it calls its modules: taps can serve blocks then.
@@ -356,13 +357,13 @@ class WorkerTraces:
     @property
     def in_step(self) -> bool:
         """Whether some block takes part in the running step."""
-        return bool(self._active) or self._cells.in_step
+        return bool(self._active) or self.cells.in_step
 
     def on_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Offer the logits, ``[requests, vocabulary]``; returns them as the blocks leave them."""
         for request in self._active:
             request.after_model(logits.shape[0])
-        self._cells.after_model(logits.shape[0])
+        self.cells.after_model(logits.shape[0])
         value: torch.Tensor = self.board.provide(f"{self.model.path}.{LOGITS}.output", logits)
         return value
 
@@ -376,18 +377,22 @@ class WorkerTraces:
         for request in self._active:
             request.end()
         self._note_habits()
-        ended, self._cell_news = self._cells.end()
+        ended, self._cell_news = self.cells.end()
         self._ended += ended
         if self.board.interleaving:
             self.board.end()
         spent_s = sum(request.spent_s for request in self._active)
-        self.last_step_s = spent_s - self._began_s + self._cells.last_step_s
+        self.last_step_s = spent_s - self._began_s + self.cells.last_step_s
         self._active, self._began_s = [], 0.0
         over = [request_id for request_id, request in self._live.items() if request.is_over]
         for request_id in over:
             self._live.pop(request_id).retire()
         ended, self._ended = [*self._ended, *over], []
         return ended
+
+    def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
+        """Close the blocks of a trace that run elsewhere; returns whether that is done after so long."""
+        return not self.cells.knows(key) or self.cells.has_collected(key, results, None, wait_s)
 
     def _note_habits(self) -> None:
         """Remember what blocks wanted in their first step."""
@@ -439,9 +444,9 @@ class WorkerTraces:
         if index is not None:
             self._by_key[key] = [one for one in every if one not in request_ids]
         members = [self._members.pop(request_id) for request_id in request_ids]
-        if self._cells.knows(key):
-            self.last_tier = self._cells.tier(key)
-            pieces, spent_s = self._cells.collect(key, results, index)
+        if self.cells.knows(key):
+            self.last_tier = self.cells.tier(key)
+            pieces, spent_s = self.cells.collect(key, results, index)
             self._spent_s[key] += spent_s
             outside = next((member.error for member in members if member.error is not None), None)
             return pieces if outside is None else [self._closing.failed(members, outside)]
@@ -472,7 +477,7 @@ class WorkerTraces:
         """Close what is left of a trace, which nobody will collect; returns ``last_spent_s``."""
         self._held.pop(key, None)
         self.last_spent_s = 0.0
-        self._spent_s[key] += self._cells.drop(key)
+        self._spent_s[key] += self.cells.drop(key)
         if key in self._by_key:
             self.collect(key, {})
         self._spent_s.pop(key, None)
@@ -481,7 +486,7 @@ class WorkerTraces:
 
     def take_left(self, key: str) -> tuple[str, str]:
         """Return what a trace printed last, and what is to be said of its failure; and forget both."""
-        return self._cells.take_left(key) or self.telling.take_left(key)
+        return self.cells.take_left(key) or self.telling.take_left(key)
 
     def _drop_uncollected(self) -> None:
         if len(self._by_key) <= _MAX_UNCOLLECTED:

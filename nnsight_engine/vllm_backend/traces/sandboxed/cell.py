@@ -1,47 +1,43 @@
 """The worker's side of one sandboxed trace: what its process wants of the model is offered to it.
 
 To the board, a cell is what a ``TracedRequest`` is: somebody who waits for values and may change them. It
-stands for all requests of one trace, since these share variables. A process that is late, dies or says what
-no honest one says is ended, and its requests fail; the worker never waits for one longer than its share of a
-step.
+stands for all requests of one trace, since these share variables. A process that dies or says what no honest
+one says is ended, and its requests fail.
+
+One that is asked something and does not answer while the step may wait is *deferred*: the step goes on
+without its requests, whose rows of that step count for nothing. Once it has answered, they are computed
+again: what it changed before is changed again, its answer is taken at the place where the step left it, and
+from there on it takes part as ever. So a block sees each value once, as if the step had waited.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from nnsight_engine.core.trees import map_tensors, tensors
+from nnsight_engine.core.trees import tensors
 from nnsight_engine.remote_backend.prints import MAX_BYTES
 from nnsight_engine.remote_backend.received import failure_of, outcome_of
 from nnsight_engine.sandbox.errors import SandboxEndedError
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
-from nnsight_engine.vllm_backend.traces.rows import plain
 from nnsight_engine.vllm_backend.traces.sandboxed.changes import Changes
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     Begin,
     Broken,
-    Call,
     Collect,
     Collected,
     End,
     Go,
     Offer,
     Passed,
-    Returned,
     Slot,
     Step,
     Tensors,
-    ToSandbox,
-    packed,
-    read_by_worker,
     slots_of,
 )
+from nnsight_engine.vllm_backend.traces.sandboxed.talk import Talk
 from nnsight_engine.vllm_backend.traces.stages.parcels import Keeper, Kept, Parcels
 from nnsight_engine.vllm_backend.traces.telling import Parcel
 from nnsight_engine.wire import encode, encode_error
@@ -54,21 +50,11 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.request import TraceSpan
     from nnsight_engine.vllm_backend.traces.sandboxed.served import ServedModules
 
-logger = logging.getLogger(__name__)
-
-_GRACE_S: Final = 0.25
-"""For a sandbox to interrupt a block itself, which tells its author where it was."""
-_READ_S: Final = 0.02
-"""For a sandbox to read one request's block, beside what all blocks may compute in a step."""
 _MAX_SAID: Final = 2000
 _SHARED: Final = (
     "`{}` holds a tensor that belongs to all requests of the step together, so a sandboxed block cannot have "
     "it. Ask for the value of a module around it."
 )
-
-
-_T = TypeVar("_T")
-_Answer = TypeVar("_Answer", bound=Go | Collected)
 
 
 class Opened(NamedTuple):
@@ -95,9 +81,11 @@ class Cell:
     Attributes:
         entries: Its requests.
         live: Those whose blocks are still of use.
-        error: Why it was ended before its time.
-        spent_s: Seconds for which the worker has waited for it, see ``take_spent``.
+        talk: What is said to the process.
         finished: Requests that have ended, of which the process has not been told.
+        undone: Requests whose rows of the running step count for nothing.
+        is_deferred: Whether the process is in a step that went on without it.
+        can_be_deferred: Whether the running step can go on without it.
         is_elsewhere: Whether, by the last step, its blocks want what no tap provides.
         went_elsewhere: Whether they did in this step.
         tier: How its steps ran, see ``TracedRequest``.
@@ -121,22 +109,17 @@ class Cell:
         self.tenant = tenant
         self.entries: dict[str, TraceEntry] = {}
         self.live: set[str] = set()
-        self.error: Exception | None = None
+        self.talk = Talk(
+            sandbox, board, opened.served, opened.max_bytes, budget_s, trace_s, on_end=lambda: self._want([])
+        )
         self.in_step = False
-        self.spent_s = 0.0
         self.finished: set[str] = set()
-        self._sandbox = sandbox
-        self._cpu_s = 0.0
-        self._served = opened.served
+        self.undone: list[str] = []
+        self.is_deferred = False
+        self.can_be_deferred = False
+        self._arrived: list[tuple[str, TraceEntry]] = []
         self._places = opened.places
-        self._budget_s = budget_s
-        self._trace_s = trace_s
-        self._left_s = 0.0
         self._max_bytes = opened.max_bytes
-        self._deadline = 0.0
-        self.take_spent()  # what it computed before is not this trace's
-        self.refill()
-        self._is_waiting = False
         self._wanted: list[str] = []
         self._before: list[str] = []
         self._passed: list[str] = []
@@ -147,53 +130,123 @@ class Cell:
         self._is_behind = False
         self._spans: list[TraceSpan] = []
         self._is_served = False
+        self._at = ""
+        self._is_resuming = self._replays = self._takes_part = False
+        self._offered: set[str] = set()
         self._num_printed = 0
-        self._is_collected = False
-        self._content = memoryview(b"")
+        self._collected: Collected | None = None
+        self._is_whole = False
         self.is_elsewhere = self.went_elsewhere = False
         self.tier = "tap"
         self._changes = Changes(opened.max_bytes)
 
+    @property
+    def error(self) -> Exception | None:
+        """Why the process was ended before its time."""
+        return self.talk.error
+
     # What is said to the process.
 
     def begin(self, arrived: Sequence[tuple[str, TraceEntry]]) -> None:
-        """Tell of requests that came; they are read while the worker goes on, see ``_settle``."""
-        self._settle()
+        """Tell of requests that came; they are read while the worker goes on."""
         self.entries.update(arrived)
         self.live.update(name for name, _ in arrived)
-        self._left_s += _READ_S * len(arrived)
-        self._guarded(lambda: self._send(Begin([(name, entry.to_plain()) for name, entry in arrived])))
-        self._is_waiting = self.error is None
+        self._arrived += arrived
+        for _ in arrived:
+            self.talk.allow_reading()
+        self._tell_arrived()
 
-    def _settle(self) -> None:
-        """Wait until the process has read what it was told of; requests that failed at once are to end."""
-        if not self._is_waiting:
+    def _tell_arrived(self) -> None:
+        if not self._arrived or self.talk.is_unanswered or self.is_deferred:
             return
-        self._is_waiting = False
-        reply = self._guarded(lambda: self._reply(Go))
-        if reply is not None and reply.live is not None:
-            self._over |= self.live.difference(reply.live)
-            self.live.intersection_update(reply.live)
+        arrived, self._arrived = self._arrived, []
+        self.talk.ask(Begin([(name, entry.to_plain()) for name, entry in arrived]), [], Go, self._have_begun)
+
+    def _have_begun(self, reply: Go) -> None:
+        """The process has read what it was told of; requests that failed at once are to end."""
+        self._go(reply)
+        if reply.live is not None:
+            told = self.live - {name for name, _ in self._arrived}
+            self._over |= told.difference(reply.live)
+            self.live -= self._over
+        self._tell_arrived()
+
+    def prepare(self, spans: Sequence[TraceSpan], *, is_bound: bool) -> None:
+        """A step is about to begin; see ``step``."""
+        self.can_be_deferred = not is_bound and all(span.complete for span in spans)
+        self.undone = []
+        self._takes_part = False
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> None:
-        """Begin a step."""
-        self._settle()
+        """Begin a step, or go on with the one that was deferred."""
         spans = [span for span in spans if span.request_id in self.live]
         if not spans or self.error is not None:
             return
-        self._before, self._passed = self._passed, []
-        self._spans = list(spans)
+        if self.is_deferred and not self._is_same(spans):
+            return
+        if self.talk.is_pending:
+            self.undone = [span.request_id for span in spans]
+            return
+        if not self.is_deferred:
+            self._before, self._passed = self._passed, []
+            self._spans = list(spans)
+            self._offered.clear()
+            self._at = ""
         self._parcels = Parcels(self._spans, num_rows)
         self._is_behind = self.went_elsewhere = False
-        self.in_step = True
+        self.in_step = self._takes_part = True
+        self._replays = False
+        if self.is_deferred:
+            self._resume()
+            return
         told = [(span.request_id, span.num_rows, span.start, span.complete) for span in spans]
-        self._go(Step(told, self._take_finished(), self._unsaid))
+        self.talk.refill()
+        self.talk.ask(Step(told, self._take_finished(), self._unsaid), [], Go, self._go)
         self._unsaid = Passed()
+
+    def _is_same(self, spans: Sequence[TraceSpan]) -> bool:
+        """Tell whether a step is the one that was deferred, computed again; put its rows in their order."""
+        now = {span.request_id: span for span in spans}
+        if any(span.request_id in now and now[span.request_id].start != span.start for span in self._spans):
+            self.talk.give_up(SandboxEndedError.unrepeated())
+            return False
+        if [one.num_rows for one in self._spans] != [
+            now[one.request_id].num_rows if one.request_id in now else 0 for one in self._spans
+        ]:
+            self.undone = list(now)
+            return False
+        self._spans = [now.pop(span.request_id) for span in self._spans]
+        self.undone = list(now)  # those that have come since
+        return True
+
+    def _resume(self) -> None:
+        """Go on at the place where the step went on without the process."""
+        self.is_deferred = False
+        self._replay()
+        if self._at:
+            self._is_resuming = True
+        else:
+            self.talk.take_held()
+
+    def defer(self) -> None:
+        """Let the step go on without the process, which has not answered yet."""
+        if not (self.in_step and self.talk.is_pending):
+            return
+        self.in_step = self._takes_part = False
+        self.is_deferred = self.talk.is_held = True
+        self.undone = [span.request_id for span in self._spans]
 
     def again(self) -> None:
         """The step is run again from its first layer: what was changed in it is to be changed again."""
+        if not self._takes_part:
+            return
         if self._changes.is_too_much:
-            self._give_up(SandboxEndedError.unrepeated())
+            self.talk.give_up(SandboxEndedError.unrepeated())
+        self._replay()
+
+    def _replay(self) -> None:
+        """Change again, when the model comes by, what was changed in this step."""
+        self._replays = True
         for provider in self._changes.by_place:
             self.board.want(provider, self)  # type: ignore[arg-type] # stands for the requests of a trace
 
@@ -206,6 +259,11 @@ class Cell:
         """Whether none of its requests is running, or has failed before it could."""
         return not (self.live or self._over)
 
+    @property
+    def waiting(self) -> set[str]:
+        """The requests that cannot go on before the process has answered."""
+        return set(self.live) if self.talk.is_pending else set()
+
     def after_model(self, num_requests: int) -> None:
         """From here on, values have one row per request."""
         rows = [
@@ -215,23 +273,34 @@ class Cell:
         self._is_behind = True
         self._parcels = Parcels(rows, num_requests)
 
-    def end(self) -> tuple[list[str], dict[str, Parcel]]:
-        """End the step; returns the requests that are to end, and what is to be told of any."""
+    def finish(self) -> None:
+        """Tell the process that the step is over."""
         if self.in_step:
             self.in_step = False
-            reply = self._go(End(self._newly_passed()))
-            if reply is not None:
-                self._note(reply)
-        elif self._spans:
+            self.talk.ask(End(self._newly_passed()), [], Go, self._have_ended)
+        elif self._takes_part:
             self._unsaid = self._newly_passed()
-        if self._spans:
-            self.is_elsewhere = self.went_elsewhere
-            if self.board.is_uncompiled:
-                self.tier = "eager"
+
+    def _have_ended(self, reply: Go) -> None:
+        self._go(reply)
+        self._note(reply)
+        self._tell_arrived()
+
+    def end(self) -> None:
+        """Leave the step."""
+        if not self._takes_part:
+            return
+        self._takes_part = False
+        self.is_elsewhere = self.went_elsewhere
+        if self.board.is_uncompiled:
+            self.tier = "eager"
         self._spans = []
         for provider in self._changes.by_place.keys() - set(self._wanted):
             self.board.unwant(provider, self)  # type: ignore[arg-type] # as above
         self._changes.clear()
+
+    def take_news(self) -> tuple[list[str], dict[str, Parcel]]:
+        """Return the requests that are to end, and what is to be told of any."""
         if self.error is not None:
             self._over |= self.live
         over, self._over = self._over, set()
@@ -246,23 +315,42 @@ class Cell:
             entry = self.entries.get(told.request_id)
             self._num_printed += len(told.printed)
             if self._num_printed > 2 * MAX_BYTES:  # an honest one stops at half of that
-                self._give_up(SandboxEndedError.broken("it printed without end"))
+                self.talk.give_up(SandboxEndedError.broken("it printed without end"))
             elif entry is not None:
                 self._news[told.request_id] = (entry.key, entry.index, told.data, told.printed)
 
-    def collect(
-        self, key: str, results: Mapping[str, Any], index: int | None
-    ) -> tuple[list[Piece], tuple[str, str]]:
-        """Return what the trace, or one of its blocks, has saved as pieces of a message, and its prints."""
-        self._settle()
-        self.refill()
-        head = self._say(Collected, Collect(key, dict(results), index, self._take_finished()))
+    def _go(self, reply: Go) -> None:
+        """Take note of where the process wants to stop, and whether the step is over for it."""
+        if reply.wanted is not None:
+            self._want(reply.wanted)
+        if reply.is_over and self.in_step:
+            self.in_step = False
+            self._note(reply)
+
+    def ask_saved(self, key: str, results: Mapping[str, Any], index: int | None) -> None:
+        """Ask what the trace, or one of its blocks, has saved, unless that has been asked."""
+        if self._collected is not None or self.talk.is_unanswered:
+            return
+        self.talk.refill()
+        self._is_whole = index is None
+        collect = Collect(key, dict(results), index, self._take_finished())
+        self.talk.ask(collect, [], Collected, self._have_collected)
+
+    def _have_collected(self, reply: Collected) -> None:
+        self._collected = reply
+
+    @property
+    def has_collected(self) -> bool:
+        """Whether there is an answer to ``ask_saved``, or there will be none."""
+        return self._collected is not None or self.error is not None
+
+    def saved(self, index: int | None) -> tuple[list[Piece], tuple[str, str]]:
+        """Return what ``ask_saved`` asked for as pieces of a message, and what was printed last."""
+        head, self._collected = self._collected, None
         if head is not None:
-            self._is_collected = index is None
-            content, self._content = self._content, memoryview(b"")
+            content, self.talk.content = self.talk.content, memoryview(b"")
             return [content], (head.printed[:MAX_BYTES], head.failure[:_MAX_SAID])
-        error = self.error or SandboxEndedError.gone()
-        told = encode_error(error)
+        told = encode_error(self.error or SandboxEndedError.gone())
         blocks = [
             outcome_of(entry.index, {}, told, choice=entry.choice_of(name))
             for name, entry in self.entries.items()
@@ -270,118 +358,21 @@ class Cell:
         ]
         return [encode({"blocks": blocks, "before": None})], ("", failure_of(blocks))
 
+    def stop_waiting(self) -> None:
+        """The trace is over: no step comes in which it would go on."""
+        if self.is_deferred:
+            self.is_deferred = False
+            self.talk.drop_answer()
+
     def close(self) -> Sandbox | None:
         """Let go of the process; returns it if it has done all that it was told, and ends it otherwise."""
         self._want([])
+        self.board.forget(self)  # type: ignore[arg-type] # as above
         self.live.clear()
-        if self._is_collected and self.error is None:
-            return self._sandbox
-        self._sandbox.end()
+        if self._is_whole and self.error is None and not self.talk.is_unanswered:
+            return self.talk.sandbox
+        self.talk.sandbox.end()
         return None
-
-    def refill(self) -> None:
-        """Let the blocks compute for as long as one step allows, all of them together: a step begins."""
-        self._left_s = min(self._budget_s + _GRACE_S, self._trace_s)
-
-    def take_spent(self) -> float:
-        """Return the seconds that the trace took since last asked: the worker's, or the process's own."""
-        self._count_cpu()
-        spent_s, self.spent_s = self.spent_s, 0.0
-        return spent_s
-
-    def _count_cpu(self) -> None:
-        with contextlib.suppress(OSError):  # it is gone: what it used last is not known
-            before, self._cpu_s = self._cpu_s, self._sandbox.cpu_s()
-            self.spent_s = max(self.spent_s, self._cpu_s - before)
-
-    def _say(self, answer: type[_Answer], head: ToSandbox, body: Sequence[Piece] = ()) -> _Answer | None:
-        """Say something, and return the answer; None if the process is at its end."""
-
-        def say() -> _Answer:
-            self._send(head, body)
-            return self._reply(answer)
-
-        return self._guarded(say)
-
-    def _go(self, head: ToSandbox, body: Sequence[Piece] = ()) -> Go | None:
-        """Say something to which the answer is to go on."""
-        reply = self._say(Go, head, body)
-        if reply is not None and reply.is_over and self.in_step:
-            self.in_step = False
-            self._note(reply)
-        return reply
-
-    def _guarded(self, act: Callable[[], _T]) -> _T | None:
-        """Speak with the process, and end it if that fails; None if it is at its end."""
-        if self.error is not None:
-            return None
-        started = time.monotonic()
-        self._deadline = started + self._left_s
-        try:
-            return act()
-        except TimeoutError:
-            is_long = self._trace_s <= time.monotonic() - started
-            self._give_up(SandboxEndedError.long() if is_long else SandboxEndedError.late(self._budget_s))
-        except SandboxEndedError as error:
-            self._give_up(error)
-        except OSError:
-            self._give_up(SandboxEndedError.gone())
-        except ValueError as error:  # too large to be said
-            self._give_up(error)
-        except Exception as error:  # noqa: BLE001 - nothing that a process does may end the engine's step
-            self._give_up(SandboxEndedError.broken(f"what it said is of no use: {error}"))
-        finally:
-            spent_s = time.monotonic() - started
-            self._left_s -= spent_s
-            self._trace_s -= spent_s
-            self.spent_s += spent_s
-        return None
-
-    def _send(self, head: ToSandbox, body: Sequence[Piece] = ()) -> None:
-        self._sandbox.side.send(packed(head, body), self._deadline)
-
-    def _reply(self, answer: type[_Answer]) -> _Answer:
-        """Make the calls that the block wants, and return the answer to what was said last."""
-        while True:
-            reply, content = read_by_worker(self._sandbox.side.receive(self._deadline, self._max_bytes))
-            if not isinstance(reply, Call):
-                break
-            self._sandbox.side.send(self._called(reply, content), self._deadline)
-        if not isinstance(reply, answer):
-            raise SandboxEndedError.broken("it answered something else than it was asked")
-        if isinstance(reply, Go) and reply.wanted is not None:
-            self._want(reply.wanted)
-        if isinstance(reply, Collected) or reply.changes:
-            self._content = content
-        elif content:
-            raise SandboxEndedError.broken("it sent bytes that nobody asked for")
-        return reply
-
-    def _called(self, call: Call, content: memoryview) -> list[bytes | memoryview]:
-        """Call a module for the block; returns the answer."""
-        listener, self.board.listener = self.board.listener, 0
-        try:
-            given = Tensors(content)
-            args = [given.next(one) if isinstance(one, Slot) else one for one in call.args]
-            kwargs = {
-                name: given.next(one) if isinstance(one, Slot) else one for name, one in call.kwargs.items()
-            }
-            value = map_tensors(self._served.call(call.path, args, kwargs), lambda one: plain(one).cpu())
-            return packed(Returned(), encode_pieces(Keeper().keep(value), reference=Kept.reference))
-        except SandboxEndedError:
-            raise
-        except Exception as error:  # noqa: BLE001 - raised in the block
-            return packed(Returned(encode_error(error)))
-        finally:
-            self.board.listener = listener
-
-    def _give_up(self, error: Exception) -> None:
-        """End the process before its time; its requests fail."""
-        logger.info("a sandbox was ended: %s", error)
-        self.error = error
-        self._count_cpu()
-        self._sandbox.end()
-        self._want([])
 
     def _want(self, wanted: Sequence[str]) -> None:
         """Note at which places the process waits."""
@@ -406,29 +397,37 @@ class Cell:
 
     def uses(self, provider: str) -> bool:
         """Tell whether the process has a use for a value."""
+        if self._is_resuming:
+            return self.in_step and (provider == self._at or provider in self._changes.by_place)
         return self.in_step and provider in self._wanted
 
     def arrive(self, provider: str) -> None:
         """Take note that the model is at a place, and change it as before if the step is run again."""
         self._is_served = False
-        if provider in self._changes.by_place and not self.board.by_taps:
-            slots, self._content = self._changes.by_place[provider]
-            keeper = Keeper()
-            self._put(keeper, keeper.keep(self.board.place.value), slots)
+        if self._replays and self._takes_part and self.error is None and provider in self._changes.by_place:
+            slots, content = self._changes.by_place[provider]
+            self._put(slots, content)
 
     def is_due(self, provider: str) -> bool:
         """Tell whether the process is to have the value at hand."""
-        return self.in_step and self.error is None and not self._is_served and provider in self._wanted
+        is_wanted = provider == self._at if self._is_resuming else provider in self._wanted
+        return self.in_step and self.error is None and not self._is_served and is_wanted
 
     def serve(self, provider: str) -> None:
-        """Let the process have the value at hand, and take what it changes."""
+        """Offer the process the value at hand; what it changes is taken when it has answered."""
         self._is_served = True
-        parcels, place = self._parcels, self.board.place
+        if self._is_resuming:
+            self._is_resuming = False
+            self.talk.take_held()
+            return
+        if provider in self._offered:  # for the second time, where the step cannot be left and come back to
+            self.can_be_deferred = False
+        self._offered.add(provider)
+        self._at = provider
+        parcels, value = self._parcels, self.board.place.value
         assert parcels is not None  # noqa: S101 - a step is running
-        keeper = Keeper()
         try:
-            kept = keeper.keep(place.value)
-            packed_value, forms = parcels.pack(kept)
+            packed_value, forms = parcels.pack(Keeper().keep(value))
             is_shared = not parcels.is_all and any(axis < 0 for axis, _ in forms)
             reason = _SHARED.format(provider) if is_shared else ""
             slots, is_tuple, body = slots_of(packed_value) or (None, False, [])
@@ -437,35 +436,40 @@ class Cell:
         except Exception as error:  # noqa: BLE001 - whatever the value is made of
             reason = f"`{provider}` cannot be given to a sandboxed block: {error}"
         if reason:
-            self._go(Broken(provider, self._newly_passed(), reason))
+            self.talk.ask(Broken(provider, self._newly_passed(), reason), [], Go, self._go)
             return
         offer = Offer(provider, self._newly_passed(), self._is_behind, slots, is_tuple)
-        reply = self._go(offer, body)
-        if reply is not None and reply.changes:
-            content = self._content
-            self._put(keeper, kept, reply.changes)
-            if self.board.by_taps and not self._is_behind and self.error is None:
-                self._changes.keep(provider, reply.changes, content)
+        self.talk.ask(offer, body, Go, self._have_answered)
 
-    def _put(self, keeper: Keeper, kept: Any, changes: Sequence[Slot]) -> None:
-        """Put what the process has changed into the value at hand."""
-        parcels = self._parcels
+    def _have_answered(self, reply: Go) -> None:
+        """Take what the process has changed of the value at hand."""
+        self._go(reply)
+        if reply.changes and self._put(reply.changes, self.talk.content):
+            self._changes.keep(self._at, reply.changes, self.talk.content)
+            if self._changes.is_too_much:
+                self.can_be_deferred = False
+        self.talk.content = memoryview(b"")
+
+    def _put(self, changes: Sequence[Slot], content: memoryview) -> bool:
+        """Put what the process has changed into the value at hand; returns whether it could be."""
+        parcels, keeper = self._parcels, Keeper()
         assert parcels is not None  # noqa: S101 - a step is running
         try:
-            self.board.place.value = keeper.give_back(self._changed(parcels, kept, changes))
+            kept = keeper.keep(self.board.place.value)
+            self.board.place.value = keeper.give_back(self._changed(parcels, kept, changes, content))
         except SandboxEndedError as error:
-            self._give_up(error)
+            self.talk.give_up(error)
         except Exception as error:  # noqa: BLE001 - no number that a process sends may end the model
-            self._give_up(SandboxEndedError.broken(f"it changed a value, but {error}"))
-        self._content = memoryview(b"")
+            self.talk.give_up(SandboxEndedError.broken(f"it changed a value, but {error}"))
+        return self.error is None
 
-    def _changed(self, parcels: Parcels, value: Any, slots: Sequence[Slot]) -> Any:
+    def _changed(self, parcels: Parcels, value: Any, slots: Sequence[Slot], content: memoryview) -> Any:
         """Return the model's value with what the process has changed in it.
 
         Raises:
             SandboxEndedError: It cannot be put there.
         """
-        given, before = Tensors(self._content), list(tensors(value))
+        given, before = Tensors(content), list(tensors(value))
         changes: dict[int, torch.Tensor] = {}
         for slot in slots:
             rows = given.next(slot)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -12,6 +13,7 @@ from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.sandboxed.cell import Cell, Opened
 from nnsight_engine.vllm_backend.traces.sandboxed.parked import Parked
+from nnsight_engine.vllm_backend.traces.sandboxed.waiting import Waiting
 from nnsight_engine.vllm_backend.traces.telling import Parcel
 from nnsight_engine.wire.message import Piece
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.board import Board
     from nnsight_engine.vllm_backend.traces.request import TraceSpan
     from nnsight_engine.vllm_backend.traces.sandboxed.served import ServedModules
+
+_LOOK_S: Final = 1.0
+"""How often whoever waits for a process looks whether it is late."""
 
 
 class Cells:
@@ -33,6 +38,9 @@ class Cells:
     Attributes:
         counts: What has happened, see ``SANDBOX_EVENTS``.
         last_step_s: Seconds for which the worker has waited for them in the step that ended last.
+        is_alone: Whether the engine has requests of one tenant only.
+        bound: Requests whose rows of a step cannot be computed again.
+        undone: Requests whose rows of the running step count for nothing: it goes on without their blocks.
     """
 
     def __init__(self, board: Board, limits: EngineLimits) -> None:
@@ -46,7 +54,11 @@ class Cells:
         self._active: list[Cell] = []
         self._parked = Parked(limits.sandbox_cpu_s)
         self.counts = dict.fromkeys(SANDBOX_EVENTS, 0)
-        self.last_step_s = self._began_s = 0.0
+        self.last_step_s = 0.0
+        self.undone: list[str] = []
+        self.bound: Collection[str] = ()
+        self.is_alone = False
+        self._waiting = Waiting(limits.sandbox_wait_s, limits.sandbox_step_s)
 
     def open(self, server: ForkServer, served: ServedModules, max_bytes: int) -> None:
         """Run traces from now on.
@@ -110,12 +122,23 @@ class Cells:
         return Cell(self._board, sandbox, self._open, order, tenant, step_s, trace_s)
 
     def begin(self, finished: set[str]) -> None:
-        """Begin a step: let go of requests that have ended, and let the others' blocks compute again."""
+        """Begin a step: let go of requests that have ended, and hear what has been answered meanwhile."""
+        self._waiting.begin(is_alone=self.is_alone)
+        self.undone = []
         for cell in self._by_key.values():
-            cell.refill()
             ended = finished & cell.live
             cell.live -= ended
             cell.finished |= ended
+        self.wait_for_any(0.0)
+
+    def wait_for_any(self, wait_s: float) -> None:
+        """Wait for so long until a process has answered that keeps its requests from going on."""
+        self._waiting.wait_for_any(list(self._by_key.values()), wait_s)
+
+    @property
+    def waiting(self) -> frozenset[str]:
+        """The requests that cannot go on before their process has answered."""
+        return frozenset().union(*(cell.waiting for cell in self._by_key.values()))
 
     def has(self, request_id: str) -> bool:
         """Tell whether a request is one of these, and its block still of use."""
@@ -131,11 +154,22 @@ class Cells:
         by_cell: dict[Cell, list[TraceSpan]] = {}
         for span in spans:
             by_cell.setdefault(self._by_request[span.request_id], []).append(span)
-        self._began_s = sum(cell.spent_s for cell in by_cell)
+        self._active = list(by_cell)
+        for cell, own in by_cell.items():
+            cell.prepare(own, is_bound=any(span.request_id in self.bound for span in own))
+        self._waiting.wait(self._active)
         for cell, own in by_cell.items():
             cell.step(own, num_rows)
-        self._active = list(by_cell)
+        self.gather()
+        self._board.gather = self.gather
         return bool(self._active)
+
+    def gather(self) -> None:
+        """Wait for those that were asked something; who takes too long is left out of the step."""
+        self._waiting.wait(self._active)
+        for cell in self._active:
+            cell.defer()
+        self.undone = [request_id for cell in self._active for request_id in cell.undone]
 
     @property
     def in_step(self) -> bool:
@@ -159,19 +193,38 @@ class Cells:
 
     def end(self) -> tuple[list[str], dict[str, Parcel]]:
         """End the step; returns the requests that are to end, and what is to be told of any."""
+        self._board.gather = None
+        for cell in self._active:
+            cell.finish()
+        self._waiting.wait([cell for cell in self._active if not cell.is_deferred])
+        for cell in self._active:
+            cell.end()
+        self.last_step_s = self._waiting.waited_s
+        self._active = []
         ended: list[str] = []
         news: dict[str, Parcel] = {}
-        for cell in self._active:
-            over, told = cell.end()
+        for cell in self._by_key.values():
+            over, told = cell.take_news()
             ended += over
             news |= told
-        self.last_step_s = max(0.0, sum(cell.spent_s for cell in self._active) - self._began_s)
-        self._active, self._began_s = [], 0.0
         return ended, news
 
     def tier(self, key: str) -> str:
         """Return how the steps of a trace ran, see ``TracedRequest``."""
         return self._by_key[key].tier
+
+    def has_collected(self, key: str, results: Mapping[str, Any], index: int | None, wait_s: float) -> bool:
+        """Ask what a trace or one of its blocks has saved; returns whether that is known after so long."""
+        cell = self._by_key[key]
+        cell.stop_waiting()
+        end = time.monotonic() + wait_s
+        while not cell.has_collected:
+            cell.ask_saved(key, results, index)
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                break
+            self._waiting.wait_for_any([cell], left_s)
+        return cell.has_collected
 
     def collect(self, key: str, results: Mapping[str, Any], index: int | None) -> tuple[list[Piece], float]:
         """Return what a trace or one of its blocks has saved, and the seconds that it took since last asked.
@@ -179,8 +232,10 @@ class Cells:
         Without a block the trace is over.
         """
         cell = self._by_key[key]
-        pieces, left = cell.collect(key, results, index)
-        spent_s = cell.take_spent()
+        while not self.has_collected(key, results, index, _LOOK_S):
+            pass  # whoever takes too long is ended
+        pieces, left = cell.saved(index)
+        spent_s = cell.talk.take_spent()
         if index is None:
             self._left[key] = left
             self._forget(key)
@@ -189,7 +244,7 @@ class Cells:
     def drop(self, key: str) -> float:
         """End a trace that nobody will collect; returns the seconds that it took."""
         cell = self._by_key.get(key)
-        spent_s = 0.0 if cell is None else cell.take_spent()
+        spent_s = 0.0 if cell is None else cell.talk.take_spent()
         if cell is not None:
             self._forget(key)
         self._left.pop(key, None)

@@ -19,7 +19,7 @@ class Changes:
 
     Attributes:
         by_place: Slots, and the bytes of their tensors.
-        is_too_much: Whether more was changed than is kept; then nothing is.
+        is_too_much: Whether more was changed than can be kept; then nothing is.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -30,9 +30,9 @@ class Changes:
         self._num_bytes = 0
 
     def keep(self, place: str, slots: Sequence[Slot], content: memoryview) -> None:
-        """Keep what was changed at a place, unless it is too much."""
+        """Keep what was changed at a place, unless it is too much, or the place was come to before."""
         self._num_bytes += len(content)
-        self.is_too_much = self._num_bytes > self._max_bytes
+        self.is_too_much = self.is_too_much or self._num_bytes > self._max_bytes or place in self.by_place
         if self.is_too_much:
             self.by_place.clear()
         else:

@@ -9,6 +9,7 @@ only those of this trace's requests.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -56,12 +57,19 @@ from nnsight_engine.wire import TRUSTED, Policy, decode, restore_error
 
 logger = logging.getLogger(__name__)
 
+_LEAST_S: Final = 0.001
+"""Less is left of a job's time than it is worth to wait for."""
+_MOST_WALL: Final = 8
+"""How many times as long as it may compute a job may take: the machine is busy, or it sleeps."""
 _ELSEWHERE: Final = 0
 """The only other place, where stages of a pipeline have numbers."""
 
 
 class WaitingThread(ThreadStack):
-    """A thread that was there before the process was confined, and takes one job after the other."""
+    """A thread that was there before the process was confined, and takes one job after the other.
+
+    Its time is the process's own: where the machine is busy, a job is not late because others compute.
+    """
 
     __slots__ = ("_at_home",)
 
@@ -77,6 +85,19 @@ class WaitingThread(ThreadStack):
         if type(event) is Done and not self.abandoned:
             self._at_home.append(self)
         return event
+
+    @staticmethod
+    def clock() -> float:
+        """Tell the seconds that the process has computed."""
+        return time.process_time()
+
+    def _comes_back(self) -> bool:
+        began = time.monotonic()
+        while True:
+            if super()._comes_back():
+                return True
+            if self.left_s <= _LEAST_S or time.monotonic() - began > _MOST_WALL * self.budget_s:
+                return False
 
     def _run(self) -> None:
         while True:
@@ -164,7 +185,8 @@ class InsideTraces(WorkerTraces):
             rehearse: Runs a trace that leaves nothing behind.
         """
         self._threads = WaitingThreads(self._threads.budget_s, num_blocks)
-        self._closing = Closing(self._threads, self._limits.sandbox_message_bytes)
+        most = self._limits.sandbox_message_bytes
+        self._closing = Closing(self._threads, most, most)
         rehearse(self)
         return self.serve
 

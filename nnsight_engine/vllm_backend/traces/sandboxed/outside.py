@@ -54,14 +54,10 @@ def open_cells(
     half_bytes = limits.sandbox_message_bytes
     command = [sys.executable, "-m", _NURSERY]
     server = ForkServer(
-        command,
-        encode(setup),
-        half_bytes,
-        _NUM_SPARE,
-        needs_namespaces=limits.sandbox_needs_namespaces,
+        command, encode(setup), half_bytes, _NUM_SPARE, needs_namespaces=limits.sandbox_needs_namespaces
     )
     max_rows = config.scheduler_config.max_num_batched_tokens
-    served = ServedModules(model, points, max_rows)
+    served = ServedModules(model, points, max_rows, half_bytes)
     server.start()
     cells.open(server, served, half_bytes)
 

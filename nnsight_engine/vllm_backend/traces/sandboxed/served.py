@@ -3,7 +3,8 @@
 vLLM's kernels trust their callers: an index out of range, a width that does not fit, and they read or write
 memory of somebody else's. So a module is called only if all in it is known to be harmless (linear layers,
 norms, activations, embeddings), with one tensor of rows (and the residual that a norm may add), of the width
-and type that the model gives it, and no more rows than a step of the engine may have.
+and type that the model gives it, and no more rows than a step of the engine may have. What it gives must fit
+into a message, and is computed in parts, for which the engine waits as it does for the block (``waiting``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from nnsight_engine.vllm_backend.families import ModelPoints
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
+from nnsight_engine.vllm_backend.traces.sandboxed.served_call import ServedCall, rows_at_once
 
+_NUMBER_BYTES: Final = 4
+"""Of a number that a module gives, at the most."""
 _NORMS: Final = (RMSNorm, GemmaRMSNorm, torch.nn.LayerNorm)
 _GATES: Final = (SiluAndMul, GeluAndMul)
 _ELEMENTWISE: Final = (torch.nn.GELU, torch.nn.SiLU, torch.nn.ReLU, torch.nn.Tanh, torch.nn.Identity)
@@ -33,14 +37,17 @@ class ServedModules:
         model: The worker's tree of envoys.
         points: The model's points.
         max_rows: Of a step of the engine.
+        max_bytes: That a call may give.
     """
 
-    def __init__(self, model: WorkerModel, points: ModelPoints, max_rows: int) -> None:
+    def __init__(self, model: WorkerModel, points: ModelPoints, max_rows: int, max_bytes: int) -> None:
         """Look up what there is: a path that a process sends is a name in a table, and leads nowhere else."""
         self._envoys = {str(envoy.path): envoy for envoy in model.modules()}
         entry = model.entry
         self._beside_modules = frozenset([entry] if entry else [])
         self._max_rows = max_rows
+        self._max_bytes = max_bytes
+        self._max_width = 2 * max(points.hidden_size, points.intermediate_size or 0)
         self._mlps = {
             id(points.layers[layer].get_submodule(points.family.mlp))
             for layer in points.local_layers
@@ -56,8 +63,8 @@ class ServedModules:
         of_modules = (f"{path}.{side}" for path in self._envoys for side in ("input", "output"))
         return self._beside_modules.union(of_modules)
 
-    def call(self, path: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return what the module at ``path`` gives.
+    def begin(self, path: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ServedCall:
+        """Begin a call of the module at ``path``.
 
         Raises:
             SandboxedError: It is none that is called for strangers, or not with that.
@@ -70,9 +77,31 @@ class ServedModules:
             raise SandboxedError.uncalled(path, "it takes tensors of rows, in order and without names")
         rows = [one.to(self._device) for one in args]
         self._check(path, module, rows)
-        with torch.inference_mode():
-            # As in a block of the worker's: without the hooks that count the model's own calls.
-            return envoy._apply_apart(*rows)  # noqa: SLF001 - an envoy of ours
+        embeds = isinstance(module, VocabParallelEmbedding) and not rows[0].is_floating_point()
+        row_bytes, row_work = self._cost(module, rows[0], embeds=embeds)
+        num_axes = rows[0].ndim if embeds else rows[0].ndim - 1
+        call = ServedCall(path, envoy._apply_apart, rows, num_axes, rows_at_once(row_work))  # noqa: SLF001 - as above
+        if call.num_rows * row_bytes > self._max_bytes:
+            raise SandboxedError.uncalled(
+                path,
+                f"{call.num_rows:,} rows would give {call.num_rows * row_bytes:,} bytes, and a sandbox takes "
+                f"{self._max_bytes:,} at once; call it with {self._max_bytes // row_bytes:,} rows or fewer",
+            )
+        return call
+
+    def _cost(self, module: torch.nn.Module, first: torch.Tensor, *, embeds: bool) -> tuple[int, int]:
+        """Return how many bytes a row gives at the most, and how many multiplications it takes."""
+        width = self._hidden_size if embeds else int(first.shape[-1])
+        given: Any = module
+        if isinstance(module, VocabParallelEmbedding):
+            width = width if embeds else int(given.num_embeddings)
+        elif isinstance(module, LinearBase):
+            width = max(width, int(given.output_size))
+        elif isinstance(module, torch.nn.Linear):
+            width = max(width, int(given.out_features))
+        work = width if embeds else max(width, sum(one.numel() for one in module.parameters()))
+        takes = 2 if isinstance(module, RMSNorm | GemmaRMSNorm) else 1
+        return width * takes * _NUMBER_BYTES, work
 
     def _check(self, path: str, module: torch.nn.Module, rows: Sequence[torch.Tensor]) -> None:
         first = rows[0]
@@ -92,7 +121,11 @@ class ServedModules:
                 )
             if one.shape != first.shape:
                 raise SandboxedError.uncalled(path, "its tensors must be of one shape")
-            if one.numel() // max(one.shape[-1], 1) > self._max_rows:
+            if one.shape[-1] > self._max_width:
+                raise SandboxedError.uncalled(
+                    path, f"its rows have {self._max_width:,} numbers at most, got {one.shape[-1]:,}"
+                )
+            if one.shape[:-1].numel() > self._max_rows:
                 raise SandboxedError.uncalled(
                     path, f"it takes {self._max_rows:,} rows at once, as many as a step of the engine has"
                 )

@@ -201,6 +201,11 @@ class StageTraces:
         del key, results, index
         return b""
 
+    def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
+        """Tell whether there is nothing to wait for."""
+        del key, results, wait_s
+        return True
+
     def count_sandboxes(self) -> dict[str, int]:
         """Return nothing: the last stage counts."""
         return {}

@@ -1,0 +1,222 @@
+"""What one tenant's requests cost another: the server is alive, its first tokens come, and they are right."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from tests.e2e.keyed import KeyedServer
+
+pytestmark = pytest.mark.e2e
+
+PROMPT: Final = "The Eiffel Tower is in the city of"
+ALIVE_S: Final = 0.5
+SLOWER: Final = 2.0
+"""How many times as long as on a quiet server a first token may take."""
+NUM_ASKED: Final = 9
+BUSY: Final = """
+import time
+def busy():
+    end = time.process_time() + 0.6
+    while time.process_time() < end:
+        pass
+"""
+SLOW_BLOCKS: Final = {
+    "layers": f"{BUSY}\nfor step in tracer.iter[:]:\n    model.layers[5].output[:] *= 1.5\n    busy()",
+}
+
+
+@dataclass
+class Tenant:
+    """Somebody with a key."""
+
+    url: str
+    key: str
+
+    def post(self, **body: Any) -> httpx.Response:
+        """Send a completion."""
+        body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, **body}
+        headers = {"authorization": f"Bearer {self.key}"}
+        return httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=300)
+
+    def trace(self, code: str, **body: Any) -> httpx.Response:
+        """Send a completion with code beside it."""
+        return self.post(interventions=[{"op": "trace", "code": code, "name": "t"}], **body)
+
+    def first_token(self, number: int) -> tuple[float, str]:
+        """Return how long a first token takes, and the text of all."""
+        text, first_s, begin = "", 0.0, time.monotonic()
+        body = {"prompt": f"{number}. {PROMPT}", "max_tokens": 4, "temperature": 0, "stream": True}
+        headers = {"authorization": f"Bearer {self.key}"}
+        url = f"{self.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, headers=headers, timeout=300) as answer:
+            assert answer.status_code == 200, answer.read()
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    first_s = first_s or time.monotonic() - begin
+                    text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+        return first_s, text
+
+
+@dataclass
+class Looked:
+    """How long the server took to say that it lives, at most."""
+
+    longest_s: float = 0.0
+
+
+@contextlib.contextmanager
+def looking(url: str) -> Iterator[Looked]:
+    """Ask for the server's health, again and again."""
+    found, is_over = Looked(), threading.Event()
+
+    def look() -> None:
+        with httpx.Client(timeout=60) as client:
+            while not is_over.wait(0.05):
+                begin = time.monotonic()
+                assert client.get(f"{url}/health/live").status_code == 200
+                found.longest_s = max(found.longest_s, time.monotonic() - begin)
+
+    with ThreadPoolExecutor(1) as pool:
+        looks = pool.submit(look)
+        try:
+            yield found
+        finally:
+            is_over.set()
+            looks.result()
+
+
+def measured(tenant: Tenant) -> tuple[float, list[str]]:
+    """Return the median of a tenant's first tokens, and their texts."""
+    asked = [tenant.first_token(number) for number in range(NUM_ASKED)]
+    return statistics.median(first_s for first_s, _ in asked), [text for _, text in asked]
+
+
+def answers_beside(
+    neighbour: Tenant, num_threads: int, disturb: Callable[[], httpx.Response]
+) -> list[httpx.Response]:
+    """See that a neighbour is served as ever while somebody sends without end; returns their answers."""
+    measured(neighbour)
+    quiet_s, expected = measured(neighbour)
+    is_over, answers = threading.Event(), list[httpx.Response]()
+
+    def send() -> None:
+        while not is_over.is_set():
+            answers.append(disturb())
+
+    with looking(neighbour.url) as looked, ThreadPoolExecutor(num_threads) as pool:
+        sending = [pool.submit(send) for _ in range(num_threads)]
+        time.sleep(1.5)
+        busy_s, texts = measured(neighbour)
+        is_over.set()
+        for one in sending:
+            one.result()
+    assert texts == expected
+    told = f"quiet {quiet_s:.3f} s, beside it {busy_s:.3f} s, health within {looked.longest_s:.3f} s"
+    assert looked.longest_s < ALIVE_S, told
+    assert busy_s < SLOWER * quiet_s, told
+    return answers
+
+
+@pytest.fixture
+def stranger(keyed_server: KeyedServer) -> Tenant:
+    return Tenant(keyed_server.server.base_url, keyed_server.keys["stranger"])
+
+
+@pytest.fixture
+def neighbour(keyed_server: KeyedServer) -> Tenant:
+    return Tenant(keyed_server.server.base_url, keyed_server.keys["rival"])
+
+
+@pytest.mark.parametrize("name", SLOW_BLOCKS)
+def test_slow_blocks_of_a_tenant_keep_nobody_else_waiting(
+    name: str, stranger: Tenant, neighbour: Tenant
+) -> None:
+    answers = answers_beside(neighbour, 8, lambda: stranger.trace(SLOW_BLOCKS[name], max_tokens=4))
+    for answer in answers:
+        assert answer.status_code == 200, answer.text
+    assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
+
+
+COSTLY: Final = {
+    "unembedding": (
+        "rows = torch.zeros(2048, 576, dtype=torch.bfloat16)\nfor _ in range(9):\n    model.lm_head(rows)",
+        "may take within one step",
+    ),
+    "mlp": (
+        "rows = torch.zeros(2048, 576, dtype=torch.bfloat16)\n"
+        "for _ in range(999):\n    model.model.layers[0].mlp(rows)",
+        "may take within one step",
+    ),
+    "rows": (
+        "model.lm_head(torch.zeros(99999, 576, dtype=torch.bfloat16))",
+        "rows at once",
+    ),
+    "huge rows": (
+        "model.lm_head(torch.zeros(1, 1, dtype=torch.bfloat16).expand(2**30, 576))",
+        "leave the sandbox",
+    ),
+    "huge value": (
+        "model.layers[5].output = torch.zeros(1).expand(2**40)",
+        "shape|bytes|of memory",
+    ),
+    "huge stream": (
+        "model.layers[5].output = torch.zeros(1, 1, dtype=torch.bfloat16).expand(2**20, 2**12)",
+        "shape|bytes|of memory",
+    ),
+    "huge save": (
+        "h = torch.zeros(1).expand(2**33).save()",
+        "bytes|of memory",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_what_costs_too_much_is_refused_and_keeps_nobody_else_waiting(
+    name: str, stranger: Tenant, neighbour: Tenant
+) -> None:
+    code, said = COSTLY[name]
+    for answer in answers_beside(neighbour, 4, lambda: stranger.trace(code, max_tokens=1)):
+        assert answer.status_code == 400, answer.text
+        assert re.search(said, answer.json()["error"]["message"]), answer.text
+
+
+def test_a_block_that_a_step_did_not_wait_for_sees_what_it_would_have_seen(stranger: Tenant) -> None:
+    code = """
+import time
+seen = [].save()
+for step in tracer.iter[:]:
+    SLOW
+    first = model.layers[3].output[-1].float().sum().item()
+    model.layers[5].output[:] *= 1.5
+    SLOW
+    model.layers[9].output[-1] += 0.5
+    logits = model.logits.output.float().sum().item()
+    model.logits.output[:, 11] = -1e4
+    SLOW
+    token = model.samples.output.item()
+    SLOW
+    seen.append((first, logits, token))
+SLOW
+"""
+    told = []
+    for slow in ("time.sleep(0.15)", "pass"):
+        for sampling in ({"temperature": 0}, {"temperature": 1.5, "seed": 7, "logprobs": 2}):
+            answer = stranger.trace(code.replace("SLOW", slow), max_tokens=5, **sampling)
+            assert answer.status_code == 200, answer.text
+            choice = answer.json()["choices"][0]
+            seen = choice["interventions"]["results"]["t"]["saves"]["seen"]
+            told.append((choice["text"], choice["logprobs"], seen))
+    assert [len(one[2]) for one in told] == [5] * 4
+    assert told[:2] == told[2:]
