@@ -18,6 +18,8 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from nnsight_engine.compat import first_of_output
+
 OLD, OURS = "nnsight", "nnsight_engine"
 
 
@@ -27,6 +29,9 @@ class OriginalInstalledError(RuntimeError):
 
 def install(*, force: bool = False) -> None:
     """Let ``import nnsight`` and its submodules give this library; calling it again does nothing.
+
+    From then on, ``output[0]`` of blocks that return no tuple any more is warned about, see
+    ``first_of_output``.
 
     Args:
         force: Do so even though the original is installed.
@@ -45,10 +50,12 @@ def install(*, force: bool = False) -> None:
         )
     sys.meta_path.insert(0, _Renamed())
     sys.meta_path.append(_Missing())
+    first_of_output.listen()
 
 
 def uninstall() -> None:
     """Undo ``install``; what was imported stays as it is for those who hold it."""
+    first_of_output.stop_listening()
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Renamed | _Missing)]
     for name in [name for name in sys.modules if name == OLD or name.startswith(f"{OLD}.")]:
         if sys.modules[name].__name__.startswith(OURS):

@@ -14,6 +14,8 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch
+
 from nnsight_engine.envoys.aliases import descend
 from nnsight_engine.envoys.eproperty import eproperty
 
@@ -58,8 +60,8 @@ class Node:
 class NoSuchModuleError(AttributeError):
     """A name that neither an envoy nor its module has.
 
-    The text holds the whole tree. It is put together when somebody reads it, since most errors of this kind
-    are the answer to a ``hasattr``.
+    The text looks for names like it. It is put together when somebody reads it, since most errors of this
+    kind are the answer to a ``hasattr``.
     """
 
     def __init__(self, envoy: Envoy, name: str) -> None:
@@ -68,8 +70,12 @@ class NoSuchModuleError(AttributeError):
         self.envoy = envoy
 
     def __str__(self) -> str:
-        """Show what there is, and what was perhaps meant."""
-        return f"{as_text(self.envoy)} has no attribute {self.name}{_hint(self.envoy, str(self.name))}"
+        """Say in one line what was perhaps meant, and how to see what there is."""
+        envoy = self.envoy
+        return (
+            f"{type(envoy._module).__name__} at {envoy.path} has no attribute {self.name}."
+            f"{_hint(envoy, str(self.name))} print(model) shows the tree."
+        )
 
 
 def as_text(envoy: Envoy) -> str:
@@ -196,11 +202,31 @@ def _times(child: Child) -> str:
 
 
 def _hint(envoy: Envoy, name: str) -> str:
-    """Return what was perhaps meant: a name like this one, else a place further down that is called this."""
-    below = [str(found.path) for found in envoy._walk() if str(found.path).endswith(f".{name}")]
-    if below:
-        more = f", and {len(below) - 1} more" if len(below) > 1 else ""
-        return f". There is {below[0]}{more}"
-    own = [known for known in names_of(envoy) if not known.startswith("_")]
-    close = difflib.get_close_matches(name, own, _MAX_SUGGESTIONS)
-    return f". Did you mean {' or '.join(repr(one) for one in close)}?" if close else ""
+    """Return what was perhaps meant: a place further down that is called this, or names like this one."""
+    places = _places(envoy)
+    if name in places:
+        first, *others = places[name]
+        return f" There is {first}{f', and {len(others)} more' if others else ''}."
+    public = {one for one in names_of(envoy) if not one.startswith("_")}
+    everybodys = {*dir(torch.nn.Module), *object.__dir__(envoy)}
+    own = {*envoy._names, *_aliases_here(envoy), *(public - everybodys)}
+    near = _near(name, own) or _near(name, public)
+    if near:
+        return f" Did you mean {' or '.join(repr(one) for one in near)}?"
+    below = [places[one][0] for one in _near(name, set(places))]
+    return f" Did you mean {' or '.join(below)}?" if below else ""
+
+
+def _places(envoy: Envoy) -> dict[str, list[str]]:
+    """Return the paths of everything below, by the last of their components."""
+    found: dict[str, list[str]] = {}
+    for below in envoy._walk():
+        if below is not envoy:
+            found.setdefault(str(below.path).rpartition(".")[2], []).append(str(below.path))
+    return found
+
+
+def _near(name: str, known: set[str]) -> list[str]:
+    return difflib.get_close_matches(
+        name, sorted(one for one in known if not one.isdecimal()), _MAX_SUGGESTIONS
+    )

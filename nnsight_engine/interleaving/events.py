@@ -39,7 +39,13 @@ class SkipException(Exception):  # noqa: N818 - the documented name
 
 
 class MissedProviderError(ValueError):
-    """A value that a block asked for was not provided, and can no longer come."""
+    """A value that a block asked for was not provided, and can no longer come.
+
+    Attributes:
+        provider: The place whose value it was, if a place's.
+    """
+
+    provider: str | None = None
 
 
 class StepNotReachedError(MissedProviderError):

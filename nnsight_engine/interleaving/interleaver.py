@@ -426,10 +426,12 @@ class Interleaver(ModuleUse):
         if iteration is not None and calls:
             warns = mediator.moved_on and mediator.warns
             return (StepNotReachedError if warns else MissedProviderError)(_ended(requester, calls))
-        return MissedProviderError(
+        never = MissedProviderError(
             f"Execution complete but `{requester}` was not provided. Did you call an Envoy out of order? "
             "Investigate why this module was not called."
         )
+        never.provider = provider
+        return never
 
 
 def _ended(requester: str, calls: int) -> str:

@@ -43,6 +43,8 @@ Event = tuple[Events, str, int | None, Any]
 NOTHING = object()
 """No answer yet."""
 
+_STOPPED = "the trace was stopped by its block"
+
 _MAX_REFUSED = 500
 """Requests in a row for what cannot come, after which a block has failed whatever it does with the errors."""
 
@@ -96,6 +98,7 @@ class Mediator:
         iteration: The call number that requests are for; None means the next one to come.
         loops: The loops over steps that the block is in, innermost last.
         moved_on: Whether the block chose the call number itself, with ``next()``.
+        stopping: Whether the block has stopped the run. It stays so, should it catch what tells it.
         exchange: Passes on what the block has assigned, each time it hands over.
         waiting: What the block asked for and has not got; None while it runs or when it has ended.
     """
@@ -113,6 +116,7 @@ class Mediator:
         "iteration",
         "loops",
         "moved_on",
+        "stopping",
         "transform",
         "waiting",
         "worker",
@@ -140,6 +144,7 @@ class Mediator:
         self.iteration: int | None = 0
         self.loops: list[Any] = []
         self.moved_on = False
+        self.stopping = False
         self.waiting: Event | None = None
         self.transform: Callable[[], Any] | None = None
         self.exchange: Exchange | None = None
@@ -230,12 +235,16 @@ class Mediator:
             self.worker = None
             self.runs_on.give_back(worker)
             _, error = event.empty()
+            if error is None and self.stopping:
+                error = EarlyStopException(_STOPPED)
             if error is not None:
                 explain(error)
                 interleaver.failed(error)
             elif self.exchange is not None:
                 self.exchange.close()
             return NOTHING
+        if self.stopping:
+            interleaver.failed(EarlyStopException(_STOPPED))
         self.waiting = event  # type: ignore[assignment] # type() narrows less than isinstance(), which is slow
         return interleaver.queue(self)
 
@@ -275,7 +284,8 @@ class Mediator:
 
     def stop(self) -> None:
         """End this block and the model's run."""
-        raise EarlyStopException("the trace was stopped by its block")
+        self.stopping = True
+        raise EarlyStopException(_STOPPED)
 
     def await_step(self, step: int) -> bool:
         """Wait until some module makes its call number ``step``; False if generation is over before."""

@@ -212,8 +212,8 @@ def compile_block(
         counts: Whether it stores through an ``Assignments``.
 
     Raises:
-        TraceSyntaxError: A ``return``, ``yield`` or ``await`` would have to leave the block.
-        SyntaxError: A ``break`` or ``continue`` belongs to a loop around the block.
+        TraceSyntaxError: A ``return``, ``yield`` or ``await`` would have to leave the block, or a ``break``
+            or ``continue`` belongs to a loop around it.
     """
     body = origin.body
     _refuse_leaving(body, source)
@@ -234,7 +234,7 @@ def compile_block(
         module = compile(tree, source.filename, "exec", flags=context.flags, dont_inherit=True)
     except SyntaxError as error:
         if "outside loop" in str(error) or "not properly in loop" in str(error):
-            error.add_note("A traced block runs as a function of its own, so it cannot end a loop around it.")
+            raise _about_loop(error, source) from None
         raise
     code = _inner_code(module).replace(co_name=context.name, co_qualname=context.name)
     return Block(
@@ -442,6 +442,19 @@ def _refuse_leaving(body: Sequence[ast.stmt], source: SourceText) -> None:
             "does; save the value in the block and use it after",
             (sent_name(source.filename), line, getattr(node, "col_offset", 0) + 1, text),
         )
+
+
+def _about_loop(error: SyntaxError, source: SourceText) -> TraceSyntaxError:
+    """Return the error for a ``break`` or ``continue`` of a loop around the block."""
+    what = "continue" if "continue" in str(error) else "break"
+    line = error.lineno or 1
+    text = source.lines[line - 1] if line <= len(source.lines) else ""
+    return TraceSyntaxError(
+        f"`{what}` cannot belong to a loop around a traced block, which runs as a function of its own while "
+        f"the model does. Save a flag in the block and look at it after: `done = save(True)` in the block, "
+        f"`if done: {what}` below it",
+        (sent_name(source.filename), line, error.offset, text),
+    )
 
 
 HELPERS: dict[str, CellType] = {OVER: CellType(IterationOver), REQUIRES_GRAD: CellType(set_requires_grad)}

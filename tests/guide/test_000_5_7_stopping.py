@@ -51,3 +51,37 @@ def test_generation_stops_at_a_step(gpt2: LanguageModel) -> None:
             if step == 2:
                 tracer.stop()
     assert tokens_so_far == generated(gpt2, "Hello", max_new_tokens=3)[0, -3:].tolist()
+
+
+def test_a_block_that_catches_the_stop_has_stopped_all_the_same(gpt2: LanguageModel) -> None:
+    # What stop() raises is an Exception, as documented, so that scripts catch it along with others.
+    with recorded(gpt2._module, "transformer.h.1", "transformer.h.2") as ran:
+        with gpt2.trace("Hello") as tracer:
+            steps = save([])
+            gpt2.transformer.h[1].output.save()
+            try:
+                tracer.stop()
+            except Exception:  # noqa: BLE001 - the subject
+                steps.append("caught")
+            steps.append("went on")
+            gpt2.transformer.h[2].output.save()
+            steps.append("not reached")
+    assert steps == ["caught", "went on"]
+    assert [len(values) for values in ran.values()] == [1, 0]
+
+
+def test_a_stop_that_is_caught_last_stops_the_others_too(gpt2: LanguageModel) -> None:
+    with recorded(gpt2._module, "transformer.h.0", "transformer.h.2") as ran:
+        with gpt2.trace() as tracer:
+            with tracer.invoke("Hello"):
+                gpt2.transformer.h[0].output.save()
+                try:
+                    tracer.stop()
+                except Exception:  # noqa: BLE001 - the subject
+                    gpt2.lm_head  # noqa: B018 - something that asks for nothing
+            with tracer.invoke("Hello"):
+                steps = save([])
+                gpt2.transformer.h[2].output.save()
+                steps.append("not reached")
+    assert steps == []
+    assert [len(values) for values in ran.values()] == [1, 0]

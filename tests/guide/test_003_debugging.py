@@ -153,10 +153,10 @@ def test_values_that_never_come_are_value_errors(gpt2: LanguageModel) -> None:
         gpt2.generator.output.save()
 
 
-def test_a_name_that_no_module_has_is_answered_with_those_there_are(gpt2: LanguageModel) -> None:
+def test_a_name_that_no_module_has_is_answered_with_how_to_see_those_there_are(gpt2: LanguageModel) -> None:
     with pytest.raises(AttributeError, match="has no attribute decoder") as caught, gpt2.trace("Hello"):
         gpt2.transformer.decoder.output.save()
-    assert "(wte): Embedding" in str(caught.value)
+    assert "print(model)" in str(caught.value)
 
 
 def test_a_value_outside_of_a_trace_is_an_error_that_says_how_to_get_it(gpt2_folder: Path) -> None:

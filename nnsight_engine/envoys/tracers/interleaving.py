@@ -12,10 +12,12 @@ from nnsight_engine.core.config import CONFIG
 from nnsight_engine.core.saves import save
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.envoys.cache import Cache, CacheView
+from nnsight_engine.envoys.compiled import explain_missed
 from nnsight_engine.envoys.eproperty import eproperty
 from nnsight_engine.envoys.tracers.invoker import Invoker
 from nnsight_engine.envoys.tracers.steps import StepsTracer
 from nnsight_engine.interleaving.barrier import Barrier
+from nnsight_engine.interleaving.events import MissedProviderError
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.iteration import Iter, IteratorTracer
 from nnsight_engine.interleaving.mediator import Mediator
@@ -204,6 +206,9 @@ class InterleavingTracer(Tracer):
                     self._validate()
                 self._share(self.mediators, self.invokers)
                 return self._run_model()
+            except MissedProviderError as error:
+                explain_missed(error, self.model._root)
+                raise
             except NameError as error:
                 explain(error, [invoker.stored for invoker in self.invokers])
                 raise

@@ -52,9 +52,8 @@ class Names(ClientNames):
     def envoys_over(self, ours: Mapping[type[torch.nn.Module], type[Envoy]]) -> EnvoyMap:
         """Return all classes, ours for modules that the client's leave out."""
         envoys = self.envoys
-        given: Mapping[type[torch.nn.Module] | str, type[Envoy]] = (
-            {torch.nn.Module: envoys} if isinstance(envoys, type) else envoys or {}
-        )
+        given: Mapping[type[torch.nn.Module] | str, type[Envoy]]
+        given = {torch.nn.Module: envoys} if isinstance(envoys, type) else envoys or {}
         missing = {
             kind: envoy for kind, envoy in ours.items() if not any(base in given for base in kind.__mro__)
         }

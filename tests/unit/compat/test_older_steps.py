@@ -96,7 +96,7 @@ def test_loops_may_stand_in_loops_and_in_functions(model: NNsight, start: torch.
 
     with model.trace() as tracer:
         with tracer.invoke(start):
-            values = save([])
+            values: list[int] = save([])
             collect(tracer, values)
         with tracer.invoke():
             seen = save([])

@@ -104,24 +104,58 @@ def test_dir_offers_children_further_names_properties_and_the_modules_own() -> N
     assert not {"nothing", "0"} & {*dir(model), *dir(model.h)}
 
 
-def test_unknown_name_shows_the_modules_and_what_was_meant() -> None:
+def test_unknown_name_is_told_in_one_line_with_what_was_meant() -> None:
     model = NNsight(torch.nn.Sequential())
     model.layer1, model.layer2 = torch.nn.Linear(5, 10), torch.nn.Linear(10, 2)
     with pytest.raises(AttributeError) as caught:
         _ = model.layer3.output
     assert str(caught.value) == (
-        "Sequential(\n  (layer1): Linear(in_features=5, out_features=10, bias=True)\n"
-        "  (layer2): Linear(in_features=10, out_features=2, bias=True)\n"
-        ") has no attribute layer3. Did you mean 'layer2' or 'layer1'?"
+        "Sequential at model has no attribute layer3. Did you mean 'layer2' or 'layer1'? "
+        "print(model) shows the tree."
     )
     assert caught.value.name == "layer3"
 
 
-def test_unknown_name_that_is_further_down_is_found_there() -> None:
-    with pytest.raises(
-        AttributeError, match=r"has no attribute mlp\. There is model\.h\.0\.mlp, and 1 more$"
-    ):
-        _ = NNsight(Tiny(4, 4)).mlp
+@pytest.mark.parametrize(
+    ("path", "name", "hint"),
+    [
+        ("model", "mlp", " There is model.h.0.mlp, and 1 more."),
+        ("model", "haed", " Did you mean 'head'?"),
+        ("model", "layer", " Did you mean 'layers'?"),
+        ("model", "self_attn", " Did you mean model.h.0.attn?"),
+        ("model.h.0", "atn", " Did you mean 'attn'?"),
+        ("model", "genrate", " Did you mean 'generate'?"),
+        ("model", "xyzzy", ""),
+    ],
+)
+def test_near_names_are_the_users_own_first(path: str, name: str, hint: str) -> None:
+    model = NNsight(Tiny(4, 4), rename={"h": "layers"})
+    model._module.generate = model._module.forward  # type: ignore[assignment] # a method of the user's own
+    envoy = model if path == "model" else model.get(path)
+    with pytest.raises(AttributeError) as caught:
+        getattr(envoy, name)
+    kind = type(envoy._module).__name__
+    said = f"{kind} at {path} has no attribute {name}.{hint} print(model) shows the tree."
+    assert str(caught.value) == said
+
+
+def test_help_of_a_property_shows_its_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    model = NNsight(Tiny(4), envoys={Block: BlockEnvoy})
+    help(model.h[0].output)
+    assert "What the call returns; assign to replace it." in capsys.readouterr().out
+    block = model.h[0]
+    help(block.hidden)
+    assert "Help on eproperty" in capsys.readouterr().out
+    exec("help(model.head.inputs)", {"model": model})
+    assert "(args, kwargs)" in capsys.readouterr().out
+
+
+def test_help_of_anything_else_is_the_error_of_reading_it() -> None:
+    model = NNsight(Tiny(4))
+    with pytest.raises(ValueError, match="The model did not execute"):
+        help(model.head.output.shape)
+    with pytest.raises(ValueError, match="The model did not execute"):
+        repr(model.head.output)
 
 
 def test_unknown_name_inside_a_trace_is_the_same_error() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from nnsight_engine import NNsight, save
 from nnsight_engine.interleaving.events import MissedProviderError
+from nnsight_engine.tracing.errors import TraceSyntaxError
 
 
 class Recurrent(torch.nn.Module):
@@ -140,10 +141,31 @@ def test_what_was_not_saved_is_gone_at_once(linear: Batching, backward: bool) ->
         gc.enable()
 
 
-def test_a_break_around_the_block_says_why_it_cannot_be(linear: Batching) -> None:
+@pytest.mark.parametrize("what", ["break", "continue"])
+@pytest.mark.parametrize("around", ["for _ in range(2):", "while True:"])
+def test_leaving_a_loop_around_the_block_says_what_to_write(linear: Batching, around: str, what: str) -> None:
     namespace: dict[str, Any] = {"linear": linear, "X": X}
-    text = "for _ in range(2):\n    with linear.trace(X):\n        break\n"
-    linecache.cache["<breaks>"] = (len(text), None, text.splitlines(keepends=True), "<breaks>")
-    with pytest.raises(SyntaxError, match="outside loop") as caught:
-        exec(compile(text, "<breaks>", "exec"), namespace)
-    assert "cannot end a loop around it" in caught.value.__notes__[0]
+    name = f"<{what} {around}>"
+    text = f"{around}\n    with linear.trace(X):\n        linear.output\n        {what}\n"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    with pytest.raises(TraceSyntaxError, match=f"`{what}` cannot belong to a loop around") as caught:
+        exec(compile(text, name, "exec"), namespace)
+    assert f"if done: {what}" in str(caught.value)
+    assert (caught.value.filename, caught.value.lineno) == (name, 4)
+
+
+def test_the_way_that_the_error_names_works(linear: Batching) -> None:
+    turns = []
+    for turn in range(5):
+        done = False
+        with linear.trace(X):
+            for _ in range(3):
+                if turn < 2:
+                    continue
+                break
+            if turn == 2:
+                done = save(True)
+        turns.append(turn)
+        if done:
+            break
+    assert turns == [0, 1, 2]

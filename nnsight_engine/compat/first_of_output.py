@@ -1,0 +1,119 @@
+"""``block.output[0]`` in scripts from when blocks returned tuples: a warning where it now means a row.
+
+The decoder blocks of transformers return one tensor, ``[rows, tokens, width]``. Scripts of before take its
+first item for the hidden states, and would silently get those of the first row. Nothing tells which is meant,
+so the index keeps its plain meaning and its place is warned about, once. The code that reads the value shows
+what it does with it: indexes it, unpacks it, or binds it to a name that it indexes later.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import warnings
+from types import CodeType, FrameType
+from typing import Any, Final
+
+from nnsight_engine.core.reading import Reading
+
+_BLOCK: Final = "GradientCheckpointingLayer"
+"""What all blocks of transformers derive from."""
+
+_NUM_DIMENSIONS: Final = 3
+_FILLING: Final = frozenset({"CACHE", "PRECALL", "COPY", "SWAP", "RESUME", "NOP", "EXTENDED_ARG"})
+_INDEXES: Final = frozenset({"BINARY_SUBSCR", "STORE_SUBSCR", "DELETE_SUBSCR"})
+_UNPACKS: Final = frozenset({"UNPACK_SEQUENCE", "UNPACK_EX"})
+_THE_SAME: Final = frozenset({"save", "clone", "detach", "cpu"})
+"""Methods whose result is indexed as the value itself would be."""
+
+
+def listen() -> None:
+    """Warn from now on."""
+    Reading.listener = _check
+
+
+def stop_listening() -> None:
+    """Warn no longer."""
+    Reading.listener = None
+
+
+def _check(frame: FrameType, holder: Any, name: str, value: Any) -> None:
+    module = getattr(holder, "_module", None)
+    is_block = any(base.__name__ == _BLOCK for base in type(module).__mro__)
+    if name != "output" or not is_block or getattr(value, "ndim", None) != _NUM_DIMENSIONS:
+        return
+    line, bound_to = first_taken(frame.f_code, frame.f_lasti)
+    surroundings = _frame_around(holder)
+    if line is None and bound_to is not None and surroundings is not None:
+        line = indexed_by_name(surroundings.f_code, bound_to)
+    if line is not None:
+        warnings.warn_explicit(
+            f"`output[0]` of {holder.path} is its first row: {type(module).__name__} returns one tensor, "
+            "[rows, tokens, width], and no longer a tuple that begins with it. Write `output` for what "
+            "`output[0]` was in older scripts, and `output[:1]` if the first row is meant.",
+            UserWarning,
+            frame.f_code.co_filename,
+            line,
+            registry=frame.f_globals.setdefault("__warningregistry__", {}),
+        )
+
+
+def _frame_around(holder: Any) -> FrameType | None:
+    """Return the frame that opened the trace, in which saved values are used."""
+    frame: FrameType | None = getattr(holder.interleaver.current.info, "frame", None)
+    return frame
+
+
+@functools.lru_cache(maxsize=4096)
+def first_taken(code: CodeType, offset: int) -> tuple[int | None, str | None]:
+    """Find what happens to the value read at ``offset``.
+
+    Returns:
+        The line at which its first item is taken, None if nowhere in this code, and the name it is bound to.
+    """
+    steps = _steps(code)
+    after = [at for at, one in enumerate(steps) if one.offset > offset]
+    if not after:
+        return None, None
+    at = _past_methods(steps, after[0])
+    if _takes_first(steps, at):
+        return _line(steps, at), None
+    if at < len(steps) and steps[at].opname.startswith("STORE_") and steps[at].opname != "STORE_ATTR":
+        name = str(steps[at].argval)
+        return indexed_by_name(code, name), name
+    return None, None
+
+
+@functools.lru_cache(maxsize=4096)
+def indexed_by_name(code: CodeType, name: str) -> int | None:
+    """Return the line at which the first item of a variable is taken, None if nowhere."""
+    steps = _steps(code)
+    for at, one in enumerate(steps):
+        is_read = one.opname.startswith("LOAD_") and one.argval == name
+        if is_read and _takes_first(steps, _past_methods(steps, at + 1)):
+            return _line(steps, at)
+    return None
+
+
+def _steps(code: CodeType) -> list[dis.Instruction]:
+    return [one for one in dis.get_instructions(code) if one.opname not in _FILLING]
+
+
+def _past_methods(steps: list[dis.Instruction], at: int) -> int:
+    """Skip calls without arguments of methods that give the same value."""
+    while at + 1 < len(steps) and steps[at].argval in _THE_SAME and steps[at + 1].opname == "CALL":
+        at += 2
+    return at
+
+
+def _takes_first(steps: list[dis.Instruction], at: int) -> bool:
+    if at + 1 >= len(steps):
+        return False
+    one, following = steps[at], steps[at + 1]
+    is_zero = one.opname == "LOAD_CONST" and type(one.argval) is int and one.argval == 0
+    return (is_zero and following.opname in _INDEXES) or one.opname in _UNPACKS
+
+
+def _line(steps: list[dis.Instruction], at: int) -> int | None:
+    positions = steps[at].positions
+    return positions.lineno if positions is not None else None

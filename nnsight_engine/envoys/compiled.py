@@ -1,0 +1,36 @@
+"""Modules inside what ``torch.compile`` made: compiled code does not call them, so nothing of them comes by.
+
+A trace whose block waited for such a module in vain says so, instead of only that it was not called.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nnsight_engine.interleaving.events import MissedProviderError
+
+if TYPE_CHECKING:
+    from nnsight_engine.envoys.envoy import Envoy
+
+
+def compiled_around(root: Envoy, path: str) -> str | None:
+    """Return the path of the compiled module that the module at ``path`` is inside of; None if of none."""
+    for envoy in root._walk():
+        outer, module = str(envoy.path), envoy._module
+        made_by_torch = hasattr(module, "_orig_mod") and "_orig_mod" in module._modules
+        compiled = made_by_torch or module.__dict__.get("_compiled_call_impl") is not None
+        if compiled and path.startswith(f"{outer}."):
+            return outer
+    return None
+
+
+def explain_missed(error: MissedProviderError, root: Envoy) -> None:
+    """Add to the error for a value that never came, once the run is over, that its module is compiled."""
+    path = (error.provider or "").rpartition(".")[0]
+    outer = compiled_around(root, path) if path else None
+    if outer is not None:
+        error.args = (
+            f"{error} It is inside `{outer}`, which torch.compile has compiled: compiled code does not call "
+            "the modules in it. Wrap the model before it is compiled (`NNsight(compiled._orig_mod)`), or run "
+            "the trace under `with torch.compiler.set_stance('force_eager'):`.",
+        )

@@ -1,0 +1,163 @@
+"""Scripts of before, in which a block's output was a tuple: ``output[0]`` is warned about, once per place."""
+
+from __future__ import annotations
+
+import linecache
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from nnsight_engine import NNsight, save
+from nnsight_engine.compat import install, uninstall
+
+TOKENS = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+
+@pytest.fixture(autouse=True)
+def _as_a_script_of_nnsight() -> Iterator[None]:
+    install(force=True)
+    yield
+    uninstall()
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
+def block(request: pytest.FixtureRequest) -> Any:
+    """The second block of a model, whose root is ``block._root``."""
+    if request.param == "gpt2":
+        gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=16, n_positions=8))
+        return NNsight(gpt2.eval()).transformer.h[1]
+    config = LlamaConfig(
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        hidden_size=8,
+        intermediate_size=16,
+        vocab_size=16,
+    )
+    return NNsight(LlamaForCausalLM(config).eval()).model.layers[1]
+
+
+def indexed(block: Any) -> None:
+    save(block.output[0])  # here
+
+
+def saved(block: Any) -> None:
+    block.output[0].save()  # here
+
+
+def saved_before(block: Any) -> None:
+    block.output.save()[0]  # here
+
+
+def sliced_further(block: Any) -> None:
+    save(block.output[0][:, -1])  # here
+
+
+def zeroed(block: Any) -> None:
+    block.output[0][:] = 0  # here
+
+
+def added(block: Any) -> None:
+    block.output[0] += 1  # here
+
+
+def assigned(block: Any) -> None:
+    block.output[0] = torch.zeros(3, 8)  # here
+
+
+def named(block: Any) -> None:
+    hidden = block.output
+    hidden = hidden * 1 if hidden.ndim == 0 else hidden
+    save(hidden[0])  # here
+
+
+def named_and_saved(block: Any) -> None:
+    value = block.output.clone().save()
+    value[0].sum()  # here
+
+
+def unpacked(block: Any) -> None:
+    hidden, *_ = block.output  # here
+    save(hidden)
+
+
+def whole(block: Any) -> None:
+    save(block.output)
+
+
+def last_token(block: Any) -> None:
+    save(block.output[:, 0])
+
+
+def other_row(block: Any) -> None:
+    save(block.output[1])
+
+
+def first_row_kept_apart(block: Any) -> None:
+    block.output[:1] = 0
+
+
+def first_of_something_else(block: Any) -> None:
+    hidden = block.output
+    sizes = [hidden.shape]
+    save(sizes[0])
+    save(hidden.shape[0])
+
+
+def attention(block: Any) -> None:
+    save((block.attn if hasattr(block, "attn") else block.self_attn).output[0])
+
+
+def traced(block: Any, script: Callable[[Any], None]) -> list[warnings.WarningMessage]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            with block._root.trace(TOKENS):
+                script(block)
+    return caught
+
+
+@pytest.mark.parametrize(
+    "script",
+    [indexed, saved, saved_before, sliced_further, zeroed, added, assigned, named, named_and_saved, unpacked],
+)
+def test_the_first_item_of_a_blocks_output_is_warned_about_once(
+    block: Any, script: Callable[[Any], None]
+) -> None:
+    script.__globals__.pop("__warningregistry__", None)
+    (warning,) = traced(block, script)
+    assert f"`output[0]` of {block.path} is its first row" in str(warning.message)
+    assert "Write `output`" in str(warning.message)
+    assert warning.filename == __file__
+    assert linecache.getline(__file__, warning.lineno).rstrip().endswith("# here")
+
+
+@pytest.mark.parametrize(
+    "script", [whole, last_token, other_row, first_row_kept_apart, first_of_something_else, attention]
+)
+def test_anything_else_is_not(block: Any, script: Callable[[Any], None]) -> None:
+    assert traced(block, script) == []
+
+
+def test_blocks_of_traces_are_looked_at_as_functions_are(block: Any) -> None:
+    globals().pop("__warningregistry__", None)
+    with pytest.warns(UserWarning, match="is its first row"), block._root.trace(TOKENS):
+        first = block.output[0].save()
+    assert first.shape == (3, 8)  # the plain meaning
+
+
+def test_what_is_indexed_after_the_trace_is_warned_about_there(block: Any) -> None:
+    globals().pop("__warningregistry__", None)
+    with pytest.warns(UserWarning, match="is its first row") as caught, block._root.trace(TOKENS):
+        outcome = block.output.save()
+    assert outcome[0].shape == (3, 8)  # here
+    assert linecache.getline(__file__, caught[0].lineno).rstrip().endswith("# here")
+
+
+def test_nothing_is_said_outside_of_compat(block: Any) -> None:
+    uninstall()
+    assert traced(block, indexed) == []
