@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from api_schemas.errors import ApiError, ErrorCode
@@ -66,6 +67,22 @@ def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Re
     if error.status in _WORTH_WAITING:
         sent.setdefault("Retry-After", str(RETRY_AFTER_S))
     return Response(error_bytes(error), error.status, sent, media_type="application/json")
+
+
+async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send, *, code: int) -> None:
+    """Answer a request, or a WebSocket that is not accepted yet, with an error.
+
+    Args:
+        error: The error.
+        scope: The connection's.
+        receive: The connection's.
+        send: The connection's.
+        code: What a WebSocket is closed with by a server that can send no answer to it.
+    """
+    if scope["type"] == "websocket" and "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close", "code": code, "reason": error.code})
+        return
+    await error_response(error)(scope, receive, send)
 
 
 def error_frame(error: ApiError) -> str:

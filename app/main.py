@@ -21,6 +21,7 @@ from app.engine.local_traces import LocalTraceEngine
 from app.engine.session_traces import SessionTraces
 from app.engine.trace_processes import TraceProcesses
 from app.errors import install_error_handlers
+from app.hosts import HostMiddleware
 from app.lifecycle import Lifecycle, Restarts
 from app.middleware import GateMiddleware
 from app.observability.metrics import Metrics
@@ -177,6 +178,7 @@ def create_app(
     app.add_middleware(
         GateMiddleware, lifecycle=context.lifecycle, request_timeout_s=settings.request_timeout_s
     )
+    app.add_middleware(HostMiddleware, settings=settings, are_keys_required=callers.are_required)
     app.add_middleware(
         RecordMiddleware, log=log, keys=callers, metrics=counted, engine=engine, tracing=tracing
     )
