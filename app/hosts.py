@@ -1,9 +1,9 @@
 """Which host a request names, and which page of a browser sends it.
 
-A server without keys lets in whoever is on its machine, and a browser there shows pages of people who are not.
-Such a page can have a name of its own resolve to this machine (DNS rebinding), so the name that a request came
-to must be one of this machine's own; and what a page of another origin sends is refused, whatever the route.
-Where there are keys, the key says who may come in.
+A server without keys lets in whoever is on its machine, and a browser there shows pages of people who are
+not. Such a page can have a name of its own resolve to this machine (DNS rebinding), so the name that a
+request came to must be one of this machine's own; and what a page of another origin sends is refused,
+whatever the route. Where there are keys, the key says who may come in.
 """
 
 from __future__ import annotations
@@ -77,16 +77,16 @@ class HostMiddleware:
         if self._checks_name and (host is None or not (is_loopback(host.name) or host.name in self._own)):
             return ApiError(
                 ErrorCode.HOST_NOT_ALLOWED,
-                "A server without keys answers requests to its own machine's names alone, and this one has the "
-                f"Host {excerpt(connection.headers.get('host'))}: use http://localhost or http://127.0.0.1, or "
-                "have the operator name it in allowed_hosts (NNSIGHT_ENGINE_ALLOWED_HOSTS) or make keys.",
+                "A server without keys answers requests to its own machine's names alone, and this one has "
+                f"the Host {excerpt(connection.headers.get('host'))}: use http://localhost, or have the "
+                "operator name it in allowed_hosts (NNSIGHT_ENGINE_ALLOWED_HOSTS) or make keys.",
             )
         if is_from_elsewhere(connection):
             return ApiError(
                 ErrorCode.ORIGIN_NOT_ALLOWED,
-                f"This server has no keys and answers no page of another origin, and this request has the Origin "
-                f"{excerpt(connection.headers.get('origin'))}: open the page from this server, call it from "
-                "outside a browser, or have the operator make keys.",
+                "This server has no keys and answers no page of another origin, and this request has the "
+                f"Origin {excerpt(connection.headers.get('origin'))}: open the page from this server, "
+                "call it from outside a browser, or have the operator make keys.",
             )
         return None
 

@@ -35,6 +35,7 @@ from app.routes import (
     capabilities,
     chat,
     completions,
+    documentation,
     health,
     job_events,
     jobs,
@@ -80,6 +81,7 @@ _ROUTERS = (
     audit.router,
     metrics.router,
     vectors.router,
+    documentation.router,
 )
 
 
@@ -173,7 +175,7 @@ def create_app(
         tracing,
         beside,
     )
-    app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)
+    app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan, docs_url=None, redoc_url=None)
     app.state.context = context
     app.add_middleware(
         GateMiddleware, lifecycle=context.lifecycle, request_timeout_s=settings.request_timeout_s

@@ -22,8 +22,9 @@ SERVED: Final = {"/docs", "/metrics", "/playground", "/v1/jobs/{job_id}/events",
 OWN_HOSTS: Final = ["localhost", "localhost:8000", "LOCALHOST:80", "127.0.0.1", "127.9.9.9:1", "[::1]:8000"]
 OTHER_HOSTS: Final = [
     "evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "127.0.0.1@evil",
-    "evil@127.0.0.1", "localhost@evil.example", "localhost:8000@evil", "localhost/", "localhost#", "localhost?",
-    "localhost\\evil", "localhost evil", "localhost:", "localhost:x", "[::1", "::1", "0.0.0.0", "127.1", "",
+    "evil@127.0.0.1", "localhost@evil.example", "localhost:8000@evil", "localhost/", "localhost#",
+    "localhost?", "localhost\\evil", "localhost evil", "localhost:", "localhost:x", "[::1", "::1", "0.0.0.0",
+    "127.1", "",
 ]  # fmt: skip
 OWN_ORIGINS: Final = [
     ("localhost", "http://localhost"), ("localhost:8000", "http://localhost:8000"),
