@@ -21,9 +21,11 @@ from starlette.websockets import WebSocket
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
+from api_schemas.interventions import path_in
 from api_schemas.limits import Limits
 from app.admission.throttled import ThrottledError
 from app.audit.records import note
+from app.json_text import printable
 
 RETRY_AFTER_S: Final = 5
 """What a client is told to wait before it asks a server that is starting, full or draining."""
@@ -99,11 +101,6 @@ def internal_error() -> ApiError:
     )
 
 
-def printable(text: str) -> str:
-    """Return ``text`` with what UTF-8 cannot hold, lone surrogates, as escapes."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
 def said(problems: Sequence[Mapping[str, Any]]) -> str:
     """Return what pydantic found wrong: where and why, and nothing of the value or of the server."""
     return "; ".join(
@@ -126,11 +123,19 @@ def validated(model: type[T], value: object, limits: Limits | None = None) -> T:
     try:
         return model.model_validate(value, context=limits)
     except ValidationError as error:
-        problems = error.errors(include_url=False)
+        found = error.errors(include_url=False)
+        problems: list[dict[str, Any]] = [{**one, "loc": _place(value, one)} for one in found]
         kind = str(problems[0]["type"])
         code = ErrorCode(kind) if kind in _OUR_CODES else _VALUE_CODES.get(kind, ErrorCode.INVALID_SHAPE)
         param = ".".join(clip(str(part)) for part in problems[0]["loc"]) or None
         raise ApiError(code, f"The body is none of its route: {said(problems)}.", param) from error
+
+
+def _place(value: object, problem: Mapping[str, Any]) -> list[str]:
+    """Return where in a body pydantic, or a model of ours, found something wrong."""
+    field = problem.get("ctx", {}).get("field", "") if problem["type"] in _OUR_CODES else ""
+    place = path_in(value, problem["loc"], keep_last=problem["type"] == "missing")
+    return [*place, *field.split(".")] if field else place
 
 
 def install_error_handlers(app: Starlette) -> None:

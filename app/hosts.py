@@ -73,8 +73,8 @@ class HostMiddleware:
         await self._app(scope, receive, send)
 
     def _refusal(self, connection: HTTPConnection) -> ApiError | None:
-        host = host_of(connection)
-        if self._checks_name and (host is None or not (is_loopback(host.name) or host.name in self._own)):
+        # Whoever sends none at all is no browser.
+        if self._checks_name and "host" in connection.headers and not self._is_own(host_of(connection)):
             return ApiError(
                 ErrorCode.HOST_NOT_ALLOWED,
                 "A server without keys answers requests to its own machine's names alone, and this one has "
@@ -89,6 +89,9 @@ class HostMiddleware:
                 "call it from outside a browser, or have the operator make keys.",
             )
         return None
+
+    def _is_own(self, host: Authority | None) -> bool:
+        return host is not None and (is_loopback(host.name) or host.name in self._own)
 
     async def _asks_for_keys(self) -> bool:
         if not self._has_keys:  # once it has, that does not change

@@ -23,11 +23,13 @@ from nnsight_engine.plans.tensor_input import (
     check_directions,
     check_patch,
     check_rows,
+    check_scaled,
     read_tensor,
     reorder_rows,
 )
 
 _NEEDS_DIRECTION: Final = frozenset({"norm_match", "project_out", "clamp"})
+_SCALED: Final = frozenset({"add", "replace"})
 _ABLATIONS: Final = {"zero": Kind.ZERO, "mean": Kind.MEAN, "vector": Kind.REPLACE}
 _SAMPLES: Final = "samples"
 
@@ -79,6 +81,8 @@ class OperationCompiler:
         if op.mode in _NEEDS_DIRECTION:
             check_directions(tensor, op.mode, f"{param}.vector")
         scale = _float32(op.scale, f"{param}.scale")
+        if op.mode in _SCALED:
+            check_scaled(tensor, scale, f"{param}.scale")
         return PlannedOp(Kind(op.mode), sites, named.rule, scale=scale, tensor=self._keep(tensor))
 
     def _ablate(self, op: Ablate, named: Named, param: str) -> PlannedOp:

@@ -13,7 +13,7 @@ import numpy as np
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.tensors import TensorInput, TensorObject, VectorName
-from nnsight_engine.core.dtypes import Floats, floats_from_bytes
+from nnsight_engine.core.dtypes import FLOAT32_MAX, Floats, floats_from_bytes
 from nnsight_engine.plans.request_plan import TensorData
 
 MIN_NORM: Final = 1e-15
@@ -101,6 +101,22 @@ def check_directions(tensor: TensorData, mode: str, param: str) -> None:
             ErrorCode.INVALID_VALUE,
             f"`{mode}` needs the vector's direction, so its norm must lie between {MIN_NORM} and {MAX_NORM}; "
             f"got {norms.min():g}{'' if len(norms) == 1 else f' to {norms.max():g}'}.",
+            param,
+        )
+
+
+def check_scaled(tensor: TensorData, scale: float, param: str) -> None:
+    """Check that the tensor times a scale is finite in float32, which the model computes with at most.
+
+    Raises:
+        ApiError: ``not_finite``.
+    """
+    largest = float(np.abs(floats_from_bytes(tensor.dtype, tensor.data)).max(initial=0.0))
+    if largest * abs(scale) > FLOAT32_MAX:
+        raise ApiError(
+            ErrorCode.NOT_FINITE,
+            f"The vector times its scale must be finite in float32, whose largest is {FLOAT32_MAX:g}; got "
+            f"{largest:g} times {scale:g}. Send a smaller scale.",
             param,
         )
 
