@@ -175,7 +175,7 @@ async def test_the_messages_say_what_to_send_instead(http: httpx.AsyncClient) ->
     said, param = await message(**capture(where={"range": [0]}))
     assert "[start, stop]" in said
     said, param = await message(**capture(reduec="last"))
-    assert "at, reduce, dtype" in said.replace("`", "")
+    assert "reduce, dtype" in said
     assert param == "interventions.0.reduec"
     said, param = await message(**capture(where={"rang": [0, 1]}))
     assert "phase, positions, range, tokens, exclude" in said

@@ -35,7 +35,7 @@ def test_what_json_has_is_as_it_was(value: Any) -> None:
 
 def test_what_json_has_not_is_null_and_an_escape() -> None:
     value = {"logprob": math.nan, "top": [math.inf, -math.inf, 1.5], "a\ud800": ("é\udfff", "\U0001f600")}
-    assert json.loads(JsonAnswer(value).body) == {
+    assert json.loads(bytes(JsonAnswer(value).body)) == {
         "logprob": None,
         "top": [None, None, 1.5],
         "a\\ud800": ["é\\udfff", "\U0001f600"],
