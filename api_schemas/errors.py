@@ -45,6 +45,8 @@ class ErrorCode(enum.StrEnum):
     INVALID_TRACE = "invalid_trace"
     TRACE_FAILED = "trace_failed"
     CODE_NOT_ALLOWED = "code_not_allowed"
+    HOST_NOT_ALLOWED = "host_not_allowed"
+    ORIGIN_NOT_ALLOWED = "origin_not_allowed"
     NO_KEY = "missing_api_key"
     INVALID_KEY = "invalid_api_key"
     MISSING_SCOPE = "missing_scope"
@@ -98,6 +100,8 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.CAPTURE_TOO_LARGE: 400,
     ErrorCode.CODEC_NOT_ALLOWED: 403,
     ErrorCode.CODE_NOT_ALLOWED: 403,
+    ErrorCode.HOST_NOT_ALLOWED: 403,
+    ErrorCode.ORIGIN_NOT_ALLOWED: 403,
     ErrorCode.NO_KEY: 401,
     ErrorCode.INVALID_KEY: 401,
     ErrorCode.MISSING_SCOPE: 403,

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from api_schemas.errors import ErrorCode
+from api_schemas.excerpt import clip
 
 Integer = Annotated[int, Field(strict=True)]
 """An integer; booleans and 1.0 are none."""
@@ -60,3 +64,18 @@ class Strict(BaseModel):
     """A part of a request: unknown fields are errors, and nothing changes after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _knows_its_fields(cls, value: Any) -> Any:
+        # As pydantic would for ``extra``, which does not say what is known.
+        given = value if isinstance(value, dict) else {}
+        unknown = next((name for name in given if name not in cls.model_fields), None)
+        if unknown is not None:
+            name = clip(str(unknown))
+            raise PydanticCustomError(
+                ErrorCode.INVALID_SHAPE.value,
+                "there is no field `{field}` here; the fields are {known}",
+                {"field": name, "known": ", ".join(cls.model_fields)},
+            )
+        return value

@@ -45,6 +45,7 @@ __all__ = [
     "Operation",
     "PromptOperations",
     "parse_interventions",
+    "path_in",
     "tensor_of",
 ]
 
@@ -70,6 +71,18 @@ _CODES: Final = {
     "string_unicode": ErrorCode.INVALID_VALUE,
 }
 """Our code for pydantic's types of error; what is not listed is a matter of shape."""
+
+_FORMS: Final = {
+    "at": 'Name a point such as "layers.3.output", or a list of them.',
+    "layers": 'Give "all", a selection such as "3:9", or a list of layers such as [5].',
+    "positions": "Give a list of positions such as [0, -1].",
+    "prompts": "Give a list of the prompts' numbers such as [0].",
+    "range": "Give [start, stop], half-open, such as [0, 4]; stop may be null.",
+    "targets": 'Give a list of tokens such as [" Paris", 42].',
+    "tokens": 'Give a list of tokens such as [" Paris", 42].',
+    "units": "Give a list of indices such as [0, 7].",
+}
+"""What a field of more than one number or word looks like, for whoever sent another form."""
 
 _LITERAL_CODES: Final = {"dtype": ErrorCode.WRONG_DTYPE, "encoding": ErrorCode.WRONG_ENCODING}
 """Our code for a value outside a field's list of words, where the field has one of its own."""
@@ -268,7 +281,7 @@ def _translate(error: ValidationError, item: dict[str, Any], param: str) -> ApiE
     """Return the first of pydantic's errors as ours; the others would say little more."""
     first = error.errors(include_url=False)[0]
     kind, location = first["type"], first["loc"]
-    path = _path(item, location, keep_last=kind == "missing")
+    path = path_in(item, location, keep_last=kind == "missing")
     if kind in _OUR_CODES:
         field = first.get("ctx", {}).get("field", "")
         code = ErrorCode(kind)
@@ -280,11 +293,12 @@ def _translate(error: ValidationError, item: dict[str, Any], param: str) -> ApiE
             code = _LITERAL_CODES.get(path[-1], code)
         got = "" if kind == "missing" else f", got {excerpt(first['input'])}"
         field = f"`{'.'.join(path)}` of " if path else ""
-        message = f"{field}an operation `{item['op']}`: {first['msg']}{got}."
+        hint = next((f" {_FORMS[part]}" for part in reversed(path) if part in _FORMS), "")
+        message = f"{field}an operation `{item['op']}`: {first['msg']}{got}.{hint}"
     return ApiError(code, message, ".".join([param, *path]))
 
 
-def _path(item: object, location: Sequence[int | str], *, keep_last: bool) -> list[str]:
+def path_in(item: object, location: Sequence[int | str], *, keep_last: bool) -> list[str]:
     """Return the location as a path in the request, without the tags of pydantic's unions."""
     path: list[str] = []
     value: Any = item

@@ -11,19 +11,27 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Discriminator, Field, RootModel, Tag
 
 from api_schemas.chat import ChatMessage
-from api_schemas.fields import Strict
+from api_schemas.fields import Integer, Items, Strict
+
+
+def _form(value: Any) -> str:
+    return "ids" if isinstance(value, list) else "text"
 
 
 class TokenizePrompt(Strict):
-    """A text, as ``/v1/completions`` takes it.
+    """A text, or tokens' ids, as ``/v1/completions`` takes them.
 
     Attributes:
         model: As ``GET /v1/models`` lists it.
-        prompt: The text.
+        prompt: The text, or the ids.
     """
 
     model: str | None = None
-    prompt: Annotated[str, Field(strict=True)]
+    prompt: Annotated[
+        Annotated[str, Field(strict=True), Tag("text")]
+        | Annotated[Items[Annotated[Integer, Field(ge=0)]], Tag("ids"), Field(min_length=1)],
+        Discriminator(_form),
+    ]
 
 
 class TokenizeMessages(Strict):
@@ -32,10 +40,20 @@ class TokenizeMessages(Strict):
     Attributes:
         model: As ``GET /v1/models`` lists it.
         messages: What was said; rendered up to where the answer begins.
+        tools: What the answer may call, which templates describe.
+        documents: What the answer may quote, for templates that know documents.
+        chat_template_kwargs: More of the template's own variables.
+        add_generation_prompt: Whether the answer's beginning is rendered; true where absent.
+        continue_final_message: Whether the last message is left open, for the answer to go on with.
     """
 
     model: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, str]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 def _kind(value: Any) -> str:

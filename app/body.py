@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import AsyncGenerator
 from typing import Any, Final, NoReturn
 
@@ -23,6 +24,8 @@ from app.receiving import intake_of
 from app.services.disconnect import while_connected
 
 _QUOTE: Final = ord('"')
+_HALVES: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Escapes of surrogates, which JSON has in pairs for characters beyond U+FFFF."""
 _IRRELEVANT: Final = bytes(set(range(256)) - set(b'[]{}"'))
 _SCAN_CHUNK_BYTES: Final = 64 * 1024
 THREAD_BYTES: Final = 1024 * 1024
@@ -81,6 +84,14 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
         # A byte order mark is let through, as json.loads does for bytes; UTF-16 is not, because
         # the depth was counted on single bytes.
         value = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        if _HALVES.search(body):
+            json.dumps(value, ensure_ascii=False).encode()  # which halves that make up a whole survive
+    except UnicodeEncodeError as error:
+        raise ApiError(
+            ErrorCode.INVALID_JSON,
+            "A string of the body holds half of a character (a lone surrogate, such as "
+            f"{error.object[error.start]!a}), which UTF-8 cannot write; send whole characters.",
+        ) from error
     except ValueError as error:
         # Bad UTF-8, bad JSON, and integers beyond Python's limit on digits are all ValueError.
         raise ApiError(ErrorCode.INVALID_JSON, f"The body must be JSON in UTF-8: {error}.") from error

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from app.command import TERMINAL, run_terminal
 from app.engine.local_traces import LocalTraceEngine
 from app.engine.vllm_options import refuse_named
+from app.hosts import is_loopback
 from app.keys_command import has_keys
 from app.keys_command import run as run_keys
 from app.listening import listening_socket
@@ -30,7 +31,6 @@ from app.main import create_app, new_store
 from app.observability.logs import is_json, start_logs
 from app.replicas.options import split_address, split_replicas
 from app.server import DrainingServer, server_config
-from app.services.code_policy import is_loopback
 from app.settings import Settings, engine_trace_options, environment_for_traces, set_engine_defaults
 from app.storage.database import DatabaseError
 from nnsight_engine.core.collecting import uncollected

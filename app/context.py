@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Final
 
-from fastapi import Depends, Security, WebSocketException
+from fastapi import Depends, Security
 from fastapi.openapi.models import HTTPBearer as BearerModel
 from fastapi.security import SecurityScopes
 from fastapi.security.base import SecurityBase
 from starlette.requests import HTTPConnection
 
+from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import Scope
 from app.admission.rates import ADMITTED, Rates
 from app.audit.log import AuditLog
@@ -21,12 +22,12 @@ from app.auth.principal import Principal
 from app.bodies import BODIES, Bodies
 from app.engine.client import EngineClient
 from app.engine.trace_processes import TraceProcesses
+from app.hosts import is_from_elsewhere
 from app.lifecycle import Lifecycle
 from app.observability.metrics import Metrics
 from app.observability.scrape import Scrape
 from app.observability.tracing import Tracing
 from app.receiving import INTAKE, Receiving
-from app.services.code_policy import check_name, is_from_elsewhere
 from app.services.job_callers import learn
 from app.services.jobs import JobService
 from app.services.traces import TraceService
@@ -37,7 +38,6 @@ from app.vectors.service import VectorService
 from app.vectors.training import Trainer
 from nnsight_engine.core.metering import METER
 
-_POLICY_VIOLATION: Final = 1008
 _RUN_AT_ONCE: Final = {"/v1/completions", "/v1/chat/completions", "/v1/traces", "/v1/vectors/train"}
 """What a limit on concurrency is of."""
 
@@ -97,8 +97,6 @@ async def _caller_of(
     if INTAKE not in connection.scope:
         connection.scope[INTAKE] = context.receiving.intake(principal.tenant)
         connection.scope[BODIES] = context.bodies
-    if not principal.has_key and Scope.CODE in scopes.scopes:
-        check_name(context.settings, connection)
     if principal.has_key and ADMITTED not in connection.scope:
         works = connection.scope["route"].path in _RUN_AT_ONCE
         learn(context.store.stored, principal)
@@ -110,9 +108,9 @@ async def _caller_of(
 
 
 def _check_origin(connection: HTTPConnection) -> None:
-    """Refuse pages of other places, which browsers let open WebSockets to anywhere."""
+    """Refuse pages of other origins, which browsers let open WebSockets to anywhere, key or not."""
     if is_from_elsewhere(connection):
-        raise WebSocketException(_POLICY_VIOLATION, "pages of other places may not listen to jobs")
+        raise ApiError(ErrorCode.ORIGIN_NOT_ALLOWED, "Cross-origin WebSocket connections are not allowed.")
 
 
 Served = Annotated[Context, Depends(_context_of)]

@@ -16,13 +16,16 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
+from api_schemas.interventions import path_in
 from api_schemas.limits import Limits
 from app.admission.throttled import ThrottledError
 from app.audit.records import note
+from app.json_text import printable
 
 RETRY_AFTER_S: Final = 5
 """What a client is told to wait before it asks a server that is starting, full or draining."""
@@ -68,6 +71,22 @@ def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Re
     return Response(error_bytes(error), error.status, sent, media_type="application/json")
 
 
+async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send, *, code: int) -> None:
+    """Answer a request, or a WebSocket that is not accepted yet, with an error.
+
+    Args:
+        error: The error.
+        scope: The connection's.
+        receive: The connection's.
+        send: The connection's.
+        code: What a WebSocket is closed with by a server that can send no answer to it.
+    """
+    if scope["type"] == "websocket" and "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close", "code": code, "reason": error.code})
+        return
+    await error_response(error)(scope, receive, send)
+
+
 def error_frame(error: ApiError) -> str:
     """Return the error as one event of a stream whose status is already sent."""
     note(error=error.code)
@@ -80,11 +99,6 @@ def internal_error() -> ApiError:
         ErrorCode.INTERNAL,
         "The server failed on this request and has logged why; the request may be sent again.",
     )
-
-
-def printable(text: str) -> str:
-    """Return ``text`` with what UTF-8 cannot hold, lone surrogates, as escapes."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def said(problems: Sequence[Mapping[str, Any]]) -> str:
@@ -109,11 +123,19 @@ def validated(model: type[T], value: object, limits: Limits | None = None) -> T:
     try:
         return model.model_validate(value, context=limits)
     except ValidationError as error:
-        problems = error.errors(include_url=False)
+        found = error.errors(include_url=False)
+        problems: list[dict[str, Any]] = [{**one, "loc": _place(value, one)} for one in found]
         kind = str(problems[0]["type"])
         code = ErrorCode(kind) if kind in _OUR_CODES else _VALUE_CODES.get(kind, ErrorCode.INVALID_SHAPE)
         param = ".".join(clip(str(part)) for part in problems[0]["loc"]) or None
         raise ApiError(code, f"The body is none of its route: {said(problems)}.", param) from error
+
+
+def _place(value: object, problem: Mapping[str, Any]) -> list[str]:
+    """Return where in a body pydantic, or a model of ours, found something wrong."""
+    field = problem.get("ctx", {}).get("field", "") if problem["type"] in _OUR_CODES else ""
+    place = path_in(value, problem["loc"], keep_last=problem["type"] == "missing")
+    return [*place, *field.split(".")] if field else place
 
 
 def install_error_handlers(app: Starlette) -> None:

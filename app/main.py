@@ -23,6 +23,7 @@ from app.engine.local_traces import LocalTraceEngine
 from app.engine.session_traces import SessionTraces
 from app.engine.trace_processes import TraceProcesses
 from app.errors import install_error_handlers
+from app.hosts import HostMiddleware
 from app.lifecycle import Lifecycle, Restarts
 from app.middleware import GateMiddleware
 from app.observability.metrics import Metrics
@@ -36,6 +37,7 @@ from app.routes import (
     capabilities,
     chat,
     completions,
+    documentation,
     health,
     job_events,
     jobs,
@@ -81,6 +83,7 @@ _ROUTERS = (
     audit.router,
     metrics.router,
     vectors.router,
+    documentation.router,
 )
 
 
@@ -175,11 +178,12 @@ def create_app(
         tracing,
         beside,
     )
-    app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan)
+    app = DocumentedApp(title="NNsight Engine", lifespan=_lifespan, docs_url=None, redoc_url=None)
     app.state.context = context
     app.add_middleware(
         GateMiddleware, lifecycle=context.lifecycle, request_timeout_s=settings.request_timeout_s
     )
+    app.add_middleware(HostMiddleware, settings=settings, are_keys_required=callers.are_required)
     app.add_middleware(
         RecordMiddleware, log=log, keys=callers, metrics=counted, engine=engine, tracing=tracing
     )

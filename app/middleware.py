@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api_schemas.errors import ApiError
 from app.admission.rates import ADMITTED, Admitted
 from app.cutoff import CUTOFF, Cutoff
-from app.errors import error_response, internal_error
+from app.errors import error_response, internal_error, refuse
 from app.lifecycle import Lifecycle, Phase
 from app.receiving import intake_of
 
@@ -50,7 +50,7 @@ class GateMiddleware:
             return
         refusal = self._refusal(path, scope.get("method", "GET"))
         if refusal is not None:
-            await _refuse(refusal, scope, receive, send)
+            await refuse(refusal, scope, receive, send, code=_TRY_AGAIN_LATER)
             return
         if path.startswith(JOBS_PATH) and path.endswith(_EVENTS):
             # Whoever follows a job waits for it as we do, and comes back to the next server.
@@ -108,10 +108,3 @@ def _add_headers(start: Message, admitted: Admitted | None) -> None:
     if admitted is not None:
         sent = [(name.encode(), value.encode()) for name, value in admitted.headers.items()]
         start["headers"] = [*start.get("headers", []), *sent]
-
-
-async def _refuse(refusal: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    if scope["type"] == "websocket" and "websocket.http.response" not in scope.get("extensions", {}):
-        await send({"type": "websocket.close", "code": _TRY_AGAIN_LATER, "reason": refusal.code})
-        return
-    await error_response(refusal)(scope, receive, send)

@@ -139,6 +139,11 @@ class Settings(BaseSettings):
         description="Whether clients may send traces, which are code; unset, those whose key says so, or, "
         "without keys, those of this machine.",
     )
+    allowed_hosts: str = Field(
+        default="",
+        description="Names that a server without keys answers to beside localhost and loopback addresses, "
+        "separated by commas, such as that of a proxy on its machine.",
+    )
     max_trace_request_bytes: int = Field(
         default=GIB, ge=1024, description="Largest trace that a client may send, with its tensors."
     )

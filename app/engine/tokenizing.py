@@ -9,11 +9,21 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from starlette.requests import Request
 from vllm.config import ModelConfig
-from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, TokenizeCompletionRequest
-from vllm.renderers.params import TokenizeParams
+from vllm.entrypoints.serve.tokenize.protocol import (
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+)
+from vllm.renderers.chat_utils import ChatTemplateContentFormatOption
+from vllm.renderers.params import ChatParams, TokenizeParams
 
-from api_schemas.tokens import TokenizeMessages, TokenizeRequest
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import excerpt
+from api_schemas.tokens import TokenizeMessages, TokenizePrompt, TokenizeRequest
+from app.engine.vllm_requests import read_request
+from nnsight_engine.core.model_spec import ModelSpec
 
 
 class _Text(TokenizeCompletionRequest):
@@ -27,15 +37,56 @@ class _Text(TokenizeCompletionRequest):
 class _Messages(TokenizeChatRequest):
     """A conversation that could be a prompt."""
 
+    documents: list[dict[str, str]] | None = None
+
+    def build_chat_params(
+        self, default_template: str | None, default_template_content_format: ChatTemplateContentFormatOption
+    ) -> ChatParams:
+        """Return vLLM's parameters, with the documents that its chat completions have."""
+        params = super().build_chat_params(default_template, default_template_content_format)
+        if self.documents is None:
+            return params
+        return dataclasses.replace(
+            params, chat_template_kwargs={**params.chat_template_kwargs, "documents": self.documents}
+        )
+
     def build_tok_params(self, model_config: ModelConfig) -> TokenizeParams:
         """Return vLLM's parameters, with the length that prompts may have."""
         return _bounded(super().build_tok_params(model_config), model_config)
 
 
-def tokenize_request(wanted: TokenizeRequest) -> Any:
-    """Return vLLM's request of ours; raises pydantic's ValidationError for what vLLM does not take."""
-    model: type[_Text | _Messages] = _Messages if isinstance(wanted.root, TokenizeMessages) else _Text
-    return model.model_validate(wanted.root.model_dump(exclude_none=True))
+def ids_of(wanted: TokenizeRequest) -> list[int] | None:
+    """Return the ids that are asked about; None where a text or a conversation is."""
+    prompt = wanted.root.prompt if isinstance(wanted.root, TokenizePrompt) else None
+    return prompt if isinstance(prompt, list) else None
+
+
+async def tokenize_request(wanted: TokenizeRequest, http: Request, spec: ModelSpec) -> Any:
+    """Return vLLM's request of ours, for a text where ids are asked about.
+
+    Raises:
+        RefusedError: vLLM does not take it.
+        ApiError: ``unknown_token``, ``invalid_value``: the ids are none of the model's, or too many.
+    """
+    body = wanted.root.model_dump(exclude_none=True)
+    ids = ids_of(wanted)
+    if ids is None:
+        model: type[_Text | _Messages] = _Messages if isinstance(wanted.root, TokenizeMessages) else _Text
+        return await read_request(model, body, http)
+    if len(ids) > spec.max_model_len:
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            f"A prompt here has at most {spec.max_model_len} tokens, got {len(ids)}; send fewer ids.",
+            "prompt",
+        )
+    index = next((index for index, one in enumerate(ids) if one >= spec.vocab_size), None)
+    if index is not None:
+        raise ApiError(
+            ErrorCode.UNKNOWN_TOKEN,
+            f"A token's id lies between 0 and {spec.vocab_size - 1} here, got {excerpt(ids[index])}.",
+            f"prompt.{index}",
+        )
+    return await read_request(DetokenizeRequest, {"model": body.get("model"), "tokens": ids}, http)
 
 
 def texts_of(ids: Sequence[int], text_of: Callable[[int], str]) -> list[str]:
@@ -48,4 +99,4 @@ def _bounded(params: TokenizeParams, model_config: ModelConfig) -> TokenizeParam
     return dataclasses.replace(params, max_total_tokens=model_config.max_model_len)
 
 
-__all__ = ["texts_of", "tokenize_request"]
+__all__ = ["ids_of", "texts_of", "tokenize_request"]

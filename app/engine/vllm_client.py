@@ -19,8 +19,6 @@ from functools import partial
 from typing import Any, Final
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 from starlette.requests import Request
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -28,7 +26,6 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-from vllm.entrypoints.serve.exception_handling.handlers.validation import validation_exception_handler
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -43,11 +40,13 @@ from app.engine.grammars import Grammars, structural_tags_of
 from app.engine.intervening_requests import InterveningChatRequest, InterveningCompletionRequest
 from app.engine.places import Places
 from app.engine.stalls import stalled
-from app.engine.tokenizing import texts_of, tokenize_request
+from app.engine.tokenizing import ids_of, texts_of, tokenize_request
 from app.engine.traces import TraceEngine
-from app.engine.vllm_errors import engine_dead, said_dead, say_dead
+from app.engine.vllm_errors import engine_dead, reason_of, said_dead, word_streams
+from app.engine.vllm_requests import RefusedError, begun, error_reply, read_request
 from app.engine.vllm_traces import VLLMTraceEngine
 from app.errors import DONE_FRAME, error_frame
+from app.json_text import json_text
 from app.services.capabilities import describe
 from app.services.code_policy import SANDBOX_OF, has_process
 from app.services.responses import choice_json
@@ -180,7 +179,7 @@ class VLLMEngineClient:
             state = self._vllm_app.state
             await init_app_state(self._engine, state, self._args, tasks)
             for serving in (state.openai_serving_completion, state.openai_serving_chat):
-                say_dead(serving)
+                word_streams(serving)
             await self._generate_one()
             self._texts = TokenTexts(self._engine.renderer.get_tokenizer())
             await asyncio.to_thread(self._texts.text, 0)  # which reads the vocabulary
@@ -332,40 +331,36 @@ class VLLMEngineClient:
         return await self._plain(ChatCompletionRequest, serve, body, http)
 
     async def tokenize(self, wanted: TokenizeRequest, http: Request) -> EngineReply:
-        """Return the tokens of a text or a conversation, each with its own text."""
+        """Return the tokens of a text, ids or a conversation, each with its own text."""
+        serving, given = self._vllm_app.state.serving_tokenization, ids_of(wanted)
+        serve = serving.create_tokenize if given is None else serving.create_detokenize
         try:
-            request = tokenize_request(wanted)
-        except ValidationError as error:
-            return await self._invalid(error, http)
-        answer = await self._serve(self._vllm_app.state.serving_tokenization.create_tokenize, request, http)
-        if isinstance(answer, ErrorResponse):
-            return _error_reply(answer)
-        ids: list[int] = answer.tokens
+            request = await tokenize_request(wanted, self._as_vllm(http), self.engine.spec)
+            answer = await self._serve(serve, request, http)
+        except RefusedError as refusal:
+            return refusal.reply
+        ids: list[int] = answer.tokens if given is None else given
         texts = await asyncio.to_thread(texts_of, ids, self._texts.text)
         tokens = [{"id": token_id, "text": text} for token_id, text in zip(ids, texts, strict=True)]
         return EngineReply(body={"model": self.served().names[0], "tokens": tokens})
 
     async def _plain(self, model: type[Any], serve: Serve, body: JsonObject, http: Request) -> EngineReply:
         try:
-            request = await self._parsed(model, body)
-        except ValidationError as error:
-            return await self._invalid(error, http)
-        answer = await self._serve(serve, request, http)
-        if isinstance(answer, ErrorResponse):
-            return _error_reply(answer)
-        if hasattr(answer, "model_dump"):
-            return EngineReply(body=answer.model_dump())
-        return EngineReply(stream=answer)
+            request = await self._read(model, body, http)
+            answer = await self._serve(serve, request, http)
+            if hasattr(answer, "model_dump"):
+                return EngineReply(body=answer.model_dump())
+            return EngineReply(stream=await begun(answer))
+        except RefusedError as refusal:
+            return refusal.reply
 
-    async def _parsed(self, model: type[Any], body: JsonObject) -> Any:
-        """Return vLLM's request; raises pydantic's ValidationError, and ApiError for a grammar."""
+    async def _read(self, model: type[Any], body: JsonObject, http: Request) -> Any:
+        """Return vLLM's request; raises RefusedError, and ApiError for a grammar."""
+        # vLLM compiles these tags while it validates: only accepted ones, and not on the event loop.
         tags = structural_tags_of(body)
-        if not tags:
-            return model.model_validate(body)
-        # vLLM compiles these while it validates: nothing that was not accepted, and not on the event loop.
         for tag in tags:
             await self._grammars.accept(StructuredOutputsParams(structural_tag=tag), SENDER.get())
-        return await asyncio.to_thread(model.model_validate, body)
+        return await read_request(model, body, self._as_vllm(http), in_thread=bool(tags))
 
     async def _intervene(
         self,
@@ -379,9 +374,9 @@ class VLLMEngineClient:
         inline: bool,
     ) -> EngineReply:
         try:
-            request = await self._parsed(model, body)
-        except ValidationError as error:
-            return await self._invalid(error, http)
+            request = await self._read(model, body, http)
+        except RefusedError as refusal:
+            return refusal.reply
         if getattr(request, "use_beam_search", False):
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
@@ -395,16 +390,17 @@ class VLLMEngineClient:
         streams = False
         try:
             answer = await self._serve(serve, request, http)
-            if isinstance(answer, ErrorResponse):
-                if call.failure is not None:
-                    raise call.failure
-                return _error_reply(answer)
             num_choices = request.n or 1
             if not hasattr(answer, "model_dump"):
+                frames = await begun(answer)
                 streams = True
-                return EngineReply(stream=self._stream(answer, engine, call, num_choices, owner))
+                return EngineReply(stream=self._stream(frames, engine, call, num_choices, owner))
             body = answer.model_dump()
             return EngineReply(body=await self._whole(body, call, num_choices, owner, inline=inline))
+        except RefusedError as refusal:
+            if call.failure is not None:
+                raise call.failure from refusal
+            return refusal.reply
         finally:
             if not streams:
                 engine.close_call(call)
@@ -428,8 +424,9 @@ class VLLMEngineClient:
         return InterventionCall(interventions, self.engine.spec, self._texts.token, stream=streams)
 
     async def _serve(self, serve: Serve, request: Any, http: Request) -> Any:
+        """Have vLLM answer; raises RefusedError for what it refuses."""
         try:
-            return await serve(request, self._as_vllm(http))
+            answer = await serve(request, self._as_vllm(http))
         except (ApiError, asyncio.CancelledError):
             raise
         except EngineDeadError as error:
@@ -442,7 +439,10 @@ class VLLMEngineClient:
                 raise cause from error
             # What it says may quote the request.
             logger.info("vLLM refused a request with %s", type(error).__name__)
-            return create_error_response(error)
+            raise RefusedError(error_reply(create_error_response(reason_of(error)))) from error
+        if isinstance(answer, ErrorResponse):
+            raise RefusedError(error_reply(answer))
+        return answer
 
     async def _whole(
         self, body: JsonObject, call: Call, num_choices: int, owner: str, *, inline: bool
@@ -484,7 +484,7 @@ class VLLMEngineClient:
             if collected is not None:
                 operations = _operations(call, index, num_choices)
                 choice["interventions"] = await self._choice_json(collected, operations, owner)
-        return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+        return f"data: {json_text(chunk)}\n\n"
 
     async def _choice_json(
         self, collected: Any, operations: Sequence[Intervention], owner: str, *, inline: bool = False
@@ -498,12 +498,6 @@ class VLLMEngineClient:
             operations=operations,
             inline=inline,
         )
-
-    async def _invalid(self, error: ValidationError, http: Request) -> EngineReply:
-        """Answer as vLLM's own server does, whose framework puts ``body`` before each field."""
-        errors = [{**entry, "loc": ("body", *entry["loc"])} for entry in error.errors(include_url=False)]
-        response = await validation_exception_handler(self._as_vllm(http), RequestValidationError(errors))
-        return EngineReply(status=response.status_code, body=json.loads(bytes(response.body)))
 
     def _as_vllm(self, http: Request) -> Request:
         return Request({**http.scope, "app": self._vllm_app}, http.receive)
@@ -526,8 +520,3 @@ def _grammar_setup(engine: InterventionAsyncLLM) -> GrammarSetup:
 def _operations(call: Call, choice: int, num_choices: int) -> Sequence[Intervention]:
     """Return a choice's operations; none of code, which says itself what it did."""
     return call.operations(choice, num_choices) if isinstance(call, InterventionCall) else ()
-
-
-def _error_reply(answer: ErrorResponse) -> EngineReply:
-    status = answer.error.code
-    return EngineReply(status=status if isinstance(status, int) else 400, body=answer.model_dump())

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from vllm import SamplingParams
-from vllm.exceptions import GracefulHTTPError, VLLMClientError
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from api_schemas.errors import ApiError, ErrorCode
 
 logger = logging.getLogger(__name__)
+
+_CLIENTS: Final = (VLLMClientError, ValueError, TypeError)
+"""What says that a request is wrong, also to vLLM."""
 
 
 def engine_dead() -> ApiError:
@@ -22,6 +25,20 @@ def engine_dead() -> ApiError:
         ErrorCode.ENGINE_DEAD,
         "The engine has stopped while it worked on this; GET /health/ready turns 200 when one serves again.",
     )
+
+
+def reason_of(error: Exception) -> Exception:
+    """Return what vLLM has refused, where it says no more than that it could not generate.
+
+    A number or a text that cannot be written for the engine's process comes so, and a computation with the
+    request's own numbers that goes beyond what there is.
+    """
+    reason = error.__cause__ if isinstance(error, EngineGenerateError) else error
+    if isinstance(reason, ArithmeticError):
+        message = f"A number of this request is too large, or too small, to compute with ({reason}); "
+        refusal: Exception = VLLMValidationError(f"{message}send another.")
+        return refusal
+    return reason if isinstance(reason, _CLIENTS) else error
 
 
 @contextlib.contextmanager
@@ -33,8 +50,11 @@ def said_dead() -> Iterator[None]:
         raise engine_dead() from error
 
 
-def say_dead(serving: Any) -> None:
-    """Have streams of a serving class of vLLM's raise our error where the engine dies; theirs has no code."""
+def word_streams(serving: Any) -> None:
+    """Have streams of a serving class of vLLM's end with the errors that whole answers have.
+
+    Where the engine dies that is ours: theirs has no code.
+    """
     worded = serving.create_streaming_error_response
 
     def create(message: str | Exception, *args: Any, **kwargs: Any) -> str:
@@ -43,7 +63,7 @@ def say_dead(serving: Any) -> None:
         refusal = message if isinstance(message, ApiError) else getattr(message, "__cause__", None)
         if isinstance(refusal, ApiError):
             raise refusal
-        said: str = worded(message, *args, **kwargs)
+        said: str = worded(message if isinstance(message, str) else reason_of(message), *args, **kwargs)
         return said
 
     serving.create_streaming_error_response = create

@@ -6,36 +6,14 @@ names them, is asked for anew each time. ``routes/playground.py`` serves both.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import hashlib
 from pathlib import Path
 from typing import Final
 
+from app.pages import Asset, asset
+
 STATIC: Final = Path(__file__).resolve().parent / "static"
 PAGE: Final = "index.html"
-
-_TYPES: Final = {
-    ".css": "text/css; charset=utf-8",
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Asset:
-    """One file.
-
-    Attributes:
-        content: Its bytes.
-        media_type: What they are.
-        etag: A hash of them, quoted as HTTP has it.
-    """
-
-    content: bytes
-    media_type: str
-    etag: str
 
 
 @functools.cache
@@ -51,8 +29,7 @@ def assets() -> dict[str, Asset]:
 
 
 def _read(path: Path) -> Asset:
-    content = path.read_bytes()
-    return Asset(content, _TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+    return asset(path.read_bytes(), path.name)
 
 
-__all__ = ["PAGE", "STATIC", "Asset", "assets", "page"]
+__all__ = ["PAGE", "STATIC", "assets", "page"]

@@ -19,13 +19,13 @@ from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
+from app.hosts import is_loopback
 from app.keys_command import has_keys
 from app.replicas.front import create_front
 from app.replicas.handles import ServedReplicas
 from app.replicas.options import ModelOptions, ReplicaOptions
 from app.replicas.protocol import Replicas
 from app.replicas.replica import Replica, ServerOptions
-from app.services.code_policy import is_loopback
 from app.settings import Settings, environment_for_replicas
 from nnsight_engine.core.errors import UnsupportedOptionError
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import socket
@@ -21,6 +22,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from rich.console import Console
 
+from app.keys_command import has_keys
 from app.listening import listening_socket
 from app.observability.logs import is_json
 from app.replicas.application import no_keys, nodes_of_cluster, replicas_of
@@ -183,7 +185,14 @@ def run(options: dict[str, Any], settings: Settings, console: Console, *, with_k
         server.should_exit = True
 
     started = RayReplicas(checked, settings)
-    app = create_front(settings, checked, lambda: started.replicas, started, on_failure=stop)
+    app = create_front(
+        settings,
+        checked,
+        lambda: started.replicas,
+        started,
+        on_failure=stop,
+        are_keys_required=functools.partial(has_keys, settings),
+    )
     config = server_config(app, settings)
     server = DrainingServer(config)
     # Bound before the models are loaded: a port that is taken is known at once.

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final
 
 from starlette.applications import Starlette
@@ -25,6 +25,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from app.body import THREAD_BYTES
 from app.cutoff import cutoff_of
 from app.errors import error_response, install_error_handlers
+from app.hosts import HostMiddleware
 from app.lifecycle import Lifecycle, Phase, Startable
 from app.middleware import GateMiddleware
 from app.observability.metrics import Metrics
@@ -220,6 +221,7 @@ def create_front(
     started: Startable,
     *,
     on_failure: Callable[[], None] | None = None,
+    are_keys_required: Callable[[], Awaitable[bool]] | None = None,
 ) -> Starlette:
     """Return the application.
 
@@ -229,6 +231,7 @@ def create_front(
         replicas: Returns those of each model, once ``started`` is ready.
         started: Starts and closes them, with the application.
         on_failure: Called where they do not start.
+        are_keys_required: Tells whether there are keys; None where there are.
     """
     front = Front(settings, options, replicas)
     lifecycle = Lifecycle(started, on_failure)
@@ -256,6 +259,8 @@ def create_front(
     app.state.context = FrontContext(settings, lifecycle)
     app.add_middleware(GateMiddleware, lifecycle=lifecycle, request_timeout_s=settings.request_timeout_s)
     app.add_middleware(_ModelInPath, options=options)
+    if are_keys_required is not None:
+        app.add_middleware(HostMiddleware, settings=settings, are_keys_required=are_keys_required)
     install_error_handlers(app)
     return app
 

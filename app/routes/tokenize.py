@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from api_schemas.tokens import TokenizeRequest, TokenizeResponse
 from app.audit.records import note_refusal
 from app.body import BodyLimits, read_object
 from app.context import Completer, Served
 from app.errors import validated
+from app.json_text import JsonAnswer
 from app.openapi import error_responses, json_body
 
 router = APIRouter(tags=["interventions"])
@@ -34,4 +35,4 @@ async def tokenize(request: Request, context: Served, caller: Completer) -> Resp
     wanted = validated(TokenizeRequest, await read_object(request, limits))
     reply = await context.engine.tokenize(wanted, request)
     note_refusal(reply.body)
-    return JSONResponse(reply.body, reply.status, reply.headers)
+    return JsonAnswer(reply.body, reply.status, reply.headers)

@@ -1,22 +1,19 @@
 """Whether a client may send code. Traces are code, and it runs with the rights of the engine's process.
 
 On a server with keys, those may whose key says so. On one without, unless the operator has decided, only
-whoever is on the same machine may. A browser is, and shows pages of
-people who are not: such a page can make a name of its own stand for this machine, so the name that a request
-came to must be one of the machine's own.
+whoever is on the same machine may; ``hosts`` keeps out what a browser there sends for others.
 """
 
 from __future__ import annotations
 
-import ipaddress
 from typing import Final
-from urllib.parse import urlsplit
 
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import Request
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import Scope, Tier
 from app.auth.principal import Principal
+from app.hosts import is_loopback
 from app.settings import Settings
 
 SANDBOX_OF: Final = "nnsight_engine.sandbox_of"
@@ -43,7 +40,6 @@ def check_code_allowed(settings: Settings, http: Request, caller: Principal) -> 
             f"Traces are code, and this server listens on {settings.host}, for other machines too: its "
             "operator has to allow them, allow_code=true (NNSIGHT_ENGINE_ALLOW_CODE=1)."
         )
-    check_name(settings, http)
 
 
 def sandbox_of(settings: Settings, caller: Principal) -> str:
@@ -55,31 +51,6 @@ def sandbox_of(settings: Settings, caller: Principal) -> str:
 def has_process(settings: Settings, sandbox_of: str) -> bool:
     """Tell whether code in a sandbox has a process to itself, of which there are only so many."""
     return bool(sandbox_of) and settings.sandbox == "process"
-
-
-def check_name(settings: Settings, connection: HTTPConnection) -> None:
-    """Raise ApiError for a connection to a name that a page of somebody else's may have made up."""
-    name = connection.url.hostname or ""
-    if settings.allow_code is None and is_loopback(settings.host) and not is_loopback(name):
-        raise _refusal(
-            f"Traces are code, and this request came to the name {name!r}, which is none of this machine's "
-            "own: use http://localhost or http://127.0.0.1, or have the operator set allow_code=true "
-            "(NNSIGHT_ENGINE_ALLOW_CODE=1)."
-        )
-
-
-def is_from_elsewhere(connection: HTTPConnection) -> bool:
-    """Tell whether a browser sends this for a page of another place, as it says itself."""
-    origin = connection.headers.get("origin")
-    return origin is not None and urlsplit(origin).hostname != connection.url.hostname
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether only this machine reaches an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 def _refusal(message: str) -> ApiError:

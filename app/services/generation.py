@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Final
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
@@ -30,6 +30,7 @@ from app.body import THREAD_BYTES, BodyLimits, read_object
 from app.context import Context
 from app.cutoff import cutoff_of
 from app.engine.client import EngineReply, JsonObject
+from app.json_text import JsonAnswer
 from app.observability.token_times import TokenTimes
 from app.services.cache_salts import keep_apart
 from app.services.code_policy import check_code_allowed
@@ -96,7 +97,7 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
     reply = started.reply
     if reply.stream is None:
         note_refusal(reply.body)
-        return JSONResponse(reply.body, reply.status, reply.headers)
+        return JsonAnswer(reply.body, reply.status, reply.headers)
     stream = reply.stream
 
     async def on_close() -> None:

@@ -20,7 +20,8 @@ from typing import Final
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import Job, JobError, JobEvent, JobList, JobStatus, JobSummary
 from app.audit.log import AuditLog
-from app.errors import error_bytes, printable
+from app.errors import error_bytes
+from app.json_text import printable
 from app.lifecycle import Lifecycle
 from app.services.job_callers import JobCallers
 from app.services.job_dispatch import JobDispatcher

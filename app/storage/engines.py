@@ -14,7 +14,7 @@ from typing import Any, Final
 from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, InterfaceError, OperationalError
 
-from app.errors import printable
+from app.json_text import printable
 
 WRITES: Final = "nnsight_engine_writes"
 """The execution option of engines whose transactions write."""

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from api_schemas.errors import ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus
-from app.errors import printable
+from app.json_text import printable
 from app.storage.tables import EventRow, JobRow
 
 EVENT_BYTES: Final = 128

@@ -24,7 +24,6 @@ from api_schemas.tensors import TensorInput, VectorName
 from api_schemas.vectors import NewVector, VectorNameText
 from app.body import BodyLimits, check_media_type, read_bytes, read_object
 from app.errors import validated
-from app.services.code_policy import is_from_elsewhere
 from app.vectors.files import PARAM, SLACK_BYTES, Format, read_file
 from app.vectors.rows import ModelShape, VectorRows, rows_of
 from nnsight_engine.core.dtypes import floats_from_bytes
@@ -78,9 +77,6 @@ async def read_upload(request: Request, shape: ModelShape, limits: BodyLimits) -
     """
     media_type = request.headers.get("content-type", "").split(";", maxsplit=1)[0].strip().lower()
     if media_type == FORM_TYPE:
-        if is_from_elsewhere(request):
-            # The one body of ours that browsers send to anywhere without asking the server first.
-            raise _wrong("A form of a page of another place is not taken.")
         limit = min(shape.max_numbers * _WIDEST_ITEM_BYTES + SLACK_BYTES, limits.max_bytes)
         body = await read_bytes(request, limit, limits.idle_s)
         content_type = request.headers["content-type"]

@@ -30,6 +30,7 @@ from nnsight_engine.plans.tensor_input import (
 from nnsight_engine.plans.where import may_generate
 
 _NEEDS_DIRECTION: Final = frozenset({"norm_match", "project_out", "clamp"})
+_SCALED: Final = frozenset({Kind.ADD, Kind.REPLACE})
 _ABLATIONS: Final = {"zero": Kind.ZERO, "mean": Kind.MEAN, "vector": Kind.REPLACE}
 _SAMPLES: Final = "samples"
 
@@ -82,8 +83,10 @@ class OperationCompiler:
             check_directions(tensor, op.mode, f"{param}.vector")
         scale = _float32(op.scale, f"{param}.scale")
         kind = Kind(op.mode)
-        if kind is Kind.ADD:
-            check_range(tensor, scale, self._spec.dtype, f"{param}.vector")
+        if kind in _SCALED:
+            check_range(
+                tensor, scale, self._spec.dtype, f"{param}.{'vector' if abs(scale) <= 1 else 'scale'}"
+            )
         elif kind is Kind.CLAMP:
             _within(scale, self._spec.dtype, f"{param}.scale")
         return PlannedOp(kind, sites, named.rule, scale=scale, tensor=self._keep(tensor))

@@ -106,6 +106,10 @@ class InterventionAsyncLLM(AsyncLLM):
             UnsupportedOptionError: An option under which interventions could be silently wrong.
         """
         check_supported(config)
+        if config.structured_outputs_config.backend == "auto":
+            # Else vLLM chooses one for each request, and its engine compiles all with that of the first: a
+            # grammar that only another one takes would pass the check and fail there.
+            config.structured_outputs_config.backend = "xgrammar"
         with uninterrupted(), offered():
             return cls(
                 vllm_config=config,
@@ -269,6 +273,13 @@ class InterventionAsyncLLM(AsyncLLM):
         ticket = extra.get(TICKET_KEY)
         call = self._calls.get(ticket) if isinstance(ticket, str) else None
         sender = SENDER.get()
+        if isinstance(prompt, dict) and prompt.get("prompt_token_ids") == []:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                "Every prompt of a request needs a token, and one of this request's has none: send at least "
+                "one character, or one id.",
+                "prompt",
+            )
         forged = PLAN_KEY in extra or TRACE_KEY in extra or extra.get(SENDER_KEY, sender) != sender
         if forged or (ticket is not None and call is None):
             raise ApiError(

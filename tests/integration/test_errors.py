@@ -76,7 +76,7 @@ async def test_a_chunked_body_over_the_limit_is_not_read_to_its_end(serve: Serve
         ({"op": "steer"}, 422, "invalid_shape"),
         ("steer", 422, "invalid_shape"),
         ([{"op": "teleport"}], 400, "unknown_operation"),
-        ([{"op": "\ud800"}], 400, "unknown_operation"),
+        ([{"op": "\ud800"}], 400, "invalid_json"),
         ([{**STEER, "scale": True}], 422, "invalid_shape"),
         ([{**STEER, "scale": 10**400}], None, None),
         ([{**STEER, "surprise": 1}], 422, "invalid_shape"),

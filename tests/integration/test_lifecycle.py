@@ -203,7 +203,7 @@ async def test_an_engine_that_does_not_start_is_dead_and_reported_once(
     app = create_app(settings, engine, store, on_engine_failure=lambda: reports.append("failed"))
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client,
     ):
         await until(lambda: bool(reports))
         error_of(await client.get("/health/live"), 503, "engine_dead")

@@ -59,6 +59,8 @@ SWITCHED_OFF: Final[dict[str, list[CheckFunction]]] = {
     # The document does not know the model, whose layers and width a vector must fit.
     "/v1/vectors": [positive_data_acceptance],
     "/v1/vectors/train": [positive_data_acceptance],
+    # JSON Schema takes 1.0 for an integer, and no list of ids does.
+    "/v1/tokenize": [positive_data_acceptance],
     # The document leaves OpenAI's fields to vLLM, which is not here, and points to the model.
     "/v1/completions": [positive_data_acceptance, negative_data_rejection],
     "/v1/chat/completions": [positive_data_acceptance, negative_data_rejection],

@@ -38,7 +38,7 @@ class Access(enum.Enum):
 ACCESS: Final = {
     "GET /openapi.json": Access.OPEN,
     "GET /docs": Access.OPEN,
-    "GET /docs/oauth2-redirect": Access.OPEN,
+    "GET /docs/assets/{name}": Access.OPEN,
     "GET /redoc": Access.OPEN,
     "GET /playground": Access.OPEN,
     "GET /playground/assets/{name}": Access.OPEN,

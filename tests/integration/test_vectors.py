@@ -218,7 +218,7 @@ async def test_bad_forms_are_refused(server: Server, error_of: ErrorCheck) -> No
     without = {"content-type": "multipart/form-data"}
     error_of(await server.client.post("/v1/vectors", content="x", headers=without), 400, "bad_request")
     for origin in ("https://elsewhere.example", "null"):
-        error_of(await upload(server, good, headers={"origin": origin}), 400, "bad_request")
+        error_of(await upload(server, good, headers={"origin": origin}), 403, "origin_not_allowed")
     assert (await upload(server, good, headers={"origin": "http://localhost"})).status_code == 201
     raw = {"content-type": "application/octet-stream"}
     error_of(await server.client.post("/v1/vectors", content=good, headers=raw), 400, "bad_request")

@@ -72,3 +72,16 @@ def test_what_is_not_a_json_object_is_refused_by_code(body: bytes, code: str):
 
 def test_large_integers_and_a_byte_order_mark_are_fine():
     assert parse_object(b'\xef\xbb\xbf{"a": ' + b"9" * 400 + b"}") == {"a": int("9" * 400)}
+
+
+@pytest.mark.parametrize(
+    "text", ['"\\ud800"', '"a\\uDFFFb"', '"\\udc00\\ud800"', '{"\\ud83d": 1}', '["\\ud83d\\ud83d\\ude00"]']
+)
+def test_half_of_a_character_is_refused_wherever_it_stands(text: str) -> None:
+    with pytest.raises(ApiError, match="lone surrogate") as caught:
+        parse_object(f'{{"a": [{text}]}}'.encode())
+    assert caught.value.code == "invalid_json"
+
+
+def test_a_character_of_two_escapes_is_whole() -> None:
+    assert parse_object(b'{"a": "\\ud83d\\ude00", "b": "\\\\ud800"}') == {"a": "\U0001f600", "b": "\\ud800"}

@@ -126,6 +126,8 @@ def tensor(dtype: Any, shape: list[int], data: bytes) -> dict[str, Any]:
         (STEER | {"vector": tensor("float16", [8], b"\x00\xfc" * 8)}, ErrorCode.NOT_FINITE, "vector"),
         (STEER | {"vector": tensor("bfloat16", [8], b"\xc1\x7f" * 8)}, ErrorCode.NOT_FINITE, "vector"),
         (STEER | {"scale": 1e39}, ErrorCode.NOT_FINITE, "scale"),
+        (STEER | {"vector": [1e30] * 8, "scale": -1e30}, ErrorCode.NOT_FINITE, "scale"),
+        (STEER | {"vector": [1e30] * 8, "scale": 1e30, "mode": "replace"}, ErrorCode.NOT_FINITE, "scale"),
         (
             {"op": "probe", "at": "layers.0.output", "weights": VECTOR, "bias": -1e39},
             ErrorCode.NOT_FINITE,

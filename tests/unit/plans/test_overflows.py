@@ -140,7 +140,7 @@ def test_what_the_model_itself_has_as_infinity_is_handed_out() -> None:
 @pytest.mark.parametrize(
     ("field", "op"),
     [
-        ("vector", {"op": "steer", "at": POINTS, "vector": [1e30] * WIDTH, "scale": 1e30}),
+        ("scale", {"op": "steer", "at": POINTS, "vector": [1e30] * WIDTH, "scale": 1e30}),
         ("vector", {"op": "steer", "at": POINTS, "vector": [3.4e38] * WIDTH}),
         ("vector", {"op": "ablate", "at": POINTS, "method": "vector", "vector": [-3.4e38] * WIDTH}),
         ("values", {"op": "patch", "at": POINTS, "values": [[3.4e38] * WIDTH], "where": {"positions": [0]}}),

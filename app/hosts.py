@@ -1,0 +1,138 @@
+"""Which host a request names, and which page of a browser sends it.
+
+A server without keys lets in whoever is on its machine, and a browser there shows pages of people who are
+not. Such a page can have a name of its own resolve to this machine (DNS rebinding), so the name that a
+request came to must be one of this machine's own; and what a page of another origin sends is refused,
+whatever the route. Where there are keys, the key says who may come in.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from typing import Final, NamedTuple
+
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import excerpt
+from app.errors import refuse
+from app.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+_AUTHORITY: Final = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?", re.ASCII | re.IGNORECASE)
+_ORIGIN: Final = re.compile(r"https?://(.+)", re.ASCII | re.IGNORECASE)
+_DEFAULT_PORTS: Final = {"80", "443"}
+_CONNECTIONS: Final = {"http", "websocket"}
+_POLICY_VIOLATION: Final = 1008
+
+
+class Authority(NamedTuple):
+    """A host and its port, of a URL or of the header ``Host``.
+
+    Attributes:
+        name: In lower case, an IPv6 address without brackets.
+        port: Empty for the default one: behind a proxy that ends TLS, only the browser knows which that is.
+    """
+
+    name: str
+    port: str
+
+
+class HostMiddleware:
+    """Refuses requests to names of others and from pages of others, while the server has no keys.
+
+    Args:
+        app: What is behind it.
+        settings: Where the server listens, and what else it is called.
+        are_keys_required: Tells whether the server has keys; asked only about what would be refused.
+    """
+
+    def __init__(
+        self, app: ASGIApp, settings: Settings, are_keys_required: Callable[[], Awaitable[bool]]
+    ) -> None:
+        """Wrap ``app``."""
+        self._app = app
+        # Other machines may call theirs whatever they like; without keys none reaches the server.
+        self._checks_name = is_loopback(settings.host)
+        self._own = {name.strip().lower() for name in settings.allowed_hosts.split(",")} - {""}
+        self._are_keys_required = are_keys_required
+        self._has_keys = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection of the ASGI server."""
+        if scope["type"] in _CONNECTIONS:
+            refusal = self._refusal(HTTPConnection(scope))
+            if refusal is not None and not await self._asks_for_keys():
+                await refuse(refusal, scope, receive, send, code=_POLICY_VIOLATION)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, connection: HTTPConnection) -> ApiError | None:
+        # Whoever sends none at all is no browser.
+        if self._checks_name and "host" in connection.headers and not self._is_own(host_of(connection)):
+            return ApiError(
+                ErrorCode.HOST_NOT_ALLOWED,
+                "A server without keys answers requests to its own machine's names alone, and this one has "
+                f"the Host {excerpt(connection.headers.get('host'))}: use http://localhost, or have the "
+                "operator name it in allowed_hosts (NNSIGHT_ENGINE_ALLOWED_HOSTS) or make keys.",
+            )
+        if is_from_elsewhere(connection):
+            return ApiError(
+                ErrorCode.ORIGIN_NOT_ALLOWED,
+                "This server has no keys and answers no page of another origin, and this request has the "
+                f"Origin {excerpt(connection.headers.get('origin'))}: open the page from this server, "
+                "call it from outside a browser, or have the operator make keys.",
+            )
+        return None
+
+    def _is_own(self, host: Authority | None) -> bool:
+        return host is not None and (is_loopback(host.name) or host.name in self._own)
+
+    async def _asks_for_keys(self) -> bool:
+        if not self._has_keys:  # once it has, that does not change
+            try:
+                self._has_keys = await self._are_keys_required()
+            except Exception:
+                logger.exception("unknown whether there are keys: a request is refused as if there were none")
+        return self._has_keys
+
+
+def host_of(connection: HTTPConnection) -> Authority | None:
+    """Return what a request calls the server; None where that is no host, or no single one."""
+    given = connection.headers.getlist("host")
+    return _authority(given[0]) if len(given) == 1 else None
+
+
+def is_from_elsewhere(connection: HTTPConnection) -> bool:
+    """Tell whether a browser sends this for a page of another origin, as it says itself: host and port."""
+    given = connection.headers.getlist("origin")
+    if not given:
+        return False
+    origin = _ORIGIN.fullmatch(given[0])
+    page = None if origin is None or len(given) > 1 else _authority(origin[1])
+    return page is None or page != host_of(connection)
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def _authority(text: str) -> Authority | None:
+    """Return a host and port; None for anything else, user information (``127.0.0.1@evil``) among it."""
+    found = _AUTHORITY.fullmatch(text)
+    if found is None:
+        return None
+    name, port = found[1].lower().strip("[]"), (found[2] or "").lstrip("0")
+    return Authority(name, "" if port in _DEFAULT_PORTS else port)
+
+
+__all__ = ["Authority", "HostMiddleware", "host_of", "is_from_elsewhere", "is_loopback"]

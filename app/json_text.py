@@ -1,0 +1,55 @@
+"""Answers as JSON that every client can read: no NaN, no infinity, no half of a character.
+
+Models overflow, and clients' code saves what it likes. What JSON has no number for is null, as in results of
+operations; what UTF-8 has no character for is written as an escape, as in printed text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with what UTF-8 cannot hold, lone surrogates, as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def json_text(value: Any) -> str:
+    """Return a value as strict JSON that UTF-8 can hold."""
+    try:
+        text = _dumped(value)
+        text.encode()
+    except ValueError:  # of both: a surrogate's is one too
+        return _dumped(_sendable(value))
+    return text
+
+
+class JsonAnswer(JSONResponse):
+    """A response of strict JSON."""
+
+    def render(self, content: Any) -> bytes:
+        """Return the body."""
+        return json_text(content).encode()
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _sendable(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {_sendable(key): _sendable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_sendable(item) for item in value]
+    return value
+
+
+__all__ = ["JsonAnswer", "json_text", "printable"]

@@ -1,0 +1,71 @@
+"""``GET /docs`` and ``GET /redoc``: the API's document as pages, by Swagger UI and by Redoc.
+
+Their scripts come with the package ``fastapi-offline`` (Swagger UI under Apache-2.0, Redoc under MIT): a
+script of another place would act with the rights of this origin.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+from typing import Annotated, Final
+
+from fastapi import APIRouter, Header
+from starlette.responses import Response
+
+from api_schemas.errors import ApiError, ErrorCode
+from app.pages import ASK_AGAIN, Asset, answer, asset
+
+router = APIRouter(include_in_schema=False)
+
+_PACKAGE: Final = "fastapi_offline"
+_FILES: Final = ("swagger-ui-bundle.js", "swagger-ui.css", "redoc.standalone.js")
+_START: Final = "swagger-ui-start.js"
+_START_SCRIPT: Final = (
+    b'SwaggerUIBundle({url: "openapi.json", dom_id: "#page", deepLinking: true, validatorUrl: null});\n'
+)
+_HEAD: Final = (
+    '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+    '<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>NNsight Engine</title>\n'
+    '<link rel="icon" href="data:,">\n'
+)
+_SWAGGER_UI: Final = asset(
+    f'{_HEAD}<link rel="stylesheet" href="docs/assets/swagger-ui.css">\n</head>\n'
+    '<body>\n<div id="page"></div>\n<script src="docs/assets/swagger-ui-bundle.js"></script>\n'
+    f'<script src="docs/assets/{_START}"></script>\n</body>\n</html>\n'.encode(),
+    "docs.html",
+)
+# The search would run in a worker, which the policy has none of.
+_REDOC: Final = asset(
+    f'{_HEAD}</head>\n<body>\n<redoc spec-url="openapi.json" disable-search="true"></redoc>\n'
+    '<script src="docs/assets/redoc.standalone.js"></script>\n</body>\n</html>\n'.encode(),
+    "redoc.html",
+)
+
+
+@router.get("/docs")
+async def get_swagger_ui(if_none_match: Annotated[str, Header()] = "") -> Response:
+    """The document, with forms to send requests."""
+    return answer(_SWAGGER_UI, ASK_AGAIN, if_none_match)
+
+
+@router.get("/redoc")
+async def get_redoc(if_none_match: Annotated[str, Header()] = "") -> Response:
+    """The document, for reading."""
+    return answer(_REDOC, ASK_AGAIN, if_none_match, style_src="'self' 'unsafe-inline'")  # it makes its styles
+
+
+@router.get("/docs/assets/{name}")
+async def get_asset(name: str, if_none_match: Annotated[str, Header()] = "") -> Response:
+    """A script or a style of these pages."""
+    found = _assets().get(name)
+    if found is None:
+        raise ApiError(ErrorCode.NOT_FOUND, f"The documentation has no file {name!r}; load the page again.")
+    return answer(found, ASK_AGAIN, if_none_match)
+
+
+@functools.cache
+def _assets() -> dict[str, Asset]:
+    folder = importlib.resources.files(_PACKAGE) / "static"
+    found = {name: asset((folder / name).read_bytes(), name) for name in _FILES}
+    return {**found, _START: asset(_START_SCRIPT, _START)}

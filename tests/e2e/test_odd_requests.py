@@ -1,0 +1,246 @@
+"""Whatever a client sends, the answer is JSON and no 500: its mistakes are 4xx, whole and streamed alike."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import itertools
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Final
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from tests.e2e.live import MODEL
+from tests.e2e.odd_requests import CHAT, COMPLETIONS, NUMBERS, POINT, OddRequest, requests
+from tests.e2e.server import Server
+
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+
+SEED: Final = int(os.environ.get("ODD_SEED") or datetime.datetime.now(datetime.UTC).toordinal())
+BUDGET_S: Final = float(os.environ.get("ODD_BUDGET_S") or 60)
+NUM_AT_ONCE: Final = 8
+SERVER_ERROR: Final = 500
+
+STEER: Final = {"op": "steer", "at": POINT, "vector": NUMBERS}
+OVERFLOW: Final = {"op": "steer", "at": POINT, "vector": [1e30] * 576, "scale": 1e30}
+HUGE: Final = {"op": "steer", "at": "layers.*.output", "vector": [3e38] * 576}
+SAID: Final = [{"role": "user", "content": "Hi"}]
+TOOLS: Final = [{"type": "function", "function": {"name": "f"}}]
+
+ODD: Final[dict[tuple[str, str], list[Any]]] = {
+    (COMPLETIONS, "cache_salt"): ["", 1, [], "\ud800"],
+    (COMPLETIONS, "prompt"): ["", [""], [], [[]], [-1], [10**9], "\ud800", None, {}],
+    (COMPLETIONS, "structured_outputs"): [
+        {}, [], "x", {"structural_tag": "{}"}, {"regex": "("}, {"grammar": 'root ::= "a"\nroot ::= "b"'},
+    ],
+    (COMPLETIONS, "repetition_detection"): [[], {"max_pattern_size": -1}, {"max_pattern_size": 10**30}],
+    (COMPLETIONS, "vllm_xargs"): [{"kv_transfer_params": "x"}, {"x": "\ud800"}, {"x": 10**30}],
+    **{(COMPLETIONS, name): ["\ud800"] for name in ("stop", "model", "request_id", "user", "suffix")},
+    (COMPLETIONS, "bad_words"): [["\ud800"]],
+    (COMPLETIONS, "logprobs"): [-5],
+    (COMPLETIONS, "stream_interval"): [10**30],
+    (COMPLETIONS, "interventions"): [
+        [OVERFLOW],
+        [{"op": "logit_lens", "layers": 5}],
+        [{"op": "capture", "at": POINT, "where": {"range": [0]}}],
+        [{"op": "capture", "at": POINT, "wher": {}}],
+    ],
+    (CHAT, "top_logprobs"): [2],
+    (CHAT, "tools"): [[]],
+    (CHAT, "tool_choice"): ["auto", "required", {"type": "function", "function": {"name": "f"}}],
+    (CHAT, "response_format"): [
+        {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"name": "x"}}, {"type": "x"},
+    ],
+    (CHAT, "messages"): [None, [], [{}], [{"role": "user", "content": "\ud800"}]],
+    (CHAT, "interventions"): [[OVERFLOW]],
+}  # fmt: skip
+MISTAKES: Final = [(path, name, value) for (path, name), values in ODD.items() for value in values]
+"""What is refused, the same whole and streamed, with and without interventions."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def http(bundled_server: Server) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=bundled_server.base_url, timeout=120) as client:
+        yield client
+
+
+async def send(http: httpx.AsyncClient, request: OddRequest) -> httpx.Response:
+    kind = {} if request.body is None else {"content-type": "application/json"}
+    headers = {**kind, **request.headers}
+    return await http.request(request.method, request.url, content=request.content, headers=headers)
+
+
+def strictly(text: str) -> Any:
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def parts_of(answer: httpx.Response) -> list[Any]:
+    """Return an answer's JSON, or that of all its events; raises ValueError where it is none."""
+    kind = answer.headers.get("content-type", "")
+    text = answer.content.decode("utf-8")
+    if kind.startswith("text/event-stream"):
+        data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+        return [strictly(one) for one in data if one != "[DONE]"]
+    return [strictly(text)] if kind.startswith("application/json") else []
+
+
+def fault_in(answer: httpx.Response) -> str | None:
+    """Return what is wrong with an answer, whatever was asked."""
+    if answer.status_code >= SERVER_ERROR:
+        return f"{answer.status_code} {answer.text[:500]}"
+    try:
+        parts = parts_of(answer)
+    except ValueError as error:
+        return f"no JSON: {error}: {answer.text[:500]}"
+    errors = [part["error"] for part in parts if isinstance(part, dict) and "error" in part]
+    late = [one for one in errors if answer.is_success]
+    internal = [one for one in late if one.get("code") in {"internal_error", SERVER_ERROR}]
+    if internal:
+        return f"a stream ended with {internal[0]}"
+    if not answer.is_success and parts and not (errors and errors[0].get("message")):
+        return f"{answer.status_code} without a message: {answer.text[:500]}"
+    return None
+
+
+async def test_odd_values_are_never_the_server_s_fault(http: httpx.AsyncClient) -> None:
+    document = (await http.get("/openapi.json")).json()
+    faults: list[str] = []
+    source: Iterator[OddRequest] = requests(document, SEED)
+    num_sent, until = 0, time.monotonic() + BUDGET_S
+
+    async def sender() -> None:
+        nonlocal num_sent
+        for request in source:
+            if time.monotonic() > until:
+                return
+            num_sent += 1
+            try:
+                fault = fault_in(await send(http, request))
+            except httpx.HTTPError as error:
+                fault = repr(error)
+            if fault is not None:
+                faults.append(f"{fault}\n  {request}")
+
+    await asyncio.gather(*(sender() for _ in range(NUM_AT_ONCE)))
+    assert not faults, f"ODD_SEED={SEED}, {len(faults)} of {num_sent}:\n" + "\n".join(faults[:20])
+    assert (await http.get("/health/ready")).status_code == 200
+    assert num_sent > 100
+
+
+@pytest.mark.parametrize(("path", "name", "value"), MISTAKES, ids=ascii)
+async def test_mistakes_are_refused_the_same_way_whole_and_streamed(
+    http: httpx.AsyncClient, path: str, name: str, value: Any
+) -> None:
+    good: dict[str, Any] = {"prompt": "A bird sat"} if path == COMPLETIONS else {"messages": SAID}
+    said = set()
+    for stream, intervenes in itertools.product((False, True), (False, True)):
+        body = {"model": MODEL, "max_tokens": 2, "temperature": 0, "stream": stream, **good}
+        if intervenes:
+            body["interventions"] = [STEER]
+        body[name] = value
+        answer = await send(http, OddRequest("POST", path, body))
+        assert answer.status_code in {400, 422}, (stream, intervenes, answer.text[:300])
+        assert fault_in(answer) is None
+        said.add((answer.status_code, answer.json()["error"]["message"]))
+    assert len(said) == 1, said
+
+
+async def test_the_messages_say_what_to_send_instead(http: httpx.AsyncClient) -> None:
+    async def message(**odd: Any) -> tuple[str, str | None]:
+        body = {"prompt": "A bird sat", "max_tokens": 1, **odd}
+        answer = await send(http, OddRequest("POST", COMPLETIONS, body))
+        error = answer.json()["error"]
+        return error["message"], error["param"]
+
+    def capture(**odd: Any) -> dict[str, Any]:
+        return {"interventions": [{"op": "capture", "at": POINT, **odd}]}
+
+    said, param = await message(stream_options={"include_usage": True})
+    assert "stream=True" in said
+    assert param == "stream_options"
+    said, param = await message(prompt=[""])
+    assert "at least one character" in said
+    assert param == "prompt"
+    said, param = await message(interventions=[{"op": "logit_lens", "layers": 5}])
+    assert "a list of layers such as [5]" in said
+    assert param == "interventions.0.layers"
+    said, param = await message(**capture(where={"range": [0]}))
+    assert "[start, stop]" in said
+    said, param = await message(**capture(reduec="last"))
+    assert "reduce, dtype" in said
+    assert param == "interventions.0.reduec"
+    said, param = await message(**capture(where={"rang": [0, 1]}))
+    assert "phase, positions, range, tokens, exclude" in said
+    assert param == "interventions.0.where.rang"
+    said, param = await message(interventions=[OVERFLOW])
+    assert "smaller scale" in said
+    assert param == "interventions.0.scale"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_what_overflows_in_the_model_is_null(http: httpx.AsyncClient, path: str, stream: bool) -> None:
+    given: dict[str, Any] = {"prompt": "A bird", "logprobs": 2, "echo": True}
+    if path == CHAT:
+        given = {"messages": SAID, "logprobs": True, "top_logprobs": 2}
+    for temperature in (0, 1):
+        body = {
+            **given,
+            "max_tokens": 3,
+            "temperature": temperature,
+            "stream": stream,
+            "interventions": [HUGE],
+        }
+        answer = await send(http, OddRequest("POST", path, body))
+        assert answer.status_code == 200, answer.text
+        assert fault_in(answer) is None
+        assert "null" in answer.text
+    assert (await http.get("/health/ready")).status_code == 200
+
+
+async def test_a_stream_of_several_choices_with_echo_and_logprobs_is_refused(http: httpx.AsyncClient) -> None:
+    body = {"prompt": "A bird", "max_tokens": 2, "temperature": 1, "n": 2, "echo": True, "logprobs": 1}
+    assert (await send(http, OddRequest("POST", COMPLETIONS, body))).status_code == 200
+    refused = await send(http, OddRequest("POST", COMPLETIONS, {**body, "stream": True}))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_combination")
+    for one in ({"n": 1, "temperature": 0}, {"echo": False}, {"logprobs": None}):
+        assert (
+            await send(http, OddRequest("POST", COMPLETIONS, {**body, "stream": True, **one}))
+        ).status_code == 200
+
+
+async def test_conversations_and_ids_are_told_as_completions_have_them(http: httpx.AsyncClient) -> None:
+    async def tokens(**body: Any) -> list[dict[str, Any]]:
+        answer = await send(http, OddRequest("POST", "/v1/tokenize", body))
+        assert answer.status_code == 200, answer.text
+        return list(answer.json()["tokens"])
+
+    text = await tokens(prompt="A bird sat")
+    assert await tokens(prompt=[one["id"] for one in text]) == text
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello the"}]
+    for more in (
+        {},
+        {"add_generation_prompt": False},
+        {"add_generation_prompt": False, "continue_final_message": True},
+        {"tools": TOOLS, "documents": [{"title": "a", "text": "b"}], "chat_template_kwargs": {"x": 1}},
+    ):
+        rendered = await tokens(messages=said, **more)
+        body = {"messages": said, "max_tokens": 1, "tool_choice": "none", **more}
+        usage = (await send(http, OddRequest("POST", CHAT, body))).json()["usage"]
+        assert usage["prompt_tokens"] == len(rendered), more
+    for ids, code in (
+        ([10**6], "unknown_token"),
+        ([-1], "invalid_shape"),
+        ([1] * 2000, "invalid_value"),
+        ([], "invalid_shape"),
+    ):
+        refused = await send(http, OddRequest("POST", "/v1/tokenize", {"prompt": ids}))
+        assert refused.json()["error"]["code"] == code, refused.text
