@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from nnsight_engine.core.dtypes import LARGEST
@@ -235,13 +234,16 @@ class StepBuilder:
         at_logits = [item for item in work if LOGITS in item.active.keys]
         if not at_logits:
             return
-        read: dict[str, list[RowArray]] = defaultdict(list)
+        needed: dict[str, list[RowArray]] = defaultdict(list)
         for item in at_logits:
             if item.active.op.reads:
-                read[item.span.request.request_id].append(item.rows)
+                needed[item.span.request.request_id].append(item.rows)
+            elif item.active.op.kind is Kind.MEAN and _has_whole_prompt(item.span):
+                # A mean is over all of them, whether or not anybody samples there.
+                needed[item.span.request.request_id].append(item.rows)
         for item in at_logits:
             wanted = [np.array([item.span.row + item.span.num_rows - 1], np.int64)]
-            wanted += read[item.span.request.request_id]
+            wanted += needed[item.span.request.request_id]
             kept = np.isin(item.rows, np.concatenate(wanted))
             item.logits_rows, item.logits_offsets = item.rows[kept], item.offsets[kept]
             plan.writes_logits |= not item.active.op.reads
@@ -359,16 +361,21 @@ def _write_member(item: Rows, site_index: int, key: SiteKey) -> Member:
         positions = np.asarray(op.where.positions, np.int64)
         member.patch_rows = np.searchsorted(positions, absolute).astype(np.int64)
     if op.kind is Kind.MEAN:
-        member.source_rows = _mean_rows(item.span, item.offsets)
+        member.source_rows = _mean_rows(item, key)
     return member
 
 
-def _mean_rows(span: Span, offsets: npt.NDArray[np.int64]) -> RowArray | None:
-    prompt_len = span.request.plan.prompt_len
-    if span.start > 0 or span.stop < prompt_len:
+def _mean_rows(item: Rows, key: SiteKey) -> RowArray | None:
+    """Return the rows at a site over which a mean is taken, None where the step has not all of them."""
+    if not _has_whole_prompt(item.span):
         return None
-    rows: RowArray = offsets[offsets < prompt_len] + span.row
+    # The span begins at position 0, so offsets are positions.
+    rows: RowArray = item.rows_at(key)[item.offsets_at(key) < item.span.request.plan.prompt_len]
     return rows
+
+
+def _has_whole_prompt(span: Span) -> bool:
+    return span.start == 0 and span.stop >= span.request.plan.prompt_len
 
 
 def _write_rebuild(factory: KernelFactory) -> Callable[[Member], Kernel]:

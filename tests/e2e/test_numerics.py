@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nnsight_engine.plans.collected import CaptureResult, LensResult, ProbeResult
-from tests.e2e.harness import Engine, random_vector
+from tests.e2e.harness import Ask, Engine, random_vector
 from tests.e2e.reference import Reference
 
 pytestmark = pytest.mark.e2e
@@ -290,6 +290,20 @@ def test_logits_can_be_steered_and_samples_read(engine: Engine) -> None:
     )
     assert reply.token_ids[0] == wanted
     assert reply.tensor("s", "samples").tolist() == reply.token_ids
+
+
+def test_a_mean_of_logits_is_over_the_requests_own_prompt(engine: Engine, reference: Reference) -> None:
+    mean = {"op": "ablate", "at": "logits", "method": "mean"}
+    # Somebody whose logits are all computed stands before it in the step.
+    other = Ask("I think dogs are", [{"op": "capture", "at": "logits"}], max_tokens=1)
+    own = Ask(PROMPT, [mean], max_tokens=2, sampling={"logprobs": 5})
+    for asks in ([own], [other, own]):
+        ((reply,),) = engine.run(asks)[-1:]
+        assert reply.failure is None
+        logprobs = reference.run(engine.token_ids(PROMPT))["logits"].mean(dim=0).log_softmax(dim=-1)
+        for step in reply.logprobs:  # generated positions get the prompt's mean, too
+            given = torch.tensor(list(step.values()))
+            torch.testing.assert_close(given, logprobs[list(step)], rtol=1e-3, atol=2e-3)
 
 
 def test_stacks_of_vectors_give_each_point_its_own(engine: Engine) -> None:
