@@ -54,7 +54,7 @@ class Names(ClientNames):
         envoys = self.envoys
         given: Mapping[type[torch.nn.Module] | str, type[Envoy]]
         given = {torch.nn.Module: envoys} if isinstance(envoys, type) else envoys or {}
-        missing = {
+        missing: dict[type[torch.nn.Module] | str, type[Envoy]] = {
             kind: envoy for kind, envoy in ours.items() if not any(base in given for base in kind.__mro__)
         }
         return {**missing, **given}
