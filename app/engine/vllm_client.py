@@ -104,7 +104,7 @@ class VLLMEngineClient:
         self._loading: asyncio.Task[InterventionAsyncLLM] | None = None
         self._described: DescribedModel | None = None
         self._capabilities: Capabilities | None = None
-        self._texts: TokenTexts
+        self._known_texts: TokenTexts | None = None
         self.started = asyncio.Event()
         # Never served: vLLM's handlers look up their state on an application.
         self._vllm_app = FastAPI()
@@ -136,6 +136,13 @@ class VLLMEngineClient:
         if self._engine is None:
             raise ApiError(ErrorCode.STARTING, "The engine is loading the model; try again shortly.")
         return self._engine
+
+    @property
+    def _texts(self) -> TokenTexts:
+        """The texts of the model's tokens, which are those of every engine that is started for it."""
+        if self._known_texts is None:
+            self._known_texts = TokenTexts(self.engine.renderer.get_tokenizer())
+        return self._known_texts
 
     async def start(self) -> None:
         """Load the model and generate one token; also where an earlier engine has died."""
@@ -181,8 +188,8 @@ class VLLMEngineClient:
             for serving in (state.openai_serving_completion, state.openai_serving_chat):
                 word_streams(serving)
             await self._generate_one()
-            self._texts = TokenTexts(self._engine.renderer.get_tokenizer())
-            await asyncio.to_thread(self._texts.text, 0)  # which reads the vocabulary
+            if not self._args.skip_tokenizer_init:
+                await asyncio.to_thread(self._texts.text, 0)  # which reads the vocabulary
         if self.started.is_set():
             gc.collect()  # what is left of the dead one is in circles; nobody is kept waiting now
         self._is_ready = True
