@@ -14,7 +14,7 @@ import torch
 
 
 def holds_state(value: object) -> bool:
-    """Tell whether an object is a cache: transformers' ``DynamicCache``, ``StaticCache``, ``MambaCache``, …"""
+    """Tell whether an object is a cache, such as ``DynamicCache``, ``StaticCache`` or ``MambaCache``."""
     return hasattr(value, "__dict__") and _is_one(type(value), "Cache")
 
 

@@ -247,6 +247,7 @@ class InterleavingTracer(Tracer):
             raise ValueError(
                 "The model did not execute: there is no input. Give one to the trace, `with "
                 "model.trace(input):`, or to an invoke in it, `with tracer.invoke(input):`."
+                + (f" {', '.join(self.kwargs)} alone would be for all invokes." if self.kwargs else "")
             )
 
     def _run_model(self) -> Any:
