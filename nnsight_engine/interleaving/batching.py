@@ -2,8 +2,8 @@
 
 Rows never overlap, and are in the order in which the invokes were defined. An empty invoke owns no rows and
 sees them all. A tensor belongs to the batch if its first dimension is as long as the batch is; anything else
-(a rotary table, a scalar) is shared and seen whole. An invoke's part of a KV cache is a copy whose tensors are
-views (``model_state``).
+(a rotary table, a scalar) is shared and seen whole. An invoke's part of a KV cache is a copy whose tensors
+are views (``model_state``).
 """
 
 from __future__ import annotations

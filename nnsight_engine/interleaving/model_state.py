@@ -1,7 +1,7 @@
 """What a model keeps from step to step, KV caches and their like: objects that hold rows of the whole batch.
 
-They are no containers to ``core.trees``, since the model goes on with the very object. An invoke that is given
-one gets a copy of the object, and of the layers in it, whose tensors are views of its own rows.
+They are no containers to ``core.trees``, since the model goes on with the very object. An invoke that is
+given one gets a copy of the object, and of the layers in it, whose tensors are views of its own rows.
 """
 
 from __future__ import annotations

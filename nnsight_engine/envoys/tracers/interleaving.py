@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import CellType
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -12,6 +13,7 @@ from nnsight_engine.core.config import CONFIG
 from nnsight_engine.core.saves import save
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.envoys.cache import Cache, CacheView
+from nnsight_engine.envoys.cache_misses import CacheMisses
 from nnsight_engine.envoys.eproperty import eproperty
 from nnsight_engine.envoys.tracers.invoker import Invoker
 from nnsight_engine.interleaving.barrier import Barrier
@@ -19,6 +21,7 @@ from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.iteration import Iter, IteratorTracer
 from nnsight_engine.interleaving.mediator import Mediator
 from nnsight_engine.interleaving.sharing import Sharer, exchanges, explain
+from nnsight_engine.tracing.tracebacks import users_stacklevel
 from nnsight_engine.tracing.tracer import Backend, Info, Tracer, compiled
 
 if TYPE_CHECKING:
@@ -79,6 +82,7 @@ class InterleavingTracer(Tracer):
         self.mediators: list[Mediator] = []
         self.invokers: list[DefinedInvoke] = []
         self.barriers: list[Barrier] = []
+        self.caches: list[CacheMisses] = []
         self.batcher = model._new_batcher()
 
     @property
@@ -163,6 +167,7 @@ class InterleavingTracer(Tracer):
         cache = self._new_cache(device=device, dtype=dtype, detach=detach)
         keys = [key for key, wanted in (("input", include_inputs), ("output", include_output)) if wanted]
         cache.watch(self.interleaver, self.model, modules, keys)
+        self.caches.append(CacheMisses(cache, self.model, modules, keys, self.interleaver))
         return save(cache.view(self.model))
 
     def _new_cache(
@@ -197,7 +202,9 @@ class InterleavingTracer(Tracer):
                 if self.validate:
                     self._validate()
                 self._share(self.mediators, self.invokers)
-                return self._run_model()
+                result = self._run_model()
+                self._warn_of_misses()
+                return result  # noqa: TRY300 - the warning may be made an error, which is the trace's
             except NameError as error:
                 explain(error, [invoker.stored for invoker in self.invokers])
                 raise
@@ -226,12 +233,20 @@ class InterleavingTracer(Tracer):
                     invoker.finish()
                 self._let_go()
 
+    def _warn_of_misses(self) -> None:
+        """Say what caches were asked for and did not get."""
+        for cache in self.caches:
+            said = cache.warning()
+            if said is not None:
+                warnings.warn(said, stacklevel=users_stacklevel())
+
     def _let_go(self) -> None:
         """Drop what the run held: nothing of it is to live on but what was saved."""
         self.interleaver.forget()
         self.mediators.clear()
         self.invokers.clear()
         self.barriers.clear()
+        self.caches.clear()
         self.batcher.forget()
 
     def _collect(self, function: Callable[[], Any]) -> None:
@@ -302,6 +317,7 @@ class InterleavingTracer(Tracer):
             run_on_fakes(self._interleave)
         finally:
             self.mediators = real
+            self.caches.clear()
 
 
 class _Rehearsal:

@@ -80,11 +80,12 @@ def test_a_cache_that_is_assigned_back_with_the_output_is_the_models_own(model: 
 
 
 def test_tensors_put_into_an_invokes_cache_are_refused(model: LanguageModel) -> None:
-    with (
-        pytest.raises(ValueError, match="edit its tensors in place"),
-        model.trace(use_cache=True) as tracer,
-    ):
-        with tracer.invoke(FIRST):
-            model.output.past_key_values.layers[0].keys = torch.zeros(1)
-        with tracer.invoke(SECOND):
-            _ = model.output
+    def run() -> None:
+        with model.trace(use_cache=True) as tracer:
+            with tracer.invoke(FIRST):
+                model.output.past_key_values.layers[0].keys = torch.zeros(1)
+            with tracer.invoke(SECOND):
+                _ = model.output
+
+    with pytest.raises(ValueError, match="edit its tensors in place"):
+        run()
