@@ -77,6 +77,24 @@ class Batcher:
         self.total_batch_size += num_rows
         return group
 
+    @property
+    def attention_mask(self) -> torch.Tensor | None:
+        """Which positions of the batch are tokens and which filling, ``[rows, positions]``, where known."""
+        mask = self.inputs[1].get("attention_mask") if self.inputs is not None else None
+        return mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
+
+    def _filling(self, wanted: torch.Size, given: torch.Size) -> str:
+        """Return what to add to an error about a shape that is a shorter text's own."""
+        mask = self.attention_mask
+        if mask is None or len(given) < 2 or wanted[1] != mask.shape[1] or bool(mask.all()):
+            return ""
+        if given[1] not in mask.sum(-1).tolist():
+            return ""
+        return (
+            f"; shorter texts are filled up to the {mask.shape[1]} positions of the longest one, and "
+            "tracer.attention_mask, tracer.lengths and tracer.first_positions tell where their tokens are"
+        )
+
     def forget(self) -> None:
         """Drop the arguments and the values, once the run is over."""
         self.shared_args, self.shared_kwargs, self.inputs = (), {}, None
@@ -200,6 +218,7 @@ class Batcher:
             raise ValueError(
                 f"this invoke owns {num_rows} of {self.total_batch_size} rows, so the value must be of "
                 f"shape {(num_rows, *whole.shape[1:])}, got {tuple(part.shape)}"
+                f"{self._filling(whole.shape, part.shape)}"
             )
         after = whole.narrow(0, first + num_rows, self.total_batch_size - first - num_rows)
         replaced = torch.cat([whole.narrow(0, 0, first), part.to(whole), after])

@@ -175,6 +175,46 @@ class InterleavingTracer(Tracer):
     ) -> Cache:
         return Cache(device=device, dtype=dtype, detach=detach)
 
+    @property
+    def attention_mask(self) -> torch.Tensor:
+        """Which positions of this block's rows are tokens, 1, and which filling, 0: ``[rows, positions]``.
+
+        Shorter texts of a batch are filled up, language models' on the left: their ``output[:, 0]`` and
+        ``.mean(1)`` include filling.
+
+        Raises:
+            ValueError: The model's input has no such mask, or this is not a block of a running trace.
+        """
+        mediator = self.interleaver.current
+        mask = self.batcher.attention_mask
+        if mediator is None or mask is None:
+            raise ValueError(
+                "attention_mask, lengths and first_positions are for blocks of a running trace of a model "
+                "whose inputs are filled up to one length, such as LanguageModel with text"
+            )
+        if self._moves_filling() and not bool(mask[:, -1].all()):
+            raise ValueError(
+                "generation moves filling to the left of each row, and this tokenizer puts it on the right: "
+                "set model.tokenizer.padding_side = 'left' for attention_mask, lengths and first_positions"
+            )
+        rows = mask if mediator.batch_group is None else mask.narrow(0, *mediator.batch_group)
+        return rows.to(getattr(self.model._root, "device", None) or rows.device)
+
+    def _moves_filling(self) -> bool:
+        config = getattr(self.model._root._module, "config", None)
+        is_decoder = not getattr(config, "is_encoder_decoder", False)
+        return is_decoder and "generate" in getattr(self.function, "__name__", "")
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """How many tokens each of this block's rows has, ``[rows]``; see ``attention_mask``."""
+        return self.attention_mask.sum(-1)
+
+    @property
+    def first_positions(self) -> torch.Tensor:
+        """Where the first token of each of this block's rows is, ``[rows]``; see ``attention_mask``."""
+        return self.attention_mask.argmax(-1)
+
     # Running.
 
     def compile(self) -> Callable[[], Any]:
