@@ -23,7 +23,8 @@ class Inner(torch.nn.Module):
         self.unused = torch.nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))
+        output: torch.Tensor = self.second(self.first(x))
+        return output
 
     def forward_in_one_piece(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -38,7 +39,8 @@ class Outer(torch.nn.Module):
         self.inner = inner
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(self.before(x))
+        output: torch.Tensor = self.inner(self.before(x))
+        return output
 
 
 def warned(model: NNsight, *, after: bool, **options: Any) -> str:

@@ -20,7 +20,7 @@ class Plain(torch.nn.Module):
         self.inner = torch.nn.Identity()
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        return self.inner(x) * scale
+        return torch.mul(self.inner(x), scale)
 
 
 class Several(Plain):
@@ -34,7 +34,7 @@ class Optional(Plain):
     """Needs none."""
 
     def forward(self, x: torch.Tensor | None = None, scale: float = 3.0) -> torch.Tensor:
-        return self.inner(X if x is None else x) * scale
+        return torch.mul(self.inner(X if x is None else x), scale)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
 def alone(model: LanguageModel, text: str) -> torch.Tensor:
     with model.trace(text):
         hidden = save(model.model.layers[0].output)
-    return hidden[0]
+    row: torch.Tensor = hidden[0]
+    return row
 
 
 def test_the_tokens_of_each_row_are_found(model: LanguageModel) -> None:
@@ -69,7 +70,7 @@ def test_generation_that_moves_filling_is_refused(model: LanguageModel) -> None:
         with model.generate([SHORT, LONG], max_new_tokens=2) as tracer:
             found = save(tracer.lengths)
             _ = model.output
-        return found.tolist()
+        return [int(one) for one in found]
 
     assert lengths() == [len(alone(model, SHORT)), len(alone(model, LONG))]
     model.tokenizer.padding_side = "right"
