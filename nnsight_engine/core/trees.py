@@ -22,6 +22,7 @@ from torch import Tensor
 
 TreeT = TypeVar("TreeT")
 MapFunction = Callable[[Tensor], Tensor]
+LeafFunction = Callable[[object], object]
 PairFunction = Callable[[Tensor, Tensor], Tensor]
 
 MAX_DEPTH = 64
@@ -53,15 +54,20 @@ class TreeMismatchError(ValueError):
         self.reason = reason
 
 
-def map_tensors(tree: TreeT, fn: MapFunction) -> TreeT:
-    """Return ``tree`` with ``fn(tensor)`` in place of every tensor; ``tree`` itself if ``fn`` changed none.
+def map_tensors(tree: TreeT, fn: MapFunction, other: LeafFunction | None = None) -> TreeT:
+    """Return ``tree`` with ``fn(tensor)`` in place of every tensor; ``tree`` itself if nothing changed.
+
+    Args:
+        tree: The tree.
+        fn: Called with each tensor.
+        other: Called with each leaf that is none.
 
     Raises:
         TreeDepthError: The tree contains itself.
     """
     if isinstance(tree, Tensor):
         return cast("TreeT", fn(tree))
-    return cast("TreeT", _map(tree, fn, 0))
+    return cast("TreeT", _map(tree, fn, 0, other))
 
 
 def map_pairs(full: TreeT, part: object, fn: PairFunction) -> TreeT:
@@ -233,14 +239,15 @@ def _find_container(cls: type) -> _Container | None:
 _container: Callable[[type], _Container | None] = functools.lru_cache(maxsize=512)(_find_container)
 
 
-def _map(tree: object, fn: MapFunction, depth: int) -> object:
+def _map(tree: object, fn: MapFunction, depth: int, other: LeafFunction | None) -> object:
     container = _container(type(tree))
     if container is None:
-        return tree
+        return tree if other is None else other(tree)
     if depth >= MAX_DEPTH:
         raise TreeDepthError
     values = container.values(tree)
-    mapped = [fn(value) if isinstance(value, Tensor) else _map(value, fn, depth + 1) for value in values]
+    below = depth + 1
+    mapped = [fn(one) if isinstance(one, Tensor) else _map(one, fn, below, other) for one in values]
     return container.rebuild(tree, mapped) if _differ(values, mapped) else tree
 
 

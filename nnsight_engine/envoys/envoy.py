@@ -26,7 +26,7 @@ from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.envoys.tracers.scanning import ScanningTracer
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.envoys.tree import EnvoyTree
-from nnsight_engine.envoys.values import CallValues
+from nnsight_engine.envoys.values import CallValues, names_input
 from nnsight_engine.interleaving.batching import Batchable, Batcher
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.interleaver import Interleaver
@@ -261,9 +261,9 @@ class Envoy(CallValues, EnvoyTree, Batchable):
         """Run the module, as a trace does that is not told what to run."""
         return self._module(*args, **kwargs)
 
-    def _has_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG002 - a hook
+    def _has_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Tell whether these arguments of a trace are an input, so that its block is the one invoke."""
-        return bool(args)
+        return bool(args) or names_input(type(self._module), kwargs)
 
     def _example_input(self) -> dict[str, Any] | None:
         """Return arguments with which the model can be run, to learn what it calls; None if unknown."""

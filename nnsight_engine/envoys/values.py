@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Collection
 from typing import Any
+
+import torch
 
 from nnsight_engine.envoys.eproperty import eproperty
 from nnsight_engine.envoys.hooks import requires_input, requires_output
@@ -41,3 +45,15 @@ class CallValues:
         if args or not kwargs:
             return (value, *args[1:]), kwargs
         return args, {**kwargs, next(iter(kwargs)): value}
+
+
+def names_input(kind: type[torch.nn.Module], names: Collection[str]) -> bool:
+    """Tell whether arguments by name are a module's input: all that it needs, or its first if it needs none.
+
+    Other names go with every invoke of a trace, as ``model.trace(scale=2)`` says for those under it.
+    """
+    parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
+    named = [one for one in parameters if one.kind not in {one.VAR_POSITIONAL, one.VAR_KEYWORD}]
+    needed = {one.name for one in named if one.default is one.empty}
+    first = {one.name for one in named[:1]}
+    return bool(names) and bool(needed or first) and (needed or first) <= set(names)

@@ -2,7 +2,8 @@
 
 Rows never overlap, and are in the order in which the invokes were defined. An empty invoke owns no rows and
 sees them all. A tensor belongs to the batch if its first dimension is as long as the batch is; anything else
-(a rotary table, a scalar) is shared and seen whole.
+(a rotary table, a scalar) is shared and seen whole. An invoke's part of a KV cache is a copy whose tensors
+are views (``model_state``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from nnsight_engine.core.narrowing import fitted
 from nnsight_engine.core.trees import map_pairs, map_tensors, tensors
+from nnsight_engine.interleaving.model_state import holds_state, map_state, state_tensors
 
 BatchGroup = tuple[int, int]
 """First row and number of rows."""
@@ -96,6 +98,24 @@ class Batcher:
         self.total_batch_size += num_rows
         return group
 
+    @property
+    def attention_mask(self) -> torch.Tensor | None:
+        """Which positions of the batch are tokens and which filling, ``[rows, positions]``, where known."""
+        mask = self.inputs[1].get("attention_mask") if self.inputs is not None else None
+        return mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
+
+    def _filling(self, wanted: torch.Size, given: torch.Size) -> str:
+        """Return what to add to an error about a shape that is a shorter text's own."""
+        mask = self.attention_mask
+        if mask is None or len(given) < 2 or wanted[1] != mask.shape[1] or bool(mask.all()):
+            return ""
+        if given[1] not in mask.sum(-1).tolist():
+            return ""
+        return (
+            f"; shorter texts are filled up to the {mask.shape[1]} positions of the longest one, and "
+            "tracer.attention_mask, tracer.lengths and tracer.first_positions tell where their tokens are"
+        )
+
     def forget(self) -> None:
         """Drop the arguments and the values, once the run is over."""
         self.shared_args, self.shared_kwargs, self.inputs = (), {}, None
@@ -114,10 +134,20 @@ class Batcher:
         """Return the current value with only these rows; views, so that edits in place reach the model."""
         if group is None or self.sees_all(group):
             return self.current_value
-        narrowed = map_tensors(self.current_value, lambda tensor: self._rows(tensor, group))
+        narrowed = map_tensors(
+            self.current_value,
+            lambda tensor: self._rows(tensor, group),
+            lambda leaf: self._narrow_state(leaf, group) if holds_state(leaf) else leaf,
+        )
         if not isinstance(narrowed, torch.Tensor) and narrowed is not self.current_value:
             self._lending().trees.append((narrowed, list(tensors(narrowed)), group))
         return narrowed
+
+    def _narrow_state(self, whole: Any, group: BatchGroup) -> Any:
+        """Return a KV cache with only these rows: a copy whose tensors are views."""
+        part = map_state(whole, lambda tensor: self._rows(tensor, group))
+        self._lending().states.append((part, whole, list(state_tensors(part))))
+        return part
 
     def _rows(self, tensor: torch.Tensor, group: BatchGroup | None) -> torch.Tensor:
         if group is None or not tensor.ndim or tensor.shape[0] != self.total_batch_size:
@@ -147,7 +177,8 @@ class Batcher:
         A tensor that it put into a dict, a list or a model's output takes the place of the one there.
 
         Raises:
-            ValueError: It edited a tensor in place that belongs to all invokes together.
+            ValueError: It edited a tensor in place that belongs to all invokes together, or put a tensor into
+                its part of a KV cache.
         """
         loans = self.loans
         if loans is None:
@@ -158,6 +189,13 @@ class Batcher:
                     f"a tensor of shape {tuple(tensor.shape)} has no rows of single invokes, it belongs to "
                     "all together, and was edited in place in one; only an empty one, tracer.invoke(), "
                     "can edit it"
+                )
+        for part, _, held in loans.states:
+            if list(map(id, state_tensors(part))) != list(map(id, held)):
+                raise ValueError(
+                    f"an invoke has its own rows of the {type(part).__name__}, and put tensors into it or "
+                    "updated it, which the model would not see: edit its tensors in place, or work on "
+                    "copy.deepcopy of it"
                 )
         for index, (tree, leaves, group) in enumerate(loans.trees):
             now = list(tensors(tree))
@@ -180,6 +218,9 @@ class Batcher:
             return
         assert group is not None  # noqa: S101 - an empty invoke sees all
         own = group
+        states = {id(part): whole for part, whole, _ in self.loans.states} if self.loans is not None else {}
+        if states:  # the model goes on with the one that it has, in which in-place edits are already
+            value = map_tensors(value, lambda tensor: tensor, lambda leaf: states.get(id(leaf), leaf))
         self.current_value = map_pairs(
             self.current_value, value, lambda whole, part: self._replaced(own, whole, part)
         )
@@ -198,6 +239,7 @@ class Batcher:
             raise ValueError(
                 f"this invoke owns {num_rows} of {self.total_batch_size} rows, so the value must be of "
                 f"shape {(num_rows, *whole.shape[1:])}, got {tuple(part.shape)}"
+                f"{self._filling(whole.shape, part.shape)}"
             )
         check_written(part, whole)
         after = whole.narrow(0, first + num_rows, self.total_batch_size - first - num_rows)
@@ -279,12 +321,14 @@ class Loans:
         views: Tensors' rows.
         shared: Tensors that have no rows, with how often they had been edited.
         trees: Containers that hold rows, with the tensors that were in them, and whose they are.
+        states: KV caches of rows, with the whole ones, and the tensors that were in them.
     """
 
-    __slots__ = ("shared", "trees", "views")
+    __slots__ = ("shared", "states", "trees", "views")
 
     def __init__(self) -> None:
         """Start with nothing given."""
         self.views: list[_View] = []
         self.shared: list[tuple[torch.Tensor, int]] = []
         self.trees: list[tuple[Any, list[torch.Tensor], BatchGroup]] = []
+        self.states: list[tuple[Any, Any, list[torch.Tensor]]] = []

@@ -16,7 +16,7 @@ from types import CodeType
 from typing import Any, Final
 from zipimport import zipimporter
 
-_Defining = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+Defining = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 
 Instruction = tuple[str, str, int | None, int | None, int | None]
 """What it does, with what, and where: line, first column, last column."""
@@ -48,7 +48,7 @@ def says(tree: ast.Module, code: CodeType, globals_: Mapping[str, Any], node: as
     return _agree(_instructions(made, lines), _instructions(code, lines), node, globals_)
 
 
-def defines(tree: ast.Module, code: CodeType, globals_: Mapping[str, Any], node: _Defining) -> bool:
+def defines(tree: ast.Module, code: CodeType, globals_: Mapping[str, Any], node: Defining) -> bool:
     """Tell whether a text says of one of its definitions what the loaded code of a function does.
 
     Args:
@@ -97,13 +97,15 @@ def _compiled(tree: ast.Module, code: CodeType, node: ast.stmt | ast.expr) -> Co
     imports = [ast.Import([ast.alias(name)]) for name in sorted(set(_imported(tree)))]
     module = ast.fix_missing_locations(ast.Module([around, *imports], []))
     try:
-        return compile(module, code.co_filename, "exec", flags=flags, dont_inherit=True)
+        made: CodeType = compile(module, code.co_filename, "exec", flags=flags, dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError):
         return None
+    return made
 
 
 def _begin(node: ast.stmt) -> int:
-    return min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(one.lineno for one in decorators)])
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

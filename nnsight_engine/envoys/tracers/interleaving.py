@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import CellType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -12,6 +13,7 @@ from nnsight_engine.core.config import CONFIG
 from nnsight_engine.core.saves import save
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.envoys.cache import Cache, CacheView
+from nnsight_engine.envoys.cache_misses import CacheMisses
 from nnsight_engine.envoys.compiled import explain_missed
 from nnsight_engine.envoys.eproperty import eproperty
 from nnsight_engine.envoys.tracers.invoker import Invoker
@@ -22,6 +24,7 @@ from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.iteration import Iter, IteratorTracer
 from nnsight_engine.interleaving.mediator import Mediator
 from nnsight_engine.interleaving.sharing import Sharer, exchanges, explain
+from nnsight_engine.tracing.tracebacks import users_stacklevel
 from nnsight_engine.tracing.tracer import Backend, Info, Tracer, compiled
 
 if TYPE_CHECKING:
@@ -84,6 +87,7 @@ class InterleavingTracer(Tracer):
         self.mediators: list[Mediator] = []
         self.invokers: list[DefinedInvoke] = []
         self.barriers: list[Barrier] = []
+        self.caches: list[CacheMisses] = []
         self.batcher = model._new_batcher()
 
     @property
@@ -171,12 +175,53 @@ class InterleavingTracer(Tracer):
         cache = self._new_cache(device=device, dtype=dtype, detach=detach)
         keys = [key for key, wanted in (("input", include_inputs), ("output", include_output)) if wanted]
         cache.watch(self.interleaver, self.model, modules, keys)
+        self.caches.append(CacheMisses(cache, self.model, modules, keys, self.interleaver))
         return save(cache.view(self.model))
 
     def _new_cache(
         self, *, device: torch.device | str | None, dtype: torch.dtype | None, detach: bool
     ) -> Cache:
         return Cache(device=device, dtype=dtype, detach=detach)
+
+    @property
+    def attention_mask(self) -> torch.Tensor:
+        """Which positions of this block's rows are tokens, 1, and which filling, 0: ``[rows, positions]``.
+
+        Shorter texts of a batch are filled up, language models' on the left: their ``output[:, 0]`` and
+        ``.mean(1)`` include filling.
+
+        Raises:
+            ValueError: The model's input has no such mask, or this is not a block of a running trace.
+        """
+        mediator = self.interleaver.current
+        mask = self.batcher.attention_mask
+        if mediator is None or mask is None:
+            raise ValueError(
+                "attention_mask, lengths and first_positions are for blocks of a running trace of a model "
+                "whose inputs are filled up to one length, such as LanguageModel with text"
+            )
+        if self._moves_filling() and not bool(mask[:, -1].all()):
+            raise ValueError(
+                "generation moves filling to the left of each row, and this tokenizer puts it on the right: "
+                "set model.tokenizer.padding_side = 'left' for attention_mask, lengths and first_positions"
+            )
+        rows = mask if mediator.batch_group is None else mask.narrow(0, *mediator.batch_group)
+        return rows.to(getattr(self.model._root, "device", None) or rows.device)
+
+    def _moves_filling(self) -> bool:
+        config = getattr(self.model._root._module, "config", None)
+        is_decoder = not getattr(config, "is_encoder_decoder", False)
+        return is_decoder and "generate" in getattr(self.function, "__name__", "")
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """How many tokens each of this block's rows has, ``[rows]``; see ``attention_mask``."""
+        return self.attention_mask.sum(-1)
+
+    @property
+    def first_positions(self) -> torch.Tensor:
+        """Where the first token of each of this block's rows is, ``[rows]``; see ``attention_mask``."""
+        return self.attention_mask.argmax(-1)
 
     # Running.
 
@@ -205,7 +250,9 @@ class InterleavingTracer(Tracer):
                 if self.validate:
                     self._validate()
                 self._share(self.mediators, self.invokers)
-                return self._run_model()
+                result = self._run_model()
+                self._warn_of_misses()
+                return result  # noqa: TRY300 - the warning may be made an error, which is the trace's
             except MissedProviderError as error:
                 explain_missed(error, self.model._root)
                 raise
@@ -237,12 +284,20 @@ class InterleavingTracer(Tracer):
                     invoker.finish()
                 self._let_go()
 
+    def _warn_of_misses(self) -> None:
+        """Say what caches were asked for and did not get."""
+        for cache in self.caches:
+            said = cache.warning()
+            if said is not None:
+                warnings.warn(said, stacklevel=users_stacklevel())
+
     def _let_go(self) -> None:
         """Drop what the run held: nothing of it is to live on but what was saved."""
         self.interleaver.forget()
         self.mediators.clear()
         self.invokers.clear()
         self.barriers.clear()
+        self.caches.clear()
         self.batcher.forget()
 
     def _collect(self, function: Callable[[], Any]) -> None:
@@ -258,6 +313,7 @@ class InterleavingTracer(Tracer):
             raise ValueError(
                 "The model did not execute: there is no input. Give one to the trace, `with "
                 "model.trace(input):`, or to an invoke in it, `with tracer.invoke(input):`."
+                + (f" {', '.join(self.kwargs)} alone would be for all invokes." if self.kwargs else "")
             )
 
     def _run_model(self) -> Any:
@@ -312,6 +368,7 @@ class InterleavingTracer(Tracer):
             run_on_fakes(self._interleave)
         finally:
             self.mediators = real
+            self.caches.clear()
 
 
 class _Rehearsal:

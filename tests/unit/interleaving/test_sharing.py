@@ -224,6 +224,7 @@ def test_a_value_left_over_gives_way_at_a_barrier(model: Batching, net: Any, *, 
 
 
 def test_pairs_of_invokes_that_meet_have_each_other_s_values(model: Batching, net: Any) -> None:
+    hidden: Any
     with model.trace() as tracer:
         found = save([])
         for factor in (2, 3):
@@ -233,7 +234,7 @@ def test_pairs_of_invokes_that_meet_have_each_other_s_values(model: Batching, ne
                 model[1].input = hidden  # noqa: F821 - assigned by the one that it meets
                 found.append(model.output)
             with tracer.invoke(factor * X):
-                hidden = model[0].output.clone()  # noqa: F841 - used above
+                hidden = model[0].output.clone()
                 barrier()
     torch.testing.assert_close(found[0], net(2 * X))
     torch.testing.assert_close(found[1], net(3 * X))

@@ -1,0 +1,91 @@
+"""What a cache was asked for and did not get, and why: a trace warns of it when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from nnsight_engine.envoys.cache import Cache
+    from nnsight_engine.envoys.envoy import Envoy
+    from nnsight_engine.interleaving.interleaver import Interleaver
+
+_MAX_NAMED: Final = 5
+_COMPILED: Final = (
+    "compiled by torch.compile: modules in it are not called one by one; wrap the model before it is compiled"
+)
+
+
+class CacheMisses:
+    """One cache, and what it was asked for.
+
+    Args:
+        cache: The cache.
+        model: The root of the tree that it watches.
+        modules: Envoys or paths that were asked for by name; None for all, some of which may well not run.
+        keys: What is kept of each.
+        interleaver: Tells what ran before the cache was made.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        model: Envoy,
+        modules: Sequence[Envoy | str] | None,
+        keys: Sequence[str],
+        interleaver: Interleaver,
+    ) -> None:
+        """Take note of what has run."""
+        envoys = {str(envoy.path): envoy for envoy in model._walk()}
+        named = [] if modules is None else [one if isinstance(one, str) else str(one.path) for one in modules]
+        self._cache = cache
+        self._modules = {path: envoy._module for path, envoy in envoys.items()}
+        self._is_named = modules is not None
+        self._asked = [(path, key) for path in (named if self._is_named else envoys) for key in keys]
+        self._early = {
+            (path, key) for path, key in self._asked if interleaver.calls.get(f"{path}.{key}", 0) > 0
+        }
+
+    def warning(self) -> str | None:
+        """Say what is missing and why, once the run is over; None if nothing is."""
+        missing = list(self._missing())
+        if not missing:
+            return None
+        more = f"; and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
+        return f"tracer.cache() has no value for {'; '.join(missing[:_MAX_NAMED])}{more}."
+
+    def _missing(self) -> Iterator[str]:
+        opaque = {path for path, module in self._modules.items() if _is_compiled(module)}
+        opaque -= {path for path in opaque if self._saw_inside(path)}
+        if not self._is_named:
+            asked = [path for path, _ in self._asked]
+            for path in sorted(opaque):
+                if any(one.startswith(f"{path}.") for one in asked):
+                    yield f"what is inside {path}, {_COMPILED}"
+            return
+        for path, key in self._asked:
+            entry = self._cache.entries.get(path)
+            if entry is not None and key in entry.values:
+                continue
+            around = next((one for one in opaque if path.startswith(f"{one}.")), None)
+            if around is not None:
+                yield f"{path}.{key}, which is inside {around}, {_COMPILED}"
+            elif (path, key) in self._early:
+                yield f"{path}.{key}, which had run before the cache was made: make it first"
+            else:
+                yield f"{path}.{key}, which did not run after the cache was made"
+
+    def _saw_inside(self, path: str) -> bool:
+        """Tell whether modules inside one were called: torch compiles some calls apart."""
+        own = (f"{path}.", f"{path}._orig_mod")
+        return any(one.startswith(own[0]) and one != own[1] for one in self._cache.entries)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # Compiled itself, by `module.compile()`, or what `torch.compile(module)` makes of one.
+    return module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
+
+
+__all__ = ["CacheMisses"]
