@@ -44,7 +44,8 @@ def costly(name: str) -> StructuredOutputsParams:
 
 def compiling(grammars: Grammars) -> list[psutil.Process]:
     assert grammars._process is not None
-    return psutil.Process(grammars._process.pid).children()
+    found: list[psutil.Process] = psutil.Process(grammars._process.pid).children()
+    return found
 
 
 async def ended(grammars: Grammars) -> None:
