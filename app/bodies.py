@@ -31,6 +31,8 @@ _MODULE: Final = "app.body_process"
 _AT_ONCE: Final = 2
 _CHUNK_BYTES: Final = 2**20
 _LIMIT_S: Final = 60.0
+_KEPT_BYTES: Final = 16 * 2**20
+"""A process that has read more is ended, since it may keep the memory."""
 
 
 class Bodies:
@@ -67,7 +69,7 @@ class Bodies:
                     "The server could not read so large a body in time; send it again later.",
                 ) from error
             finally:
-                if is_done:
+                if is_done and len(body) < _KEPT_BYTES:
                     self._idle.append(process)
                 else:
                     await _end(process)

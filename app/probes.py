@@ -138,6 +138,10 @@ class ProbeServer:
                 logger.warning("a connection could not be accepted: %s", error.strerror)
                 await asyncio.sleep(_PAUSE_S)
                 continue
+            except Exception:
+                logger.exception("a connection could not be accepted")
+                await asyncio.sleep(_PAUSE_S)
+                continue
             connection.setblocking(False)  # noqa: FBT003 - the library's
             self._begin(self._sort(connection))
 
@@ -219,11 +223,11 @@ class _Answers:
 
         # Nothing of a probe's answer is sent before there is all of it: until then there may be one of ours.
         passed = note if is_probe else send
-        answering = asyncio.wrap_future(
-            asyncio.run_coroutine_threadsafe(
-                self._app(scope, _across(receive, here), _across(passed, here)), self._main
-            )
-        )
+
+        async def answered() -> None:
+            await self._app(scope, _across(receive, here), _across(passed, here))
+
+        answering = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answered(), self._main))
         try:
             while not answering.done():
                 await asyncio.wait({answering}, timeout=_LOOK_S)

@@ -119,7 +119,7 @@ class Grammars:
             if field.init and getattr(structured, field.name) is not None
         }
         verdict = await self._verdict(given, sender)
-        if verdict.backend != self._backend:  # the engine keeps to that of its first grammar
+        if verdict.backend not in {"", self._backend}:  # the engine keeps to that of its first grammar
             self._backend = self._backend or verdict.backend
             verdict = await self._verdict(given, sender)
         if verdict.error:

@@ -341,7 +341,8 @@ class InterventionAsyncLLM(AsyncLLM):
     def accept_grammars(self, accept: AcceptGrammar) -> None:
         """Let no grammar reach the engine that ``accept`` has not passed, in place of vLLM's own checks."""
         self._accept_grammar = accept
-        self.input_processor.structured_outputs_config = None  # type: ignore[assignment]  # which vLLM takes for none to check
+        # Which vLLM takes for none to check.
+        self.input_processor.structured_outputs_config = None
 
     async def add_request(
         self, request_id: str, prompt: Any, params: SamplingParams | PoolingParams, *args: Any, **kwargs: Any

@@ -1,0 +1,153 @@
+"""Grammars in processes of their own, without an engine: what is accepted, what is ended, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+from vllm.sampling_params import StructuredOutputsParams
+
+from api_schemas.errors import ApiError
+from app.engine.grammars import Grammars
+from app.settings import Settings, environment_for_traces
+from nnsight_engine.modeling.bundled import bundled_model_path
+from nnsight_engine.vllm_backend.grammar_process import GrammarSetup
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+COSTLY = "(" + "|".join(f"(.*[{letter}-z]){{1,1000}}" for letter in "abcdefghijklmnopqrstuvwxy" * 3) + ")"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def grammars(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Grammars]:
+    settings = Settings(data_dir=tmp_path_factory.mktemp("data"), grammar_compile_s=2)
+    made = Grammars(settings, environment_for_traces())
+    model = str(bundled_model_path())
+    config = {"backend": "auto"}
+    made.begin(GrammarSetup(model, "auto", "", False, 49152, "llama", False, config))
+    await made.accept(StructuredOutputsParams(choice=["yes", "no"]), "")
+    yield made
+    await made.close()
+
+
+def costly(name: str) -> StructuredOutputsParams:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": f"{name}{COSTLY}"}}}
+    return StructuredOutputsParams(json=schema)
+
+
+def compiling(grammars: Grammars) -> list[psutil.Process]:
+    assert grammars._process is not None
+    found: list[psutil.Process] = psutil.Process(grammars._process.pid).children()
+    return found
+
+
+async def ended(grammars: Grammars) -> None:
+    """Wait until nothing is compiled."""
+    async with asyncio.timeout(5):
+        while compiling(grammars):  # noqa: ASYNC110 - processes tell nobody
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"json": {"type": "object"}},
+        {"json": '{"enum": [1, 2]}'},
+        {"json_object": True},
+        {"regex": "[a-z]{2,5}"},
+        {"choice": ["a", "b"]},
+        {"grammar": 'root ::= "a" | "b"'},
+        {
+            "structural_tag": json.dumps(
+                {"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}
+            )
+        },
+    ],
+)
+async def test_what_vllm_takes_is_accepted_with_what_vllm_would_have_set(
+    grammars: Grammars, given: dict[str, Any]
+) -> None:
+    structured = StructuredOutputsParams(**given)
+    await grammars.accept(structured, "")
+    assert structured._backend == "xgrammar"
+    assert structured.choice is None
+    assert (structured.grammar is not None) == bool({"choice", "grammar"} & given.keys())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"regex": "(a"},
+        {"grammar": "root ::= ::="},
+        {"json": "{"},
+        {"structural_tag": "{}"},
+        {"json": {"type": 5}},
+    ],
+)
+async def test_what_is_no_grammar_is_refused(grammars: Grammars, given: dict[str, Any]) -> None:
+    for _ in range(2):
+        with pytest.raises(ApiError) as raised:
+            await grammars.accept(StructuredOutputsParams(**given), "")
+        assert raised.value.code == "invalid_value"
+
+
+async def test_one_that_takes_too_long_is_ended_for_all_who_wait_and_remembered(grammars: Grammars) -> None:
+    beats: list[float] = []
+
+    async def beat() -> None:
+        while True:
+            beats.append(time.monotonic())
+            await asyncio.sleep(0.01)
+
+    beating = asyncio.create_task(beat())
+    answers = await asyncio.gather(
+        *(grammars.accept(costly("long"), "") for _ in range(3)), return_exceptions=True
+    )
+    beating.cancel()
+    assert ["grammar_compile_s" in str(answer) for answer in answers] == [True] * 3
+    assert max(b - a for a, b in itertools.pairwise(beats)) < 1
+    await ended(grammars)
+    start = time.monotonic()
+    with pytest.raises(ApiError):
+        await grammars.accept(costly("long"), "")
+    assert time.monotonic() - start < 0.5
+
+
+async def test_one_whose_clients_have_all_left_is_ended(grammars: Grammars) -> None:
+    first, second = (asyncio.create_task(grammars.accept(costly("left"), "")) for _ in range(2))
+    while not compiling(grammars):  # noqa: ASYNC110 - processes tell nobody
+        await asyncio.sleep(0.01)
+    first.cancel()
+    await asyncio.sleep(0.2)
+    assert compiling(grammars)
+    second.cancel()
+    await asyncio.gather(first, second, return_exceptions=True)
+    await ended(grammars)
+    assert not grammars._known.keys() & grammars._compiling.keys()
+
+
+async def test_another_process_forks_where_one_has_ended(grammars: Grammars) -> None:
+    assert grammars._process is not None
+    ended = grammars._process.pid
+    grammars._process.kill()
+    await grammars.accept(StructuredOutputsParams(regex="another"), "")
+    assert grammars._process is not None
+    assert grammars._process.pid != ended
+
+
+async def test_nothing_of_a_grammar_is_written_anywhere(
+    grammars: Grammars, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    del tmp_path
+    for given in ({"regex": "(secret-of-a-client"}, {"grammar": "secret-of-a-client ::= ("}):
+        with pytest.raises(ApiError):
+            await grammars.accept(StructuredOutputsParams(**given), "")
+    out, err = capfd.readouterr()
+    assert "secret-of-a-client" not in out + err
