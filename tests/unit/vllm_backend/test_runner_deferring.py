@@ -88,7 +88,7 @@ def test_a_token_that_was_shown_is_the_one_that_leaves_later() -> None:
     assert traces.shown == first
     results = runner._with_blocks(traces, None)
     assert results is not None
-    assert (results.undone, results.waiting) == (["own"], {"own"})
+    assert (results.undone, results.waiting) == (["own"], frozenset({"own"}))
     traces.leaves = False
     traces.cells.waiting = frozenset()
     assert runner.sampled() == [second[0], first[1]]
