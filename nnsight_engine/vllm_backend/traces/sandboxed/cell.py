@@ -230,11 +230,10 @@ class Cell:
 
     def defer(self) -> None:
         """Let the step go on without the process, which has not answered yet."""
-        if not (self.in_step and self.talk.is_pending):
-            return
-        self.in_step = self._takes_part = False
-        self.is_deferred = self.talk.is_held = True
-        self.undone = [span.request_id for span in self._spans]
+        if self.in_step and self.talk.is_pending:
+            self.in_step = self._takes_part = False
+            self.is_deferred = self.talk.is_held = True
+            self.undone = [span.request_id for span in self._spans]
 
     def again(self) -> None:
         """The step is run again from its first layer: what was changed in it is to be changed again."""
