@@ -163,6 +163,10 @@ COSTLY: Final = {
         "model.lm_head(torch.zeros(9999, 576, dtype=torch.bfloat16))",
         "rows at once",
     ),
+    "large rows": (
+        "model.lm_head(torch.zeros(99999, 576, dtype=torch.bfloat16))",
+        "may leave the sandbox|rows at once",
+    ),
     "huge rows": (
         "model.lm_head(torch.zeros(1, 1, dtype=torch.bfloat16).expand(2**30, 576))",
         "leave the sandbox",

@@ -99,6 +99,7 @@ def server() -> Iterator[ForkServer]:
         "sizes": sizes,
         "limits": dataclasses.asdict(_LIMITS),
         "entry": "",
+        "call_bytes": 2**20,
     }
     server = ForkServer([sys.executable, "-m", _NURSERY], encode(setup), _LIMITS.sandbox_message_bytes, 2)
     server.start()
@@ -217,6 +218,26 @@ def test_a_step_that_goes_on_without_a_block_changes_nothing_of_what_it_does(ser
     assert hurried.neighbours == patient.neighbours
     assert patient.ended_with[0][2] == [4]
     assert patient.ended_with[0][1][5] == 7
+
+
+def test_what_a_module_is_called_with_is_looked_at_before_it_is_sent(server: ForkServer) -> None:
+    code = """
+said = [].save()
+for rows in (torch.zeros(2**18, 2), torch.zeros(1, 1).expand(2**40, 2)):
+    try:
+        model.lm_head(rows)
+    except Exception as error:
+        said.append(str(error))
+try:
+    model.lm_head(*[torch.zeros(2**15, 7)] * 9)
+except Exception as error:
+    said.append(str(error))
+for step in tracer.iter[:3]:
+    model.layers[0].output
+"""
+    said = play(server, code, wait_s=5.0).saves["said"]
+    assert len(said) == 3
+    assert all("`model.lm_head`" in one and "bytes" in one for one in said), said
 
 
 def test_all_traces_of_a_tenant_have_one_allowance_in_a_step(server: ForkServer) -> None:
