@@ -38,9 +38,9 @@ class SandboxEndedError(RuntimeError):
     def unrepeated(cls) -> SandboxEndedError:
         """It changed more in a step than is kept for the step to be run again."""
         return cls(
-            "The sandbox was ended, because the block changed much in a step and then asked for a place "
-            "inside a layer, for which the step is run again: ask for something inside the first layer "
-            "before, or change fewer positions."
+            "The sandbox was ended, because a step had to be computed again for it and could not be: the "
+            "block changed much in it, or the engine took the request's memory meanwhile. Send it again; "
+            "change fewer positions, or ask for something inside the first layer before."
         )
 
     @classmethod

@@ -230,11 +230,10 @@ class Cell:
 
     def defer(self) -> None:
         """Let the step go on without the process, which has not answered yet."""
-        if not (self.in_step and self.talk.is_pending):
-            return
-        self.in_step = self._takes_part = False
-        self.is_deferred = self.talk.is_held = True
-        self.undone = [span.request_id for span in self._spans]
+        if self.in_step and self.talk.is_pending:
+            self.in_step = self._takes_part = False
+            self.is_deferred = self.talk.is_held = True
+            self.undone = [span.request_id for span in self._spans]
 
     def again(self) -> None:
         """The step is run again from its first layer: what was changed in it is to be changed again."""
@@ -275,7 +274,10 @@ class Cell:
 
     def finish(self) -> None:
         """Tell the process that the step is over."""
-        if self.in_step:
+        if self._is_resuming:  # the model has not come to the place again
+            self._is_resuming = self.in_step = False
+            self.talk.give_up(SandboxEndedError.unrepeated())
+        elif self.in_step:
             self.in_step = False
             self.talk.ask(End(self._newly_passed()), [], Go, self._have_ended)
         elif self._takes_part:
@@ -490,10 +492,9 @@ class Cell:
         return changed
 
     def leave(self, provider: str) -> None:
-        """Do nothing: what the process does with a copy is its own affair."""
+        """Do nothing: copies and caches are the process's own affair."""
 
-    def watch_pass(self, provider: str) -> None:
-        """Do nothing: its caches are its own."""
+    watch_pass = leave
 
 
 __all__ = ["Cell", "Opened"]

@@ -148,6 +148,9 @@ class InsideTraces(WorkerTraces):
         points: Of the stand-ins.
         limits: What blocks may use.
         new_model: Makes what ``model`` is in the blocks.
+
+    Attributes:
+        max_call_bytes: Of what a module is called with.
     """
 
     def __init__(
@@ -158,6 +161,7 @@ class InsideTraces(WorkerTraces):
     ) -> None:
         """Start without requests."""
         self._make = new_model
+        self.max_call_bytes = limits.sandbox_message_bytes
         self._side: SandboxSide | None = None
         self._wanted: list[str] = []
         self._before: list[str] = []
@@ -307,12 +311,14 @@ class InsideTraces(WorkerTraces):
 
     def _called(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         body: list[memoryview] = []
-        most = self._limits.sandbox_message_bytes
+        most = self.max_call_bytes
         call = Call(
             path,
             [_argument(path, one, body, most) for one in args],
             {name: _argument(path, one, body, most) for name, one in kwargs.items()},
         )
+        if sum(map(len, body)) > most:  # the engine copies all of it before it can look at any
+            raise SandboxedError.argument(path, f"more than the {most:,} bytes that a call may have")
         side = self._side
         assert side is not None  # noqa: S101 - a block runs
         side.send(packed(call, body))

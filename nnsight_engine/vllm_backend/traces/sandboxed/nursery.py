@@ -48,6 +48,7 @@ def main(orders: socket.socket, folder: str) -> None:
     points = _points(setup)
     traces = InsideTraces(points, limits, partial(_new_model, points))
     traces.board.entry = setup["entry"]
+    traces.max_call_bytes = min(limits.sandbox_message_bytes, setup["call_bytes"])
     rehearsal = Rehearsal.of(points)
     share = Share(limits.sandbox_bytes - 2 * limits.sandbox_message_bytes, limits.sandbox_cpu_s)
     _warm_up()

@@ -35,7 +35,11 @@ def open_cells(
         config: vLLM's.
         limits: What blocks may use.
     """
+    half_bytes = limits.sandbox_message_bytes
+    max_rows = config.scheduler_config.max_num_batched_tokens
+    served = ServedModules(model, points, max_rows, half_bytes)
     setup = {
+        "call_bytes": served.call_bytes,
         "modules": described(points.model),
         "class_name": type(points.model).__name__,
         "architectures": list(config.model_config.hf_text_config.architectures or []),
@@ -51,13 +55,10 @@ def open_cells(
         "limits": dataclasses.asdict(limits),
         "entry": model.entry,
     }
-    half_bytes = limits.sandbox_message_bytes
     command = [sys.executable, "-m", _NURSERY]
     server = ForkServer(
         command, encode(setup), half_bytes, _NUM_SPARE, needs_namespaces=limits.sandbox_needs_namespaces
     )
-    max_rows = config.scheduler_config.max_num_batched_tokens
-    served = ServedModules(model, points, max_rows, half_bytes)
     server.start()
     cells.open(server, served, half_bytes)
 

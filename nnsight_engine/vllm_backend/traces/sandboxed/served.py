@@ -63,6 +63,11 @@ class ServedModules:
         of_modules = (f"{path}.{side}" for path in self._envoys for side in ("input", "output"))
         return self._beside_modules.union(of_modules)
 
+    @property
+    def call_bytes(self) -> int:
+        """The most that a call can need: two tensors of as many and as wide rows as there may be."""
+        return 2 * self._max_rows * self._max_width * _NUMBER_BYTES
+
     def begin(self, path: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ServedCall:
         """Begin a call of the module at ``path``.
 

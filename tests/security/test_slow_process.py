@@ -1,0 +1,287 @@
+"""A sandbox's real process and a model that is played: a step that goes on without it changes nothing of what
+its block sees, does and saves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, Final, cast
+
+import pytest
+import torch
+
+from api_schemas.request_traces import Trace
+from nnsight_engine.sandbox.errors import SandboxUnavailableError
+from nnsight_engine.sandbox.forkserver import ForkServer
+from nnsight_engine.sandbox.seccomp import machine
+from nnsight_engine.vllm_backend.compat import EngineLimits
+from nnsight_engine.vllm_backend.request_code import encoded_code
+from nnsight_engine.vllm_backend.traces.board import Board
+from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from nnsight_engine.vllm_backend.traces.request import TraceSpan
+from nnsight_engine.vllm_backend.traces.sandboxed.cells import Cells
+from nnsight_engine.vllm_backend.traces.sandboxed.served_call import ServedCall
+from nnsight_engine.vllm_backend.traces.stages.elsewhere import described
+from nnsight_engine.wire import decode, encode
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the process sandbox is Linux's")
+
+_WIDTH: Final = 8
+_LAYERS: Final = 4
+_VOCABULARY: Final = 16
+_PROMPT: Final = 3
+_NEIGHBOUR: Final = 2
+"""Rows of somebody else's in each step, before the block's own."""
+_STEPS: Final = 3
+_LIMITS: Final = EngineLimits(sandbox_bytes=2**28, sandbox_step_s=2.0)
+_NURSERY: Final = "nnsight_engine.vllm_backend.traces.sandboxed.nursery"
+
+
+class _Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = torch.nn.Identity()
+        self.mlp = torch.nn.Identity()
+
+
+class _Body(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = torch.nn.Identity()
+        self.layers = torch.nn.ModuleList(_Layer() for _ in range(_LAYERS))
+        self.norm = torch.nn.Identity()
+
+
+class _Outline(torch.nn.Module):
+    """What the process knows of a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = _Body()
+        self.lm_head = torch.nn.Identity()
+
+
+class _Served:
+    """Calls the one module that there is: doubles rows, few at once."""
+
+    def __init__(self) -> None:
+        names = [f"model.model.layers.{layer}" for layer in range(_LAYERS)]
+        names += [f"{name}.mlp" for name in names] + ["model.logits", "model.samples", "model.lm_head"]
+        self.places = frozenset(f"{name}.{side}" for name in names for side in ("input", "output"))
+
+    def begin(self, path: str, args: Any, kwargs: Any) -> ServedCall:
+        assert (path, kwargs) == ("model.lm_head", {})
+
+        def double(rows: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.01)
+            return 2 * rows
+
+        return ServedCall(path, double, args, args[0].ndim - 1, 1)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    try:
+        machine()
+    except SandboxUnavailableError as error:
+        pytest.skip(str(error))
+    sizes = {
+        "hidden_size": _WIDTH, "num_heads": 2, "num_kv_heads": 2, "head_dim": 4, "intermediate_size": 16,
+        "vocab_size": _VOCABULARY, "tensor_parallel_size": 1,
+    }  # fmt: skip
+    setup = {
+        "modules": described(_Outline()),
+        "class_name": "LlamaForCausalLM",
+        "architectures": ["LlamaForCausalLM"],
+        "sizes": sizes,
+        "limits": dataclasses.asdict(_LIMITS),
+        "entry": "",
+        "call_bytes": 2**20,
+    }
+    server = ForkServer([sys.executable, "-m", _NURSERY], encode(setup), _LIMITS.sandbox_message_bytes, 2)
+    server.start()
+    give_up = time.monotonic() + 120
+    while not server.is_ready and time.monotonic() < give_up:
+        time.sleep(0.05)
+    yield server
+    server.close()
+
+
+@dataclasses.dataclass
+class Played:
+    """What came of a request: what it saved, what the model ended each step with, and how many were run."""
+
+    saves: dict[str, Any]
+    ended_with: list[list[list[float]]]
+    num_run: int
+    neighbours: list[float]
+
+
+def play(server: ForkServer, code: str, wait_s: float) -> Played:
+    """Play a model to one request with a block, until it has all its tokens."""
+    board = Board()
+    board.place.tokens = {"model.samples.output": _VOCABULARY}
+    cells = Cells(board, dataclasses.replace(_LIMITS, sandbox_wait_s=wait_s))
+    cells.open(server, cast("Any", _Served()), _LIMITS.sandbox_message_bytes)
+    data = encoded_code(Trace(op="trace", code=code), "test")
+    entry = TraceEntry("key", 0, 1, data, [{}], sandbox_of="tenant")
+    cells.begin(set())
+    cells.arrive("own", entry, 1)
+    played, done, step = Played({}, [], 0, []), 0, 0
+    while step < _STEPS:
+        if played.num_run:
+            cells.begin(set())
+        num_rows = _PROMPT if not step else 1
+        shift = _NEIGHBOUR if played.num_run % 2 else 0  # where its rows are may be another place each time
+        ended_with = _step(board, cells, done, num_rows, shift)
+        is_undone = cells.undone == ["own"]
+        assert cells.end()[0] == []
+        board.end()
+        played.num_run += 1
+        assert played.num_run < 300
+        if is_undone:
+            cells.wait_for_any(0.05)
+            continue
+        own, neighbours = ended_with
+        played.ended_with.append(own)
+        played.neighbours += neighbours
+        done, step = done + num_rows, step + 1
+    cells.begin({"own"})
+    pieces, _ = cells.collect("key", {"0/0": {}}, None)
+    (block,) = decode(b"".join(pieces))["blocks"]
+    assert block["error"] is None, block["error"]["message"]
+    played.saves = block["saves"]
+    return played
+
+
+def _step(board: Board, cells: Cells, done: int, num_rows: int, shift: int) -> tuple[list[Any], list[float]]:
+    total = num_rows + _NEIGHBOUR
+    own = slice(shift, shift + num_rows)
+    board.begin()
+    cells.step([TraceSpan("own", int(shift > 0), shift, num_rows, done, complete=True)], total)
+    hidden = torch.zeros(total, _WIDTH)
+    hidden[own] = torch.arange(done, done + num_rows).float()[:, None]
+    states = []
+    for layer in range(_LAYERS):
+        hidden = hidden + 1
+        made = board.provide(f"model.model.layers.{layer}.output", (hidden, torch.zeros(total, _WIDTH)))
+        hidden = made[0] + made[1]
+        states.append(hidden[own].tolist())
+    cells.after_model(2)
+    logits = torch.zeros(2, _VOCABULARY)
+    row = int(shift > 0)
+    logits[row] = hidden[own][-1, 0]
+    logits = board.provide("model.logits.output", logits)
+    samples = board.provide("model.samples.output", torch.tensor([[3], [3]]))
+    neighbour = [one for one in range(total) if not own.start <= one < own.stop]
+    others = [*hidden[neighbour].flatten().tolist(), *logits[1 - row].tolist(), float(samples[1 - row])]
+    return [states, logits[row].tolist(), samples[row].tolist()], others
+
+
+CODE: Final = """
+import time
+def busy():
+    end = time.perf_counter() + SECONDS
+    while time.perf_counter() < end:
+        pass
+busy()
+seen = [].save()
+for step in tracer.iter[:3]:
+    busy()
+    first = model.layers[0].output.sum().item()
+    busy()
+    model.layers[1].output[:] *= 3
+    model.layers[2].output = model.lm_head(model.layers[2].output)
+    busy()
+    last = model.layers[3].output[-1].sum().item()
+    model.logits.output[:, 5] = 7
+    busy()
+    token = model.samples.output.item()
+    model.samples.output[:] = token + 1
+    busy()
+    seen.append((step, first, last, token))
+busy()
+"""
+
+
+def test_a_step_that_goes_on_without_a_block_changes_nothing_of_what_it_does(server: ForkServer) -> None:
+    patient = play(server, CODE.replace("SECONDS", "0"), wait_s=5.0)
+    hurried = play(server, CODE.replace("SECONDS", "0.06"), wait_s=0.005)
+    assert patient.num_run == _STEPS
+    assert hurried.num_run > 4 * _STEPS, "every step was waited for, so nothing was shown"
+    assert len(patient.saves["seen"]) == _STEPS
+    assert hurried.saves == patient.saves
+    assert hurried.ended_with == patient.ended_with
+    assert hurried.neighbours == patient.neighbours
+    assert patient.ended_with[0][2] == [4]
+    assert patient.ended_with[0][1][5] == 7
+
+
+def test_what_a_module_is_called_with_is_looked_at_before_it_is_sent(server: ForkServer) -> None:
+    code = """
+said = [].save()
+for rows in (torch.zeros(2**18, 2), torch.zeros(1, 1).expand(2**40, 2)):
+    try:
+        model.lm_head(rows)
+    except Exception as error:
+        said.append(str(error))
+try:
+    model.lm_head(*[torch.zeros(2**15, 7)] * 9)
+except Exception as error:
+    said.append(str(error))
+for step in tracer.iter[:3]:
+    model.layers[0].output
+"""
+    said = play(server, code, wait_s=5.0).saves["said"]
+    assert len(said) == 3
+    assert all("`model.lm_head`" in one and "bytes" in one for one in said), said
+
+
+def test_all_traces_of_a_tenant_have_one_allowance_in_a_step(server: ForkServer) -> None:
+    wait_s, busy_s, count = 0.1, 0.5, 6
+    board = Board()
+    cells = Cells(board, dataclasses.replace(_LIMITS, sandbox_wait_s=wait_s))
+    cells.open(server, cast("Any", _Served()), _LIMITS.sandbox_message_bytes)
+    code = "import time\nx = model.layers[1].output\nend = time.perf_counter() + SECONDS\n"
+    code += "while time.perf_counter() < end:\n    pass\nmodel.layers[2].output[:] = 9"
+    data = encoded_code(Trace(op="trace", code=code.replace("SECONDS", str(busy_s))), "test")
+    cells.begin(set())
+    names = [f"own-{number}" for number in range(count)]
+    for number, name in enumerate(names):
+        cells.arrive(name, TraceEntry(name, 0, 1, data, [{}], sandbox_of="tenant"), number)
+    cells.wait_for_any(1.0)
+    while cells.waiting:
+        cells.wait_for_any(1.0)
+
+    def step(spans: list[TraceSpan]) -> tuple[torch.Tensor, float]:
+        cells.begin(set())
+        board.begin()
+        began = time.monotonic()
+        cells.step(spans, count)
+        hidden = torch.zeros(count, _WIDTH)
+        for layer in range(_LAYERS):
+            hidden, _ = board.provide(
+                f"model.model.layers.{layer}.output", (hidden, torch.zeros_like(hidden))
+            )
+        took_s = time.monotonic() - began
+        assert cells.end()[0] == []
+        board.end()
+        return hidden, took_s
+
+    spans = {name: TraceSpan(name, row, row, 1, 0, complete=True) for row, name in enumerate(names)}
+    _, took_s = step(list(spans.values()))
+    assert took_s < count * busy_s / 2
+    assert cells.last_step_s < 2 * wait_s
+    assert cells.waiting == set(names)
+    done: set[str] = set()
+    while len(done) < count:
+        cells.wait_for_any(0.1)
+        ready = [span for name, span in spans.items() if name not in done | cells.waiting]
+        if ready:
+            hidden, _ = step(ready)
+            done |= {one.request_id for one in ready if hidden[one.row].eq(9).all()}
+    for name in names:
+        cells.drop(name)

@@ -1,0 +1,110 @@
+"""The runner where a step goes on without a block: no token leaves, and the next step gives the same."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from nnsight_engine.vllm_backend.kept_samples import KeptSamples
+from nnsight_engine.vllm_backend.runner import InterventionRunnerMixin
+from nnsight_engine.vllm_backend.seeded_chunks import SeededChunksMixin
+from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
+
+
+class _Cells:
+    in_step = True
+
+    def __init__(self) -> None:
+        self.undone: list[str] = []
+        self.waiting: frozenset[str] = frozenset()
+
+
+class _Traces(WorkerTraces):
+    """Blocks, of which one leaves the step when it is shown its token."""
+
+    def __init__(self, *, leaves: bool) -> None:
+        self.cells: Any = _Cells()
+        self.leaves = leaves
+        self.shown: list[int] = []
+
+    @property
+    def in_step(self) -> bool:
+        return True
+
+    def on_samples(self, samples: torch.Tensor) -> torch.Tensor:
+        self.shown = samples[:, 0].tolist()
+        if self.leaves:
+            self.cells.undone = ["own"]
+            self.cells.waiting = frozenset({"own"})
+        return samples
+
+    def end(self) -> list[str]:
+        self.cells.undone = []
+        return []
+
+    def news(self) -> dict[str, Any]:
+        return {}
+
+
+class _Vllm:
+    """Draws tokens as vLLM does, from each request's own stream."""
+
+    input_batch: Any
+
+    def _sample(self, logits: torch.Tensor) -> Any:
+        drawn = [torch.randint(0, 1000, (1,), generator=one) for one in self.input_batch.generators.values()]
+        tokens = torch.stack(drawn).to(torch.int32)
+        return SimpleNamespace(sampled_token_ids=tokens, logprobs_tensors=None)
+
+
+class _Runner(InterventionRunnerMixin, SeededChunksMixin, _Vllm):
+    def __init__(self, traces: WorkerTraces) -> None:
+        self.traces = traces
+        self._samples = KeptSamples()
+        names = {"other": 0, "own": 1}
+        generators = {row: torch.Generator().manual_seed(row) for row in names.values()}
+        self.input_batch = SimpleNamespace(req_id_to_index=names, generators=generators, num_reqs=2)
+        self.discard_request_mask = SimpleNamespace(np=np.zeros(2, bool))
+
+    def sampled(self) -> list[int]:
+        """Return what leaves of a step, and what a block is shown in place of what does not."""
+        self.discard_request_mask.np[:] = False
+        output = self._sample(torch.zeros(2, 4))
+        tokens: list[int] = output.sampled_token_ids[:, 0].tolist()
+        return [
+            -1 if gone else token for token, gone in zip(tokens, self.discard_request_mask.np, strict=True)
+        ]
+
+
+def test_a_token_that_was_shown_is_the_one_that_leaves_later() -> None:
+    plain = _Runner(_Traces(leaves=False))
+    first, second = plain.sampled(), plain.sampled()
+    traces = _Traces(leaves=True)
+    runner = _Runner(traces)
+    assert runner.sampled() == [first[0], -1]
+    assert traces.shown == first
+    results = runner._with_blocks(traces, None)
+    assert results is not None
+    assert (results.undone, results.waiting) == (["own"], frozenset({"own"}))
+    traces.leaves = False
+    traces.cells.waiting = frozenset()
+    assert runner.sampled() == [second[0], first[1]]
+    results = runner._with_blocks(traces, None)
+    assert results is not None
+    assert (results.undone, results.waiting) == ([], frozenset())
+    assert runner.sampled()[1] == second[1]
+    assert runner._with_blocks(traces, None) is None, "nothing is new"
+
+
+def test_a_block_that_has_left_before_has_no_token() -> None:
+    plain = _Runner(_Traces(leaves=False))
+    first = plain.sampled()
+    traces = _Traces(leaves=False)
+    runner = _Runner(traces)
+    traces.cells.undone = ["own"]
+    assert runner.sampled() == [first[0], -1]
+    traces.cells.undone = []
+    assert runner.sampled()[1] == first[1], "its stream was put back"
