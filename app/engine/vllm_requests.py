@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Final
 
 from fastapi.exceptions import RequestValidationError
@@ -107,7 +107,7 @@ def error_reply(answer: ErrorResponse) -> EngineReply:
     return EngineReply(status=status if isinstance(status, int) else 400, body=answer.model_dump())
 
 
-async def begun(frames: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+async def begun(frames: AsyncGenerator[str, None]) -> AsyncIterator[str]:
     """Return a stream of vLLM's whose first event is there and is no error.
 
     vLLM looks at much of a request only when its stream begins, and tells in an event what is wrong.
@@ -124,17 +124,25 @@ async def begun(frames: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         await frames.aclose()
         body = json.loads(first.removeprefix("data: "))
         raise RefusedError(EngineReply(status=body["error"]["code"], body=body))
-    return _from(first, frames)
+    return _Begun(first, frames)
 
 
-async def _from(first: str | None, frames: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    try:
-        if first is not None:
-            yield first
-            async for frame in frames:
-                yield frame
-    finally:
-        await frames.aclose()
+class _Begun:
+    """A stream whose first event was taken; no generator, which would not close one that it never began."""
+
+    def __init__(self, first: str | None, rest: AsyncGenerator[str, None]) -> None:
+        self._first = first
+        self._rest = rest
+
+    def __aiter__(self) -> _Begun:
+        return self
+
+    async def __anext__(self) -> str:
+        first, self._first = self._first, None
+        return await anext(self._rest) if first is None else first
+
+    async def aclose(self) -> None:
+        await self._rest.aclose()
 
 
 @functools.cache

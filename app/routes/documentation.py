@@ -20,6 +20,9 @@ router = APIRouter(include_in_schema=False)
 
 _PACKAGE: Final = "fastapi_offline"
 _FILES: Final = ("swagger-ui-bundle.js", "swagger-ui.css", "redoc.standalone.js")
+_LOGO: Final = b"https://cdn.redoc.ly/redoc/logo-mini.svg"
+"""What Redoc loads from its makers' own place."""
+_BLANK: Final = b"data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA="
 _START: Final = "swagger-ui-start.js"
 _START_SCRIPT: Final = (
     b'SwaggerUIBundle({url: "openapi.json", dom_id: "#page", deepLinking: true, validatorUrl: null});\n'
@@ -67,5 +70,5 @@ async def get_asset(name: str, if_none_match: Annotated[str, Header()] = "") -> 
 @functools.cache
 def _assets() -> dict[str, Asset]:
     folder = importlib.resources.files(_PACKAGE) / "static"
-    found = {name: asset((folder / name).read_bytes(), name) for name in _FILES}
+    found = {name: asset((folder / name).read_bytes().replace(_LOGO, _BLANK), name) for name in _FILES}
     return {**found, _START: asset(_START_SCRIPT, _START)}

@@ -29,7 +29,9 @@ async def test_no_page_refers_to_another_origin(serve: Serve) -> None:
             assert loaded, path
             for url in loaded:
                 assert not re.match(r"[a-z]*:?//", url, re.IGNORECASE), (path, url)
-                assert (await server.client.get(f"/{url}")).status_code == 200, (path, url)
+                asset = await server.client.get(f"/{url}")
+                assert asset.status_code == 200, (path, url)
+                assert not re.search(r"https?://(cdn|cdnjs|fonts|unpkg)\b", asset.text), (path, url)
 
 
 async def test_every_page_may_load_what_this_server_has_alone(serve: Serve) -> None:
