@@ -2,7 +2,7 @@
 #
 #   make serve [MODEL=Qwen/Qwen3-0.6B] [PORT=8000] [ARGS="--tensor-parallel-size 2"]
 #   make loadtest [SCENARIO=steered] [SHAPE=spike] [TIME=60] [USERS=1] [URL=http://127.0.0.1:8000]
-#   make test | test-fast | check | audit | docs | soak | bench | image-check | format | clean
+#   make test | test-fast | check | audit | docs | soak | fuzz | bench | image-check | format | clean
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -41,7 +41,7 @@ PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) $(if
 	$(if $(filter required,$(PROMTOOL)),--require-promtool) \
 	$(if $(filter required,$(CHROMIUM)),--require-chromium) $(if $(filter required,$(NODE)),--require-node)
 
-.PHONY: help install postgres promtool chromium node playground serve test test-fast lint audit check docs soak bench loadtest image-check format clean
+.PHONY: help install postgres promtool chromium node playground serve test test-fast lint audit check docs soak fuzz bench loadtest image-check format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -98,6 +98,9 @@ docs: install ## The documentation as a site, in site/; what is wrong with it is
 
 soak: install ## Faults under load for an hour; ARGS="--minutes 2" for less
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.e2e.soak $(ARGS)
+
+fuzz: install ## Random requests against transformers for an hour; ARGS="--minutes 5 --seed 1" for less
+	$(BIN)/python -m tests.e2e.fuzz $(ARGS)
 
 bench: install ## Speed against plain vLLM, as ratios; writes benchmarks/results/
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -41,12 +41,13 @@ Interventions = list[dict[str, Any]]
 
 @dataclasses.dataclass
 class Ask:
-    """One request: a prompt as text or ids, and what to do with it."""
+    """One request: a prompt as text or ids, and what to do with it; ``run`` takes none that streams."""
 
     prompt: str | list[int]
     interventions: Interventions = dataclasses.field(default_factory=list)
     max_tokens: int = 8
     sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
+    stream: bool = False
 
 
 @dataclasses.dataclass
@@ -146,7 +147,8 @@ class Engine:
         """Queue one request; ``tamper`` may change what the engine is sent."""
         ids = self.token_ids(ask.prompt)
         options = {"temperature": 0.0, "max_tokens": ask.max_tokens, "ignore_eos": True} | ask.sampling
-        params = SamplingParams(**options, output_kind=RequestOutputKind.FINAL_ONLY)
+        kind = RequestOutputKind.DELTA if ask.stream else RequestOutputKind.FINAL_ONLY
+        params = SamplingParams(**options, output_kind=kind)
         prompt: dict[str, Any] = {"prompt_token_ids": ids}
         request_id = uuid.uuid4().hex
         collectors: list[RequestCollector] = []
@@ -158,7 +160,7 @@ class Engine:
                 prompt_token_ids=ids,
                 max_tokens=ask.max_tokens,
                 tokenize=lambda text: self.tokenizer.encode(text, add_special_tokens=False),
-                stream=False,
+                stream=ask.stream,
                 prompt_logprobs=params.prompt_logprobs is not None,
             )
             collectors = self.router.open(

@@ -67,7 +67,7 @@ def place(model: nn.Module, point: str, change: Change) -> RemovableHandle:
 
     Args:
         model: The model.
-        point: ``embed.output`` or a point of a layer.
+        point: ``embed.output``, ``norm.output`` or a point of a layer.
         change: What to do there.
     """
     config: Any = model.config
@@ -75,6 +75,8 @@ def place(model: nn.Module, point: str, change: Change) -> RemovableHandle:
     blocks = list(model.get_submodule(tree.layers).children())
     if point == "embed.output":
         return _before(blocks[0], change)
+    if point == "norm.output":
+        return _after(model.get_submodule(tree.norm), change)
     _, layer, leaf = point.split(".", 2)
     block = blocks[int(layer)]
     if leaf == "output":

@@ -1,0 +1,229 @@
+"""A server of one model, dtype and shape, on which cases are tried, and failing ones made small.
+
+Shapes differ in what the engine must do beside interventions: ``roomy`` has memory for everybody, ``tight``
+splits prompts over steps and preempts requests, ``compiled`` serves taps inside the compiled step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.fuzz import wording
+from tests.e2e.fuzz.expected import Twin
+from tests.e2e.fuzz.judge import Judge
+from tests.e2e.fuzz.player import Answer, Player
+from tests.e2e.fuzz.world import Json, World
+from tests.e2e.harness import Engine
+
+SHAPES: Final[dict[str, dict[str, Any]]] = {
+    "roomy": {"max_num_batched_tokens": 512},
+    "tight": {"max_num_batched_tokens": 48, "max_num_seqs": 8, "num_gpu_blocks_override": 8},
+    "compiled": {"enforce_eager": False, "compilation_config": {"backend": "eager"}},
+}
+_MAX_LEN: Final = 192
+_WIDER: Final = {"float32": torch.float64, "bfloat16": torch.float32}
+_NO_POSITION: Final = frozenset({"contradictory_where", "empty_where", "position_out_of_range"})
+_MEAN_ONLY: Final = frozenset({"prompt_was_chunked", "unsupported_combination", "contradictory_where"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """Which server.
+
+    Attributes:
+        model: The checkpoint.
+        dtype: The server's, ``float32`` or ``bfloat16``.
+        shape: One of ``SHAPES``.
+        is_large: Whether float64 would take too long.
+    """
+
+    model: Path
+    dtype: str
+    shape: str
+    is_large: bool = False
+
+
+class Bench:
+    """The server and its twins; ``close`` it in the end.
+
+    Attributes:
+        counts: What has come up: requests, refusals, preemptions and so on.
+    """
+
+    def __init__(self, setting: Setting, *, max_prompt: int = 120, max_generated: int = 32) -> None:
+        """Start the server."""
+        options = {"enforce_eager": True, "max_num_seqs": 64, **SHAPES[setting.shape]}
+        if "num_gpu_blocks_override" in options:
+            options["num_gpu_blocks_override"] *= _num_kinds_of_attention(setting.model)
+        self._model = VLLM(
+            str(setting.model),
+            dispatch=True,
+            dtype=setting.dtype,
+            block_size=32,
+            max_model_len=_MAX_LEN,
+            enable_prefix_caching=True,
+            **options,
+        )
+        self.engine = Engine.around(self._model.engine)
+        self._encode = functools.cache(self._token_ids)
+        dtype = getattr(torch, setting.dtype)
+        rounded = Twin(setting.model, dtype, dtype, self._encode)
+        is_slow = setting.dtype == "float32" and setting.is_large
+        exact = rounded if is_slow else Twin(setting.model, dtype, _WIDER[setting.dtype], self._encode)
+        self._judge = Judge(exact, rounded, setting.dtype)
+        self.counts: Counter[str] = Counter()
+        self.world = World.of(
+            self.engine.spec,
+            rounded,
+            self.engine.tokenizer.decode,
+            max_prompt=max_prompt,
+            max_generated=max_generated,
+        )
+
+    def close(self) -> None:
+        """End the server."""
+        self._model.shutdown()
+
+    def _token_ids(self, text: str) -> list[int]:
+        ids: list[int] = self.engine.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def faults(self, requests: list[Json]) -> list[str]:
+        """Play a case and return what is wrong with its answers."""
+        self.counts["cases"] += 1
+        try:
+            return self._faults(requests)
+        except Exception:  # noqa: BLE001 - whatever it is, it is a finding, and other cases go on
+            return [traceback.format_exc()]
+
+    def _faults(self, requests: list[Json]) -> list[str]:
+        answers = Player(self._model, self.engine, requests).play()
+        found = []
+        for index, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+            self._count(request, answer)
+            faults = self._refusal(request, answer.error) if answer.error else self._answered(request, answer)
+            found += [f"request {index}: {fault}" for fault in faults]
+        return found
+
+    def left_behind(self) -> dict[str, int]:
+        """Return what the engine holds though nobody is there."""
+        return {name: count for name, count in self.engine.held().items() if count}
+
+    def smallest(self, requests: list[Json], seconds: float) -> list[Json]:
+        """Return a part of a failing case that fails too: without whom and what is not needed for it."""
+        until = time.monotonic() + seconds
+        for step in (_without_a_request, _without_an_operation):
+            place = 0
+            while time.monotonic() < until:
+                smaller = step(requests, place)
+                if smaller is None:
+                    break
+                if smaller and self.faults(smaller):
+                    requests = smaller
+                else:
+                    place += 1
+        return requests
+
+    def _answered(self, request: Json, answer: Answer) -> list[str]:
+        sampling = request["sampling"]
+        greedy = sampling.get("temperature", 0.0) == 0.0
+        found = []
+        for choice in answer.choices:
+            found += self._judge.faults(request["ids"], request["interventions"], greedy, choice)
+        count = sampling.get("n", 1)
+        if not answer.choices and "leaves" not in request:
+            found.append("it was not answered")
+        elif answer.choices and len(answer.choices) != count:
+            found.append(f"it has {len(answer.choices)} choices, not {count}")
+        return found
+
+    def _refusal(self, request: Json, error: tuple[str, str]) -> list[str]:
+        """Return what is wrong with a refusal: only clauses that name nothing, and means, may be refused."""
+        code, message = error
+        operations = request["interventions"]
+        if code == "chunked_trace":
+            return []  # as documented: a block that asks at every step needs its prompt in one
+        if code in _MEAN_ONLY and any(op.get("method") == "mean" for op in operations):
+            return []
+        ids = request["ids"]
+        total = len(ids) + request["max_tokens"] - 1
+        if code in _NO_POSITION and any(
+            _names_nothing(op.get("where", {}), ids, total, self._encode) for op in operations
+        ):
+            return []
+        if code == "invalid_value" and any(_patches_twice(op, len(ids)) for op in operations):
+            return []
+        return [f"it was refused: {code}, {message}"]
+
+    def _count(self, request: Json, answer: Answer) -> None:
+        self.counts["requests"] += 1
+        self.counts["choices judged"] += len(answer.choices)
+        self.counts["operations judged"] += len(answer.choices) * len(request["interventions"])
+        self.counts["preempted"] += answer.recomputed > 0
+        self.counts["from the cache"] += answer.cached > 0
+        if answer.error:
+            self.counts[f"refused with {answer.error[0]}"] += 1
+
+
+def _num_kinds_of_attention(model: Path) -> int:
+    """Return in how many groups vLLM keeps keys and values: a sliding window has blocks of its own."""
+    config = json.loads((model / "config.json").read_text())
+    return len(set(config.get("layer_types") or ["full_attention"]))
+
+
+def _names_nothing(where: Json, ids: list[int], total: int, encode: wording.Encode) -> bool:
+    """Return whether a clause names no position, or one that the request does not have."""
+    clauses = [where, where.get("exclude", {})]
+    named = [wording.at_end(p, len(ids)) for clause in clauses for p in clause.get("positions", [])]
+    beyond = any(
+        wording.at_end(p, len(ids)) >= len(ids)
+        for clause in clauses
+        if clause.get("phase") == "prompt"
+        for p in clause.get("positions", [])
+    )
+    bounds = [p for clause in clauses for p in clause.get("range", []) if p is not None]
+    outside = any(not 0 <= p < total for p in named) or any(not -len(ids) <= p < total for p in bounds)
+    return (
+        beyond
+        or outside
+        or _is_empty(clauses, len(ids))
+        or not wording.may_name_one(where, ids, total, encode)
+    )
+
+
+def _patches_twice(op: Json, prompt_len: int) -> bool:
+    """Return whether a patch made for a prompt of another length has a position twice for this one."""
+    positions = op.get("where", {}).get("positions", [])
+    return op["op"] == "patch" and len({wording.at_end(p, prompt_len) for p in positions}) < len(positions)
+
+
+def _is_empty(clauses: list[Json], prompt_len: int) -> bool:
+    ranges = [clause["range"] for clause in clauses if "range" in clause]
+    return any(
+        stop is not None and wording.at_end(start, prompt_len) >= wording.at_end(stop, prompt_len)
+        for start, stop in ranges
+    )
+
+
+def _without_a_request(requests: list[Json], place: int) -> list[Json] | None:
+    return None if place >= len(requests) else requests[:place] + requests[place + 1 :]
+
+
+def _without_an_operation(requests: list[Json], place: int) -> list[Json] | None:
+    pairs = [(r, o) for r, request in enumerate(requests) for o in range(len(request["interventions"]))]
+    if place >= len(pairs):
+        return None
+    index, gone = pairs[place]
+    request = requests[index]
+    kept = [op for number, op in enumerate(request["interventions"]) if number != gone]
+    return [*requests[:index], request | {"interventions": kept}, *requests[index + 1 :]]

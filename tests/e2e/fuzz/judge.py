@@ -1,0 +1,296 @@
+"""Compares an answer with what transformers computes: which positions, and within rounding which values.
+
+How far rounding may lead is measured, not guessed: a server is compared with the next wider arithmetic on the
+same rounded weights (bfloat16 with float32, float32 with float64), and may be off by some times what
+transformers in the server's dtype is off by, in the norm of a row, and by a floor that is far below what the
+smallest write of a case does. The row that rounds worst counts for all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from nnsight_engine.plans.collected import (
+    Applied,
+    CaptureResult,
+    CollectedResults,
+    LensResult,
+    LensToken,
+    ProbeResult,
+    TraceResult,
+)
+from tests.e2e.fuzz import wording
+from tests.e2e.fuzz.expected import Expected, Op, Twin
+from tests.e2e.harness import as_tensor
+
+Result = CaptureResult | ProbeResult | LensResult
+
+TIMES: Final = 4.0
+"""How many times as far off as transformers in the server's dtype a row may be."""
+FLOORS: Final = {"float32": 3e-4, "bfloat16": 1e-2}
+"""How far off a row may always be, as a part of its norm, by the server's dtype."""
+ROUNDING: Final = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11, "int64": 0.0}
+_UNMEASURED: Final = 5.0
+LOG_FLOORS: Final = {"float32": 2e-3, "bfloat16": 5e-2}
+"""How far off a log-probability may always be, in nats."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """One choice of an answer.
+
+    Attributes:
+        token_ids: Generated.
+        logprobs: By generated token, the log-probabilities that came with it; empty without any.
+        collected: What the interventions brought, None without any.
+    """
+
+    token_ids: list[int]
+    logprobs: list[dict[int, float]]
+    collected: CollectedResults | None
+
+
+class Judge:
+    """Compares answers of a server of one dtype.
+
+    Args:
+        exact: The model with the server's weights, computing in more than the server's dtype.
+        rounded: The same in the server's dtype; ``exact`` itself where that takes too long.
+        dtype: The server's.
+    """
+
+    def __init__(self, exact: Twin, rounded: Twin, dtype: str) -> None:
+        """Keep them."""
+        self._exact, self._rounded, self._dtype = exact, rounded, dtype
+
+    def faults(self, ids: list[int], operations: Sequence[Op], greedy: bool, choice: Choice) -> list[str]:
+        """Return what is wrong with a choice."""
+        fed = [*ids, *choice.token_ids][:-1]
+        exact = self._exact.run(fed, len(ids), operations)
+        is_measured = self._rounded is not self._exact
+        rounded = self._rounded.run(fed, len(ids), operations) if is_measured else exact
+        comparison = _Comparison(exact, rounded, self._dtype, operations, self._exact)
+        found = comparison.tokens(len(ids), choice, greedy=greedy)
+        if operations:
+            assert choice.collected is not None
+            found += comparison.results(choice.collected, len(ids), choice.token_ids)
+        return found
+
+
+class _Comparison:
+    """One choice beside what was expected."""
+
+    def __init__(
+        self, exact: Expected, rounded: Expected, dtype: str, operations: Sequence[Op], twin: Twin
+    ) -> None:
+        self._exact, self._rounded, self._dtype = exact, rounded, dtype
+        # Where rounding is not measured, a floor stands for it.
+        self._unmeasured = _UNMEASURED if rounded is exact else 1.0
+        self._operations, self._num_layers, self._encode = operations, twin.num_layers, twin.encode
+        self._log_slack = self._log_bound(exact.logits, rounded.logits)
+
+    def tokens(self, prompt_len: int, choice: Choice, *, greedy: bool) -> list[str]:
+        """Return what is wrong with the tokens and their log-probabilities."""
+        logprobs = self._exact.logits.log_softmax(dim=-1)[prompt_len - 1 :]
+        found = []
+        for step, token in enumerate(choice.token_ids):
+            lacks = float(logprobs[step].max() - logprobs[step, token])
+            if greedy and lacks > 2 * self._log_slack:
+                best = int(logprobs[step].argmax())
+                found.append(f"token {step} is {token}, {lacks:.4f} nats less likely than {best}")
+        for step, given in enumerate(choice.logprobs):
+            for token, logprob in given.items():
+                off = abs(float(logprobs[step, token]) - logprob)
+                if off > self._log_slack:
+                    found.append(f"the log-probability of {token} at token {step} is off by {off:.4f}")
+        return found[:3]
+
+    def results(self, collected: CollectedResults, prompt_len: int, token_ids: list[int]) -> list[str]:
+        """Return what is wrong with the results and with where they say that they applied."""
+        found = [] if collected.is_code else self._applied(collected.applied, prompt_len)
+        by_name = {result.name: result for result in collected.results}
+        if len(by_name) < len(collected.results):
+            found.append("a result comes twice")
+        for index, op in enumerate(self._operations):
+            result = by_name.pop(op.get("name", ""), None)
+            if op["op"] not in {"capture", "probe", "logit_lens"}:
+                continue
+            found += [
+                f"{op['name']}: {fault}" for fault in self._result(index, op, result, prompt_len, token_ids)
+            ]
+        return found + [f"there is a result {name}" for name in by_name]
+
+    def _positions(self, index: int, op: Op, prompt_len: int) -> list[int]:
+        positions = self._exact.positions[index]
+        return [p for p in positions if p >= prompt_len - 1] if op.get("at") == "samples" else positions
+
+    def _applied(self, applied: list[Applied], prompt_len: int) -> list[str]:
+        if [entry.op for entry in applied] != [op["op"] for op in self._operations]:
+            return [f"applied names {[entry.op for entry in applied]}"]
+        found = []
+        for index, (entry, op) in enumerate(zip(applied, self._operations, strict=True)):
+            wanted = self._positions(index, op, prompt_len)
+            if entry.positions != wanted:
+                found.append(f"operation {index} applied at {entry.positions}, not {wanted}")
+            if entry.at != wording.points(op, self._num_layers):
+                found.append(f"operation {index} applied at {entry.at}")
+        return found
+
+    def _result(
+        self, index: int, op: Op, result: Result | TraceResult | None, prompt_len: int, token_ids: list[int]
+    ) -> list[str]:
+        wanted = self._positions(index, op, prompt_len)
+        if isinstance(result, TraceResult):
+            return ["it is a trace's"]
+        if not wanted:
+            return (
+                []
+                if result is None or result.positions == []
+                else [f"positions {result.positions}, not none"]
+            )
+        reduce = op.get("reduce", "none")
+        wanted = wanted[-1:] if reduce == "last" else wanted
+        if result is None:
+            return [f"there is no result, of positions {wanted}"]
+        if list(result.positions) != wanted:
+            return [f"positions are {result.positions}, not {wanted}"]
+        match result:
+            case LensResult():
+                return self._lens(index, op, result)
+            case ProbeResult():
+                return self._probe(index, op, result)
+            case _:
+                return self._capture(index, op, result, prompt_len, token_ids)
+
+    def _capture(
+        self, index: int, op: Op, result: CaptureResult, prompt_len: int, token_ids: list[int]
+    ) -> list[str]:
+        found = []
+        if list(result.points) != wording.points(op, self._num_layers):
+            return [f"points are {list(result.points)}"]
+        reduce = op.get("reduce", "none")
+        for point, tensor in result.points.items():
+            got = as_tensor(tensor)
+            if point == "samples":
+                wanted = [token_ids[p - prompt_len + 1] for p in result.positions]
+                if got.reshape(-1).tolist() != wanted:
+                    found.append(f"samples are {got.tolist()}, not {wanted}")
+                continue
+            asked = op.get("dtype", self._dtype)
+            if tensor.dtype != asked:
+                found.append(f"{point} is {tensor.dtype}, not {asked}")
+            exact, rounded = (e.seen[index].rows[point] for e in (self._exact, self._rounded))
+            bound = self._row_bound(exact, rounded)
+            exact = _reduced(exact, reduce)
+            if point.endswith("attn.pattern"):
+                exact = exact[..., : result.positions[-1] + 1]
+            found += _compare(point, got, exact, bound, ROUNDING[asked])
+        return found
+
+    def _probe(self, index: int, op: Op, result: ProbeResult) -> list[str]:
+        found = []
+        if list(result.points) != wording.points(op, self._num_layers):
+            return [f"points are {list(result.points)}"]
+        for point, values in result.points.items():
+            exact, rounded = self._exact.seen[index], self._rounded.seen[index]
+            before = exact.before[point]
+            off = self._row_bound(before, rounded.before[point])
+            # What is off has no more to do with the weights than chance would have it.
+            bound = 4 * off * op["weights"]["norm"] / before.shape[-1] ** 0.5
+            got = torch.tensor(values).unsqueeze(-1)
+            found += _compare(point, got, exact.rows[point], bound + 1e-4, 0.0)
+        return found
+
+    def _lens(self, index: int, op: Op, result: LensResult) -> list[str]:
+        found = []
+        layers = wording.lens_layers(op["layers"], self._num_layers)
+        asked = wording.token_ids(op.get("targets", []), self._encode)
+        if sorted(result.layers) != sorted(layers):
+            return [f"layers are {sorted(result.layers)}, not {layers}"]
+        for layer in layers:
+            point = f"layers.{layer}.output"
+            exact, rounded = (e.seen[index].rows[point] for e in (self._exact, self._rounded))
+            slack = self._log_bound(exact, rounded)
+            rows = exact.log_softmax(dim=-1)
+            if len(result.layers[layer]) != len(rows):
+                found.append(f"layer {layer} has {len(result.layers[layer])} rows, not {len(rows)}")
+                continue
+            for position, logprobs, (top, targets) in zip(
+                result.positions, rows, result.layers[layer], strict=True
+            ):
+                faults = _top(top, logprobs, op["top_k"], slack) + _targets(targets, logprobs, slack)
+                if [token.id for token in targets] != asked:
+                    faults.append(f"the targets are {[token.id for token in targets]}, not {asked}")
+                found += [f"layer {layer} at {position}: {fault}" for fault in faults]
+        return found[:3]
+
+    def _row_bound(self, exact: torch.Tensor, rounded: torch.Tensor) -> float:
+        exact, rounded = exact.flatten(1), rounded.flatten(1)
+        if not len(exact):
+            return 0.0
+        measured = float((exact - rounded).norm(dim=-1).max())
+        return TIMES * measured + self._unmeasured * FLOORS[self._dtype] * float(exact.norm(dim=-1).mean())
+
+    def _log_bound(self, exact: torch.Tensor, rounded: torch.Tensor) -> float:
+        if not len(exact):
+            return 0.0
+        off = exact.log_softmax(dim=-1) - rounded.log_softmax(dim=-1)
+        return TIMES * float(off.abs().max()) + self._unmeasured * LOG_FLOORS[self._dtype]
+
+
+def _reduced(rows: torch.Tensor, reduce: str) -> torch.Tensor:
+    match reduce:
+        case "mean":
+            return rows.mean(dim=0)
+        case "last":
+            return rows[-1]
+        case _:
+            return rows
+
+
+def _compare(what: str, got: torch.Tensor, wanted: torch.Tensor, bound: float, rounding: float) -> list[str]:
+    if got.numel() != wanted.numel():
+        return [f"{what} has shape {tuple(got.shape)}, not of {wanted.numel()} numbers"]
+    if not torch.isfinite(got).all():
+        return [f"{what} is not finite"]
+    wanted = wanted.reshape(got.shape)
+    rows, others = (x.reshape(-1, x.shape[-1]) for x in (got, wanted))
+    off = (rows - others).norm(dim=-1)
+    worst = int((off - bound - 2 * rounding * others.norm(dim=-1)).argmax())
+    allowed = bound + 2 * rounding * float(others[worst].norm())
+    if float(off[worst]) <= allowed:
+        return []
+    return [
+        f"row {worst} of {what} is off by {float(off[worst]):.4g}, of a norm of "
+        f"{float(others[worst].norm()):.4g}; {allowed:.3g} is allowed"
+    ]
+
+
+def _top(top: list[LensToken], logprobs: torch.Tensor, top_k: int, slack: float) -> list[str]:
+    if len({token.id for token in top}) != top_k:
+        return [f"the likeliest are {[token.id for token in top]}, not {top_k} different tokens"]
+    best = logprobs.topk(top_k).values if top_k else logprobs[:0]
+    found = []
+    for place, token in enumerate(top):
+        off = abs(token.logprob - float(logprobs[token.id]))
+        if off > slack or float(best[place]) - float(logprobs[token.id]) > 2 * slack:
+            found.append(
+                f"number {place} is {token.id} with {token.logprob:.4f}, not {float(best[place]):.4f}"
+            )
+    return found
+
+
+def _targets(targets: list[LensToken], logprobs: torch.Tensor, slack: float) -> list[str]:
+    found = []
+    for token in targets:
+        own = float(logprobs[token.id])
+        least, most = int((logprobs > own + 2 * slack).sum()) + 1, int((logprobs > own - 2 * slack).sum())
+        if abs(token.logprob - own) > slack:
+            found.append(f"target {token.id} has {token.logprob:.4f}, not {own:.4f}")
+        if token.rank is None or not least <= token.rank <= max(least, most):
+            found.append(f"target {token.id} has rank {token.rank}, not {least} to {most}")
+    return found

@@ -1,0 +1,192 @@
+"""Faults put into the engine on purpose, each of which the cases must find."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+import pytest
+import torch
+
+from nnsight_engine.plans import builder, reads, where, writes
+from nnsight_engine.plans.lens import LensReader
+from nnsight_engine.vllm_backend import call
+from tests.e2e import harness
+
+Patch = pytest.MonkeyPatch
+
+
+def _skip_a_row(patch: Patch) -> None:
+    """A write leaves out its last row."""
+
+    def run(self: writes.Add, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        hidden.index_add_(0, self.rows[:-1], self.delta[:-1])
+
+    patch.setattr(writes.Add, "run", run)
+
+
+def _add_twice(patch: Patch) -> None:
+    """What is added is added again."""
+    right = writes.Add.run
+
+    def run(self: writes.Add, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        right(self, hidden, residual)
+        right(self, hidden, residual)
+
+    patch.setattr(writes.Add, "run", run)
+
+
+def _wrong_scale(patch: Patch) -> None:
+    """A write is a tenth too strong."""
+    right = writes.NormMatch.run
+
+    def run(self: writes.NormMatch, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        right(dataclasses.replace(self, direction=self.direction * 1.1), hidden, residual)
+
+    patch.setattr(writes.NormMatch, "run", run)
+
+
+def _norm_of_half(patch: Patch) -> None:
+    """A norm is taken of a part of the residual stream."""
+    right = writes.NormMatch.run
+
+    def run(self: writes.NormMatch, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        right(self, hidden, None)
+
+    patch.setattr(writes.NormMatch, "run", run)
+
+
+def _another_row(patch: Patch) -> None:
+    """A write goes to the row before, a neighbour's perhaps."""
+    right = writes.Set.run
+
+    def run(self: writes.Set, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        right(dataclasses.replace(self, rows=(self.rows - 1).clamp(min=0)), hidden, residual)
+
+    patch.setattr(writes.Set, "run", run)
+
+
+def _keep_the_residual(patch: Patch) -> None:
+    """What replaces a value leaves the other tensor's part in."""
+    right = writes.Set.run
+
+    def run(self: writes.Set, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        right(self, hidden, None)
+
+    patch.setattr(writes.Set, "run", run)
+
+
+def _read_off_by_one(patch: Patch) -> None:
+    """A read takes the row before."""
+    right = reads.Gather.run
+
+    def run(self: reads.Gather, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        rows = (self.rows - 1).clamp(min=0)
+        right(dataclasses.replace(self, rows=rows, span=None), hidden, residual)
+
+    patch.setattr(reads.Gather, "run", run)
+
+
+def _read_in_place(patch: Patch) -> None:
+    """A read adds the residual into the model's own memory."""
+    right = reads.Gather.run
+
+    def run(self: reads.Gather, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        right(self, hidden, residual)
+        if residual is not None:
+            hidden.index_add_(0, self.rows, residual.index_select(0, self.rows))
+
+    patch.setattr(reads.Gather, "run", run)
+
+
+def _late_phase(patch: Patch) -> None:
+    """The prompt's last position counts as generated."""
+    right = where.evaluate
+
+    def evaluate(rule: Any, positions: Any, token_ids: Any, prompt_len: int) -> Any:
+        return right(rule, positions, token_ids, prompt_len - 1)
+
+    patch.setattr(builder, "evaluate", evaluate)
+
+
+def _no_exclude(patch: Patch) -> None:
+    """What a clause excludes is named."""
+    right = where.evaluate
+
+    def evaluate(rule: Any, positions: Any, token_ids: Any, prompt_len: int) -> Any:
+        return right(msgspec.structs.replace(rule, exclude=None), positions, token_ids, prompt_len)
+
+    patch.setattr(builder, "evaluate", evaluate)
+
+
+def _no_salt(patch: Patch) -> None:
+    """Requests that write share the prefix cache with all others."""
+    patch.setattr(harness, "salted", lambda *_args: None)
+
+
+def _readers_use_the_cache(patch: Patch) -> None:
+    """Prompts whose rows are read may come from the cache."""
+    right = call.prepare_params
+
+    def prepare(params: Any, compiled: Any, key: str) -> None:
+        right(params, msgspec.structs.replace(compiled, reads_prompt=False), key)
+
+    patch.setattr(harness, "prepare_params", prepare)
+
+
+def _delivered_again(patch: Patch) -> None:
+    """What is computed again after a preemption is read again."""
+    right = builder._named_offsets
+
+    def named(span: Any, active: Any) -> Any:
+        end, span.request.end_position = span.request.end_position, 0
+        try:
+            return right(span, active)
+        finally:
+            span.request.end_position = end
+
+    patch.setattr(builder, "_named_offsets", named)
+
+
+def _other_logprobs(patch: Patch) -> None:
+    """What a lens shows first is off by a nat."""
+    right = LensReader.read
+
+    def read(self: LensReader, *args: Any) -> list[torch.Tensor]:
+        ids, top, targets, ranks = right(self, *args)
+        return [ids, top + 1.0, targets, ranks]
+
+    patch.setattr(LensReader, "read", read)
+
+
+def _wrong_probe(patch: Patch) -> None:
+    """A probe leaves out its bias."""
+    right = reads.Probe.run
+
+    def run(self: reads.Probe, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        right(dataclasses.replace(self, bias=torch.zeros_like(self.bias)), hidden, residual)
+
+    patch.setattr(reads.Probe, "run", run)
+
+
+Mutant = Callable[[Patch], None]
+
+MUTANTS: Final[tuple[Mutant, ...]] = (
+    _skip_a_row,
+    _add_twice,
+    _wrong_scale,
+    _norm_of_half,
+    _another_row,
+    _keep_the_residual,
+    _read_off_by_one,
+    _read_in_place,
+    _late_phase,
+    _no_exclude,
+    _no_salt,
+    _readers_use_the_cache,
+    _delivered_again,
+    _other_logprobs,
+    _wrong_probe,
+)

@@ -1,0 +1,221 @@
+"""Plays a case on an engine, step by step, and gathers what each choice answers, whole or in parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final
+
+from vllm.sampling_params import RequestOutputKind
+
+from api_schemas.errors import ApiError
+from nnsight_engine.plans.collected import (
+    CaptureResult,
+    CollectedResults,
+    LensResult,
+    ProbeResult,
+    TensorResult,
+    TraceResult,
+)
+from nnsight_engine.plans.collector import RequestCollector
+from nnsight_engine.vllm_backend.request_tracer import SentTrace
+from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
+from nnsight_engine.vllm_backend.vllm import VLLM
+from tests.e2e.fuzz.cases import AFTER_ALL
+from tests.e2e.fuzz.judge import Choice
+from tests.e2e.fuzz.traced import sent_trace, traced_results
+from tests.e2e.fuzz.vectors import sent
+from tests.e2e.fuzz.world import Json
+from tests.e2e.harness import Ask, Engine, Pending
+
+_MAX_STEPS: Final = 20_000
+Result = CaptureResult | ProbeResult | LensResult
+
+
+@dataclasses.dataclass(slots=True)
+class Answer:
+    """What came of a request.
+
+    Attributes:
+        choices: Its choices, empty where it was refused, failed or left.
+        error: The code and the message where it was refused or failed.
+        recomputed: Positions that preemption had computed again.
+        cached: Prompt tokens from the prefix cache.
+    """
+
+    choices: list[Choice] = dataclasses.field(default_factory=list)
+    error: tuple[str, str] | None = None
+    recomputed: int = 0
+    cached: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class _Gathered:
+    """A choice while it comes."""
+
+    collector: RequestCollector | None
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
+    parts: list[CollectedResults] = dataclasses.field(default_factory=list)
+
+    def take(self, output: Any) -> None:
+        self.token_ids += output.token_ids
+        self.logprobs += [{t: e.logprob for t, e in step.items()} for step in output.logprobs or []]
+        if self.collector is None or self.collector.failure is not None:
+            return
+        part = (
+            self.collector.take_final(self.token_ids)
+            if output.finish_reason is not None
+            else self.collector.take_part(len(self.token_ids))
+        )
+        self.parts += [] if part is None else [part]
+
+    def choice(self) -> Choice:
+        collected = _joined(self.parts) if self.collector is not None else None
+        return Choice(self.token_ids, self.logprobs, collected)
+
+
+@dataclasses.dataclass(slots=True)
+class _Live:
+    """A request on the engine."""
+
+    index: int
+    pending: Pending
+    gathered: list[_Gathered]
+    leaves_at: int | None = None
+    trace: SentTrace | None = None
+
+
+class Player:
+    """Plays one case.
+
+    Args:
+        model: Where.
+        engine: The same, as one that takes operations.
+        requests: The case's.
+    """
+
+    def __init__(self, model: VLLM, engine: Engine, requests: list[Json]) -> None:
+        """Let nobody have arrived."""
+        self._model, self._engine, self._requests = model, engine, requests
+        self._answers = [Answer() for _ in requests]
+        self._live: dict[str, _Live] = {}
+        self._step = 0
+
+    def play(self) -> list[Answer]:
+        """Return the answer of each request, in order; the engine is empty afterwards."""
+        assert self._engine.llm.reset_prefix_cache()
+        waiting = sorted(range(len(self._requests)), key=lambda index: self._requests[index]["arrives"])
+        try:
+            while waiting or self._live:
+                if not self._live:
+                    self._step = max(self._step, self._requests[waiting[0]]["arrives"])
+                while waiting and self._requests[waiting[0]]["arrives"] <= self._step:
+                    self._arrive(waiting.pop(0))
+                self._leave()
+                for output in self._engine.core.step():
+                    self._take(output)
+                self._step += 1
+                assert self._step % AFTER_ALL < _MAX_STEPS, "the case does not end"
+        finally:
+            self._end(list(self._live.values()))
+        return self._answers
+
+    def _arrive(self, index: int) -> None:
+        request = self._requests[index]
+        if request.get("trace"):
+            self._live[f"trace-{index}"] = self._open(index, request)
+            return
+        ask = Ask(
+            request["ids"],
+            [sent(op) for op in request["interventions"]],
+            request["max_tokens"],
+            request["sampling"],
+            stream=request.get("stream", False),
+        )
+        try:
+            pending = self._engine.submit(ask)
+        except ApiError as error:
+            self._answers[index].error = (str(error.code.value), error.message)
+            return
+        count = request["sampling"].get("n", 1)
+        collectors: list[RequestCollector | None] = [*pending.collectors] or [None] * count
+        leaves = request.get("leaves")
+        leaves_at = None if leaves is None else self._step + leaves
+        gathered = [_Gathered(collector) for collector in collectors]
+        self._live[pending.request_id] = _Live(index, pending, gathered, leaves_at)
+
+    def _open(self, index: int, request: Json) -> _Live:
+        trace = sent_trace(self._model, request)
+        (params,) = trace.params
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        self._engine.core.add_request(f"trace-{index}", trace.prompts[0], params)
+        return _Live(index, Pending(f"trace-{index}", []), [_Gathered(None)], trace=trace)
+
+    def _leave(self) -> None:
+        self._end([live for live in self._live.values() if live.leaves_at == self._step])
+
+    def _end(self, lives: list[_Live]) -> None:
+        self._engine.core.abort_request([live.pending.request_id for live in lives])
+        for live in lives:
+            self._engine.router.close(live.pending.request_id)
+            del self._live[live.pending.request_id]
+
+    def _take(self, output: Any) -> None:
+        live = self._live.get(output.request_id)
+        if live is None:
+            return
+        for choice in output.outputs:
+            live.gathered[choice.index].take(choice)
+        if not output.finished:
+            return
+        del self._live[output.request_id]
+        self._engine.router.close(output.request_id)
+        answer = self._answers[live.index]
+        answer.cached = output.num_cached_tokens or 0
+        failures = [g.collector.failure for g in live.gathered if g.collector and g.collector.failure]
+        if failures:
+            answer.error = (failures[0].code, failures[0].message)
+            return
+        answer.choices = [gathered.choice() for gathered in live.gathered]
+        if live.trace is not None:
+            self._take_trace(live.trace, self._requests[live.index], answer, output)
+        answer.recomputed = sum(c.collected.recomputed_tokens for c in answer.choices if c.collected)
+
+    def _take_trace(self, trace: SentTrace, request: Json, answer: Answer, output: Any) -> None:
+        results = traced_results(self._model, trace, request, output)
+        if isinstance(results, ChunkedPromptError):
+            answer.choices, answer.error = [], ("chunked_trace", str(results))
+        else:
+            answer.choices = [dataclasses.replace(answer.choices[0], collected=results)]
+
+
+def _joined(parts: list[CollectedResults]) -> CollectedResults:
+    """Return the parts of a stream as one; the last one says where everything applied."""
+    results: dict[str, Result] = {}
+    for part in parts:
+        for result in part.results:
+            assert not isinstance(result, TraceResult)
+            known = results.get(result.name)
+            results[result.name] = result if known is None else _appended(known, result)
+    return dataclasses.replace(parts[-1], results=list(results.values()))
+
+
+def _appended(first: Result, more: Result) -> Result:
+    positions = [*first.positions, *more.positions]
+    match first, more:
+        case CaptureResult(), CaptureResult():
+            points = {name: _longer(tensor, more.points[name]) for name, tensor in first.points.items()}
+            return dataclasses.replace(first, positions=positions, points=points)
+        case ProbeResult(), ProbeResult():
+            numbers = {name: [*values, *more.points[name]] for name, values in first.points.items()}
+            return dataclasses.replace(first, positions=positions, points=numbers)
+        case LensResult(), LensResult():
+            layers = {layer: [*rows, *more.layers[layer]] for layer, rows in first.layers.items()}
+            return dataclasses.replace(first, positions=positions, layers=layers)
+        case _:
+            raise AssertionError(f"{first.name} changes its kind")
+
+
+def _longer(first: TensorResult, more: TensorResult) -> TensorResult:
+    shape = (first.shape[0] + more.shape[0], *first.shape[1:])
+    return TensorResult(first.dtype, shape, first.data + more.data)
