@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import time
 import traceback
 from collections import Counter
@@ -62,6 +63,8 @@ class Bench:
     def __init__(self, setting: Setting, *, max_prompt: int = 120, max_generated: int = 32) -> None:
         """Start the server."""
         options = {"enforce_eager": True, "max_num_seqs": 64, **SHAPES[setting.shape]}
+        if "num_gpu_blocks_override" in options:
+            options["num_gpu_blocks_override"] *= _num_kinds_of_attention(setting.model)
         self._model = VLLM(
             str(setting.model),
             dispatch=True,
@@ -170,6 +173,12 @@ class Bench:
         self.counts["from the cache"] += answer.cached > 0
         if answer.error:
             self.counts[f"refused with {answer.error[0]}"] += 1
+
+
+def _num_kinds_of_attention(model: Path) -> int:
+    """Return in how many groups vLLM keeps keys and values: a sliding window has blocks of its own."""
+    config = json.loads((model / "config.json").read_text())
+    return len(set(config.get("layer_types") or ["full_attention"]))
 
 
 def _names_nothing(where: Json, ids: list[int], total: int, encode: wording.Encode) -> bool:
