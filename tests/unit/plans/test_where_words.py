@@ -31,7 +31,7 @@ def encode(text: str) -> list[int]:
 
 def compiled(clause: dict[str, Any], ids: list[int], max_tokens: int) -> WhereRule | ErrorCode:
     try:
-        scope = CompileScope(SPEC, ids, max_tokens, encode)
+        scope = CompileScope(SPEC, ids, max_tokens, lambda text: encode(text)[0])
         return compile_where(Where.model_validate(clause), scope, "where").rule
     except ApiError as error:
         return error.code
