@@ -111,13 +111,19 @@ class Grammars:
         """
         if structured.all_constraints_none():
             return
-        kind, text = get_structured_output_key(structured)
-        self._bounds.check(kind.name.lower(), text)
-        given = {
-            field.name: getattr(structured, field.name)
-            for field in dataclasses.fields(structured)
-            if field.init and getattr(structured, field.name) is not None
-        }
+        try:
+            kind, text = get_structured_output_key(structured)
+            self._bounds.check(kind.name.lower(), text)
+            given = {
+                field.name: getattr(structured, field.name)
+                for field in dataclasses.fields(structured)
+                if field.init and getattr(structured, field.name) is not None
+            }
+            if "json" in given:
+                given["json"] = text  # which can hold any number
+            msgspec.msgpack.encode(given)
+        except (ValueError, TypeError, RecursionError) as error:  # a lone surrogate is one
+            raise ApiError(ErrorCode.INVALID_VALUE, f"The grammar cannot be used: {error}", FIELD) from error
         verdict = await self._verdict(given, sender)
         if verdict.backend not in {"", self._backend}:  # the engine keeps to that of its first grammar
             self._backend = self._backend or verdict.backend

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import json
@@ -29,6 +30,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.handlers.validation import validation_exception_handler
+from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -354,12 +356,19 @@ class VLLMEngineClient:
     async def _parsed(self, model: type[Any], body: JsonObject) -> Any:
         """Return vLLM's request; raises pydantic's ValidationError, and ApiError for a grammar."""
         tags = structural_tags_of(body)
-        if not tags:
-            return model.model_validate(body)
         # vLLM compiles these while it validates: nothing that was not accepted, and not on the event loop.
         for tag in tags:
             await self._grammars.accept(StructuredOutputsParams(structural_tag=tag), SENDER.get())
-        return await asyncio.to_thread(model.model_validate, body)
+        request = await asyncio.to_thread(model.model_validate, body) if tags else model.model_validate(body)
+        if body.get("tools"):  # beside which vLLM looks at a grammar before it makes sampling parameters
+            structured = None
+            with contextlib.suppress(
+                ValueError, TypeError, AssertionError, VLLMClientError
+            ):  # it says so later
+                structured = request.extract_structured_outputs()
+            if structured is not None:
+                await self._grammars.accept(dataclasses.replace(structured), SENDER.get())
+        return request
 
     async def _intervene(
         self,
