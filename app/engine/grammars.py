@@ -13,7 +13,6 @@ import collections
 import contextlib
 import dataclasses
 import hashlib
-import json
 import logging
 import os
 import signal
@@ -111,13 +110,19 @@ class Grammars:
         """
         if structured.all_constraints_none():
             return
-        kind, text = get_structured_output_key(structured)
-        self._bounds.check(kind.name.lower(), text)
-        given = {
-            field.name: getattr(structured, field.name)
-            for field in dataclasses.fields(structured)
-            if field.init and getattr(structured, field.name) is not None
-        }
+        try:
+            kind, text = get_structured_output_key(structured)
+            self._bounds.check(kind.name.lower(), text)
+            given = {
+                field.name: getattr(structured, field.name)
+                for field in dataclasses.fields(structured)
+                if field.init and getattr(structured, field.name) is not None
+            }
+            if "json" in given:
+                given["json"] = text  # which can hold any number
+            msgspec.msgpack.encode(given)
+        except (ValueError, TypeError, RecursionError) as error:  # a lone surrogate is one
+            raise ApiError(ErrorCode.INVALID_VALUE, f"The grammar cannot be used: {error}", FIELD) from error
         verdict = await self._verdict(given, sender)
         if verdict.backend not in {"", self._backend}:  # the engine keeps to that of its first grammar
             self._backend = self._backend or verdict.backend
@@ -269,13 +274,4 @@ class _Child:
         os.close(self._descriptor)
 
 
-def structural_tags_of(body: Mapping[str, Any]) -> list[str]:
-    """Return a request's structural tags, which vLLM compiles before there is a request."""
-    structured, wanted = body.get("structured_outputs"), body.get("response_format")
-    tags = [structured.get("structural_tag")] if isinstance(structured, dict) else []
-    if isinstance(wanted, dict) and wanted.get("type") == "structural_tag":
-        tags.append(json.dumps(wanted))
-    return [tag for tag in tags if isinstance(tag, str)]
-
-
-__all__ = ["Grammars", "structural_tags_of"]
+__all__ = ["Grammars"]

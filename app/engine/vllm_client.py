@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import gc
 import json
 import logging
@@ -26,7 +25,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -36,14 +35,15 @@ from api_schemas.interventions import FIELD, Intervention
 from api_schemas.request_traces import Trace
 from api_schemas.tokens import TokenizeRequest
 from app.engine.client import DescribedModel, EngineReply, JsonObject
-from app.engine.grammars import Grammars, structural_tags_of
+from app.engine.grammar_requests import read_accepted, setup_of
+from app.engine.grammars import Grammars
 from app.engine.intervening_requests import InterveningChatRequest, InterveningCompletionRequest
 from app.engine.places import Places
 from app.engine.stalls import stalled
 from app.engine.tokenizing import ids_of, texts_of, tokenize_request
 from app.engine.traces import TraceEngine
 from app.engine.vllm_errors import engine_dead, reason_of, said_dead, word_streams
-from app.engine.vllm_requests import RefusedError, begun, error_reply, read_request
+from app.engine.vllm_requests import RefusedError, begun, error_reply
 from app.engine.vllm_traces import VLLMTraceEngine
 from app.errors import DONE_FRAME, error_frame
 from app.json_text import json_text
@@ -69,7 +69,6 @@ from nnsight_engine.vllm_backend.async_engine import SENDER, InterventionAsyncLL
 from nnsight_engine.vllm_backend.call import InterventionCall
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
 from nnsight_engine.vllm_backend.content_logs import leave_content_out
-from nnsight_engine.vllm_backend.grammar_process import GrammarSetup
 from nnsight_engine.vllm_backend.handover import Handover
 from nnsight_engine.vllm_backend.request_code import encoded_code, filename_of
 from nnsight_engine.vllm_backend.trace_call import TraceCall
@@ -179,7 +178,7 @@ class VLLMEngineClient:
         async with asyncio.timeout(_WARM_UP_S):
             await self._engine.describe()
             self._memory = claim_memory_folder()
-            self._grammars.begin(_grammar_setup(self._engine))
+            self._grammars.begin(setup_of(self._engine))
             self._engine.accept_grammars(self._grammars.accept)
             self._engine.handover = None if self._memory is None else Handover(self._memory.path)
             tasks = await self._engine.get_supported_tasks()
@@ -362,12 +361,7 @@ class VLLMEngineClient:
             return refusal.reply
 
     async def _read(self, model: type[Any], body: JsonObject, http: Request) -> Any:
-        """Return vLLM's request; raises RefusedError, and ApiError for a grammar."""
-        # vLLM compiles these tags while it validates: only accepted ones, and not on the event loop.
-        tags = structural_tags_of(body)
-        for tag in tags:
-            await self._grammars.accept(StructuredOutputsParams(structural_tag=tag), SENDER.get())
-        return await read_request(model, body, self._as_vllm(http), in_thread=bool(tags))
+        return await read_accepted(model, body, self._as_vllm(http), self._grammars.accept)
 
     async def _intervene(
         self,
@@ -508,20 +502,6 @@ class VLLMEngineClient:
 
     def _as_vllm(self, http: Request) -> Request:
         return Request({**http.scope, "app": self._vllm_app}, http.receive)
-
-
-def _grammar_setup(engine: InterventionAsyncLLM) -> GrammarSetup:
-    model, config = engine.vllm_config.model_config, engine.vllm_config.structured_outputs_config
-    return GrammarSetup(
-        tokenizer=str(model.tokenizer),
-        tokenizer_mode=str(model.tokenizer_mode),
-        revision=model.tokenizer_revision or "",
-        trust_remote_code=bool(model.trust_remote_code),
-        vocab_size=model.get_vocab_size(),
-        model_type=str(model.hf_config.model_type),
-        is_diffusion=bool(model.is_diffusion),
-        config=dataclasses.asdict(config),
-    )
 
 
 def _operations(call: Call, choice: int, num_choices: int) -> Sequence[Intervention]:

@@ -28,7 +28,8 @@ def schema_of(pattern: str) -> dict[str, Any]:
 
 
 def tool_of(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "answer", "parameters": schema}}
+    # Else vLLM keeps an answer to the tool's name alone.
+    return {"type": "function", "function": {"name": "answer", "parameters": schema, "strict": True}}
 
 
 def ways_of(schema: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:

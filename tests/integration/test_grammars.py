@@ -85,6 +85,10 @@ async def test_what_vllm_takes_is_accepted_with_what_vllm_would_have_set(
     "given",
     [
         {"regex": "(a"},
+        {"json_object": False},
+        {"json": {"type": "integer", "maximum": 10**30}},
+        {"choice": ["\ud800"]},
+        {"regex": "\ud800"},
         {"grammar": "root ::= ::="},
         {"json": "{"},
         {"structural_tag": "{}"},
