@@ -143,8 +143,11 @@ def is_out_of_order(model: Rows) -> None:
 
 
 def misses(model: Rows) -> None:
-    with pytest.raises(MissedProviderError), model.trace(X):
-        model[2].next().output.save()
+    with pytest.raises(MissedProviderError), model.trace() as tracer:
+        barrier = tracer.barrier(2)
+        with tracer.invoke(X):
+            model[2].output.save()
+            barrier()  # nobody else comes
 
 
 def is_cancelled(model: Rows) -> None:
