@@ -14,9 +14,12 @@ from xdist.scheduler import LoadScopeScheduling
 
 WORKER: Final = "PYTEST_XDIST_WORKER"
 _TOGETHER: Final = {
-    "bundled_server": tuple(f"tests/e2e/test_{name}.py" for name in ("remote", "example", "jobs", "vectors")),
+    "bundled_server": tuple(
+        f"tests/e2e/test_{name}.py" for name in ("remote", "example", "jobs", "vectors", "odd_requests")
+    ),
     "keyed_server": tuple(
-        f"tests/e2e/test_{name}.py" for name in ("keys", "sandbox", "sandbox_corpus", "tenants")
+        f"tests/e2e/test_{name}.py"
+        for name in ("keys", "sandbox", "sandbox_corpus", "tenants", "hostile_requests")
     ),
     "ray": tuple(f"tests/e2e/test_{name}.py" for name in ("traces_ray", "served_front", "replicas")),
     "guide": ("tests/guide/",),
