@@ -17,10 +17,10 @@ from typing import Any, Final
 
 MAX_HEALTH_S: Final = 0.5
 FIRST_TOKEN_FACTOR: Final = 2.0
-_GRACE_S: Final = 0.1
+_GRACE_S: Final = 0.5
 """Of a first token, for what a busy machine of two cores does by itself."""
 _NUM_ALONE: Final = 8
-_NUM_TRIES: Final = 3
+_NUM_TRIES: Final = 4
 _NUM_TOKENS: Final = 3
 _PAUSE_S: Final = 0.02
 
@@ -41,7 +41,7 @@ class Bystanders:
         """Assert that they are served as ever while something is sent.
 
         What a request does to a server it does each time, and other programs of the machine do not: it is
-        sent up to three times, and has harmed nobody if once nobody was.
+        sent up to four times, and has harmed nobody if once nobody was.
 
         Args:
             send: Gets the number of the try.
