@@ -57,6 +57,7 @@ class Bodies:
             ApiError: What ``body.read_object`` raises for it; ``rate_limit_exceeded`` if it takes too long.
         """
         async with self._places:
+            self._idle = [one for one in self._idle if one.returncode is None]
             process = self._idle.pop() if self._idle else await self._start()
             is_done = False
             try:
@@ -86,7 +87,8 @@ class Bodies:
 
     async def _start(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", _MODULE, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            sys.executable, "-P", "-m", _MODULE,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             env=self._environment, start_new_session=True,
         )  # fmt: skip
 

@@ -13,7 +13,7 @@ _FOR: Final = b"x-forwarded-for"
 _PROTO: Final = b"x-forwarded-proto"
 _NAME: Final = b"forwarded"
 _OTHERS: Final = frozenset({_FOR, _PROTO, _NAME})
-_PAIR: Final = re.compile(r'\s*(?:(\w+)=("(?:[^"\\]|\\.)*"|[^;,"\s]*))?\s*(;|,|\Z)')
+_PAIR: Final = re.compile(r'\s*+(?:(\w+)=("(?:[^"\\]|\\.)*"|[^;,"\s]*))?\s*+(;|,|\Z)')
 _SECURE: Final = {"http", "https"}
 
 Headers = list[tuple[bytes, bytes]]

@@ -15,6 +15,7 @@ import hashlib
 import logging
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -40,6 +41,8 @@ _STALLED_S: Final = 0.2
 _LOOK_S: Final = 0.05
 _PAUSE_S: Final = 1.0
 _MAX_KNOWN: Final = 256
+_KNOWN_S: Final = 60.0
+"""How long a caller of metrics is remembered: only the main loop knows whether a key has ended."""
 _CLOSE_S: Final = 5.0
 _NO_ROOM: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _CALLER: Final = {b"authorization", b"host", b"origin"}
@@ -100,7 +103,11 @@ class ProbeServer:
     def close(self) -> None:
         """Accept no more, and let connections of probes end."""
         if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(_CLOSE_S)
+            stopping = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
+            try:
+                stopping.result(_CLOSE_S)
+            except TimeoutError:
+                logger.warning("connections of probes did not end within %s s", _CLOSE_S)
         self._sock.close()
 
     async def wait_closed(self) -> None:
@@ -210,7 +217,7 @@ class _Answers:
         self._watch = watch
         self._lifecycle = lifecycle
         self._metrics = metrics
-        self._let_in: dict[bytes, None] = {}
+        self._let_in: dict[bytes, float] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, by the main loop unless that has stopped."""
@@ -247,7 +254,7 @@ class _Answers:
     async def _own_answer(self, scope: Scope) -> Response | None:
         """Return what is known without the loop; None where nobody but the loop can tell."""
         if scope["path"] == METRICS:
-            if self._metrics is None or _caller(scope) not in self._let_in:
+            if self._metrics is None or self._let_in.get(_caller(scope), 0.0) < time.monotonic() - _KNOWN_S:
                 return None
             return Response(await self._metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
         refusal = self._lifecycle.refusal()
@@ -262,7 +269,7 @@ class _Answers:
         caller = _caller(scope)
         self._let_in.pop(caller, None)
         if start["status"] == 200:
-            self._let_in[caller] = None
+            self._let_in[caller] = time.monotonic()
             while len(self._let_in) > _MAX_KNOWN:
                 del self._let_in[next(iter(self._let_in))]
 

@@ -24,9 +24,10 @@ _VALUES: Final = frozenset({"const", "default", "examples"})
 
 # An escape, a class and a quoted string mean themselves; one that is left open goes on to the end, so that no
 # character is looked at twice.
-_REGEX: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?|\{(\d*),?(\d*)\}|[|()]", re.DOTALL)
+_REGEX: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?|\{(\d*+),?(\d*+)\}|[|()]", re.DOTALL)
 _GRAMMAR: Final = re.compile(
-    r'"(?:\\.|[^"\\])*"?|\\.|\[(?:\\.|[^\]\\])*\]?|\{(\d*),?(\d*)\}|~\s*(\d+)(?:\.\.(\d+))?|[|()]', re.DOTALL
+    r'"(?:\\.|[^"\\])*"?|\\.|\[(?:\\.|[^\]\\])*\]?|\{(\d*+),?(\d*+)\}|~\s*(\d+)(?:\.\.(\d+))?|[|()]',
+    re.DOTALL,
 )
 
 

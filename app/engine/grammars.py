@@ -204,6 +204,9 @@ class Grammars:
         except (asyncio.IncompleteReadError, ProcessLookupError) as error:
             writer.close()
             raise ConnectionResetError("the process that compiles grammars has ended") from error
+        except BaseException:
+            writer.close()  # which the child takes for the end
+            raise
 
     async def _started(self) -> socket.socket:
         """Start the process that forks the others; raises OSError where that fails."""
@@ -212,7 +215,7 @@ class Grammars:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", grammar_process.__name__, str(theirs.fileno()),
+                sys.executable, "-P", "-m", grammar_process.__name__, str(theirs.fileno()),
                 msgspec.json.encode(self._setup).decode(), pass_fds=[theirs.fileno()],
                 env=self._environment, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
                 start_new_session=True,

@@ -421,7 +421,10 @@ def refuse_ignored(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
     refuse_named(())
     for action in parser._actions:  # noqa: SLF001 - has no public name
         name = action.dest
-        if name in TO_ENGINE or name in DONE or not _is_given(getattr(args, name, None), action):
+        value = getattr(args, name, None)
+        if name in TO_ENGINE or name in DONE or not _is_given(value, action):
+            continue
+        if name in _MAY_ASK_FOR_NOTHING - {"node_rank"} and value == 1:
             continue
         instead = REFUSED.get(name, "this version does not know it; leave it out")
         raise UnsupportedOptionError(f"{_flag(action)} is not supported: {instead}")

@@ -18,7 +18,9 @@ _ASK: Final = (
     "inside torch.no_grad()"
 )
 _TORCH_SAYS: Final = {
-    "you can only change requires_grad flags of leaf variables": "say tensor.requires_grad_(True) instead",
+    "you can only change requires_grad flags of leaf variables": (
+        "say tensor.requires_grad_(True) to ask for them, tensor.detach() to cut them off"
+    ),
     "Setting requires_grad=True on inference tensor": _ON_VLLM,
     "does not require grad and does not have a grad_fn": f"{_ASK}; {_ON_VLLM}",
 }

@@ -11,6 +11,7 @@ from nnsight_engine.core.narrowing import narrowed
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.envoys.cache_display import cache_html
 from nnsight_engine.envoys.tree import EnvoyTree
+from nnsight_engine.interleaving.model_state import holds_state
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
@@ -107,10 +108,15 @@ class Entry:
         return f"Entry({', '.join(f'{key} x{len(kept)}' for key, kept in self.values.items())})"
 
 
+def _without_state(leaf: Any) -> Any:
+    return None if holds_state(leaf) else leaf
+
+
 class Cache:
     """Collects values, as the blocks leave them.
 
-    Values are copied: what a model later does to a tensor in place does not reach the cache.
+    Values are copied: what a model later does to a tensor in place does not reach the cache. KV caches,
+    which each step of a model changes, are left out: None is in their place.
     """
 
     def __init__(
@@ -159,7 +165,7 @@ class Cache:
     def keep(self, provider: str, call: Any, rows: Any) -> None:
         """Keep a copy of one call's value; ``call`` is its number."""
         path, _, key = provider.rpartition(".")
-        self.entries.setdefault(path, Entry()).add(key, call, map_tensors(rows, self._copied))
+        self.entries.setdefault(path, Entry()).add(key, call, map_tensors(rows, self._copied, _without_state))
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         source = tensor.detach() if self.detach else tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from torch import nn
+from nnsight_engine.envoys.compiled import is_compiled
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.cache import Cache
@@ -57,7 +57,7 @@ class CacheMisses:
         return f"tracer.cache() has no value for {'; '.join(missing[:_MAX_NAMED])}{more}."
 
     def _missing(self) -> Iterator[str]:
-        opaque = {path for path, module in self._modules.items() if _is_compiled(module)}
+        opaque = {path for path, module in self._modules.items() if is_compiled(module)}
         opaque -= {path for path in opaque if self._saw_inside(path)}
         if not self._is_named:
             asked = [path for path, _ in self._asked]
@@ -81,11 +81,6 @@ class CacheMisses:
         """Tell whether modules inside one were called: torch compiles some calls apart."""
         own = (f"{path}.", f"{path}._orig_mod")
         return any(one.startswith(own[0]) and one != own[1] for one in self._cache.entries)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    # Compiled itself, by `module.compile()`, or what `torch.compile(module)` makes of one.
-    return module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
 
 
 __all__ = ["CacheMisses"]

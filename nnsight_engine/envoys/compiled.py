@@ -7,19 +7,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from nnsight_engine.interleaving.events import MissedProviderError
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Tell whether a module is compiled by ``compile()``, or is what ``torch.compile`` made of one."""
+    return module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
+
+
 def compiled_around(root: Envoy, path: str) -> str | None:
     """Return the path of the compiled module that the module at ``path`` is inside of; None if of none."""
     for envoy in root._walk():
-        outer, module = str(envoy.path), envoy._module
-        made_by_torch = hasattr(module, "_orig_mod") and "_orig_mod" in module._modules
-        compiled = made_by_torch or module.__dict__.get("_compiled_call_impl") is not None
-        if compiled and path.startswith(f"{outer}."):
+        outer = str(envoy.path)
+        if is_compiled(envoy._module) and path.startswith(f"{outer}."):
             return outer
     return None
 

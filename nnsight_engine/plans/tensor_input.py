@@ -64,11 +64,13 @@ def check_range(tensor: TensorData, scale: float, dtype: str, param: str) -> Non
     floats = floats_from_bytes(tensor.dtype, tensor.data)
     largest = float(np.abs(floats).max(initial=0.0)) * abs(scale)
     if largest > LARGEST[dtype]:
-        times = "" if scale == 1.0 else ", times `scale`,"
+        times, smaller = "", "smaller numbers"
+        if scale != 1.0:
+            times, smaller = ", times `scale`,", "a smaller scale"
         raise ApiError(
             ErrorCode.NOT_FINITE,
             f"Every number of a tensor{times} must be finite in {dtype}, the model's dtype, whose largest is "
-            f"{LARGEST[dtype]:g}; got {largest:g}. Send smaller numbers.",
+            f"{LARGEST[dtype]:g}; got {largest:g}. Send {smaller}.",
             param,
         )
 

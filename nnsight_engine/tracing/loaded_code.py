@@ -41,11 +41,11 @@ def says(tree: ast.Module, code: CodeType, globals_: Mapping[str, Any], node: as
         globals_: Of the module; says who loaded it.
         node: The statement.
     """
-    made = _compiled(tree, code, node)
-    if made is None:
-        return False
     lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    return _agree(_instructions(made, lines), _instructions(code, lines), node, globals_)
+    loaded = _instructions(code, lines)
+    return any(
+        _agree(_instructions(made, lines), loaded, node, globals_) for made in _compiled(tree, code, node)
+    )
 
 
 def defines(tree: ast.Module, code: CodeType, globals_: Mapping[str, Any], node: Defining) -> bool:
@@ -57,10 +57,10 @@ def defines(tree: ast.Module, code: CodeType, globals_: Mapping[str, Any], node:
         globals_: Of the module; says who loaded it.
         node: The definition.
     """
-    made = _compiled(tree, code, node)
     loaded = _instructions(code)
-    return made is not None and any(
+    return any(
         _agree(_instructions(one), loaded, node, globals_)
+        for made in _compiled(tree, code, node)
         for one in _codes(made)
         if (one.co_name, one.co_firstlineno) == (code.co_name, code.co_firstlineno)
     )
@@ -70,6 +70,8 @@ def _agree(
     written: set[Instruction], loaded: set[Instruction], node: ast.AST, globals_: Mapping[str, Any]
 ) -> bool:
     """Tell whether instructions that are written in ``node`` are those that were loaded."""
+    if any(column is None for *_, column in loaded):  # compiled by a Python that was told to keep none
+        written, loaded = _without_columns(written), _without_columns(loaded)
     if written == loaded:
         return True
     if not _is_hooked(globals_):
@@ -82,25 +84,34 @@ def _agree(
     return not {one for one in written - loaded if not any(one[2] in lines for lines in rewritten)}
 
 
+def _without_columns(instructions: set[Instruction]) -> set[Instruction]:
+    return {(name, argument, line, None, None) for name, argument, line, *_ in instructions}
+
+
 def _is_hooked(globals_: Mapping[str, Any]) -> bool:
     loader = globals_.get("__loader__")
     return not (loader is None or loader in _PLAIN_LOADERS or type(loader) in _PLAIN_LOADERS)
 
 
-def _compiled(tree: ast.Module, code: CodeType, node: ast.stmt | ast.expr) -> CodeType | None:
-    """Compile the part of a text that a node is in; all of it may be long."""
+def _compiled(tree: ast.Module, code: CodeType, node: ast.stmt | ast.expr) -> Iterator[CodeType]:
+    """Compile the part of a text that a node is in; all of it may be long.
+
+    Yields what this process makes of it, then what it may have been compiled to otherwise: with or without
+    assertions and docstrings, and as the prompt compiles it, which keeps expressions that do nothing.
+    """
     around = next((one for one in tree.body if _begin(one) <= node.lineno <= (one.end_lineno or 0)), None)
     if around is None:
-        return None
+        return
     flags = code.co_flags & _FUTURE | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     # Python compiles the calls of imported modules' functions in another way than those of methods.
     imports = [ast.Import([ast.alias(name)]) for name in sorted(set(_imported(tree)))]
     module = ast.fix_missing_locations(ast.Module([around, *imports], []))
-    try:
-        made: CodeType = compile(module, code.co_filename, "exec", flags=flags, dont_inherit=True)
-    except (SyntaxError, ValueError, RecursionError):
-        return None
-    return made
+    prompt = ast.fix_missing_locations(ast.Interactive([around, *imports]))
+    for text, mode, level in (*((module, "exec", level) for level in (-1, 0, 1, 2)), (prompt, "single", -1)):
+        try:
+            yield compile(text, code.co_filename, mode, flags=flags, dont_inherit=True, optimize=level)
+        except (SyntaxError, ValueError, RecursionError):
+            return
 
 
 def _begin(node: ast.stmt) -> int:
@@ -163,7 +174,16 @@ def _argument(one: dis.Instruction, code: CodeType) -> str:
         return ""  # a place in the code
     if one.opname == "KW_NAMES":
         return repr(code.co_consts[one.arg or 0])
-    return f"{type(one.argval).__name__} {one.argval!r}"
+    return f"{type(one.argval).__name__} {_constant(one.argval)}"
+
+
+def _constant(value: object) -> str:
+    """Return a constant as text; a set has no order of its own."""
+    if isinstance(value, frozenset):
+        return f"frozenset({sorted(map(_constant, value))})"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_constant, value))})"
+    return repr(value)
 
 
 __all__ = ["defines", "says"]

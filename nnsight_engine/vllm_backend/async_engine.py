@@ -83,6 +83,24 @@ class FinishedTrace(NamedTuple):
     tier: str
 
 
+async def _kept_to_grammar(
+    outputs: AsyncGenerator[RequestOutput, None],
+) -> AsyncGenerator[RequestOutput, None]:
+    """Yield a request's outputs; raises ApiError where vLLM ends it because no token fits its grammar."""
+    try:
+        async for output in outputs:
+            if any(one.finish_reason == "error" for one in output.outputs):
+                raise ApiError(
+                    ErrorCode.UNSUPPORTED_COMBINATION,
+                    "No token is left that fits the grammar and whatever else limits tokens: leave out "
+                    "`allowed_token_ids`, `bad_words`, `logit_bias` or what steers, or change the grammar.",
+                    "structured_outputs",
+                )
+            yield output
+    finally:
+        await outputs.aclose()
+
+
 class InterventionAsyncLLM(AsyncLLM):
     """An ``AsyncLLM`` that can intervene; call ``describe`` once before the first request.
 
@@ -298,7 +316,7 @@ class InterventionAsyncLLM(AsyncLLM):
             plain: AsyncGenerator[RequestOutput, None] = super().generate(
                 prompt, sampling_params, request_id, **kwargs
             )
-            return plain
+            return plain if sampling_params.structured_outputs is None else _kept_to_grammar(plain)
         prompt_token_ids = _token_ids(prompt)
         compiled = call.compile(prompt_token_ids, sampling_params)
         key = uuid.uuid4().hex
@@ -316,7 +334,8 @@ class InterventionAsyncLLM(AsyncLLM):
         salt = salted(compiled, prompt.get("cache_salt"), self._salt_secret)
         if salt is not None:
             prompt = {**prompt, "cache_salt": salt}
-        return self._generate(call, entry, prompt, sampling_params, request_id, **kwargs)
+        outputs = self._generate(call, entry, prompt, sampling_params, request_id, **kwargs)
+        return outputs if sampling_params.structured_outputs is None else _kept_to_grammar(outputs)
 
     async def generate_traced(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, come: Callable[[], None]

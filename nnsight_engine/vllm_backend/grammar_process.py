@@ -89,14 +89,12 @@ class GrammarVerdict(msgspec.Struct, frozen=True):
 
     Attributes:
         error: Why it is none; empty if it is one.
-        is_large: Whether that is for its memory.
         backend: What is to compile it.
         was_auto: Whether vLLM chose that for it.
         grammar: What vLLM has made of its alternatives; None to leave it as it is.
     """
 
     error: str = ""
-    is_large: bool = False
     backend: str = ""
     was_auto: bool = False
     grammar: str | None = None
@@ -162,7 +160,7 @@ def _compile_one(compiler: _Compiler, asked: socket.socket) -> None:
     try:
         verdict = compiler.verdict(job)
     except MemoryError:
-        verdict = GrammarVerdict(error="it takes too much memory", is_large=True)
+        verdict = GrammarVerdict(error="it takes too much memory")
     except VLLMClientError as error:
         verdict = GrammarVerdict(error=str(error))
     except Exception as error:  # noqa: BLE001 - compilers raise what they like for a grammar that is none

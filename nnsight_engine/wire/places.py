@@ -32,7 +32,7 @@ def _installed() -> re.Pattern[str]:
     found = sorted((folder for folder in folders if len(folder) > 1), key=len, reverse=True)
     own = rf"{re.escape(str(_PACKAGES))}/(?=(?:nnsight_engine|app|api_schemas)/)"
     others = f"(?:{'|'.join(map(re.escape, found))})/(?:lib/python[\\d.]+/)?(?:site-packages/)?"
-    return re.compile(f"{others}|{own}")
+    return re.compile(rf"(?<![\w.-])(?:{others}|{own})")
 
 
 def without_places(text: str) -> str:

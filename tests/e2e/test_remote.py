@@ -211,13 +211,13 @@ def test_sessions_run_as_one_request(model: VLLM) -> None:
 def test_sampling_parameters_travel_as_objects_and_names(model: VLLM) -> None:
     params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
     with model.trace(sampling_params=params) as tracer:
-        lengths = save([])
+        results = save([])
         own = SamplingParams(max_tokens=3, ignore_eos=True)
         invokes: list[dict[str, Any]] = [{}, {"max_tokens": 2}, {"sampling_params": own}]
         for options in invokes:
             with tracer.invoke(np.array(model.tokenizer.encode(PROMPT)), **options):
-                lengths.append(len(tracer.result.outputs[0].token_ids))
-    assert sorted(lengths) == [2, 3, 4]
+                results.append(tracer.result)
+    assert [len(result.outputs[0].token_ids) for result in results] == [4, 2, 3]
     refused: list[tuple[dict[str, Any], type[Exception]]] = [
         ({"nonsense": 8}, RemoteError),
         ({"sampling_params": 3}, EncodeError),

@@ -211,7 +211,11 @@ class InterleavingTracer(Tracer):
     def _moves_filling(self) -> bool:
         config = getattr(self.model._root._module, "config", None)
         is_decoder = not getattr(config, "is_encoder_decoder", False)
-        return is_decoder and "generate" in getattr(self.function, "__name__", "")
+        generates = "generate" in getattr(self.function, "__name__", "") or any(
+            kwargs.get("max_new_tokens") is not None
+            for kwargs in (self.kwargs, self.batcher.shared_kwargs, (self.batcher.inputs or ((), {}))[1])
+        )
+        return is_decoder and generates
 
     @property
     def lengths(self) -> torch.Tensor:

@@ -84,9 +84,12 @@ def test_what_is_within_them_is_left_to_the_compiler(kind: str, text: str) -> No
     BOUNDS.check(kind, text)
 
 
-@pytest.mark.parametrize("part", ["[", '"', "(", "|", "{", "{1", "\\", "~", "~1", "[]", '"\\', "{1,", "a"])
+@pytest.mark.parametrize(
+    "part", ["[", '"', "(", "|", "{", "{1", "\\", "~", "~1", "[]", '"\\', "{1,", "a", "1"]
+)
 @pytest.mark.parametrize("kind", ["regex", "grammar"])
 def test_no_text_takes_long_to_look_at(kind: str, part: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     LONG.check(kind, part * (65536 // len(part)))
-    assert time.perf_counter() - start < 2
+    LONG.check(kind, "{" + part * (65535 // len(part)))
+    assert time.process_time() - start < 4

@@ -66,8 +66,8 @@ def test_an_error_about_a_short_texts_own_shape_tells_of_filling(model: Language
 def test_generation_that_moves_filling_is_refused(model: LanguageModel) -> None:
     before = model.tokenizer.padding_side
 
-    def lengths() -> list[int]:
-        with model.generate([SHORT, LONG], max_new_tokens=2) as tracer:
+    def lengths(run: Any = model.generate) -> list[int]:
+        with run([SHORT, LONG], max_new_tokens=2) as tracer:
             found = save(tracer.lengths)
             _ = model.output
         return [int(one) for one in found]
@@ -75,8 +75,9 @@ def test_generation_that_moves_filling_is_refused(model: LanguageModel) -> None:
     assert lengths() == [len(alone(model, SHORT)), len(alone(model, LONG))]
     model.tokenizer.padding_side = "right"
     try:
-        with pytest.raises(ValueError, match="padding_side = 'left'"):
-            lengths()
+        for run in (model.generate, model.trace):
+            with pytest.raises(ValueError, match="padding_side = 'left'"):
+                lengths(run)
     finally:
         model.tokenizer.padding_side = before
 

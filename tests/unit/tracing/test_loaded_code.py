@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
 import linecache
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -147,3 +149,41 @@ def test_a_function_of_an_edited_file_is_not_sent(loaded: tuple[ModuleType, Path
         encode(module.plain)
     importlib.reload(module)
     assert decode(encode(module.plain), policy=TRUSTED)() == 1
+
+
+COMPILED_APART = """\
+from nnsight_engine.core.saves import save
+from nnsight_engine.tracing.tracer import Tracer
+
+
+def run(word):
+    with Tracer() as tracer:
+        assert word
+        found = save([word in {"a", "b", "c", "d", "e", "f", "g", "h"}, word in ("a", ("b", 1))])
+    return found
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "variables"),
+    [
+        ([], {"PYTHONHASHSEED": "1"}),
+        ([], {"PYTHONHASHSEED": "2"}),
+        ([], {"PYTHONNODEBUGRANGES": "1"}),
+        (["-O"], {}),
+    ],
+)
+def test_a_file_compiled_by_another_process_runs(
+    options: list[str], variables: dict[str, str], tmp_path: Path
+) -> None:
+    path = tmp_path / "apart.py"
+    path.write_text(COMPILED_APART, encoding="utf-8")
+    compiled = tmp_path / "apart.pyc"
+    writes = f"import py_compile; py_compile.compile({str(path)!r}, {str(compiled)!r}, doraise=True)"
+    subprocess.run([sys.executable, *options, "-c", writes], env=os.environ | variables, check=True)
+    loader = importlib.machinery.SourcelessFileLoader("apart", str(compiled))
+    spec = importlib.util.spec_from_loader("apart", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    assert module.run("a") == [True, True]

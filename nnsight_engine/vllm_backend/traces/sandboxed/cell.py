@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.sandboxed.served import ServedModules
 
 _MAX_SAID: Final = 2000
+_MAX_MISFITS: Final = 500
+"""Steps in a row that have not the rows of the deferred one, after which its trace has failed."""
 _SHARED: Final = (
     "`{}` holds a tensor that belongs to all requests of the step together, so a sandboxed block cannot have "
     "it. Ask for the value of a module around it."
@@ -109,6 +111,7 @@ class Cell:
         self.tenant = tenant
         self.entries: dict[str, TraceEntry] = {}
         self.live: set[str] = set()
+        self._misfits = 0
         self.talk = Talk(
             sandbox, board, opened.served, opened.max_bytes, budget_s, trace_s, on_end=lambda: self._want([])
         )
@@ -173,6 +176,7 @@ class Cell:
 
     def prepare(self, spans: Sequence[TraceSpan], *, is_bound: bool) -> None:
         """A step is about to begin; see ``step``."""
+        self._tell_arrived()
         self.can_be_deferred = not is_bound and all(span.complete for span in spans)
         self.undone = []
         self._takes_part = False
@@ -207,7 +211,11 @@ class Cell:
     def _is_same(self, spans: Sequence[TraceSpan]) -> bool:
         """Tell whether a step is the one that was deferred, computed again; put its rows in their order."""
         now = {span.request_id: span for span in spans}
-        if any(span.request_id in now and now[span.request_id].start != span.start for span in self._spans):
+        self._misfits += 1
+        if self._misfits > _MAX_MISFITS or any(
+            span.request_id not in self.live or now.get(span.request_id, span).start != span.start
+            for span in self._spans
+        ):
             self.talk.give_up(SandboxEndedError.unrepeated())
             return False
         if [one.num_rows for one in self._spans] != [
@@ -215,6 +223,7 @@ class Cell:
         ]:
             self.undone = list(now)
             return False
+        self._misfits = 0
         self._spans = [now.pop(span.request_id) for span in self._spans]
         self.undone = list(now)  # those that have come since
         return True
