@@ -43,7 +43,7 @@ def why_no_graph(tensor: torch.Tensor) -> str | None:
     if not torch.is_grad_enabled():
         return (
             "gradients are switched off here. Leave torch.no_grad(), or compute what needs them under `with "
-            "torch.enable_grad():`"
+            f"torch.enable_grad():`; {_ON_VLLM}"
         )
     return f"nothing that it was computed from requires gradients. Here {_ASK}; {_ON_VLLM}"
 

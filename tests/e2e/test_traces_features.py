@@ -297,7 +297,7 @@ def test_gradients_say_what_they_need(model: VLLM, asked: str) -> None:
         with model.logits.output.sum().backward():
             hidden.grad.save()
     said = [str(caught.value), *getattr(caught.value, "__notes__", ())]
-    assert any("use LanguageModel, here or on a server with --local-engine" in text for text in said)
+    assert any("use LanguageModel, here or on a server with --local-engine" in text for text in said), said
 
 
 # Edits.

@@ -18,6 +18,8 @@ LOCAL_ONLY: Final = {
     "test_000_4_envoys.py::test_device_and_devices_are_those_of_the_parameters": WEIGHTS,
     "test_000_5_4_editing.py::test_defining_an_edit_runs_nothing": LISTS,
     "test_000_5_7_stopping.py::test_layers_after_the_stop_do_not_run": PASSES,
+    "test_000_5_7_stopping.py::test_a_block_that_catches_the_stop_has_stopped_all_the_same": PASSES,
+    "test_000_5_7_stopping.py::test_a_stop_that_is_caught_last_stops_the_others_too": PASSES,
     "test_000_5_9_scanning.py::test_a_scan_runs_on_fake_tensors_and_leaves_the_weights_alone": WEIGHTS,
     "test_000_6_3_language_models.py::test_options_of_generation_go_on_to_transformers": SEED,
     "test_000_7_errors.py::test_breakpoint_stops_in_the_block_with_its_variables": TERMINAL,
