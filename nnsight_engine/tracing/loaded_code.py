@@ -107,7 +107,9 @@ def _compiled(tree: ast.Module, code: CodeType, node: ast.stmt | ast.expr) -> It
     imports = [ast.Import([ast.alias(name)]) for name in sorted(set(_imported(tree)))]
     module = ast.fix_missing_locations(ast.Module([around, *imports], []))
     prompt = ast.fix_missing_locations(ast.Interactive([around, *imports]))
-    for text, mode, level in (*((module, "exec", level) for level in (-1, 0, 1, 2)), (prompt, "single", -1)):
+    ways: list[tuple[ast.Module | ast.Interactive, str, int]]
+    ways = [(module, "exec", level) for level in (-1, 0, 1, 2)]
+    for text, mode, level in (*ways, (prompt, "single", -1)):
         try:
             yield compile(text, code.co_filename, mode, flags=flags, dont_inherit=True, optimize=level)
         except (SyntaxError, ValueError, RecursionError):
