@@ -50,7 +50,7 @@ def compiling(grammars: Grammars) -> list[psutil.Process]:
 
 async def ended(grammars: Grammars) -> None:
     """Wait until nothing is compiled."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while compiling(grammars):  # noqa: ASYNC110 - processes tell nobody
             await asyncio.sleep(0.01)
 
@@ -116,12 +116,12 @@ async def test_one_that_takes_too_long_is_ended_for_all_who_wait_and_remembered(
     )
     beating.cancel()
     assert ["grammar_compile_s" in str(answer) for answer in answers] == [True] * 3
-    assert max(b - a for a, b in itertools.pairwise(beats)) < 1
+    assert max(b - a for a, b in itertools.pairwise(beats)) < 2
     await ended(grammars)
     start = time.monotonic()
     with pytest.raises(ApiError):
         await grammars.accept(costly("long"), "")
-    assert time.monotonic() - start < 0.5
+    assert time.monotonic() - start < 1
 
 
 async def test_one_whose_clients_have_all_left_is_ended(grammars: Grammars) -> None:

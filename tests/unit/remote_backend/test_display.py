@@ -45,11 +45,12 @@ def test_output_that_goes_to_a_file_has_a_line_for_each_status(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("FORCE_COLOR")
+    monkeypatch.setattr("nnsight_engine.remote_backend.display._QUIET_S", 0.3)
     with Display() as display:
         display.event({"status": "RECEIVED", "job": "trace-1"})
         display.event({"status": "QUEUED", "message": "3 before this one", "job": "trace-1"})
         assert capsys.readouterr().err == "", "short traces show nothing"
-        time.sleep(0.1)
+        time.sleep(1.0)
         display.event({"status": "RUNNING", "engine": "local", "job": "trace-1"})
         display.event({"status": "LOG", "message": "hello:", "job": "trace-1"})
         display.progress("download", 1, None)
