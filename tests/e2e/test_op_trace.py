@@ -262,11 +262,11 @@ async def test_a_trace_that_ends_early_ends_no_other_request_of_the_same_name(li
     assert (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 60)
 
 
-async def test_capabilities_list_it_and_the_operator_can_refuse_it(live: Live) -> None:
+async def test_capabilities_list_it_and_other_hosts_names_are_refused(live: Live) -> None:
     assert "trace" in (await live.http.get("/v1/capabilities")).json()["operations"]
     response = await live.http.post(
         "/v1/completions",
         json={"prompt": PROMPT, "interventions": [op(HIDDEN)]},
         headers={"host": "evil.example"},
     )
-    assert response.json()["error"]["code"] == "code_not_allowed"
+    assert response.json()["error"]["code"] == "host_not_allowed"
