@@ -80,7 +80,8 @@ class EnvoyTree:
         """Return the envoy, or whatever attribute, at a path below this one: ``get("layers.3.mlp")``."""
         found: Any = self
         for part in path.removeprefix(f"{self.path}.").split("."):
-            found = found[int(part)] if part.isdigit() and part not in found._names else getattr(found, part)
+            names = getattr(found, "_names", ())  # lists of standard layers have none
+            found = found[int(part)] if part.isdigit() and part not in names else getattr(found, part)
         return found
 
     # Devices.

@@ -12,10 +12,12 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.executor import Executor
+from vllm.v1.kv_cache_interface import CircularBufferSpec, MambaSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from nnsight_engine.core.errors import UnsupportedOptionError
@@ -210,6 +212,27 @@ def mark_alone(scheduled: Any, *, alone: bool) -> None:
 def is_alone(scheduled: Any) -> bool:
     """Tell what ``mark_alone`` has noted."""
     return bool(getattr(scheduled, _ALONE_ATTRIBUTE, False))
+
+
+def record_allocated_blocks(manager: Any) -> None:
+    """Have a manager of the KV cache record the blocks it allocates, also where vLLM needs none zeroed."""
+    for group in manager.coordinator.single_type_managers:
+        if not isinstance(group.kv_cache_spec, MambaSpec | CircularBufferSpec):
+            group._record_new_block_ids = True  # noqa: SLF001 - vLLM sets it for whole models only
+
+
+def zero_blocks(runner: Any, block_ids: list[int]) -> None:
+    """Zero blocks of the KV cache on a CPU, where vLLM leaves out layers with a sliding window."""
+    num_blocks = runner.kv_cache_config.num_blocks
+    layers = runner.compilation_config.static_forward_context
+    caches = {
+        cache.data_ptr(): cache
+        for group in runner.kv_cache_config.kv_cache_groups
+        for name in group.layer_names
+        if isinstance(cache := getattr(layers.get(name), "kv_cache", None), torch.Tensor)
+    }
+    for cache in caches.values():
+        cache.unflatten(0, (num_blocks, -1))[block_ids] = 0
 
 
 def describe_model(points: ModelPoints, config: VllmConfig, limits: EngineLimits) -> ModelSpec:

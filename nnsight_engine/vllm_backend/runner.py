@@ -24,7 +24,14 @@ from nnsight_engine.core.tap_choice import NO_TAPS, chosen_taps
 from nnsight_engine.plans.records import StepResults
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.plans.step_plan import StepPlan
-from nnsight_engine.vllm_backend.compat import EngineLimits, attach_results, brings, describe_model, is_alone
+from nnsight_engine.vllm_backend.compat import (
+    EngineLimits,
+    attach_results,
+    brings,
+    describe_model,
+    is_alone,
+    zero_blocks,
+)
 from nnsight_engine.vllm_backend.families import resolve_points
 from nnsight_engine.vllm_backend.graphs import StepGraphs, cut_at_taps
 from nnsight_engine.vllm_backend.hooks import hooked
@@ -160,6 +167,12 @@ class InterventionRunnerMixin:
         finally:
             self.graphs.end()
         return output if self._num_rows else self._idle(output)
+
+    def _zero_block_ids(self, block_ids: list[int]) -> None:
+        if self.device.type == "cpu":
+            zero_blocks(self, block_ids)
+        else:
+            super()._zero_block_ids(block_ids)  # type: ignore[misc]
 
     def _idle(self, output: Any) -> Any:
         """Wait for blocks that nobody else waits beside, in a step in which nothing is computed."""

@@ -24,13 +24,14 @@ from vllm.v1.request import Request, RequestStatus
 from nnsight_engine.plans.outbox import Outbox
 from nnsight_engine.plans.records import Failure, StepResults
 from nnsight_engine.plans.request_plan import PLAN_KEY, RequestPlan
-from nnsight_engine.vllm_backend.compat import brings, detach_results, mark_alone
+from nnsight_engine.vllm_backend.compat import brings, detach_results, mark_alone, record_allocated_blocks
 from nnsight_engine.vllm_backend.content_logs import leave_content_out
 from nnsight_engine.vllm_backend.fair_scheduler import FairScheduler
 from nnsight_engine.vllm_backend.interning import ContentTable
 from nnsight_engine.vllm_backend.processes import end_with_parent
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY, TraceEntry
 from nnsight_engine.vllm_backend.traces.telling import Parcel
+from nnsight_engine.vllm_backend.unclean_blocks import UncleanBlocks
 
 _READ_FAILURES: Final = frozenset({"capture_too_large", "engine_capture_full"})
 """Failures of reads alone: the request's writes happened all the same."""
@@ -79,12 +80,17 @@ class InterventionScheduler(FairScheduler):
         self._news: dict[str, list[Parcel]] = {}
         self._waiting: frozenset[str] = frozenset()
         self.contents = ContentTable()
+        self._unclean = UncleanBlocks()
+        record_allocated_blocks(self.kv_cache_manager)
 
     def add_request(self, request: Request) -> None:
         """Queue the request; equal tensors of several requests are kept once."""
         params = request.sampling_params
         entry = (params.extra_args or {}).get(PLAN_KEY) if params is not None else None
+        if request.prompt_embeds is not None:
+            self._unclean.watch(request.request_id)
         if brings(params, TRACE_KEY):
+            self._unclean.watch(request.request_id)
             self._traced.add(request.request_id)
             self._gather(request)
         if params is not None and entry is not None:
@@ -93,6 +99,7 @@ class InterventionScheduler(FairScheduler):
             self._outbox.open(request.request_id, plan, stops_outside=bool(params.stop))
             self._owners[request.request_id] = entry["key"]
             if plan.fingerprint:
+                self._unclean.watch(request.request_id)
                 self._writers.add(request.request_id)
         super().add_request(request)
 
@@ -112,7 +119,14 @@ class InterventionScheduler(FairScheduler):
         with self._without(self._waiting) if self._waiting else contextlib.nullcontext():
             output = super().schedule(*args, **kwargs)
         mark_alone(output, alone=len(self.sharing) == 1)
+        self._unclean.note(output)
         return output
+
+    def _get_new_block_ids_to_zero(self) -> list[int] | None:
+        """Return the blocks to zero before the step: all that are new if the model needs it, or unclean ones."""
+        allocated = self.kv_cache_manager.take_new_block_ids()
+        blocks = allocated if self.needs_kv_cache_zeroing else self._unclean.among(allocated)
+        return blocks or None
 
     @contextlib.contextmanager
     def _without(self, request_ids: Collection[str]) -> Iterator[None]:

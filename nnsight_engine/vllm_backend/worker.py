@@ -34,6 +34,12 @@ class InterventionWorker(_PlatformWorker):
             f"Intervention{cls.__name__}", (InterventionRunnerMixin, SeededChunksMixin, cls), {}
         )
 
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Allocate the KV cache as the platform does, and make ready to zero blocks of it, see UncleanBlocks."""
+        super().initialize_from_config(kv_cache_config)
+        if self.device.type != "cpu" and not kv_cache_config.needs_kv_cache_zeroing:
+            self.model_runner._init_kv_zero_meta()  # noqa: SLF001 - called by vLLM's worker likewise
+
     def compile_or_warm_up_model(self) -> Any:
         """Let blocks be served in compiled steps, then do as the platform does."""
         self.model_runner.learn_route()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from tests.e2e.harness import Ask, Engine, random_vector
@@ -137,3 +138,21 @@ def test_two_hundred_mixed_requests(engine: Engine) -> None:
         engine.router.close(entry.request_id)
     assert engine.ask("I think dogs are", max_tokens=5).token_ids == expected
     assert set(engine.held().values()) == {0}
+
+
+@pytest.mark.parametrize("size", [1e38, -1e38])
+def test_values_that_are_not_finite_stay_with_their_request(engine: Engine, size: float) -> None:
+    """Blocks of the KV cache that hold NaN or infinity are used again, their unused ends by others."""
+    prompt = "I think dogs are"
+    capture = {"op": "capture", "at": "layers.20.output", "name": "c", "where": {"phase": "prompt"}}
+    burst = {"op": "steer", "at": "layers.0:9.output", "vector": [size] * 576}
+    beside = [Ask(f"{number} dogs are", max_tokens=30) for number in range(4)]
+    expected = engine.ask(prompt, [capture], max_tokens=20)
+    others = engine.run(beside)
+    for _ in range(3):
+        ((burnt,), *again) = engine.run([Ask("Hello there, " * 20, [burst], max_tokens=30), *beside])
+        assert burnt.failure is None
+        assert [reply.token_ids for (reply,) in again] == [reply.token_ids for (reply,) in others]
+        reply = engine.ask(prompt, [capture], max_tokens=20)
+        assert reply.token_ids == expected.token_ids
+        assert torch.allclose(*(got.tensor("c", "layers.20.output") for got in (reply, expected)), atol=1e-4)

@@ -405,3 +405,12 @@ def test_a_value_left_over_is_never_taken_for_one_that_comes_later(model: VLLM) 
         with tracer.invoke(PROMPT):
             model.model.layers[9].mlp.output = clean
     assert "tracer.barrier(2)" in caught.value.__notes__[0]
+
+
+def test_values_that_are_not_finite_stay_with_their_block(model: VLLM) -> None:
+    expected = plain_tokens(model, PROMPT, 20)
+    for name in ("self_attn.qkv_proj", "mlp.down_proj"):
+        with model.trace("Rome is in " * 20, max_tokens=20, **GREEDY) as tracer:
+            for _ in tracer.iter[:]:
+                model.get(f"model.layers.4.{name}").output[0][:] = float("nan")
+        assert plain_tokens(model, PROMPT, 20) == expected

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from nnsight_engine.core.trees import tensors
 from nnsight_engine.plans.logits_rows import LogitsRows
@@ -38,12 +39,14 @@ class Watch:
     def over(self, values: Sequence[torch.Tensor | None], where: str) -> Iterator[None]:
         """Compare tensors before and after the block."""
         watched = [value for value in values if value is not None]
-        before = [value.clone() for value in watched]
+        with _disable_current_modes():  # whoever counts operators is to see the model's alone
+            before = [value.clone() for value in watched]
         yield
         self.num_compared += len(watched)
-        for number, (old, new) in enumerate(zip(before, watched, strict=True)):
-            if not torch.equal(_bits(old), _bits(new)):
-                self.changed.append(f"{where}: tensor {number}, {tuple(new.shape)} of {new.dtype}")
+        with _disable_current_modes():
+            for number, (old, new) in enumerate(zip(before, watched, strict=True)):
+                if not torch.equal(_bits(old), _bits(new)):
+                    self.changed.append(f"{where}: tensor {number}, {tuple(new.shape)} of {new.dtype}")
 
 
 @contextlib.contextmanager
