@@ -43,10 +43,11 @@ class Author:
         ]
         requests: list[Json] = []
         for _ in range(pick.randint(3, 9)):
-            requests.append(self._request(self._prompt(bases), requests))
+            again = self._again(requests) if pick.random() < 0.15 else None
+            requests.append(again or self._request(self._prompt(bases), requests))
         prompts = [request["ids"] for request in requests]
-        again = [*bases, pick.choice(prompts)]
-        return requests + [self._plain(ids) | {"arrives": AFTER_ALL + pick.randint(0, 1)} for ids in again]
+        last = [*bases, pick.choice(prompts)]
+        return requests + [self._plain(ids) | {"arrives": AFTER_ALL + pick.randint(0, 1)} for ids in last]
 
     def _tokens(self, length: int) -> list[int]:
         return [self._random.choice(self._world.vocab) for _ in range(length)]
@@ -89,6 +90,22 @@ class Author:
                 operations.insert(pick.randint(0, len(operations)), read)
         request["interventions"] = operations
         return request
+
+    def _again(self, before: list[Json]) -> Json | None:
+        """Return a request that writes as one before it on its prompt, perhaps with another salt."""
+        pick = self._random
+        writers = [r for r in before if "trace" not in r and any(map(wording.is_write, r["interventions"]))]
+        if not writers:
+            return None
+        first = pick.choice(writers)
+        writes = [op for op in first["interventions"] if wording.is_write(op)]
+        salt = pick.choice([None, *_SALTS])
+        arrives = pick.choice([first["arrives"] + pick.randint(1, 8), AFTER_ALL])
+        return (
+            self._plain(first["ids"])
+            | {"interventions": writes, "max_tokens": first["max_tokens"], "arrives": arrives}
+            | ({} if salt is None else {"cache_salt": salt})
+        )
 
     def _traced(self, request: Json) -> Json:
         """Make a request one of a block: operations at all positions, in the order of the model."""
