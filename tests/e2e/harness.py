@@ -49,6 +49,7 @@ class Ask:
     max_tokens: int = 8
     sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
     stream: bool = False
+    cache_salt: str | None = None
 
 
 @dataclasses.dataclass
@@ -153,6 +154,7 @@ class Engine:
         prompt: dict[str, Any] = {"prompt_token_ids": ids}
         request_id = uuid.uuid4().hex
         collectors: list[RequestCollector] = []
+        salt = ask.cache_salt
         if ask.interventions:
             ops = parse_interventions(ask.interventions, Limits())
             compiled = compile_request(
@@ -172,9 +174,9 @@ class Engine:
                 num_choices=params.n,
             )
             prepare_params(params, compiled, request_id)
-            salt = salted(compiled, None, "secret")
-            if salt is not None:
-                prompt["cache_salt"] = salt
+            salt = salted(compiled, salt, "secret")
+        if salt is not None:
+            prompt["cache_salt"] = salt
         if tamper is not None:
             tamper(params)
         self.core.add_request(request_id, prompt, params)

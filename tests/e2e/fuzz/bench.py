@@ -19,6 +19,7 @@ import torch
 
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.fuzz import wording
+from tests.e2e.fuzz.caching import cache_faults
 from tests.e2e.fuzz.expected import Twin
 from tests.e2e.fuzz.judge import Judge
 from tests.e2e.fuzz.player import Answer, Player
@@ -112,6 +113,7 @@ class Bench:
         for index, (request, answer) in enumerate(zip(requests, answers, strict=True)):
             self._count(request, answer)
             faults = self._refusal(request, answer.error) if answer.error else self._answered(request, answer)
+            faults += cache_faults(index, requests, answers)
             found += [f"request {index}: {fault}" for fault in faults]
         return found
 
@@ -136,10 +138,11 @@ class Bench:
 
     def _answered(self, request: Json, answer: Answer) -> list[str]:
         sampling = request["sampling"]
-        greedy = sampling.get("temperature", 0.0) == 0.0
         found = []
         for choice in answer.choices:
-            found += self._judge.faults(request["ids"], request["interventions"], greedy, choice)
+            found += self._judge.faults(request, choice)
+        if answer.choices and "prompt_logprobs" in sampling and not answer.choices[0].prompt_logprobs:
+            found.append("the log-probabilities of its prompt did not come")
         count = sampling.get("n", 1)
         if not answer.choices and "leaves" not in request:
             found.append("it was not answered")
@@ -157,6 +160,10 @@ class Bench:
             return []
         ids = request["ids"]
         total = len(ids) + request["max_tokens"] - 1
+        if code == "unsupported_combination" and "prompt_logprobs" in request["sampling"]:
+            writes = filter(wording.is_write, operations)
+            if any("logits" in wording.points(op, self.world.num_layers) for op in writes):
+                return []
         if code in _NO_POSITION and any(
             _names_nothing(op.get("where", {}), ids, total, self._encode) for op in operations
         ):
@@ -171,6 +178,11 @@ class Bench:
         self.counts["operations judged"] += len(answer.choices) * len(request["interventions"])
         self.counts["preempted"] += answer.recomputed > 0
         self.counts["from the cache"] += answer.cached > 0
+        self.counts["with prompt_logprobs"] += "prompt_logprobs" in request["sampling"]
+        self.counts["with cache_salt"] += "cache_salt" in request
+        self.counts["streams with patterns"] += request.get("stream", False) and any(
+            "attn.pattern" in str(op.get("at")) for op in request["interventions"]
+        )
         if answer.error:
             self.counts[f"refused with {answer.error[0]}"] += 1
 

@@ -17,6 +17,7 @@ from tests.e2e.fuzz.world import Json, World
 DTYPES: Final = ("float32", "bfloat16", "float16")
 AFTER_ALL: Final = 1_000_000
 """When somebody arrives who waits until all before him have ended."""
+_SALTS: Final = ("salt", "another salt")
 _FORMS: Final = ("numbers", "float32", "bfloat16", "float16")
 
 
@@ -42,10 +43,11 @@ class Author:
         ]
         requests: list[Json] = []
         for _ in range(pick.randint(3, 9)):
-            requests.append(self._request(self._prompt(bases), requests))
+            again = self._again(requests) if pick.random() < 0.15 else None
+            requests.append(again or self._request(self._prompt(bases), requests))
         prompts = [request["ids"] for request in requests]
-        again = [*bases, pick.choice(prompts)]
-        return requests + [self._plain(ids) | {"arrives": AFTER_ALL + pick.randint(0, 1)} for ids in again]
+        last = [*bases, pick.choice(prompts)]
+        return requests + [self._plain(ids) | {"arrives": AFTER_ALL + pick.randint(0, 1)} for ids in last]
 
     def _tokens(self, length: int) -> list[int]:
         return [self._random.choice(self._world.vocab) for _ in range(length)]
@@ -69,6 +71,8 @@ class Author:
         request = self._plain(ids) | {"arrives": pick.choice([0, 0, 0, pick.randint(1, 25), AFTER_ALL])}
         request["max_tokens"] = pick.choice([1, 2, 5, self._world.max_generated, self._world.max_generated])
         request["sampling"] = self._sampling()
+        if pick.random() < 0.25:
+            request["cache_salt"] = pick.choice(_SALTS)
         if pick.random() < 0.08:
             request["leaves"] = pick.randint(1, 12)
         if pick.random() < 0.3:
@@ -87,6 +91,22 @@ class Author:
         request["interventions"] = operations
         return request
 
+    def _again(self, before: list[Json]) -> Json | None:
+        """Return a request that writes as one before it on its prompt, perhaps with another salt."""
+        pick = self._random
+        writers = [r for r in before if "trace" not in r and any(map(wording.is_write, r["interventions"]))]
+        if not writers:
+            return None
+        first = pick.choice(writers)
+        writes = [op for op in first["interventions"] if wording.is_write(op)]
+        salt = pick.choice([None, *_SALTS])
+        arrives = pick.choice([first["arrives"] + pick.randint(1, 8), AFTER_ALL])
+        return (
+            self._plain(first["ids"])
+            | {"interventions": writes, "max_tokens": first["max_tokens"], "arrives": arrives}
+            | ({} if salt is None else {"cache_salt": salt})
+        )
+
     def _traced(self, request: Json) -> Json:
         """Make a request one of a block: operations at all positions, in the order of the model."""
         pick = self._random
@@ -103,6 +123,7 @@ class Author:
             operations.append(op | ({} if op["op"] == "capture" else {"in_place": pick.random() < 0.5}))
         request["sampling"].pop("n", None)
         request.pop("leaves", None)
+        request.pop("cache_salt", None)
         return request | {"interventions": operations, "trace": True}
 
     def _sampling(self) -> Json:
@@ -110,20 +131,18 @@ class Author:
         sampling: Json = {"logprobs": pick.choice([1, 4])} if pick.random() < 0.6 else {}
         if pick.random() < 0.25:
             sampling |= {"temperature": 1.0, "seed": pick.randint(0, 9999), "n": pick.choice([1, 1, 2, 3])}
+        if pick.random() < 0.12:
+            sampling["prompt_logprobs"] = pick.choice([0, 1, 3])
         if pick.random() < 0.15:
             sampling["stop_token_ids"] = pick.sample(self._world.vocab, len(self._world.vocab) // 8)
         return sampling
 
     def _writes(self, request: Json, before: list[Json]) -> list[Json]:
         pick = self._random
-        others = [r for r in before if "trace" not in r and any(map(self._is_write, r["interventions"]))]
+        others = [r for r in before if "trace" not in r and any(map(wording.is_write, r["interventions"]))]
         if others and pick.random() < 0.35:
-            return [op for op in pick.choice(others)["interventions"] if self._is_write(op)]
+            return [op for op in pick.choice(others)["interventions"] if wording.is_write(op)]
         return [self._write(request) for _ in range(pick.choice([0, 1, 1, 1, 2, 3]))]
-
-    @staticmethod
-    def _is_write(op: Json) -> bool:
-        return op["op"] in {"steer", "ablate", "patch"}
 
     def _write(self, request: Json) -> Json:
         kind = self._random.choice(["steer", "steer", "steer", "ablate", "ablate", "patch"])
@@ -198,8 +217,6 @@ class Author:
     def _read(self, request: Json, index: int) -> Json:
         pick = self._random
         kind = pick.choice(["capture", "capture", "capture", "probe", "logit_lens", "samples", "pattern"])
-        if kind == "pattern" and request.get("stream"):
-            kind = "capture"  # a stream's parts have widths of their own
         name = {"name": f"read {index}"}
         match kind:
             case "probe":

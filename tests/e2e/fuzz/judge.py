@@ -19,15 +19,18 @@ from nnsight_engine.plans.collected import (
     CaptureResult,
     CollectedResults,
     LensResult,
-    LensToken,
     ProbeResult,
     TraceResult,
 )
 from tests.e2e.fuzz import wording
 from tests.e2e.fuzz.expected import Expected, Op, Twin
+from tests.e2e.fuzz.nearness import reduced, rows_faults, target_faults, top_faults
+from tests.e2e.fuzz.world import Json
 from tests.e2e.harness import as_tensor
 
 Result = CaptureResult | ProbeResult | LensResult
+PromptLogprobs = list[dict[int, float]]
+"""By prompt position, the log-probabilities of the token there and of the likeliest; the first has none."""
 
 TIMES: Final = 4.0
 """How many times as far off as transformers in the server's dtype a row may be."""
@@ -47,11 +50,13 @@ class Choice:
         token_ids: Generated.
         logprobs: By generated token, the log-probabilities that came with it; empty without any.
         collected: What the interventions brought, None without any.
+        prompt_logprobs: Each time that the request's came; the first of its choices has them.
     """
 
     token_ids: list[int]
     logprobs: list[dict[int, float]]
     collected: CollectedResults | None
+    prompt_logprobs: Sequence[PromptLogprobs] = ()
 
 
 class Judge:
@@ -67,14 +72,17 @@ class Judge:
         """Keep them."""
         self._exact, self._rounded, self._dtype = exact, rounded, dtype
 
-    def faults(self, ids: list[int], operations: Sequence[Op], greedy: bool, choice: Choice) -> list[str]:
+    def faults(self, request: Json, choice: Choice) -> list[str]:
         """Return what is wrong with a choice."""
+        ids, operations, sampling = request["ids"], request["interventions"], request["sampling"]
         fed = [*ids, *choice.token_ids][:-1]
         exact = self._exact.run(fed, len(ids), operations)
         is_measured = self._rounded is not self._exact
         rounded = self._rounded.run(fed, len(ids), operations) if is_measured else exact
         comparison = _Comparison(exact, rounded, self._dtype, operations, self._exact)
-        found = comparison.tokens(len(ids), choice, greedy=greedy)
+        found = comparison.tokens(len(ids), choice, greedy=sampling.get("temperature", 0.0) == 0.0)
+        for given in choice.prompt_logprobs:
+            found += comparison.prompt(ids, given, sampling.get("prompt_logprobs"))
         if operations:
             assert choice.collected is not None
             found += comparison.results(choice.collected, len(ids), choice.token_ids)
@@ -107,6 +115,25 @@ class _Comparison:
                 off = abs(float(logprobs[step, token]) - logprob)
                 if off > self._log_slack:
                     found.append(f"the log-probability of {token} at token {step} is off by {off:.4f}")
+        return found[:3]
+
+    def prompt(self, ids: list[int], given: PromptLogprobs, top_k: int | None) -> list[str]:
+        """Return what is wrong with the log-probabilities of the prompt."""
+        if top_k is None or len(given) != len(ids) or given[0]:
+            return [f"the prompt of {len(ids)} has {len(given)} log-probabilities, {top_k} were asked for"]
+        logprobs = self._exact.logits.log_softmax(dim=-1)
+        found = []
+        for position, (token, step) in enumerate(zip(ids[1:], given[1:], strict=True), start=1):
+            wanted = logprobs[position - 1]
+            others = {other: value for other, value in step.items() if other != token}
+            worst = max((abs(float(wanted[t]) - value) for t, value in step.items()), default=0.0)
+            least = float(wanted.topk(top_k).values[-1]) if top_k else 0.0
+            if token not in step or not top_k - 1 <= len(others) <= top_k:
+                found.append(f"the prompt's {token} at {position} came with {list(step)}")
+            elif worst > self._log_slack:
+                found.append(f"a log-probability at the prompt's {position} is off by {worst:.4f}")
+            elif any(least - float(wanted[other]) > 2 * self._log_slack for other in others):
+                found.append(f"{list(others)} are not the likeliest at the prompt's {position}")
         return found[:3]
 
     def results(self, collected: CollectedResults, prompt_len: int, token_ids: list[int]) -> list[str]:
@@ -185,10 +212,10 @@ class _Comparison:
                 found.append(f"{point} is {tensor.dtype}, not {asked}")
             exact, rounded = (e.seen[index].rows[point] for e in (self._exact, self._rounded))
             bound = self._row_bound(exact, rounded)
-            exact = _reduced(exact, reduce)
+            exact = reduced(exact, reduce)
             if point.endswith("attn.pattern"):
                 exact = exact[..., : result.positions[-1] + 1]
-            found += _compare(point, got, exact, bound, ROUNDING[asked])
+            found += rows_faults(point, got, exact, bound, ROUNDING[asked])
         return found
 
     def _probe(self, index: int, op: Op, result: ProbeResult) -> list[str]:
@@ -202,7 +229,7 @@ class _Comparison:
             # What is off has no more to do with the weights than chance would have it.
             bound = 4 * off * op["weights"]["norm"] / before.shape[-1] ** 0.5
             got = torch.tensor(values).unsqueeze(-1)
-            found += _compare(point, got, exact.rows[point], bound + 1e-4, 0.0)
+            found += rows_faults(point, got, exact.rows[point], bound + 1e-4, 0.0)
         return found
 
     def _lens(self, index: int, op: Op, result: LensResult) -> list[str]:
@@ -222,7 +249,9 @@ class _Comparison:
             for position, logprobs, (top, targets) in zip(
                 result.positions, rows, result.layers[layer], strict=True
             ):
-                faults = _top(top, logprobs, op["top_k"], slack) + _targets(targets, logprobs, slack)
+                faults = top_faults(top, logprobs, op["top_k"], slack) + target_faults(
+                    targets, logprobs, slack
+                )
                 if [token.id for token in targets] != asked:
                     faults.append(f"the targets are {[token.id for token in targets]}, not {asked}")
                 found += [f"layer {layer} at {position}: {fault}" for fault in faults]
@@ -240,57 +269,3 @@ class _Comparison:
             return 0.0
         off = exact.log_softmax(dim=-1) - rounded.log_softmax(dim=-1)
         return TIMES * float(off.abs().max()) + self._unmeasured * LOG_FLOORS[self._dtype]
-
-
-def _reduced(rows: torch.Tensor, reduce: str) -> torch.Tensor:
-    match reduce:
-        case "mean":
-            return rows.mean(dim=0)
-        case "last":
-            return rows[-1]
-        case _:
-            return rows
-
-
-def _compare(what: str, got: torch.Tensor, wanted: torch.Tensor, bound: float, rounding: float) -> list[str]:
-    if got.numel() != wanted.numel():
-        return [f"{what} has shape {tuple(got.shape)}, not of {wanted.numel()} numbers"]
-    if not torch.isfinite(got).all():
-        return [f"{what} is not finite"]
-    wanted = wanted.reshape(got.shape)
-    rows, others = (x.reshape(-1, x.shape[-1]) for x in (got, wanted))
-    off = (rows - others).norm(dim=-1)
-    worst = int((off - bound - 2 * rounding * others.norm(dim=-1)).argmax())
-    allowed = bound + 2 * rounding * float(others[worst].norm())
-    if float(off[worst]) <= allowed:
-        return []
-    return [
-        f"row {worst} of {what} is off by {float(off[worst]):.4g}, of a norm of "
-        f"{float(others[worst].norm()):.4g}; {allowed:.3g} is allowed"
-    ]
-
-
-def _top(top: list[LensToken], logprobs: torch.Tensor, top_k: int, slack: float) -> list[str]:
-    if len({token.id for token in top}) != top_k:
-        return [f"the likeliest are {[token.id for token in top]}, not {top_k} different tokens"]
-    best = logprobs.topk(top_k).values if top_k else logprobs[:0]
-    found = []
-    for place, token in enumerate(top):
-        off = abs(token.logprob - float(logprobs[token.id]))
-        if off > slack or float(best[place]) - float(logprobs[token.id]) > 2 * slack:
-            found.append(
-                f"number {place} is {token.id} with {token.logprob:.4f}, not {float(best[place]):.4f}"
-            )
-    return found
-
-
-def _targets(targets: list[LensToken], logprobs: torch.Tensor, slack: float) -> list[str]:
-    found = []
-    for token in targets:
-        own = float(logprobs[token.id])
-        least, most = int((logprobs > own + 2 * slack).sum()) + 1, int((logprobs > own - 2 * slack).sum())
-        if abs(token.logprob - own) > slack:
-            found.append(f"target {token.id} has {token.logprob:.4f}, not {own:.4f}")
-        if token.rank is None or not least <= token.rank <= max(least, most):
-            found.append(f"target {token.id} has rank {token.rank}, not {least} to {most}")
-    return found

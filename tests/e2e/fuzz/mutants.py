@@ -7,10 +7,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from nnsight_engine.plans import builder, reads, where, writes
+from nnsight_engine.core.dtypes import ITEM_BYTES
+from nnsight_engine.plans import builder, collector, pattern_results, reads, where, writes
 from nnsight_engine.plans.lens import LensReader
 from nnsight_engine.vllm_backend import call
 from tests.e2e import harness
@@ -126,6 +129,37 @@ def _no_salt(patch: Patch) -> None:
     patch.setattr(harness, "salted", lambda *_args: None)
 
 
+def _clients_share_a_salt(patch: Patch) -> None:
+    """Requests that write alike share the cache, whatever their own salt."""
+    right = call.salted
+    patch.setattr(harness, "salted", lambda compiled, _salt, secret: right(compiled, None, secret))
+
+
+def _narrow_patterns(patch: Patch) -> None:
+    """A part's patterns lack what its last position attends to itself."""
+    right = pattern_results.captured_patterns
+
+    def captured(op: Any, records: Any, **options: Any) -> Any:
+        points = right(op, records, **options)
+        for point, result in points.items():
+            values = np.frombuffer(result.data, f"u{ITEM_BYTES[result.dtype]}").copy().reshape(result.shape)
+            values[..., -1:] = 0
+            points[point] = dataclasses.replace(result, data=values.tobytes())
+        return points
+
+    patch.setattr(collector, "captured_patterns", captured)
+
+
+def _prompt_logprobs_of_the_row_before(patch: Patch) -> None:
+    """The log-probabilities of a prompt's token are computed one position too early."""
+    right = GPUModelRunner._get_prompt_logprobs_dict
+
+    def prompt_logprobs(self: Any, hidden_states: torch.Tensor, num_scheduled: Any) -> Any:
+        return right(self, hidden_states.roll(1, 0), num_scheduled)
+
+    patch.setattr(GPUModelRunner, "_get_prompt_logprobs_dict", prompt_logprobs)
+
+
 def _readers_use_the_cache(patch: Patch) -> None:
     """Prompts whose rows are read may come from the cache."""
     right = call.prepare_params
@@ -185,6 +219,9 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     _late_phase,
     _no_exclude,
     _no_salt,
+    _clients_share_a_salt,
+    _narrow_patterns,
+    _prompt_logprobs_of_the_row_before,
     _readers_use_the_cache,
     _delivered_again,
     _other_logprobs,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Final
 
 from vllm.sampling_params import RequestOutputKind
 
 from api_schemas.errors import ApiError
+from nnsight_engine.core.dtypes import ITEM_BYTES
 from nnsight_engine.plans.collected import (
     CaptureResult,
     CollectedResults,
@@ -21,7 +23,7 @@ from nnsight_engine.vllm_backend.request_tracer import SentTrace
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.fuzz.cases import AFTER_ALL
-from tests.e2e.fuzz.judge import Choice
+from tests.e2e.fuzz.judge import Choice, PromptLogprobs
 from tests.e2e.fuzz.traced import sent_trace, traced_results
 from tests.e2e.fuzz.vectors import sent
 from tests.e2e.fuzz.world import Json
@@ -83,6 +85,19 @@ class _Live:
     gathered: list[_Gathered]
     leaves_at: int | None = None
     trace: SentTrace | None = None
+    prompt_logprobs: list[PromptLogprobs] = dataclasses.field(default_factory=list)
+
+    def take(self, output: Any) -> None:
+        for choice in output.outputs:
+            self.gathered[choice.index].take(choice)
+        if output.prompt_logprobs:
+            # In a stream once for each choice.
+            steps = [step or {} for step in output.prompt_logprobs]
+            self.prompt_logprobs.append([{t: e.logprob for t, e in step.items()} for step in steps])
+
+    def choices(self) -> list[Choice]:
+        first, *others = [gathered.choice() for gathered in self.gathered]
+        return [dataclasses.replace(first, prompt_logprobs=self.prompt_logprobs), *others]
 
 
 class Player:
@@ -131,6 +146,7 @@ class Player:
             request["max_tokens"],
             request["sampling"],
             stream=request.get("stream", False),
+            cache_salt=request.get("cache_salt"),
         )
         try:
             pending = self._engine.submit(ask)
@@ -164,8 +180,7 @@ class Player:
         live = self._live.get(output.request_id)
         if live is None:
             return
-        for choice in output.outputs:
-            live.gathered[choice.index].take(choice)
+        live.take(output)
         if not output.finished:
             return
         del self._live[output.request_id]
@@ -176,7 +191,7 @@ class Player:
         if failures:
             answer.error = (failures[0].code, failures[0].message)
             return
-        answer.choices = [gathered.choice() for gathered in live.gathered]
+        answer.choices = live.choices()
         if live.trace is not None:
             self._take_trace(live.trace, self._requests[live.index], answer, output)
         answer.recomputed = sum(c.collected.recomputed_tokens for c in answer.choices if c.collected)
@@ -195,6 +210,7 @@ def _joined(parts: list[CollectedResults]) -> CollectedResults:
     for part in parts:
         for result in part.results:
             assert not isinstance(result, TraceResult)
+            _check_widths(result)
             known = results.get(result.name)
             results[result.name] = result if known is None else _appended(known, result)
     return dataclasses.replace(parts[-1], results=list(results.values()))
@@ -216,6 +232,24 @@ def _appended(first: Result, more: Result) -> Result:
             raise AssertionError(f"{first.name} changes its kind")
 
 
+def _check_widths(result: Result) -> None:
+    """Patterns of a part must be as wide as the part's own last position."""
+    if isinstance(result, CaptureResult) and result.positions:
+        widths = {tensor.shape[-1] for name, tensor in result.points.items() if name.endswith("attn.pattern")}
+        assert widths <= {result.positions[-1] + 1}, f"{result.name} has {widths} keys at {result.positions}"
+
+
 def _longer(first: TensorResult, more: TensorResult) -> TensorResult:
-    shape = (first.shape[0] + more.shape[0], *first.shape[1:])
-    return TensorResult(first.dtype, shape, first.data + more.data)
+    width = max(first.shape[-1], more.shape[-1])
+    shape = (first.shape[0] + more.shape[0], *first.shape[1:-1], width)
+    return TensorResult(first.dtype, shape, _widened(first, width) + _widened(more, width))
+
+
+def _widened(tensor: TensorResult, width: int) -> bytes:
+    """Return the bytes of a tensor whose rows are filled up with zeros, as patterns of one tensor are."""
+    if tensor.shape[-1] == width:
+        return tensor.data
+    num_rows = math.prod(tensor.shape[:-1])
+    row = len(tensor.data) // num_rows if num_rows else 0
+    more = bytes((width - tensor.shape[-1]) * ITEM_BYTES[tensor.dtype])
+    return b"".join(tensor.data[start * row : (start + 1) * row] + more for start in range(num_rows))

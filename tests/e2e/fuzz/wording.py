@@ -12,6 +12,11 @@ Encode = Callable[[str], list[int]]
 """Token ids of a text, without special tokens."""
 
 
+def is_write(operation: dict[str, Any]) -> bool:
+    """Return whether an operation changes what the model computes."""
+    return operation["op"] in {"steer", "ablate", "patch"}
+
+
 def points(operation: dict[str, Any], num_layers: int) -> list[str]:
     """Return the single points that an operation names, in order."""
     if operation["op"] == "logit_lens":
