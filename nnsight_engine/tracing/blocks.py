@@ -44,12 +44,11 @@ from nnsight_engine.tracing.block_names import (
     names_outside,
     stored_in,
 )
-from nnsight_engine.tracing.counted_stores import OWN, count_stores
+from nnsight_engine.tracing.counted_stores import BIND, OWN, count_stores
 from nnsight_engine.tracing.errors import TraceSyntaxError
 from nnsight_engine.tracing.sent_files import sent_name
 from nnsight_engine.tracing.source_text import SourceText
 
-BIND = "__nnsight_bind__"
 DEFERRED = "__nnsight_deferred__"
 OVER = "__nnsight_over__"
 REQUIRES_GRAD = "__nnsight_requires_grad__"
