@@ -135,7 +135,7 @@ class _Counter(ast.NodeTransformer):
     ) -> list[ast.stmt]:
         """Return what a function does first: have its own variables counted, which stay its own."""
         names = sorted(lent)
-        elements = [ast.Name(id=name, ctx=ast.Load()) for name in names]
+        elements: list[ast.expr] = [ast.Name(id=name, ctx=ast.Load()) for name in names]
         capture = ast.Lambda(
             args=ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[]),
             body=ast.Tuple(elts=elements, ctx=ast.Load()),
@@ -146,7 +146,7 @@ class _Counter(ast.NodeTransformer):
             keywords=[],
         )
         begin = ast.Assign(targets=[ast.Name(id=self._own, ctx=ast.Store())], value=call)
-        targets = [ast.Name(id=name, ctx=ast.Store()) for name in names if name in bound]
+        targets: list[ast.expr] = [ast.Name(id=name, ctx=ast.Store()) for name in names if name in bound]
         if not targets:
             return [_at(node, begin)]
         # Never run: it tells the compiler whose the names are, since no other statement stores to them.
@@ -224,9 +224,10 @@ def _lent_in(body: Sequence[ast.stmt]) -> frozenset[str]:
 
 
 def _after_docstring(body: Sequence[ast.stmt]) -> int:
-    first = body[0]
-    is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-    return 1 if is_text and isinstance(first.value.value, str) else 0
+    match body[0]:
+        case ast.Expr(value=ast.Constant(value=str())):
+            return 1
+    return 0
 
 
 def _at(place: ast.AST, made: Node) -> Node:

@@ -181,7 +181,7 @@ def test_every_kind_of_assignment_asks_for_gradients(gpt2: LanguageModel) -> Non
         made = [start * factor for factor in range(6)]  # no leaves
         made[0].requires_grad = made[1].requires_grad = True
         (made[2].requires_grad, other) = (True, 1)
-        made[3].requires_grad: bool = True
+        made[3].requires_grad: bool = True  # type: ignore[misc] # Python takes it
         for made[4].requires_grad in (True,):
             other += 1
         made[5].requires_grad |= True

@@ -363,7 +363,7 @@ def test_names_assigned_in_what_a_definition_computes_at_once_are_the_codes_arou
             with tracer.invoke(X):
                 _ = model[0].output
                 first, second = first + 1, second + 1
-                third = (third,)  # noqa: F821 - assigned among the class's bases
+                third = (third,)  # type: ignore[has-type]  # noqa: F821 - assigned among the bases
                 _ = model[1].output
                 seen.append((first, second, third))
     assert seen == [(1, 1, (int,)), (2, 11, (str,))]

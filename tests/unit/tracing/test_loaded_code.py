@@ -207,7 +207,9 @@ def run():
 class CheckingLoader(importlib.machinery.SourceFileLoader):
     """Puts calls around what is assigned, as typeguard's import hook does."""
 
-    def source_to_code(self, data: Any, path: Any, *_: Any, **__: Any) -> CodeType:
+    def source_to_code(  # type: ignore[override] # importlib itself calls it on the loader
+        self, data: Any, path: Any, *_: Any, **__: Any
+    ) -> CodeType:
         tree = Checking().visit(ast.parse(data))
         return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
