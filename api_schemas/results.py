@@ -81,6 +81,9 @@ class TraceResult(BaseModel):
     saves: dict[str, Any] = Field(description="By the variable's name.")
     grown: dict[str, list[Any]] | None = None
     printed: str | None = Field(default=None, description="What the code printed; absent if nothing.")
+    warnings: list[str] | None = Field(
+        default=None, description="What the code asked for and did not get; absent if nothing."
+    )
 
 
 Result = Annotated[CaptureResult | ProbeResult | LogitLensResult | TraceResult, Field(discriminator="type")]

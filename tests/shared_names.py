@@ -49,11 +49,14 @@ class Program:
         self._places, self._sent, self._local = places, sent, local
         self._count = 0
         self._who = "outer"
+        self._own: Sequence[str] = ()
+        self._function_name = ""
         lines = ["def run(model, given, how):", "    turn = 0"]
         lines += self._indented(1, [line for _ in range(2) for line in self._assigned()])
         lines += ["    with model.trace(**how) as tracer:", "        reads = save([])"]
         for number in range(self._random.randint(2, 3)):
-            lines += self._indented(2, self._invoke(number))
+            kind = self._invoke_in_function if self._random.random() < 0.4 else self._invoke
+            lines += self._indented(2, kind(number))
         self.lines = [*lines, "    return reads", f"    {' = '.join(NAMES)} = None"]  # for ``nonlocal``
         self.name = f"<program {seed} {places[0]} {local}>"
 
@@ -115,13 +118,35 @@ class Program:
     # Statements.
 
     def _invoke(self, number: int) -> list[str]:
-        loops = self._random.random() < 0.4
-        before = self._assigned() if self._random.random() < 0.4 else []
-        self._who, self._at = f"invoke{number}", 0
+        likely = 0.8 if self._function_name else 0.4
+        loops = self._random.random() < likely
+        before = self._assigned() if self._random.random() < likely else []
+        self._who, self._at = f"invoke{number}" + (":{call}" if self._function_name else ""), 0
         body = [line for _ in range(self._random.randint(3, 7)) for line in self._statement()]
         self._who = "outer"
         block = [*before, "with tracer.invoke(given):", *self._indented(1, [*body, *self._waits()])]
         return ["for turn in range(2):", *self._indented(1, block)] if loops else ["turn = 0", *block]
+
+    def _invoke_in_function(self, number: int) -> list[str]:
+        """Return an invoke in a function of the block's, whose names are its own or the block's."""
+        self._own = self._random.sample(NAMES, self._random.randint(1, len(NAMES)))
+        self._function_name = f"add{number}"
+        outer = [name for name in NAMES if name not in self._own]
+        lines = [*([f"nonlocal {', '.join(outer)}"] if outer else []), "turn = 0"]
+        lines += self._assigned() if self._random.random() < 0.4 else []
+        lines += self._invoke(number)
+        lines += self._assigned() if self._random.random() < 0.4 else []
+        lines += [
+            "if not tracer:",
+            f"    {' = '.join(self._own)} = None",
+        ]  # they are the function's in any case
+        self._own, self._function_name = (), ""
+        calls = [f"add{number}({call})" for call in range(self._random.randint(1, 2))]
+        return [f"def add{number}(call):", *self._indented(1, lines), *calls]
+
+    def _variable(self, name: str) -> str:
+        """Return what tells a variable from others of its name, as a part of an f-string."""
+        return f"{name}@{self._function_name}:{{call}}" if name in self._own else name
 
     def _statement(self) -> list[str]:
         kinds = [self._waits, self._read, self._read, self._assigned, self._assigned, self._loop]
@@ -157,7 +182,7 @@ class Program:
     def _read_of(self, name: str) -> list[str]:
         self._count += 1
         shown = f'getattr({name}, "path", getattr({name}, "__name__", {name}))'
-        place = f'"{self._who} {name} {self._count}", turn'
+        place = f'f"{self._who} {self._variable(name)} {self._count}", turn'
         missing = [f"    reads.append(({place}, {MISSING!r}))"]
         return ["try:", f"    reads.append(({place}, {shown}))", "except NameError:", *missing]
 
@@ -166,11 +191,11 @@ class Program:
 
     def _value(self) -> str:
         self._count += 1
-        return self._random.choice((*_SHARED, f'("{self._who}", {self._count}, turn)', self._places[0]))
+        return self._random.choice((*_SHARED, f'(f"{self._who}", {self._count}, turn)', self._places[0]))
 
     def _put(self, name: str, value: str | None = None) -> str:
         shown = value or f'getattr({name}, "path", getattr({name}, "__name__", {name}))'
-        return f'put("{name}", "{self._who}", turn, {shown})'
+        return f'put(f"{self._variable(name)}", f"{self._who}", turn, {shown})'
 
     def _assigned(self) -> list[str]:
         """Return one of the ways to assign a name."""
@@ -191,6 +216,8 @@ class Program:
             ["try:", "    raise ValueError(5)", f"except ValueError as {name}:", "    pass", gone],
             [f"match {value}:", f"    case {name}:", "        pass", f"        {put}"],
         ]
+        if self._function_name and name not in self._own:  # Python has no annotations for nonlocal names
+            ways = [way for way in ways if not way[0].startswith(f"{name}:")]
         if not self._sent:
             ways += [[f"def {name}() -> None: ...", put], [f"class {name}: ...", put]]
         if self._who != "outer":

@@ -244,6 +244,8 @@ def _trace_json(result: TraceResult, tensors: _Inline) -> dict[str, Any]:
         answer["grown"] = {name: plain(value, name) for name, value in result.grown.items()}
     if result.printed:
         answer["printed"] = result.printed
+    if result.warnings:
+        answer["warnings"] = list(result.warnings)
     return answer
 
 

@@ -8,7 +8,7 @@ it matters whether a block has assigned a variable, and not only what it holds, 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any, Final
 
 UNBOUND: Final = object()
@@ -53,6 +53,16 @@ class Assignments:
         """Return the same for a block inside this one, which has cells of this one and may have others."""
         return Assignments(cells, self._counts)
 
+    def lent(self, capture: FunctionType) -> Assignments:
+        """Return the same for a function defined in this block.
+
+        Args:
+            capture: Is not called; it captures the cells of those of the function's own variables that are to
+                be counted.
+        """
+        own = dict(zip(capture.__code__.co_freevars, capture.__closure__ or (), strict=True))
+        return Assignments({**self.cells, **own}, self._counts)
+
     @property
     def total(self) -> int:
         """How often anything has been assigned or deleted."""
@@ -61,7 +71,11 @@ class Assignments:
     def __getitem__(self, name: str) -> int:
         """Return how often a variable has been assigned or deleted."""
         cell = self.cells.get(name)
-        return 0 if cell is None else self._counts.get(id(cell), 0)
+        return 0 if cell is None else self.of(cell)
+
+    def of(self, cell: CellType) -> int:
+        """Return how often the variable in a cell has been assigned or deleted."""
+        return self._counts.get(id(cell), 0)
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Assign."""

@@ -34,6 +34,26 @@ def set_requires_grad(value: Any, owner: Any) -> None:
         owner.requires_grad = value
 
 
+class _NoLeaf:
+    """Stands for a tensor that is no leaf, where its ``requires_grad`` is assigned."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._tensor.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: Any) -> None:
+        set_requires_grad(value, self._tensor)
+
+
+def asked_for_gradients(owner: Any) -> Any:
+    """Return that whose ``requires_grad`` can be assigned in place of the owner's."""
+    return _NoLeaf(owner) if isinstance(owner, torch.Tensor) and not owner.is_leaf else owner
+
+
 def why_no_graph(tensor: torch.Tensor) -> str | None:
     """Return why there are no gradients of a tensor, and what to do; None if there are."""
     if tensor.requires_grad:

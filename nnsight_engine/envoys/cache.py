@@ -11,7 +11,7 @@ from nnsight_engine.core.narrowing import narrowed
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.envoys.cache_display import cache_html
 from nnsight_engine.envoys.tree import EnvoyTree
-from nnsight_engine.interleaving.model_state import holds_state
+from nnsight_engine.interleaving.model_state import without_state
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
@@ -108,10 +108,6 @@ class Entry:
         return f"Entry({', '.join(f'{key} x{len(kept)}' for key, kept in self.values.items())})"
 
 
-def _without_state(leaf: Any) -> Any:
-    return None if holds_state(leaf) else leaf
-
-
 class Cache:
     """Collects values, as the blocks leave them.
 
@@ -160,12 +156,12 @@ class Cache:
 
     def add(self, provider: str, iteration: int | None, value: Any) -> None:  # noqa: ARG002 - a Watcher's
         """Keep a copy of the value at hand, narrowed to the rows of the invoke that made the cache."""
-        self.keep(provider, iteration, self.batcher.narrow(self.rows))
+        self.keep(provider, iteration, self.batcher.narrow_without_state(self.rows))
 
     def keep(self, provider: str, call: Any, rows: Any) -> None:
         """Keep a copy of one call's value; ``call`` is its number."""
         path, _, key = provider.rpartition(".")
-        self.entries.setdefault(path, Entry()).add(key, call, map_tensors(rows, self._copied, _without_state))
+        self.entries.setdefault(path, Entry()).add(key, call, map_tensors(rows, self._copied, without_state))
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         source = tensor.detach() if self.detach else tensor

@@ -38,15 +38,17 @@ class CacheMisses:
         interleaver: Interleaver,
     ) -> None:
         """Take note of what has run."""
+        self._interleaver = interleaver
         envoys = {str(envoy.path): envoy for envoy in model._walk()}
         named = [] if modules is None else [one if isinstance(one, str) else str(one.path) for one in modules]
         self._cache = cache
         self._modules = {path: envoy._module for path, envoy in envoys.items()}
         self._is_named = modules is not None
         self._asked = [(path, key) for path in (named if self._is_named else envoys) for key in keys]
-        self._early = {
-            (path, key) for path, key in self._asked if interleaver.calls.get(f"{path}.{key}", 0) > 0
-        }
+        self._early = {(path, key) for path, key in self._asked if self._has_run(path, key)}
+
+    def _has_run(self, path: str, key: str) -> bool:
+        return self._interleaver.calls.get(f"{path}.{key}", 0) > 0
 
     def warning(self) -> str | None:
         """Say what is missing and why, once the run is over; None if nothing is."""
@@ -74,8 +76,13 @@ class CacheMisses:
                 yield f"{path}.{key}, which is inside {around}, {_COMPILED}"
             elif (path, key) in self._early:
                 yield f"{path}.{key}, which had run before the cache was made: make it first"
-            else:
+            elif self._has_run(path, key):
                 yield f"{path}.{key}, which did not run after the cache was made"
+            else:
+                yield (
+                    f"{path}.{key}, which did not run: the model does not use it, or computes it inside a "
+                    "module around it, without a call of its own"
+                )
 
     def _saw_inside(self, path: str) -> bool:
         """Tell whether modules inside one were called: torch compiles some calls apart."""

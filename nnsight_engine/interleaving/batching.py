@@ -8,13 +8,14 @@ are views (``model_state``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from nnsight_engine.core.narrowing import fitted
 from nnsight_engine.core.trees import map_pairs, map_tensors, tensors
-from nnsight_engine.interleaving.model_state import holds_state, map_state, state_tensors
+from nnsight_engine.interleaving.model_state import holds_state, map_state, state_tensors, without_state
 
 BatchGroup = tuple[int, int]
 """First row and number of rows."""
@@ -134,14 +135,26 @@ class Batcher:
         """Return the current value with only these rows; views, so that edits in place reach the model."""
         if group is None or self.sees_all(group):
             return self.current_value
-        narrowed = map_tensors(
-            self.current_value,
-            lambda tensor: self._rows(tensor, group),
-            lambda leaf: self._narrow_state(leaf, group) if holds_state(leaf) else leaf,
-        )
+        narrowed = self._narrowed(group, lambda state: self._narrow_state(state, group))
         if not isinstance(narrowed, torch.Tensor) and narrowed is not self.current_value:
             self._lending().trees.append((narrowed, list(tensors(narrowed)), group))
         return narrowed
+
+    def narrow_without_state(self, group: BatchGroup | None) -> Any:
+        """Return the current value with only these rows, and None in place of KV caches.
+
+        Narrowing one takes a view of each of its tensors, in each module that is given it.
+        """
+        if group is None or self.sees_all(group):
+            return map_tensors(self.current_value, lambda tensor: tensor, without_state)
+        return self._narrowed(group, without_state)
+
+    def _narrowed(self, group: BatchGroup, narrow_state: Callable[[Any], Any]) -> Any:
+        return map_tensors(
+            self.current_value,
+            lambda tensor: self._rows(tensor, group),
+            lambda leaf: narrow_state(leaf) if holds_state(leaf) else leaf,
+        )
 
     def _narrow_state(self, whole: Any, group: BatchGroup) -> Any:
         """Return a KV cache with only these rows: a copy whose tensors are views."""

@@ -18,6 +18,11 @@ def holds_state(value: object) -> bool:
     return hasattr(value, "__dict__") and _is_one(type(value), "Cache")
 
 
+def without_state(leaf: Any) -> Any:
+    """Return what is kept of a value that is no tensor: None in place of a cache."""
+    return None if holds_state(leaf) else leaf
+
+
 def map_state(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return a copy of a cache with ``fn(tensor)`` in place of every tensor, in its layers too."""
     if isinstance(value, torch.Tensor):
@@ -57,4 +62,4 @@ def _is_one(kind: type, word: str) -> bool:
     )
 
 
-__all__ = ["holds_state", "map_state", "state_tensors"]
+__all__ = ["holds_state", "map_state", "state_tensors", "without_state"]

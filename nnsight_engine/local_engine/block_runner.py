@@ -109,6 +109,10 @@ class BlockRunner(ABC):
     def _execute(self, trace: ReadTrace, tracer: Tracer) -> None:
         """Run the blocks; raises what they raise."""
 
+    def _warnings(self, tracer: Tracer) -> Sequence[str]:  # noqa: ARG002 - for those who have some
+        """Return what the sender is to be warned of, beside what goes where prints go."""
+        return ()
+
     @abstractmethod
     def _reference(self, value: Any) -> tuple[str, ...] | None:
         """Name what the client has itself."""
@@ -175,6 +179,7 @@ class BlockRunner(ABC):
                 invoke.saves(SAVES.marked),
                 told if index == 0 else None,
                 flows=invoke.flows(SAVES.marked, head.wanted),
+                warnings=self._warnings(tracer) if index == 0 else (),
             )
             for index, invoke in enumerate(trace.invokes)
         ]

@@ -25,6 +25,9 @@ class ReceivedTracer(InterleavingTracer):
     Args:
         model: The model.
         ask: Asks the client to run a part of a block; None where it does not wait for that.
+
+    Attributes:
+        warnings: What its sender is to be warned of, once it has run.
     """
 
     def __init__(self, model: Envoy, ask: Ask | None = None) -> None:
@@ -35,6 +38,7 @@ class ReceivedTracer(InterleavingTracer):
         self._turns = itertools.count()
         self._received: Sequence[ReceivedInvoke] = ()
         self._kept_edits: Sequence[Edit] = ()
+        self.warnings: list[str] = []
 
     def receive(
         self, invokes: Sequence[ReceivedInvoke], kwargs: dict[str, Any], edits: Sequence[Info]
@@ -95,6 +99,9 @@ class ReceivedTracer(InterleavingTracer):
     def edits(self) -> Sequence[Edit]:
         """The blocks that came along."""
         return self._kept_edits
+
+    def _warn(self, message: str) -> None:
+        self.warnings.append(message)
 
     def _shares_variables(self) -> bool:
         return True  # of which the client has decided, by saying which ones are the same

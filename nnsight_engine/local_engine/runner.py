@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -78,6 +78,9 @@ class ModelRunner(BlockRunner):
 
     def _resolver(self, tracer: Tracer) -> Places:
         return Places(self._model, tracer)
+
+    def _warnings(self, tracer: Tracer) -> Sequence[str]:
+        return tracer.warnings if isinstance(tracer, ReceivedTracer) else ()
 
     def _prepared(self, request: TraceRequest, resolve: Resolve) -> AbstractContextManager[None]:
         return attached(self._model, request.parts[1:], request.head.codec, resolve)

@@ -82,8 +82,12 @@ class SpreadBatcher(Batcher):
     def narrow(self, group: BatchGroup | None) -> Any:
         """Return the current value with only what was made of these rows."""
         self._put_back()
-        value = super().narrow(group)
-        return value if group is None or self.sees_all(group) else self._narrow_lists(value, group)
+        return self._narrow_lists(super().narrow(group), group)
+
+    def narrow_without_state(self, group: BatchGroup | None) -> Any:
+        """Return the same with None in place of KV caches."""
+        self._put_back()
+        return self._narrow_lists(super().narrow_without_state(group), group)
 
     def swap(self, group: BatchGroup | None, value: Any) -> None:
         """Replace what was made of these rows, see ``Batcher``."""
@@ -165,8 +169,10 @@ class SpreadBatcher(Batcher):
             replaced.narrow(0, *span).copy_(rows)
         return replaced
 
-    def _narrow_lists(self, value: Any, group: BatchGroup) -> Any:
+    def _narrow_lists(self, value: Any, group: BatchGroup | None) -> Any:
         """Return a result with only the images of an invoke, which are no tensors."""
+        if group is None or self.sees_all(group):
+            return value
         if not dataclasses.is_dataclass(value) or isinstance(value, type):
             return value
         own: dict[str, Any] = {}

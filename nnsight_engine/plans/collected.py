@@ -78,12 +78,14 @@ class TraceResult:
         saves: In JSON's types, with a ``TensorResult`` wherever a tensor stands.
         grown: Items that lists have grown by, likewise.
         printed: What it printed.
+        warnings: What its author is to be warned of.
     """
 
     name: str
     saves: dict[str, Any]
     grown: dict[str, list[Any]]
     printed: str
+    warnings: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

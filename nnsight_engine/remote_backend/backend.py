@@ -26,7 +26,7 @@ from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, tier_of
 from nnsight_engine.remote_backend.http import HttpTransport
 from nnsight_engine.remote_backend.jobs import Read, RemoteJob
-from nnsight_engine.remote_backend.outcomes import Outcome, named, raise_first, saves_of
+from nnsight_engine.remote_backend.outcomes import Outcome, named, raise_first, saves_of, warn_of
 from nnsight_engine.remote_backend.saves_so_far import OutputReader, StreamedOutput
 from nnsight_engine.remote_backend.sent import Dialect, SentRemotely, gathered, read_frames, refused
 from nnsight_engine.tracing.tracer import Backend, Tracer
@@ -266,6 +266,7 @@ class RemoteBackend(Backend):
         self._tier = tier_of(frames)
         outcomes = sent.read(frames)
         raise_first(outcomes)
+        warn_of(outcomes)
         for output in last:
             yield dataclasses.replace(_shown(output), saves=saves_of(outcomes, output.invoke))
 

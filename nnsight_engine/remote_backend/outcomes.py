@@ -8,9 +8,10 @@ is read and brought home.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from types import CellType
-from typing import Any, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 from nnsight_engine.core.cells import Assignments, content
 from nnsight_engine.core.config import CONFIG
@@ -18,9 +19,15 @@ from nnsight_engine.core.saves import SAVES
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.interleaving.sharing import explain
 from nnsight_engine.remote_backend.errors import LostTraceError
+from nnsight_engine.tracing.tracebacks import users_stacklevel
 from nnsight_engine.tracing.tracer import Info
 from nnsight_engine.wire import DATA_ONLY, DecodeError, Policy, SentBlock, decode, restore_error
 from nnsight_engine.wire.decoder import Resolve
+
+_MAX_WARNING: Final = 2000
+"""Characters of a warning that are shown."""
+_MAX_WARNINGS: Final = 32
+"""Warnings of one block that are shown."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,6 +41,7 @@ class Outcome:
         error: What it raised.
         shapes: First values of the modules that its request passed, if they were asked for.
         flows: What it assigned and did not save, and later traces of its session use, by name.
+        warnings: What its author is to be warned of.
     """
 
     index: int
@@ -42,6 +50,7 @@ class Outcome:
     error: BaseException | None
     shapes: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     flows: dict[str, Any] = dataclasses.field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 class SentPart(NamedTuple):
@@ -98,6 +107,24 @@ def raise_first(outcomes: Sequence[Outcome]) -> None:
             raise outcome.error
 
 
+def warnings_of(block: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the warnings in what came of a block; older engines send none.
+
+    Raises:
+        DecodeError: They are no texts.
+    """
+    said = block.get("warnings", [])
+    if type(said) is not list or not all(type(one) is str for one in said):
+        raise DecodeError("its warnings are no texts")
+    return tuple(one[:_MAX_WARNING] for one in said[:_MAX_WARNINGS])
+
+
+def warn_of(outcomes: Sequence[Outcome]) -> None:
+    """Raise the blocks' warnings at the user's line, each text once."""
+    for message in dict.fromkeys(message for outcome in outcomes for message in outcome.warnings):
+        warnings.warn(message, stacklevel=users_stacklevel())
+
+
 def read_outcomes(
     data: bytes | bytearray | memoryview,
     saved: Sequence[Any],
@@ -137,6 +164,7 @@ def read_outcomes(
             error=None if block["error"] is None else restore_error(block["error"]),
             shapes=block["shapes"],
             flows={name: own.get(id(value), value) for name, value in block.get("flows", {}).items()},
+            warnings=warnings_of(block),
         )
         for block in message["blocks"]
     ]
@@ -163,6 +191,7 @@ def bring_home(parts: Sequence[SentPart], outcomes: Sequence[Outcome]) -> None:
     missing = set(range(len(parts))) - {outcome.index for outcome in outcomes}
     if missing:
         raise LostTraceError.of(missing)
+    warn_of(outcomes)
 
 
 def named(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -172,6 +201,7 @@ def named(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         BaseException: What a block raised, the first one's.
     """
     raise_first(outcomes)
+    warn_of(outcomes)
     found: dict[str, Any] = {}
     for index in sorted({outcome.index for outcome in outcomes}):
         found |= saves_of(outcomes, index)

@@ -97,6 +97,7 @@ def outcome_of(
     *,
     choice: int = 0,
     flows: Mapping[str, Any] = MappingProxyType({}),
+    warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return what came of a block, as a message has it; ``error`` is of ``encode_error``."""
     return {
@@ -106,6 +107,7 @@ def outcome_of(
         "error": error,
         "shapes": {},
         "flows": dict(flows),
+        "warnings": list(warnings),
     }
 
 

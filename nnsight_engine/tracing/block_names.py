@@ -54,6 +54,12 @@ def stored_in(body: Sequence[ast.stmt]) -> frozenset[str]:
     return frozenset((scope.stored | scope.from_functions) - scope.global_)
 
 
+def bound_in(body: Sequence[ast.stmt]) -> frozenset[str]:
+    """Return the names that are a function's own because the statements of its body bind them."""
+    scope = _scan(body)
+    return frozenset(scope.stored - scope.nonlocal_ - scope.global_)
+
+
 def declared_nonlocal(body: Sequence[ast.stmt]) -> frozenset[str]:
     """Return the names that statements declare ``nonlocal`` in the scope that they stand in."""
     return frozenset(_scan(body).nonlocal_)
@@ -135,6 +141,11 @@ class _Scope(ast.NodeVisitor):
         self.stored.add(node.name)
         for decorator in node.decorator_list:
             self.visit(decorator)
+        if isinstance(node, ast.ClassDef):
+            for argument in (*node.bases, *node.keywords):
+                self.visit(argument)
+        else:
+            self._arguments(node.args)
         inner = _scan(node.body)
         own = inner.stored - inner.nonlocal_
         if isinstance(node, ast.ClassDef):
@@ -145,8 +156,13 @@ class _Scope(ast.NodeVisitor):
 
     visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _definition  # noqa: N815 - ast's names
 
+    def _arguments(self, arguments: ast.arguments) -> None:
+        """Visit what is computed where the function is defined: defaults and annotations."""
+        self.generic_visit(arguments)
+
     def visit_Lambda(self, node: ast.Lambda) -> None:
-        """A lambda's names are its own."""
+        """A lambda's names are its own, but for its defaults'."""
+        self._arguments(node.args)
 
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> None:
         """A comprehension's loop variables are its own; a walrus in it assigns outside."""

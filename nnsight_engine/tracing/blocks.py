@@ -20,7 +20,8 @@ generation steps:
     raises ``IterationOver``; the loop it belongs to ends normally and the code after it runs.
 
 ``X.requires_grad = VALUE``
-    may be said of a value that the model has computed, see ``core.gradients``.
+    may be said of a value that the model has computed, see ``core.gradients``. As a target of any statement
+    it becomes ``asked_for_gradients(X).requires_grad``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from functools import partial
 from types import CellType, CodeType, FunctionType
 from typing import Any, TypeVar
 
-from nnsight_engine.core.gradients import set_requires_grad
+from nnsight_engine.core.gradients import asked_for_gradients
 from nnsight_engine.core.stepping import IterationOver
 from nnsight_engine.tracing.block_names import (
     is_bare_super,
@@ -44,12 +45,11 @@ from nnsight_engine.tracing.block_names import (
     names_outside,
     stored_in,
 )
-from nnsight_engine.tracing.counted_stores import OWN, count_stores
+from nnsight_engine.tracing.counted_stores import BIND, OWN, count_stores
 from nnsight_engine.tracing.errors import TraceSyntaxError
 from nnsight_engine.tracing.sent_files import sent_name
 from nnsight_engine.tracing.source_text import SourceText
 
-BIND = "__nnsight_bind__"
 DEFERRED = "__nnsight_deferred__"
 OVER = "__nnsight_over__"
 REQUIRES_GRAD = "__nnsight_requires_grad__"
@@ -368,14 +368,14 @@ class _Rewriter(ast.NodeTransformer):
         both: list[ast.stmt] = [_located(remember, node.iter), _located(guarded, node)]
         return both
 
-    def visit_Assign(self, node: ast.Assign) -> ast.AST:
-        """Let gradients be asked of any tensor."""
-        target = node.targets[0]
-        if len(node.targets) > 1 or not isinstance(target, ast.Attribute) or target.attr != "requires_grad":
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        """Let gradients be asked of any tensor, wherever its attribute is assigned."""
+        if node.attr != "requires_grad" or not isinstance(node.ctx, ast.Store):
             return self.generic_visit(node)
-        arguments = [self.visit(node.value), self.visit(target.value)]
-        call = ast.Call(func=ast.Name(id=REQUIRES_GRAD, ctx=ast.Load()), args=arguments, keywords=[])
-        return _located(ast.Expr(value=call), node)
+        owner = ast.Call(
+            func=ast.Name(id=REQUIRES_GRAD, ctx=ast.Load()), args=[self.visit(node.value)], keywords=[]
+        )
+        return _located(ast.Attribute(value=owner, attr=node.attr, ctx=ast.Store()), node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """Spell ``super()`` out: the block is a function of its own, without the method's first argument."""
@@ -457,5 +457,5 @@ def _about_loop(error: SyntaxError, source: SourceText) -> TraceSyntaxError:
     )
 
 
-HELPERS: dict[str, CellType] = {OVER: CellType(IterationOver), REQUIRES_GRAD: CellType(set_requires_grad)}
+HELPERS: dict[str, CellType] = {OVER: CellType(IterationOver), REQUIRES_GRAD: CellType(asked_for_gradients)}
 """The helpers that need no tracer; ``tracer`` adds ``bind`` and ``deferred``."""

@@ -5,18 +5,22 @@ object that was there. Invokes, which pass their variables on, have to know. So 
 to ``__nnsight_own__["x"]``, an ``Assignments``, which fills the cell and counts. Where Python's syntax wants
 a plain name (an import, a ``def``, ``+=``, ``except … as``, a pattern), a call after it counts.
 
-Reads are left alone. Classes' own variables are not shared; a function's are, where it says ``nonlocal``.
+Reads are left alone. Classes' own variables are not shared. A function's are where it says ``nonlocal``, and
+where a trace may stand in it: such a function begins with an ``Assignments`` of each call's own variables.
 """
 
 from __future__ import annotations
 
 import ast
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from nnsight_engine.tracing.block_names import declared_nonlocal, stored_in
+from nnsight_engine.tracing.block_names import bound_in, declared_nonlocal, stored_in
 
+BIND = "__nnsight_bind__"
+"""What is called for each ``with`` statement of a block, see ``blocks``."""
 OWN = "__nnsight_own__"
 """What the code calls its ``Assignments``."""
 
@@ -51,20 +55,23 @@ class _Counter(ast.NodeTransformer):
         self._within_reach = names
         """Names that ``nonlocal`` in a function here would share with the surroundings."""
         self._spell = spell
+        self._own = OWN
+        """What the current scope calls its ``Assignments``."""
+        self._numbers = itertools.count(1)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         """Store to, or delete, the counted variable."""
         if isinstance(node.ctx, ast.Load) or node.id not in self._counted:
             return node
         key = ast.Constant(value=self._spell(node.id))
-        return _at(node, ast.Subscript(value=_own(), slice=key, ctx=node.ctx))
+        return _at(node, ast.Subscript(value=self._assignments(), slice=key, ctx=node.ctx))
 
     def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.expr:
         """Assign by a call: ``:=`` takes plain names only."""
         node.value = self.visit(node.value)
         if node.target.id not in self._counted:
             return node
-        return _at(node, _call("assign", [ast.Constant(value=self._spell(node.target.id)), node.value]))
+        return _at(node, self._call("assign", [ast.Constant(value=self._spell(node.target.id)), node.value]))
 
     def visit_AugAssign(self, node: ast.AugAssign) -> Any:
         """Count after the store, which also reads."""
@@ -109,24 +116,62 @@ class _Counter(ast.NodeTransformer):
         node.decorator_list = [self.visit(decorator) for decorator in node.decorator_list]
         node.args = self.visit(node.args)
         shared = declared_nonlocal(node.body)
-        own = (stored_in(node.body) - shared) | {
-            one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)
-        }
-        self._in_scope(node, shared & self._within_reach, self._within_reach - own)
+        arguments = {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}
+        bound = bound_in(node.body)
+        lent = _lent_in(node.body) & (stored_in(node.body) | bound) & (bound | arguments)
+        reach = (self._within_reach - bound - arguments) | lent
+        outside = self._own
+        if lent:
+            self._own = f"{OWN.rstrip('_')}_{next(self._numbers)}__"
+        self._in_scope(node, (shared & self._within_reach) | lent, reach)
+        if lent:
+            at = _after_docstring(node.body)
+            node.body[at:at] = self._lending(node, outside, lent, bound)
+            self._own = outside
         return [node, *self._counts(node, [node.name])]
 
+    def _lending(
+        self, node: Function, outside: str, lent: frozenset[str], bound: frozenset[str]
+    ) -> list[ast.stmt]:
+        """Return what a function does first: have its own variables counted, which stay its own."""
+        names = sorted(lent)
+        elements: list[ast.expr] = [ast.Name(id=name, ctx=ast.Load()) for name in names]
+        capture = ast.Lambda(
+            args=ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[]),
+            body=ast.Tuple(elts=elements, ctx=ast.Load()),
+        )
+        call = ast.Call(
+            func=ast.Attribute(value=ast.Name(id=outside, ctx=ast.Load()), attr="lent", ctx=ast.Load()),
+            args=[capture],
+            keywords=[],
+        )
+        begin = ast.Assign(targets=[ast.Name(id=self._own, ctx=ast.Store())], value=call)
+        targets: list[ast.expr] = [ast.Name(id=name, ctx=ast.Store()) for name in names if name in bound]
+        if not targets:
+            return [_at(node, begin)]
+        # Never run: it tells the compiler whose the names are, since no other statement stores to them.
+        owned = ast.Assign(targets=targets, value=ast.Constant(value=None))
+        never = ast.If(test=ast.Constant(value=False), body=[owned], orelse=[])
+        return [_at(node, begin), _at(node, never)]
+
     visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815 - ast's name
+
+    def visit_TypeAlias(self, node: Any) -> Any:
+        """Count after the store, of Python 3.12's ``type X = ...``."""
+        return [node, *self._counts(node, [node.name.id])]
 
     def visit_ClassDef(self, node: ast.ClassDef) -> Any:
         """Count the class's name; its body's names are attributes, which functions in it do not see."""
         node = copy.deepcopy(node)
-        node.decorator_list = [self.visit(decorator) for decorator in node.decorator_list]
+        for given in (node.decorator_list, node.bases, node.keywords):
+            given[:] = [self.visit(one) for one in given]
         shared = declared_nonlocal(node.body)
         self._in_scope(node, shared & self._within_reach, self._within_reach)
         return [node, *self._counts(node, [node.name])]
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.Lambda:
-        """A lambda's names are its own."""
+        """A lambda's names are its own, but for its defaults'."""
+        node.args = self.visit(node.args)
         return node
 
     def visit_comprehension(self, node: ast.comprehension) -> ast.comprehension:
@@ -154,18 +199,35 @@ class _Counter(ast.NodeTransformer):
         counted = [name for name in names if name in self._counted]
         return [_at(node, ast.Expr(value=self._count(counted)))] if counted else []
 
+    def _assignments(self) -> ast.Name:
+        return ast.Name(id=self._own, ctx=ast.Load())
+
+    def _call(self, method: str, arguments: list[ast.expr]) -> ast.Call:
+        called = ast.Attribute(value=self._assignments(), attr=method, ctx=ast.Load())
+        return ast.Call(func=called, args=arguments, keywords=[])
+
     def _count(self, names: Sequence[str]) -> ast.Call:
-        return _call("count", [ast.Constant(value=self._spell(name)) for name in names])
+        return self._call("count", [ast.Constant(value=self._spell(name)) for name in names])
 
 
-def _own() -> ast.Name:
-    return ast.Name(id=OWN, ctx=ast.Load())
-
-
-def _call(method: str, arguments: list[ast.expr]) -> ast.Call:
-    return ast.Call(
-        func=ast.Attribute(value=_own(), attr=method, ctx=ast.Load()), args=arguments, keywords=[]
+def _lent_in(body: Sequence[ast.stmt]) -> frozenset[str]:
+    """Return the names that rewritten ``with`` statements lend to what may be traces, see ``blocks``."""
+    captures = [
+        node.args[0]
+        for statement in body
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == BIND
+    ]
+    return frozenset(
+        name.id for capture in captures for name in ast.walk(capture) if isinstance(name, ast.Name)
     )
+
+
+def _after_docstring(body: Sequence[ast.stmt]) -> int:
+    match body[0]:
+        case ast.Expr(value=ast.Constant(value=str())):
+            return 1
+    return 0
 
 
 def _at(place: ast.AST, made: Node) -> Node:
@@ -176,4 +238,4 @@ def _at(place: ast.AST, made: Node) -> Node:
     return made
 
 
-__all__ = ["OWN", "count_stores"]
+__all__ = ["BIND", "OWN", "count_stores"]

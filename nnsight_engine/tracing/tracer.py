@@ -17,8 +17,8 @@ from nnsight_engine.core.cells import UNBOUND, Assignments, content, copied
 from nnsight_engine.core.config import CONFIG
 from nnsight_engine.core.mounting import MountError, mount
 from nnsight_engine.core.saves import SAVES, save
-from nnsight_engine.tracing.blocks import BIND, DEFERRED, HELPERS, Block
-from nnsight_engine.tracing.counted_stores import OWN
+from nnsight_engine.tracing.blocks import DEFERRED, HELPERS, Block
+from nnsight_engine.tracing.counted_stores import BIND, OWN
 from nnsight_engine.tracing.errors import WithBlockNotFoundError
 from nnsight_engine.tracing.frames import read_variables, write_variables
 from nnsight_engine.tracing.sent_files import sent_name

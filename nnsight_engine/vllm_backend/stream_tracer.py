@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.sampling_params import RequestOutputKind
 
 from nnsight_engine.remote_backend.errors import LostTraceError
-from nnsight_engine.remote_backend.outcomes import by_name, raise_first
+from nnsight_engine.remote_backend.outcomes import by_name, raise_first, warn_of
 from nnsight_engine.remote_backend.saves_so_far import SavesSoFar
 from nnsight_engine.tracing.tracer import ExecutionBackend, Tracer
 from nnsight_engine.vllm_backend.answers import answer
@@ -120,4 +120,5 @@ class TraceStream:
         if not outcomes:
             raise LostTraceError.of({index})
         raise_first(outcomes)
+        warn_of(outcomes)
         return by_name([outcome.saves for outcome in outcomes])

@@ -20,6 +20,7 @@ import torch
 from api_schemas.errors import ApiError, ErrorCode
 from nnsight_engine.core.tensor_bytes import DTYPES, tensor_to_bytes
 from nnsight_engine.plans.collected import CollectedResults, TensorResult, TraceResult
+from nnsight_engine.remote_backend.outcomes import warnings_of
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.tracing.given_text import NUM_LINES_BEFORE
 from nnsight_engine.vllm_backend.plain import NotPlainError, plain_saves
@@ -55,6 +56,7 @@ class _Choice:
         printed: What it printed since then.
         sent: The names whose values went out and nothing of them was lost since, so that items may follow.
         saves: Everything it saved, once it has ended.
+        warnings: What it is to be warned of, once it has ended.
     """
 
     news: list[bytes | None] = dataclasses.field(default_factory=list)
@@ -62,6 +64,7 @@ class _Choice:
     printed: list[str] = dataclasses.field(default_factory=list)
     sent: set[str] = dataclasses.field(default_factory=set)
     saves: dict[str, Any] | None = None
+    warnings: tuple[str, ...] = ()
 
     def hear(self, told: Told) -> int:
         """Keep what was told; returns the size of what waits for the next chunk."""
@@ -221,7 +224,9 @@ class TracedPrompt:
             for block in message["blocks"]:
                 if block["error"] is not None:
                     raise self._call.failed(block["error"])
-                self._keep(self.choices[block["choice"]], _named(block["saves"]))
+                choice = self.choices[block["choice"]]
+                choice.warnings = warnings_of(block)
+                self._keep(choice, _named(block["saves"]))
         if any(choice.saves is None for choice in self.choices):
             raise ApiError(
                 ErrorCode.INTERVENTION_FAILED,
@@ -321,7 +326,7 @@ class TraceCall:
     def take_final(self, choice: int, num_choices: int) -> CollectedResults:
         """Return everything that a choice has saved."""
         prompt, found = self._choice(choice, num_choices)
-        result = TraceResult(self._name, found.saves or {}, {}, found.take_printed())
+        result = TraceResult(self._name, found.saves or {}, {}, found.take_printed(), found.warnings)
         return CollectedResults([result], is_code=True, tier=prompt.tier)
 
     def failed(self, error: Mapping[str, Any]) -> ApiError:

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from types import CellType
 from typing import Any, Protocol
 
-from nnsight_engine.tracing.blocks import BIND, HELPERS, Block
+from nnsight_engine.tracing.blocks import HELPERS, Block
+from nnsight_engine.tracing.counted_stores import BIND
 from nnsight_engine.tracing.sent_files import sent_name
 from nnsight_engine.tracing.tracer import Info
 from nnsight_engine.wire.code_writers import bindings, write_cells, write_namespace

@@ -98,6 +98,15 @@ async def test_code_writes_loops_prints_and_gets_variables(live: Live) -> None:
     assert declared["text"] == choice["text"]
 
 
+async def test_what_a_cache_missed_is_among_the_warnings(live: Live) -> None:
+    code = "h = model.layers[5].output[-1].float().save()\ntracer.cache(modules=[model.layers[2]])"
+    result = (await traced(live, code, max_tokens=1))["interventions"]["results"]["t"]
+    (said,) = result["warnings"]
+    assert "model.model.layers.2.output, which had run before the cache was made" in said
+    result = (await traced(live, HIDDEN, max_tokens=1))["interventions"]["results"]["t"]
+    assert "warnings" not in result
+
+
 async def test_tensors_go_in_and_chat_works_too(live: Live) -> None:
     data = base64.b64encode(np.arange(3, dtype=np.float32).tobytes()).decode()
     given = {"dtype": "float32", "shape": [3], "data": data, "encoding": "base64"}

@@ -124,6 +124,21 @@ def test_traces_of_the_library_run_there_too(
     assert torch.allclose(found[0][1], found[1][1], atol=1e-2)
 
 
+def test_what_a_cache_missed_is_warned_of_over_the_network(
+    sandboxed: Sandboxed, bundled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = VLLM(str(bundled), remote=sandboxed.url)
+    for key in (sandboxed.stranger, sandboxed.trusted):
+        monkeypatch.setattr(nnsight_engine.CONFIG.API, "KEY", key)
+        warned = pytest.warns(UserWarning, match=r"layers\.2\.output, which had run before")
+        with warned as caught, model.trace(PROMPT, temperature=0.0, max_tokens=1) as tracer:
+            _ = model.layers[6].output
+            cache = tracer.cache(modules=[model.model.layers[2], model.layers[8], model.model.norm])
+        assert "layers.8" not in str(caught[0].message)
+        assert caught[0].filename == __file__
+        assert set(cache) == {"model.model.layers.8", "model.model.norm"}
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [

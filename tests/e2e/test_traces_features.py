@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,43 @@ def test_a_cache_has_whole_prompts_or_an_error(model: VLLM, local: LanguageModel
         with model.trace(LONG, **GREEDY) as tracer:
             model.layers[1].output
             tracer.cache()
+
+
+def cached(model: VLLM, modules: list[Any] | None) -> tuple[Any, str]:
+    """Return a cache that is made behind the third layer, and what the trace warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with model.trace(PROMPT, **GREEDY) as tracer:
+            model.layers[2].output
+            cache = tracer.cache(modules=modules)
+    assert all(one.filename == __file__ for one in caught)
+    return cache, "\n".join(str(one.message) for one in caught)
+
+
+def test_a_cache_says_what_it_missed_and_why(model: VLLM) -> None:
+    late = [model.layers[1], model.model.layers[0].mlp.down_proj, model.layers[3]]
+    cache, said = cached(model, late)
+    assert list(cache) == ["model.model.layers.3"]
+    assert said.count("model.model.layers.1.output, which had run before the cache was made") == 1
+    assert "model.model.layers.0.mlp.down_proj.output, which had run before" in said
+    assert "layers.3" not in said
+    every = [str(envoy.path) for envoy in model.modules()]
+    unheard = []
+    for path in every:
+        cache, said = cached(model, [path])
+        assert (path in cache) != (f"{path}.output, which" in said), path
+        if "which did not run" in said:
+            unheard.append(path)
+    assert "model.lm_head" in unheard
+    assert "model.model.layers.3.mlp" not in unheard
+    assert not cached(model, None)[1]
+    warned = pytest.warns(UserWarning, match=r"model\.model\.layers\.0\.output, which had run before")
+    with warned as caught, model.trace(temperature=1.0, max_tokens=1) as tracer:
+        for text in (PROMPT, OTHER):
+            with tracer.invoke(text, n=2):
+                _ = model.layers[2].output
+                tracer.cache(modules=[model.layers[0]])
+    assert len(caught) == 1
 
 
 def caching(model: VLLM, number: int) -> SentTrace:

@@ -174,6 +174,21 @@ def test_gradients_are_asked_for_by_assignment_too(gpt2: LanguageModel) -> None:
     assert torch.equal(hs_1_grad, expected[1])
 
 
+def test_every_kind_of_assignment_asks_for_gradients(gpt2: LanguageModel) -> None:
+    with gpt2.trace(TEXT):
+        start = gpt2.transformer.h[1].output
+        start.requires_grad = True
+        made = [start * factor for factor in range(6)]  # no leaves
+        made[0].requires_grad = made[1].requires_grad = True
+        (made[2].requires_grad, other) = (True, 1)
+        made[3].requires_grad: bool = True  # type: ignore[misc] # Python takes it
+        for made[4].requires_grad in (True,):
+            other += 1
+        made[5].requires_grad |= True
+        flags = save([*(one.requires_grad for one in made), other])
+    assert flags == [True] * 6 + [2]
+
+
 def test_assignment_to_leaves_and_other_attributes_is_pythons(gpt2: LanguageModel) -> None:
     with gpt2.trace(TEXT):
         leaf = torch.ones(2)

@@ -168,15 +168,20 @@ class InterleavingTracer(Tracer):
             The values, ``cache["model.layers.3"].output`` or ``cache.model.layers[3].output``; of a module
             that is called several times also ``cache.model.lm_head[2].output``.
         """
-        if self.interleaver.current is None:
+        mediator = self.interleaver.current
+        if mediator is None or mediator.interleaver is None:
             raise ValueError("a cache is made inside a trace that has an input, or inside an invoke")
         if include_inputs is None:
             include_inputs = self.caches_inputs
         cache = self._new_cache(device=device, dtype=dtype, detach=detach)
         keys = [key for key, wanted in (("input", include_inputs), ("output", include_output)) if wanted]
         cache.watch(self.interleaver, self.model, modules, keys)
-        self.caches.append(CacheMisses(cache, self.model, modules, keys, self.interleaver))
+        self._note_cache(CacheMisses(cache, self.model, modules, keys, mediator.interleaver))
         return save(cache.view(self.model))
+
+    def _note_cache(self, cache: CacheMisses) -> None:
+        """Remember a cache, to say in the end what it missed."""
+        self.caches.append(cache)
 
     def _new_cache(
         self, *, device: torch.device | str | None, dtype: torch.dtype | None, detach: bool
@@ -293,7 +298,11 @@ class InterleavingTracer(Tracer):
         for cache in self.caches:
             said = cache.warning()
             if said is not None:
-                warnings.warn(said, stacklevel=users_stacklevel())
+                self._warn(said)
+
+    def _warn(self, message: str) -> None:
+        """Warn whoever wrote the trace."""
+        warnings.warn(message, stacklevel=users_stacklevel())
 
     def _let_go(self) -> None:
         """Drop what the run held: nothing of it is to live on but what was saved."""

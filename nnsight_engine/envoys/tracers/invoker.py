@@ -53,13 +53,13 @@ class Invoker(Tracer):
         """Return the block as a function on variables of its own, see ``sharing``."""
         info = self.info
         self.stored, self.own = info.block.stored, copied(info.variables)
-        self.identities = {name: self._identity(name, cell) for name, cell in info.variables.items()}
+        self.identities = {name: self._identity(cell) for name, cell in info.variables.items()}
         self.assignments = Assignments(self.own)
         return compiled(info, self.own, assignments=self.assignments)
 
-    def _identity(self, name: str, cell: CellType) -> tuple[int, int]:
+    def _identity(self, cell: CellType) -> tuple[int, int]:
         around = self.info.assignments
-        return id(cell), 0 if around is None else around[name]
+        return id(cell), 0 if around is None else around.of(cell)
 
     def execute(self, function: Callable[[], Any]) -> None:
         """Add the block and its input to the trace."""
@@ -74,7 +74,7 @@ class Invoker(Tracer):
     def finish(self) -> None:
         """Bind what was assigned where the invoke was written, unless that code has assigned it since."""
         for name, cell in self.info.variables.items():
-            if self.assignments[name] and self.identities[name] == self._identity(name, cell):
+            if self.assignments[name] and self.identities[name] == self._identity(cell):
                 value = content(self.own[name])
                 if value is not UNBOUND:
                     cell.cell_contents = value

@@ -79,7 +79,10 @@ class Closing:
         if member.entry.plain:
             saves, error = ({}, error) if error is not None else checked(saves)
         told = None if error is None else self.told(error)
-        outcome = outcome_of(member.entry.index, saves, told, choice=member.choice, flows=flows)
+        warnings = [] if member.request is None or told is not None else member.request.warnings()
+        outcome = outcome_of(
+            member.entry.index, saves, told, choice=member.choice, flows=flows, warnings=warnings
+        )
         return outcome | {"shapes": {} if member.shapes is None else first_values(member.shapes)}
 
     def encoded(self, message: dict[str, Any], num_bytes: int, *, compress: bool) -> list[Piece]:

@@ -31,6 +31,7 @@ from nnsight_engine.vllm_backend.traces.rows import FlatBatcher
 from nnsight_engine.vllm_backend.traces.writes import PastWrites
 
 if TYPE_CHECKING:
+    from nnsight_engine.envoys.cache_misses import CacheMisses
     from nnsight_engine.interleaving.threads import ThreadMediator
     from nnsight_engine.vllm_backend.traces.board import Board
     from nnsight_engine.vllm_backend.traces.caches import RequestCache
@@ -74,6 +75,7 @@ class TracedRequest(Interleaver):
         muted: The module whose call the block skips, while it runs for others.
         holdings: The bytes that it holds.
         caches: What the block keeps of many modules.
+        cache_misses: What each of its caches was asked for and did not get.
         last_label: What the block that ran last is called in errors; None for the request's own.
         is_rehearsal: Whether the request ends as soon as its blocks have nothing new to ask for. A block that
             is in a loop over all steps is left there, since what follows may count on all of them.
@@ -112,6 +114,7 @@ class TracedRequest(Interleaver):
         self.mediator = mediator
         self.holdings = holdings
         self.caches = RequestCaches(holdings)
+        self.cache_misses: list[CacheMisses] = []
         self.last_label: str | None = None
         self.is_rehearsal = False
         self.max_spent_s = math.inf
@@ -252,6 +255,10 @@ class TracedRequest(Interleaver):
     def spent_s(self) -> float:
         """Seconds for which the engine has waited for the request's blocks."""
         return sum(cast("ThreadMediator", mediator).spent_s for mediator in self.mediators)
+
+    def warnings(self) -> list[str]:
+        """Return what whoever wrote the block is to be warned of, once the request is over."""
+        return [said for cache in self.cache_misses if (said := cache.warning()) is not None]
 
     def retire(self) -> None:
         """No further step comes: nothing is computed anew any more."""

@@ -12,7 +12,9 @@ from nnsight_engine.vllm_backend.traces.caches import RequestCache
 if TYPE_CHECKING:
     import torch
 
+    from nnsight_engine.envoys.cache_misses import CacheMisses
     from nnsight_engine.vllm_backend.traces.model import WorkerModel
+    from nnsight_engine.vllm_backend.traces.request import TracedRequest
 
 
 class BlockTracer(InterleavingTracer):
@@ -40,6 +42,12 @@ class BlockTracer(InterleavingTracer):
         self, *, device: torch.device | str | None, dtype: torch.dtype | None, detach: bool
     ) -> RequestCache:
         return RequestCache(device=device, dtype=dtype, detach=detach)
+
+    def _note_cache(self, cache: CacheMisses) -> None:
+        current = self.interleaver.current
+        assert current is not None  # noqa: S101 - its block has made the cache
+        request: TracedRequest = current.interleaver  # type: ignore[assignment] # here they are requests
+        request.cache_misses.append(cache)
 
     def known_barrier(self, number: int, participants: int) -> Barrier:
         """Return a barrier that was made before the invokes; all of them share it."""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import sys
+from types import CellType
 from typing import Any
 
 import pytest
 import torch
 
 from nnsight_engine import CONFIG, NNsight, save
+from nnsight_engine.core.cells import Assignments
+from nnsight_engine.tracing.block_names import stored_in
+from nnsight_engine.tracing.counted_stores import OWN, count_stores
 
 
 class Batching(NNsight):
@@ -307,3 +313,68 @@ def test_an_invoke_that_did_not_assign_leaves_what_another_has(model: Batching) 
                 if is_wanted:
                     result = save(output)
     assert result.shape == (1, 4)
+
+
+def test_a_function_that_adds_invokes_is_the_code_around_them(model: Batching) -> None:
+    seen = save([])
+
+    def run() -> Any:
+        with model.trace() as tracer:
+            total = 0
+
+            def add(count: int, *, start: int = 0) -> int:
+                """Add invokes."""
+                nonlocal total
+                for number in range(start, start + count):
+                    name = f"n{number}"
+
+                    def once() -> None:
+                        nonlocal total, name
+                        total += 1
+                        name += "!"
+
+                    once()
+                    with tracer.invoke(X):
+                        _ = model[0].output
+                        name += "?"
+                        total *= 10
+                        _ = model[1].output
+                        seen.append((name, total))
+                return number
+
+            counted = save([add(2), add(1, start=7), add.__doc__])
+        return counted
+
+    assert run() == [1, 7, "Add invokes."]
+    assert seen == [("n0!?", 10), ("n1!?", 20), ("n7!?", 30)]
+
+
+def test_names_assigned_in_what_a_definition_computes_at_once_are_the_codes_around(model: Batching) -> None:
+    with model.trace() as tracer:
+        seen = save([])
+        for turn in range(2):
+            _ = lambda one=(first := turn): one  # noqa: E731 - a lambda is what it is about
+
+            def two(one: int = (second := 10 * turn)) -> int:
+                return one
+
+            class Three(third := (int, str)[turn]): ...  # type: ignore[misc] # a class known late
+
+            with tracer.invoke(X):
+                _ = model[0].output
+                first, second = first + 1, second + 1
+                third = (third,)  # type: ignore[has-type]  # noqa: F821 - assigned among the bases
+                _ = model[1].output
+                seen.append((first, second, third))
+    assert seen == [(1, 1, (int,)), (2, 11, (str,))]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="there are no type aliases")
+def test_a_type_alias_is_an_assignment() -> None:
+    body = ast.parse("type X = int\ntype Y[T] = list[T]").body
+    assert stored_in(body) == {"X", "Y"}
+    module = ast.Module(body=count_stores(body, stored_in(body), str), type_ignores=[])
+    cells = {name: CellType() for name in ("X", "Y")}
+    assignments = Assignments(cells)
+    exec(compile(ast.fix_missing_locations(module), "aliases", "exec"), {OWN: assignments})
+    assert (assignments["X"], assignments["Y"], assignments.total) == (1, 1, 2)

@@ -109,6 +109,15 @@ def test_what_comes_home_is_what_a_trace_here_gives(
     torch.testing.assert_close(trace(model, None), here, msg="the model is as it was")
 
 
+def test_what_a_cache_missed_is_warned_of_each_time(model: LanguageModel) -> None:
+    for _ in range(2):
+        warned = pytest.warns(UserWarning, match=r"model\.model\.norm\.output, which had run before")
+        with warned as caught, model.trace(TEXT, remote="local") as tracer:
+            _ = model.lm_head.input
+            tracer.cache(modules=[model.model.norm])
+        assert [one.filename for one in caught] == [__file__]
+
+
 def test_blocks_travel(model: LanguageModel) -> None:
     results: list[Any] = []
     with model.trace(TEXT, remote="local") as tracer:

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from nnsight_engine import save
+from nnsight_engine.core.trees import tensors
 from nnsight_engine.modeling.language import LanguageModel
 from tests.families.checkpoints import write_checkpoint
 
@@ -39,6 +41,36 @@ def test_an_invoke_saves_the_cache_of_its_own_rows(model: LanguageModel) -> None
         for layer, alone in zip(output.past_key_values.layers, keys_alone(model, text), strict=True):
             assert len(layer.keys) == len(layer.values) == num_rows
             torch.testing.assert_close(layer.keys[:1, :, -alone.shape[2] :], alone, rtol=1e-4, atol=1e-5)
+
+
+class CountingCache(DynamicCache):
+    """Counts how often its layers are looked at from outside of the model's own use of it."""
+
+    num_copies = 0
+
+    def __copy__(self) -> CountingCache:
+        type(self).num_copies += 1
+        other = type(self)()
+        other.__dict__.update(self.__dict__)
+        return other
+
+
+def test_a_traces_cache_leaves_kv_caches_out_and_takes_no_views_of_them(model: LanguageModel) -> None:
+    num_bytes = []
+    for num_steps in (4, 8):
+        with model.generate(
+            max_new_tokens=num_steps, min_new_tokens=num_steps, past_key_values=CountingCache()
+        ) as tracer:
+            with tracer.invoke(FIRST):
+                kept = tracer.cache()
+            with tracer.invoke(SECOND):
+                _ = model.lm_head.output
+        steps = kept.model.model.layers[1].inputs
+        assert [named["past_key_values"] for _, named in steps] == [None] * num_steps
+        later = [tensor for step in steps[1:] for tensor in tensors(step)]
+        num_bytes.append(sum(one.nbytes for one in later) / (num_steps - 1))
+    assert CountingCache.num_copies == 0
+    assert num_bytes[0] == num_bytes[1], "what a step keeps grows with the steps before it"
 
 
 def test_the_cache_in_a_layers_arguments_can_be_edited_in_place_and_nowhere_else(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.machinery
 import importlib.util
@@ -11,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import pytest
@@ -187,3 +188,88 @@ def test_a_file_compiled_by_another_process_runs(
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     assert module.run("a") == [True, True]
+
+
+CHECKED = """\
+from nnsight_engine.core.saves import save
+from nnsight_engine.tracing.tracer import Tracer
+
+
+def run():
+    with Tracer() as tracer:
+        number: int = 1
+        number += 20
+        found = save([number])
+    return found
+"""
+
+
+class CheckingLoader(importlib.machinery.SourceFileLoader):
+    """Puts calls around what is assigned, as typeguard's import hook does."""
+
+    def source_to_code(  # type: ignore[override] # importlib itself calls it on the loader
+        self, data: Any, path: Any, *_: Any, **__: Any
+    ) -> CodeType:
+        tree = Checking().visit(ast.parse(data))
+        return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
+
+
+class Checking(ast.NodeTransformer):
+    """Does that."""
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        assert node.value is not None
+        return ast.copy_location(
+            ast.Assign([node.target], called(node, "(lambda value: value)", node.value)), node
+        )
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        old = ast.copy_location(ast.Name(node.target.id, ast.Load()), node)  # type: ignore[union-attr] # a name
+        checked = called(node, "__import__('operator').iadd", old, node.value)
+        return ast.copy_location(ast.Assign([node.target], checked), node)
+
+
+def called(place: ast.stmt, function: str, *arguments: ast.expr) -> ast.expr:
+    made = ast.Call(ast.parse(function, mode="eval").body, list(arguments), [])
+    for one in ast.walk(made.func):
+        if isinstance(one, ast.expr):
+            ast.copy_location(one, place)
+    return ast.copy_location(made, place)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("", ""), ("+= 20", "+= 30"), ("number: int = 1", "number: int = 2"), ("[number]", "[-number]")],
+)
+def test_a_module_whose_assignments_a_hook_checks_runs_unless_it_was_edited(
+    tmp_path: Path, old: str, new: str
+) -> None:
+    path = tmp_path / "checked.py"
+    path.write_text(CHECKED, encoding="utf-8")
+    loader = CheckingLoader("checked", str(path))
+    spec = importlib.util.spec_from_loader("checked", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    path.write_text(CHECKED.replace(old, new), encoding="utf-8")
+    if old:
+        with pytest.raises(WithBlockNotFoundError, match=r"checked\.py.*has changed.*a tool has rewritten"):
+            module.run()
+    else:
+        assert module.run() == [21]
+
+
+def test_an_operator_edited_in_a_module_with_a_hook_that_left_it_alone_is_refused(tmp_path: Path) -> None:
+    class Loader(importlib.machinery.SourceFileLoader):
+        """Changes nothing."""
+
+    path = tmp_path / "hooked.py"
+    path.write_text(CHECKED, encoding="utf-8")
+    spec = importlib.util.spec_from_loader("hooked", Loader("hooked", str(path)))
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    assert spec.loader is not None
+    spec.loader.exec_module(module)
+    path.write_text(CHECKED.replace("+= 20", "-= 20"), encoding="utf-8")
+    with pytest.raises(WithBlockNotFoundError, match=r"hooked\.py"):
+        module.run()

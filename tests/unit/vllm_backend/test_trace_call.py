@@ -131,6 +131,8 @@ async def test_news_that_cannot_be_read_fail_their_own_request(case: str) -> Non
         encode({"blocks": [{"error": None, "choice": 0, "saves": {1: 1}}]}),
         encode({"blocks": [{"error": None, "choice": 9, "saves": {}}]}),
         encode({"blocks": [{"error": 5, "choice": 0, "saves": {}}]}),
+        encode({"blocks": [{"error": None, "choice": 0, "saves": {}, "warnings": [1]}]}),
+        encode({"blocks": [{"error": None, "choice": 0, "saves": {}, "warnings": "said"}]}),
         encode({"blocks": [{"error": None, "choice": 0, "saves": {"a": 1}}]}, compress=True),
     ],
 )
