@@ -83,7 +83,7 @@ def _first_token(port: int, key: str) -> float:
 
 
 def _main(port: int, key: str) -> None:
-    """Tell that something may be sent; then, when standard input ends, what was slowest, and what is usual."""
+    """Tell that something may be sent; when standard input ends, what was slowest, and what is usual."""
     over = threading.Event()
     health: list[float] = []
     tokens: list[float] = []
