@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -28,7 +28,15 @@ def busy():
 """
 SLOW_BLOCKS: Final = {
     "layers": f"{BUSY}\nfor step in tracer.iter[:]:\n    model.layers[5].output[:] *= 1.5\n    busy()",
+    "prompt logprobs": f"{BUSY}\nmodel.layers[5].output[:] *= 1.5\nbusy()",
+    "operation": f"{BUSY}\nmodel.layers[5].output[:] *= 1.5\nbusy()",
 }
+BESIDE: Final[dict[str, dict[str, Any]]] = {
+    "layers": {"max_tokens": 4},
+    "prompt logprobs": {"max_tokens": 1, "prompt_logprobs": 0},
+    "operation": {"max_tokens": 1, "beside": [{"op": "capture", "at": "layers.3.output"}]},
+}
+"""Beside the last two a block cannot be left out of a step."""
 
 
 @dataclass
@@ -44,9 +52,9 @@ class Tenant:
         headers = {"authorization": f"Bearer {self.key}"}
         return httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=300)
 
-    def trace(self, code: str, **body: Any) -> httpx.Response:
-        """Send a completion with code beside it."""
-        return self.post(interventions=[{"op": "trace", "code": code, "name": "t"}], **body)
+    def trace(self, code: str, beside: Sequence[Any] = (), **body: Any) -> httpx.Response:
+        """Send a completion with code, and operations beside it."""
+        return self.post(interventions=[{"op": "trace", "code": code, "name": "t"}, *beside], **body)
 
 
 def texts_of(tenant: Tenant) -> list[str]:
@@ -94,7 +102,7 @@ def neighbour(keyed_server: KeyedServer) -> Tenant:
 def test_slow_blocks_of_a_tenant_keep_nobody_else_waiting(
     name: str, stranger: Tenant, neighbour: Tenant
 ) -> None:
-    answers = answers_beside(neighbour, 8, lambda: stranger.trace(SLOW_BLOCKS[name], max_tokens=4))
+    answers = answers_beside(neighbour, 8, lambda: stranger.trace(SLOW_BLOCKS[name], **BESIDE[name]))
     texts = set()
     for answer in answers:
         if answer.status_code == 400:  # where the machine is so busy that a block hardly computes

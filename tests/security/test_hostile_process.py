@@ -27,6 +27,7 @@ from nnsight_engine.vllm_backend.traces.board import Board
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
 from nnsight_engine.vllm_backend.traces.sandboxed import cell as cell_module
+from nnsight_engine.vllm_backend.traces.sandboxed import waiting as waiting_module
 from nnsight_engine.vllm_backend.traces.sandboxed.cell import Cell, Opened
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     Begin,
@@ -135,10 +136,10 @@ class World:
         self.cell.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
         self.go([TraceSpan("own", 0, 0, _OWN, 0, complete=True)])
 
-    def go(self, spans: Sequence[TraceSpan], *, is_bound: bool = True) -> None:
+    def go(self, spans: Sequence[TraceSpan], *, is_bound: bool = True, is_alone: bool = False) -> None:
         """Begin a step as the worker does."""
         self.board.begin()
-        self.waiting.begin()
+        self.waiting.begin(is_alone=is_alone)
         self.cell.prepare(spans, is_bound=is_bound)
         self.waiting.wait([self.cell])
         self.cell.step(spans, _ROWS)
@@ -484,6 +485,38 @@ def test_requests_that_arrive_while_a_trace_is_deferred_are_told_of_before_their
     world.go([TraceSpan("later", 0, 0, 1, 0, complete=True)])
     assert offered == [_LAYER, _LATER, "later"]
     assert world.cell.error is None
+
+
+@pytest.mark.parametrize("is_bound", [True, False])
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_tenant_rests_whose_trace_has_held_others_up(
+    world: World, is_bound: bool, is_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting_module, "_REST", 1000.0)
+
+    def slow(side: SandboxSide) -> None:
+        side.receive()
+        side.send(packed(Go([], live=["own"])))
+        while True:
+            side.receive()
+            time.sleep(0.2)
+            side.send(packed(Go([])))
+
+    world.begin(slow)
+    world.cell.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
+    world.listen()
+    world.waiting = Waiting(_SHORT_S, 60)
+    assert world.waiting.resting == frozenset()
+    world.go([TraceSpan("own", 0, 0, _OWN, 7, complete=True)], is_bound=is_bound, is_alone=is_alone)
+    world.listen()
+    holds_up = is_bound and not is_alone
+    assert world.waiting.resting == (frozenset({"acme"}) if holds_up else frozenset())
+    world.waiting.begin(is_alone=True)
+    assert world.waiting.resting == frozenset(), "there is nobody to rest for"
+    world.waiting.begin()
+    moment = time.monotonic() + 1e6
+    monkeypatch.setattr(time, "monotonic", lambda: moment)
+    assert world.waiting.resting == frozenset()
 
 
 def test_requests_that_arrive_together_share_one_step(world: World) -> None:

@@ -51,7 +51,7 @@ _SEND_S: Final = 1.0
 _WALL: Final = 30.0
 """How many times as long as it may compute an answer may take: the machine is busy, or it sleeps.
 
-More than there are sandboxes for each processor of a small machine, since they compute at the lowest priority.
+Many sandboxes on a small machine wait for each other, and they compute at the lowest priority.
 """
 
 _KNOWN_PARTS: Final = 4
