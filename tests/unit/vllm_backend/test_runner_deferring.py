@@ -126,7 +126,7 @@ def test_the_end_of_a_rest_is_told_although_no_block_is_there() -> None:
     traces.cells.resting = frozenset({"many"})
     results = runner._with_blocks(traces, None)
     assert results is not None
-    assert results.resting == {"many"}
+    assert results.resting == frozenset({"many"})
     traces.is_empty = True
     assert runner._idle(SimpleNamespace()) is not None
     traces.cells.resting = frozenset()

@@ -3,7 +3,8 @@
 A step is everybody's. Processes that are asked something at the same place compute at once, and the worker
 waits for all of them; a tenant has one allowance per step, however many traces it has. Whoever has not
 answered by then is left out of the step, which goes on for the others. What cannot be left out holds up
-everybody, so its tenant *rests* afterwards: none of its sandboxed requests is in a step for nine times as long.
+everybody, so its tenant *rests* afterwards: none of its sandboxed requests is in a step for nine times as
+long.
 """
 
 from __future__ import annotations
