@@ -511,9 +511,6 @@ def test_a_tenant_rests_whose_trace_has_held_others_up(
     world.listen()
     holds_up = is_bound and not is_alone
     assert world.waiting.resting == (frozenset({"acme"}) if holds_up else frozenset())
-    world.waiting.begin(is_alone=True)
-    assert world.waiting.resting == frozenset(), "there is nobody to rest for"
-    world.waiting.begin()
     moment = time.monotonic() + 1e6
     monkeypatch.setattr(time, "monotonic", lambda: moment)
     assert world.waiting.resting == frozenset()

@@ -26,7 +26,9 @@ from nnsight_engine.vllm_backend.compat import (
 )
 from nnsight_engine.vllm_backend.scheduler import InterventionScheduler
 from nnsight_engine.vllm_backend.sharing import SENDER_KEY
+from nnsight_engine.vllm_backend.traces.board import Board
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY, TraceEntry
+from nnsight_engine.vllm_backend.traces.sandboxed.cells import Cells
 
 _BLOCK = 16
 _NUM_BLOCKS = 64
@@ -156,6 +158,14 @@ def test_code_of_a_tenant_that_rests_is_in_no_step_and_all_else_is(scheduling: S
         met.update(scheduling.step())
     assert met == {"plain", "other", "late", "traced", "new"}
     assert set(scheduling.given.values()) == {4}
+
+
+def test_a_tenant_rests_for_others_alone() -> None:
+    cells = Cells(Board(), EngineLimits())
+    cells._waiting._rest("acme", 10)
+    assert cells.resting == frozenset({"acme"})
+    cells.is_alone = True
+    assert cells.resting == frozenset()
 
 
 def test_who_ends_while_waiting_is_forgotten(scheduling: Scheduling) -> None:

@@ -144,8 +144,8 @@ class Cells:
 
     @property
     def resting(self) -> frozenset[str]:
-        """The tenants whose requests are not to be in a step now, see ``Waiting``."""
-        return self._waiting.resting
+        """The tenants whose requests are not to be in a step now, see ``Waiting``; none without others."""
+        return frozenset() if self.is_alone else self._waiting.resting
 
     def has(self, request_id: str) -> bool:
         """Tell whether a request is one of these, and its block still of use."""

@@ -72,10 +72,10 @@ class Waiting:
 
     @property
     def resting(self) -> frozenset[str]:
-        """The tenants whose traces have held others up and rest for it, unless there is nobody else."""
+        """The tenants whose traces have held others up and rest for it."""
         moment = time.monotonic()
         self._rests_until = {one: until for one, until in self._rests_until.items() if until > moment}
-        return frozenset() if self._is_alone else frozenset(self._rests_until)
+        return frozenset(self._rests_until)
 
     def wait_for_any(self, cells: Sequence[Cell], wait_s: float) -> None:
         """Wait for so long until some has answered, outside of a step: there is nothing else to do."""
