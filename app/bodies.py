@@ -1,6 +1,8 @@
 """Large bodies, read beside the event loop: in processes, since parsing JSON in a thread stops the loop too.
 
 A process that takes too long, or whose client has left, is ended, and the next body gets another one.
+Tenants take turns, and none has more than its share of the processes. How many bodies may wait is bounded by
+their bytes, which are counted where they are received.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from starlette.types import Scope
 
 from api_schemas.errors import ApiError, ErrorCode
 from app.body_fields import FieldLimits
+from app.engine.places import Places
 
 BODIES: Final = "nnsight_engine.bodies"
 """Where the scope of a request has its server's ``Bodies``."""
@@ -41,39 +44,35 @@ class Bodies:
     Args:
         limits: What one may hold.
         environment: Of the processes.
+        share: The part of the processes which one tenant may have.
     """
 
-    def __init__(self, limits: FieldLimits, environment: Mapping[str, str]) -> None:
+    def __init__(self, limits: FieldLimits, environment: Mapping[str, str], *, share: float = 1.0) -> None:
         """Start nothing before a body comes."""
         self.limits = limits
         self._environment = environment
-        self._places = asyncio.Semaphore(_AT_ONCE)
+        self._places = Places(_AT_ONCE, max_waiting=0, share=share, what="large bodies")
         self._idle: list[asyncio.subprocess.Process] = []
 
-    async def read(self, body: bytes | bytearray) -> dict[str, Any]:
+    async def read(self, body: bytes | bytearray, tenant: str = "") -> dict[str, Any]:
         """Return a body's JSON object.
+
+        Args:
+            body: Whole.
+            tenant: Whose share of the processes reads it; nobody's if empty.
 
         Raises:
             ApiError: What ``body.read_object`` raises for it; ``rate_limit_exceeded`` if it takes too long.
         """
-        async with self._places:
-            self._idle = [one for one in self._idle if one.returncode is None]
-            process = self._idle.pop() if self._idle else await self._start()
-            is_done = False
+        async with self._places.ask(tenant, object(), is_patient=True):
             try:
                 async with asyncio.timeout(_LIMIT_S):
-                    is_body, data = await self._asked(process, body)
-                is_done = True
+                    is_body, data = await self._answered(body)
             except (OSError, asyncio.IncompleteReadError) as error:  # a timeout is one
                 raise ApiError(
                     ErrorCode.RATE_LIMITED,
                     "The server could not read so large a body in time; send it again later.",
                 ) from error
-            finally:
-                if is_done and len(body) < _KEPT_BYTES:
-                    self._idle.append(process)
-                else:
-                    await _end(process)
         if is_body:
             value: dict[str, Any] = await asyncio.to_thread(json.loads, data)
             return value
@@ -84,6 +83,27 @@ class Bodies:
         """End the processes."""
         while self._idle:
             await _end(self._idle.pop())
+
+    async def _answered(self, body: bytes | bytearray) -> tuple[bool, bytes]:
+        """Return a process's answer: of an idle one, or of a new one, since an idle one may have died."""
+        if self._idle:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                return await self._answered_by(self._idle.pop(), body)
+        return await self._answered_by(await self._start(), body)
+
+    async def _answered_by(
+        self, process: asyncio.subprocess.Process, body: bytes | bytearray
+    ) -> tuple[bool, bytes]:
+        is_done = False
+        try:
+            answer = await self._asked(process, body)
+            is_done = True
+        finally:
+            if is_done and len(body) < _KEPT_BYTES:
+                self._idle.append(process)
+            else:
+                await _end(process)
+        return answer
 
     async def _start(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(

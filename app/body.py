@@ -64,7 +64,9 @@ async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
     body = await read_bytes(request, limits.max_bytes, limits.idle_s)
     bodies = bodies_of(request.scope)
     if bodies is not None and len(body) >= _LARGE_BYTES:
-        return await while_connected(request.receive, bodies.read(body), cutoff_of(request.scope))
+        intake = intake_of(request.scope)
+        reading = bodies.read(body, "" if intake is None else intake.tenant)
+        return await while_connected(request.receive, reading, cutoff_of(request.scope))
     check_depth(body, limits.max_depth)
     value = parse_object(body)
     return value if bodies is None or len(body) < _SMALL_BYTES else checked(value, bodies.limits)

@@ -20,10 +20,14 @@ from api_schemas.errors import ApiError, ErrorCode
 from app.bodies import ANSWERED, ASKED
 from app.body import check_depth, parse_object
 from app.body_fields import FieldLimits, checked
+from nnsight_engine.core.process_memory import address_space_bytes, end_before_server
 
 _NICENESS: Final = 5
-_MAX_BYTES: Final = 8 * 2**30
-"""Of address space: what the values of the largest body take, and no more than that."""
+_BYTES_PER_BYTE: Final = 32
+"""Memory for each byte of a body. A list of numbers that becomes a tensor needs about 24, with all that is
+made of it, and nothing that a request may hold needs more; empty lists in lists take up to 48: refused."""
+_SPARE_BYTES: Final = 64 * 2**20
+"""For the interpreter, whatever the body."""
 
 
 def _answer(limits: FieldLimits, body: bytes) -> tuple[bool, bytes]:
@@ -33,7 +37,11 @@ def _answer(limits: FieldLimits, body: bytes) -> tuple[bool, bytes]:
     except ApiError as error:
         return False, json.dumps([error.code, error.message, error.param]).encode()
     except MemoryError:
-        refusal = [ErrorCode.INVALID_VALUE, "The body holds more values than can be looked at.", None]
+        message = (
+            f"Reading a body may take {_BYTES_PER_BYTE} times its size in memory, and this one of "
+            f"{len(body)} bytes takes more: it has too many objects and lists for its size; send fewer."
+        )
+        refusal = [ErrorCode.INVALID_VALUE, message, None]
         return False, json.dumps(refusal).encode()
     # In ASCII, so that lone surrogates, which JSON allows, stay what they are.
     return True, json.dumps(value, separators=(",", ":")).encode()
@@ -43,9 +51,12 @@ def serve(asked: BinaryIO, answered: BinaryIO) -> None:
     """Answer until nobody asks any more."""
     gc.disable()  # JSON has no circles, and looking for some takes longer than parsing
     os.nice(_NICENESS)
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
+    end_before_server()
+    own_bytes = address_space_bytes() + _SPARE_BYTES
     while head := asked.read(ASKED.size):
         num_limits, num_bytes = ASKED.unpack(head)
+        most = own_bytes + _BYTES_PER_BYTE * num_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
         limits = msgspec.json.decode(asked.read(num_limits), type=FieldLimits)
         is_body, data = _answer(limits, asked.read(num_bytes))
         answered.write(ANSWERED.pack(is_body, len(data)))

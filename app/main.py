@@ -164,7 +164,7 @@ def create_app(
         vector_service,
         trainer,
         receiving,
-        Bodies(field_limits(settings), environment_for_traces()),
+        Bodies(field_limits(settings), environment_for_traces(), share=settings.tenant_share),
         counted,
         Scrape(
             counted,

@@ -86,13 +86,14 @@ class Intake:
     """What of one connection is held.
 
     Attributes:
+        tenant: Whose it is; empty on a server without keys.
         num_bytes: How much.
     """
 
     def __init__(self, receiving: Receiving, tenant: str) -> None:
         """Begin with nothing."""
         self._receiving = receiving
-        self._tenant = tenant
+        self.tenant = tenant
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
@@ -101,12 +102,12 @@ class Intake:
         Raises:
             ApiError: ``rate_limit_exceeded``: there is no room for them now.
         """
-        self._receiving.add(num_bytes, self._tenant)
+        self._receiving.add(num_bytes, self.tenant)
         self.num_bytes += num_bytes
 
     def give_back(self, num_bytes: int) -> None:
         """Forget bytes that are no longer held."""
-        self._receiving.give_back(num_bytes, self._tenant)
+        self._receiving.give_back(num_bytes, self.tenant)
         self.num_bytes -= num_bytes
 
     def close(self) -> None:

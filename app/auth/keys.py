@@ -1,9 +1,10 @@
 """Whose key a request brings, and keys made, replaced and ended.
 
 Requests come fast: what was found out of a key holds for some seconds, within which another process's
-revocation is not seen yet; this process's own is seen at once. Afterwards its row is read again. A wrong key,
-one that has ended and one that never was cost the same: one statement, one at a time for each id. A right one
-is let in however many wrong ones came before; those are counted, see ``admission.guesses``.
+revocation is not seen yet; this process's own is seen at once. Afterwards its row is read again, together
+with all others that are to be read (``lookups``): a wrong key, one that has ended and one that never was cost
+the same, and many of them little more than one. A right one is let in however many wrong ones came before;
+those are counted, see ``admission.guesses``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import CreatedKey, Key, Limits, NewKey, Scope, Tenant, Tier
 from app.admission.guesses import Guesses
 from app.admission.rates import ThrottledError
+from app.auth.lookups import Lookups
 from app.auth.principal import EVERYBODY, Principal
 from app.auth.secrets import Secret, bearer, hashed, is_slow, matches, new_secret, parsed
 from app.storage.keys import KeyStore, is_open, told
@@ -57,6 +59,7 @@ class Keys:
     def __init__(self, store: KeyStore) -> None:
         """Know no key yet."""
         self._store = store
+        self._lookups = Lookups(store.find)
         self._known: dict[bytes, _Known] = {}
         self._generation = 0
         self._has_keys = False
@@ -115,18 +118,10 @@ class Keys:
         digest = hashlib.sha256(text.encode()).digest()
         known = self._known.get(digest)
         if known is None or time.monotonic() >= known.until:
-            # One at a time for each id: whoever guesses at one holds up nobody else's. Who has shown the key
-            # before does not even wait for those that guess at it.
-            name = secret.id if _holder(known) is None else digest.hex()
-            turn = self._turns.get(name) or asyncio.Lock()
-            self._turns[name] = turn
-            async with turn:
-                known = self._known.get(digest)
-                if known is None or time.monotonic() >= known.until:
-                    generation = self._generation
-                    known = await self._checked(secret, _holder(known))
-                    if generation == self._generation:  # else the key may have been ended meanwhile
-                        self._remember(digest, known)
+            generation = self._generation
+            known = await self._checked(secret, _holder(known))
+            if generation == self._generation:  # else the key may have been ended meanwhile
+                self._remember(digest, known)
         if known.principal is None:
             self._guesses.count(secret.id, address)
         return known
@@ -141,7 +136,7 @@ class Keys:
 
     async def _checked(self, secret: Secret, before: _Known | None) -> _Known:
         until = time.monotonic() + _HOLDS_S
-        found = await self._store.find(secret.id)
+        found = await self._lookups.find(secret.id)
         kept = self._nobodys if found is None else found[0].hash
         is_right = (before is not None and before.kept == kept) or await self._matches(secret, kept)
         moment = time.time()
@@ -170,6 +165,13 @@ class Keys:
     async def _matches(self, secret: Secret, kept: str) -> bool:
         if not is_slow(kept):
             return matches(secret, kept)
+        # One at a time for each id: whoever guesses at one holds up nobody else's.
+        turn = self._turns.get(secret.id) or asyncio.Lock()
+        self._turns[secret.id] = turn
+        async with turn:
+            return await self._matches_slowly(secret, kept)
+
+    async def _matches_slowly(self, secret: Secret, kept: str) -> bool:
         if self._num_waiting >= _MAX_WAITING:
             raise ThrottledError(
                 "Too many keys that are not known wait to be looked at: send this one again.",
@@ -220,7 +222,7 @@ class Keys:
         Raises:
             ApiError: ``invalid_api_key``: the id is another text's.
         """
-        found = await self._store.find(secret.id)
+        found = await self._lookups.find(secret.id)
         if found is None:
             return None
         if not await self._matches(secret, found[0].hash):

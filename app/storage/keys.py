@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Collection
+from typing import Any, Final
 
 from sqlalchemy import func, select, update
 from sqlalchemy.exc import IntegrityError
@@ -13,6 +14,9 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import Key, Limits, NewKey, Scope, Tenant, Tier
 from app.storage.database import Database
 from app.storage.tables import KeyRow, TenantRow
+
+_MAX_IDS: Final = 1000
+"""Of one statement, which databases bound."""
 
 
 class KeyTakenError(Exception):
@@ -134,14 +138,19 @@ class KeyStore:
 
         return await self._database.read(read)
 
-    async def find(self, key_id: str) -> tuple[KeyRow, Limits] | None:
-        """Return a key as it is kept, and the limits of its tenant."""
+    async def find(self, key_ids: Collection[str]) -> dict[str, tuple[KeyRow, Limits]]:
+        """Return those of these keys that there are as they are kept, and the limits of their tenants."""
 
-        def read(session: Session) -> tuple[KeyRow, Limits] | None:
+        def read(session: Session) -> dict[str, tuple[KeyRow, Limits]]:
             # One statement, whether or not there is such a key: how long it takes tells nothing of it.
             joined = select(KeyRow, TenantRow.limits).join(TenantRow, TenantRow.name == KeyRow.tenant)
-            found = session.execute(joined.where(KeyRow.id == key_id)).one_or_none()
-            return None if found is None else (found[0], Limits.model_validate(found[1]))
+            found: dict[str, tuple[KeyRow, Limits]] = {}
+            ids = list(key_ids)
+            for start in range(0, len(ids), _MAX_IDS):
+                some = joined.where(KeyRow.id.in_(ids[start : start + _MAX_IDS]))
+                for row, limits in session.execute(some):
+                    found[row.id] = row, Limits.model_validate(limits)
+            return found
 
         return await self._database.read(read)
 

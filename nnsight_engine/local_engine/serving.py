@@ -6,7 +6,6 @@ however that came about.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import io
@@ -20,12 +19,12 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TextIO
 
 import msgspec
 
 from nnsight_engine.core.config import CONFIG
+from nnsight_engine.core.process_memory import end_before_server
 from nnsight_engine.local_engine.cancelling import Cancelling
 from nnsight_engine.local_engine.errors import TraceCancelledError
 from nnsight_engine.local_engine.link import (
@@ -50,8 +49,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG: Final = 1
-_OOM_SCORE: Final = 500
-"""Of 1000: where memory runs out, the kernel is to end this process before its server."""
 
 
 class Asking:
@@ -250,8 +247,7 @@ def _end_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(1)  # it has gone in the meantime
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
+    end_before_server()
 
 
 __all__ = ["Asking", "serve"]

@@ -132,6 +132,8 @@ class StepResults:
     """Requests whose rows of the step count for nothing: it went on without their blocks."""
     waiting: frozenset[str] | None = None
     """Requests that cannot go on before their blocks have answered; None for the same as before."""
+    resting: frozenset[str] | None = None
+    """Tenants whose sandboxed requests are not to be in a step now; None for the same as before."""
 
 
 _ENCODER = msgspec.msgpack.Encoder()

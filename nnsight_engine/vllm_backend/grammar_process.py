@@ -32,6 +32,8 @@ from vllm.v1.structured_output.backend_outlines import OutlinesBackend
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from vllm.v1.structured_output.request import get_structured_output_key
 
+from nnsight_engine.core.process_memory import address_space_bytes, end_before_server
+
 READY: Final = b"r"
 FORK: Final = b"f"
 PID: Final = struct.Struct("<q")
@@ -141,11 +143,10 @@ class _Compiler:
 def _limit(job: GrammarJob) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (job.max_cpu_s, job.max_cpu_s))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with open("/proc/self/statm", encoding="ascii") as sizes:
-        num_pages = int(sizes.read().split()[0])
-    most = num_pages * resource.getpagesize() + job.max_bytes
+    most = address_space_bytes() + job.max_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     os.nice(_NICENESS)
+    end_before_server()
 
 
 def _compile_one(compiler: _Compiler, asked: socket.socket) -> None:

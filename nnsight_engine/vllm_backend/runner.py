@@ -82,6 +82,9 @@ class InterventionRunnerMixin:
     _told_waiting: frozenset[str] = frozenset()
     """The requests of which the scheduler knows that they wait for their blocks."""
 
+    _told_resting: frozenset[str] = frozenset()
+    """The tenants of which the scheduler knows that they rest."""
+
     execute_model_state: Any
     intermediate_tensors: Any
 
@@ -176,7 +179,7 @@ class InterventionRunnerMixin:
 
     def _idle(self, output: Any) -> Any:
         """Wait for blocks that nobody else waits beside, in a step in which nothing is computed."""
-        if not isinstance(self.traces, WorkerTraces) or self.traces.idle:
+        if not isinstance(self.traces, WorkerTraces) or (self.traces.idle and not self._told_resting):
             return output
         self.traces.cells.wait_for_any(_IDLE_S)
         results = self._with_blocks(self.traces, None)
@@ -335,7 +338,7 @@ class InterventionRunnerMixin:
         )
         spent_s += time.monotonic() - sampled_at
         served = self.traces if isinstance(self.traces, WorkerTraces) and self.traces.in_step else None
-        if not self.traces.idle:
+        if not self.traces.idle or self._told_resting:
             results = self._with_blocks(self.traces, results)
         if step is not None or served is not None:
             self.counts.note_time(spent_s + (0.0 if served is None else served.last_step_s))
@@ -348,12 +351,15 @@ class InterventionRunnerMixin:
         undone = list(traces.cells.undone) if isinstance(traces, WorkerTraces) else []
         ended, news = traces.end(), traces.news()
         waiting = traces.cells.waiting if isinstance(traces, WorkerTraces) else frozenset()
-        if ended or news or undone or waiting != self._told_waiting:
+        resting = traces.cells.resting if isinstance(traces, WorkerTraces) else frozenset()
+        is_told = waiting == self._told_waiting and resting == self._told_resting
+        if ended or news or undone or not is_told:
             results = results or StepResults({}, {}, {})
             results.ended.extend(ended)
             results.news.update(news)
             results.undone.extend(undone)
             results.waiting = self._told_waiting = waiting
+            results.resting = self._told_resting = resting
         return results
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:

@@ -79,6 +79,7 @@ class InterventionScheduler(FairScheduler):
         self._gangs: dict[str, Gang] = {}
         self._news: dict[str, list[Parcel]] = {}
         self._waiting: frozenset[str] = frozenset()
+        self._resting: frozenset[str] = frozenset()
         self.contents = ContentTable()
         self._unclean = UncleanBlocks()
         record_allocated_blocks(self.kv_cache_manager)
@@ -115,18 +116,23 @@ class InterventionScheduler(FairScheduler):
         self._gangs.setdefault(entry.key, new).join(request.request_id, entry)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Schedule a step, without those who cannot go on before their blocks have answered."""
-        with self._without(self._waiting) if self._waiting else contextlib.nullcontext():
+        """Schedule a step, without those who cannot go on before their blocks have answered, or who rest."""
+        held = self._waiting.union(self._all_resting()) if self._resting else self._waiting
+        with self._without(held) if held else contextlib.nullcontext():
             output = super().schedule(*args, **kwargs)
         mark_alone(output, alone=len(self.sharing) == 1)
         self._unclean.note(output)
         return output
 
     def _get_new_block_ids_to_zero(self) -> list[int] | None:
-        """Return the blocks to zero before the step: all that are new if the model needs it, or unclean ones."""
+        """Return the new blocks to zero before the step: all, where the model needs it, or the unclean ones."""
         allocated = self.kv_cache_manager.take_new_block_ids()
         blocks = allocated if self.needs_kv_cache_zeroing else self._unclean.among(allocated)
         return blocks or None
+
+    def _all_resting(self) -> list[str]:
+        """Return the requests with code of tenants whose code has held others up."""
+        return [one.request_id for one in self.requests.values() if _sandbox_of(one) in self._resting]
 
     @contextlib.contextmanager
     def _without(self, request_ids: Collection[str]) -> Iterator[None]:
@@ -243,6 +249,8 @@ class InterventionScheduler(FairScheduler):
             self._undo(request_id, num_tokens[request_id])
         if results.waiting is not None:
             self._waiting = results.waiting
+        if results.resting is not None:
+            self._resting = results.resting
 
     def _undo(self, request_id: str, num_tokens: int) -> None:
         """Have a request's rows of the step that has ended computed again."""
@@ -349,6 +357,14 @@ class InterventionScheduler(FairScheduler):
             del self._owners[request_id]
             self._writers.discard(request_id)
             self.contents.release(request_id)
+
+
+def _sandbox_of(request: Request) -> str:
+    """Return in whose sandbox a request's code runs, see ``TraceEntry``; nothing if it has none."""
+    params = request.sampling_params
+    entry = (params.extra_args or {}).get(TRACE_KEY) if params is not None else None
+    sandbox_of = entry.get("sandbox_of") if isinstance(entry, dict) else ""
+    return sandbox_of if isinstance(sandbox_of, str) else ""
 
 
 def _send(output: EngineCoreOutput, parcel: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ class InterventionWorker(_PlatformWorker):
         )
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Allocate the KV cache as the platform does, and make ready to zero blocks of it, see UncleanBlocks."""
+        """Allocate the KV cache as the platform does, and prepare to zero blocks of it, see UncleanBlocks."""
         super().initialize_from_config(kv_cache_config)
         if self.device.type != "cpu" and not kv_cache_config.needs_kv_cache_zeroing:
             self.model_runner._init_kv_zero_meta()  # noqa: SLF001 - called by vLLM's worker likewise

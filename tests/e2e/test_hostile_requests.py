@@ -158,9 +158,12 @@ def test_a_costly_grammar_is_ended_and_nobody_waits(
         assert "grammar_compile_s" in response.json()["error"]["message"]
 
     bystanders.unharmed(send)
-    start = time.monotonic()
-    send(0)
-    assert time.monotonic() - start < 1
+    taken = []
+    for _ in range(5):  # each takes three seconds if nothing is remembered, and none on any machine else
+        start = time.monotonic()
+        send(0)
+        taken.append(time.monotonic() - start)
+    assert min(taken) < 1
 
 
 def test_a_client_who_leaves_ends_the_compiling(hostile: Hostile) -> None:
@@ -168,7 +171,7 @@ def test_a_client_who_leaves_ends_the_compiling(hostile: Hostile) -> None:
     fields = {"structured_outputs": {"json": schema_of(f"left{COSTLY}")}}
     with pytest.raises(httpx.ReadTimeout):
         hostile.post(COMPLETIONS, fields, timeout=1)
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + 30
     while compiling(hostile) and time.monotonic() < give_up:
         time.sleep(0.05)
     assert compiling(hostile) == 0

@@ -26,6 +26,8 @@ from nnsight_engine.sandbox.errors import SandboxEndedError
 from nnsight_engine.vllm_backend.traces.board import Board
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
+from nnsight_engine.vllm_backend.traces.sandboxed import cell as cell_module
+from nnsight_engine.vllm_backend.traces.sandboxed import waiting as waiting_module
 from nnsight_engine.vllm_backend.traces.sandboxed.cell import Cell, Opened
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     Begin,
@@ -54,8 +56,10 @@ _ROWS = 5
 _OWN = 3
 _BUDGET_S = 0.3
 _TRACE_S = 4 * _BUDGET_S
-_LATEST_S = 3.0
+_LATEST_S = 12.0
 """Far more than a step may wait, and far less than the attackers want."""
+_SHORT_S = 0.01
+"""How long a step waits where it is to go on without a process."""
 
 Said = list[bytes | memoryview]
 Lie = Callable[[SandboxSide], None]
@@ -66,12 +70,15 @@ class _Process:
 
     process = 1
 
-    def __init__(self, side: EngineSide) -> None:
+    def __init__(self, side: EngineSide, *, never_rests: bool) -> None:
         self.side = side
         self.is_ended = False
+        self.used_s = 0.0
+        self.never_rests = never_rests
 
     def cpu_s(self) -> float:
-        return time.monotonic()  # it computes without a pause
+        # What a lie has it use, however busy the machine is.
+        return time.monotonic() if self.never_rests else self.used_s
 
     def end(self) -> None:
         if not self.is_ended:
@@ -107,11 +114,11 @@ class World:
     process: _Process = field(init=False)
     waiting: Waiting = field(default_factory=lambda: Waiting(_BUDGET_S, 5 * _BUDGET_S))
 
-    def begin(self, lie: Lie) -> None:
+    def begin(self, lie: Lie, *, never_rests: bool = False) -> None:
         own, theirs = socket.socketpair()
         self.ends.append(own)
         shared = Memory.create(_HALF)
-        self.process = _Process(EngineSide(own, Memory(shared, _HALF)))
+        self.process = _Process(EngineSide(own, Memory(shared, _HALF)), never_rests=never_rests)
         descriptor = theirs.detach()  # the thread's, which closes it
         inside = SandboxSide(descriptor, Memory(shared, _HALF))
         os.close(shared)
@@ -129,10 +136,10 @@ class World:
         self.cell.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
         self.go([TraceSpan("own", 0, 0, _OWN, 0, complete=True)])
 
-    def go(self, spans: Sequence[TraceSpan], *, is_bound: bool = True) -> None:
+    def go(self, spans: Sequence[TraceSpan], *, is_bound: bool = True, is_alone: bool = False) -> None:
         """Begin a step as the worker does."""
         self.board.begin()
-        self.waiting.begin()
+        self.waiting.begin(is_alone=is_alone)
         self.cell.prepare(spans, is_bound=is_bound)
         self.waiting.wait([self.cell])
         self.cell.step(spans, _ROWS)
@@ -142,6 +149,11 @@ class World:
     def gather(self) -> None:
         self.waiting.wait([self.cell])
         self.cell.defer()
+
+    def listen(self) -> None:
+        """Wait between steps until the process has answered."""
+        while self.cell.talk.is_pending:
+            self.waiting.wait_for_any([self.cell], 10)
 
     def end(self) -> tuple[list[str], dict[str, Any]]:
         self.cell.finish()
@@ -281,7 +293,7 @@ def _drips(side: SandboxSide) -> None:
 @pytest.mark.parametrize("lie", [_calls_without_end, _drips])
 def test_the_step_waits_no_longer_than_it_may(world: World, lie: Lie) -> None:
     world.served.lasts_s = 0.02
-    world.begin(lie)
+    world.begin(lie, never_rests=True)
     started = time.monotonic()
     world.step()
     assert time.monotonic() - started < _LATEST_S
@@ -318,13 +330,14 @@ def test_a_call_is_made_of_parts_between_which_others_are_served(world: World) -
             side.receive()
             side.send(packed(Go([])))
 
-    world.served.lasts_s = _BUDGET_S / 10
-    world.waiting = Waiting(_BUDGET_S / 20, 5 * _BUDGET_S)
+    world.served.lasts_s = _BUDGET_S / 30
+    world.waiting = Waiting(_BUDGET_S / 60, 5 * _BUDGET_S)
     world.begin(lie)
     world.cell.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
-    time.sleep(0.1)
-    counts = []
-    for _ in range(_CALL_ROWS + 4):
+    world.listen()
+    counts = [0]
+    give_up = time.monotonic() + 60
+    while counts[-1] < _CALL_ROWS and time.monotonic() < give_up:
         world.go([TraceSpan("own", 0, 0, _OWN, 0, complete=True)], is_bound=False)
         world.end()
         counts.append(world.served.num_calls)
@@ -333,43 +346,65 @@ def test_a_call_is_made_of_parts_between_which_others_are_served(world: World) -
     assert world.cell.error is None
 
 
-def _in_its_time(offered: list[str], lasts_s: float) -> Lie:
-    """Double what is offered, and take long for the second place."""
+def _in_its_time(offered: list[str], may_answer: threading.Event) -> Lie:
+    """Double what is offered, at the second place not before it may; note this, and who arrives later."""
 
     def lie(side: SandboxSide) -> None:
         side.receive()
-        side.send(packed(Go([_LAYER], live=["own"])))
+        side.send(packed(Go([_LAYER], live=["own", "other"])))
         while True:
             head, body = read_by_sandbox(side.receive())
             if not isinstance(head, Offer):
+                offered.extend(name for name, _ in getattr(head, "arrived", []))
                 side.send(packed(Go()))
                 continue
             offered.append(head.provider)
-            time.sleep(lasts_s if head.provider == _LATER else 0)
+            if head.provider == _LATER:
+                may_answer.wait(60)
             assert head.slots is not None
             slot, content = slot_of(2 * Tensors(body).next(head.slots[0]))
-            side.send(packed(Go([_LATER if head.provider == _LAYER else _LAYER], changes=[slot]), [content]))
+            is_last = head.provider == _LATER
+            go = Go([_LAYER if is_last else _LATER], changes=[slot], is_over=is_last)
+            side.send(packed(go, [content]))
 
     return lie
 
 
+def _spans(names: Sequence[str]) -> list[TraceSpan]:
+    """Return three rows of the step's five, of one request or of two."""
+    if len(names) == 1:
+        return [TraceSpan(names[0], 0, 0, _OWN, 7, complete=True)]
+    return [
+        TraceSpan(names[0], 0, 0, _OWN - 1, 7, complete=True),
+        TraceSpan(names[1], 1, _OWN - 1, 1, 4, complete=True),
+    ]
+
+
+def _deferred(world: World, offered: list[str], names: Sequence[str] = ("own",)) -> threading.Event:
+    """Run a step that goes on without the process from its second place on; returns what it waits for."""
+    may_answer = threading.Event()
+    world.begin(_in_its_time(offered, may_answer))
+    world.cell.begin([(name, TraceEntry("key", 0, 1, b"", [{}] * 2)) for name in names])
+    world.listen()  # it has read its blocks
+    world.waiting = Waiting(60, 60)
+    world.go(_spans(names), is_bound=False)
+    assert world.board.provide(_LAYER, torch.ones(_ROWS, 4))[:, 0].tolist() == [2, 2, 2, 1, 1]
+    world.waiting = Waiting(_SHORT_S, 60)
+    world.waiting.begin()
+    assert world.board.provide(_LATER, torch.ones(_ROWS, 4))[:, 0].tolist() == [1, 1, 1, 1, 1]
+    return may_answer
+
+
 def test_a_step_goes_on_without_a_process_that_takes_long_and_is_computed_again(world: World) -> None:
     offered: list[str] = []
-    world.waiting = Waiting(_BUDGET_S / 10, 5 * _BUDGET_S)
-    world.begin(_in_its_time(offered, _BUDGET_S / 2))
-    world.cell.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
-    time.sleep(_BUDGET_S / 3)  # it has read its block
-    world.go([TraceSpan("own", 0, 0, _OWN, 7, complete=True)], is_bound=False)
-    began = time.monotonic()
-    assert world.board.provide(_LAYER, torch.ones(_ROWS, 4))[:, 0].tolist() == [2, 2, 2, 1, 1]
-    assert world.board.provide(_LATER, torch.ones(_ROWS, 4))[:, 0].tolist() == [1, 1, 1, 1, 1]
-    assert time.monotonic() - began < _BUDGET_S / 2
+    may_answer = _deferred(world, offered)
     assert (world.cell.undone, world.cell.waiting) == (["own"], {"own"})
     assert world.end() == ([], {})
     world.board.begin()  # a step of others', who stand where its rows were
     assert world.board.provide(_LAYER, torch.ones(_ROWS, 4)).eq(1).all()
     assert world.board.provide(_LATER, torch.ones(_ROWS, 4)).eq(1).all()
-    world.waiting.wait_for_any([world.cell], 10)
+    may_answer.set()
+    world.listen()
     assert world.cell.waiting == set()
     world.go([TraceSpan("own", 1, 2, _OWN, 7, complete=True)], is_bound=False)
     assert world.board.provide(_LAYER, torch.ones(_ROWS, 4))[:, 0].tolist() == [1, 1, 2, 2, 2]
@@ -382,34 +417,121 @@ def test_a_step_goes_on_without_a_process_that_takes_long_and_is_computed_again(
     "span", [TraceSpan("own", 0, 0, _OWN, 6, complete=True), TraceSpan("own", 0, 0, 2, 7, complete=True)]
 )
 def test_a_step_that_is_not_the_one_that_was_left_is_not_gone_on_with(world: World, span: TraceSpan) -> None:
-    world.waiting = Waiting(_BUDGET_S / 10, 5 * _BUDGET_S)
-    world.begin(_in_its_time([], _BUDGET_S / 2))
-    world.cell.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
-    time.sleep(_BUDGET_S / 3)
-    world.go([TraceSpan("own", 0, 0, _OWN, 7, complete=True)], is_bound=False)
-    for place in (_LAYER, _LATER):
-        world.board.provide(place, torch.ones(_ROWS, 4))
+    may_answer = _deferred(world, [])
     world.end()
-    world.waiting.wait_for_any([world.cell], 10)
+    may_answer.set()
+    world.listen()
     world.go([span], is_bound=False)
     assert world.board.provide(_LAYER, torch.ones(_ROWS, 4)).eq(1).all()
     assert (world.cell.error is not None) == (span.start != 7)
     assert world.cell.undone == ([] if world.cell.error else ["own"])
 
 
-def test_requests_that_arrive_together_share_one_step(world: World) -> None:
+def _ready_again(world: World, names: Sequence[str] = ("own",)) -> None:
+    """Have a step go on without the process, which has answered since."""
+    may_answer = _deferred(world, [], names)
+    world.end()
+    may_answer.set()
+    world.listen()
+
+
+def test_a_deferred_trace_of_which_a_request_has_ended_fails_and_does_not_wait_for_it(world: World) -> None:
+    _ready_again(world, ("own", "other"))
+    world.cell.live.discard("other")  # its client has left
+    world.go([TraceSpan("own", 0, 0, _OWN - 1, 7, complete=True)], is_bound=False)
+    assert "a step had to be computed again" in world.error()
+
+
+def test_a_deferred_trace_whose_step_never_comes_again_fails(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cell_module, "_MAX_MISFITS", 3)
+    _ready_again(world)
+    shorter = TraceSpan("own", 0, 0, _OWN - 1, 7, complete=True)
+    for _ in range(3):
+        world.go([shorter], is_bound=False)
+        assert world.cell.undone == ["own"]
+        assert world.end() == ([], {})
+    world.go([shorter], is_bound=False)
+    assert "a step had to be computed again" in world.error()
+
+
+def test_a_deferred_step_that_comes_after_others_is_gone_on_with(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cell_module, "_MAX_MISFITS", 3)
+    _ready_again(world)
+    for _ in range(2):
+        world.go([TraceSpan("own", 0, 0, _OWN - 1, 7, complete=True)], is_bound=False)
+        world.end()
+    world.go(_spans(["own"]), is_bound=False)
+    for place in (_LAYER, _LATER):
+        assert world.board.provide(place, torch.ones(_ROWS, 4))[:, 0].tolist() == [2, 2, 2, 1, 1]
+    assert (world.cell.error, world.cell.undone) == (None, [])
+
+
+def test_requests_that_arrive_while_a_trace_is_deferred_are_told_of_before_their_step(world: World) -> None:
+    offered: list[str] = []
+    may_answer = _deferred(world, offered)
+    world.end()
+    world.cell.begin([("later", TraceEntry("key", 1, 1, b"", [{}] * 2))])
+    may_answer.set()
+    world.listen()
+    world.go(_spans(["own"]), is_bound=False)
+    for place in (_LAYER, _LATER):
+        world.board.provide(place, torch.ones(_ROWS, 4))
+    world.end()
+    assert offered == [_LAYER, _LATER], "in the middle of a step it reads nothing"
+    world.go([TraceSpan("later", 0, 0, 1, 0, complete=True)])
+    assert offered == [_LAYER, _LATER, "later"]
+    assert world.cell.error is None
+
+
+@pytest.mark.parametrize("is_bound", [True, False])
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_tenant_rests_whose_trace_has_held_others_up(
+    world: World, is_bound: bool, is_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting_module, "_REST", 1000.0)
+
     def slow(side: SandboxSide) -> None:
+        side.receive()
+        side.send(packed(Go([], live=["own"])))
         while True:
             side.receive()
-            time.sleep(0.75 * _BUDGET_S)
+            time.sleep(0.2)
+            side.send(packed(Go([])))
+
+    world.begin(slow)
+    world.cell.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
+    world.listen()
+    world.waiting = Waiting(_SHORT_S, 60)
+    assert world.waiting.resting == frozenset()
+    world.go([TraceSpan("own", 0, 0, _OWN, 7, complete=True)], is_bound=is_bound, is_alone=is_alone)
+    world.listen()
+    holds_up = is_bound and not is_alone
+    assert world.waiting.resting == (frozenset({"acme"}) if holds_up else frozenset())
+    moment = time.monotonic() + 1e6
+    monkeypatch.setattr(time, "monotonic", lambda: moment)
+    assert world.waiting.resting == frozenset()
+
+
+def test_requests_that_arrive_together_share_one_step(world: World) -> None:
+    told: list[int] = []
+
+    def slow(side: SandboxSide) -> None:
+        while True:
+            head, _ = read_by_sandbox(side.receive())
+            if isinstance(head, Begin):
+                told.append(len(head.arrived))
+            world.process.used_s += 0.75 * _BUDGET_S
             side.send(packed(Go([], live=[f"own{number}" for number in range(20)])))
 
     world.begin(slow)
-    started = time.monotonic()
     for number in range(20):
         world.cell.begin([(f"own{number}", TraceEntry("key", number, 1, b"", [{}] * 20))])
     world.go([TraceSpan("own0", 0, 0, _OWN, 0, complete=True)])
-    assert time.monotonic() - started < _LATEST_S
+    assert told == [1, 19]
     assert world.end() == ([], {})
     assert world.cell.error is None
 
@@ -418,7 +540,7 @@ def test_a_trace_is_waited_for_no_longer_than_one_may(world: World) -> None:
     def slow(side: SandboxSide) -> None:
         while True:
             side.receive()
-            time.sleep(0.5 * _BUDGET_S)
+            world.process.used_s += 0.5 * _BUDGET_S
             side.send(packed(Go([], live=["own"])))
 
     world.begin(slow)

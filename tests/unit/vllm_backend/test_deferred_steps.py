@@ -26,6 +26,9 @@ from nnsight_engine.vllm_backend.compat import (
 )
 from nnsight_engine.vllm_backend.scheduler import InterventionScheduler
 from nnsight_engine.vllm_backend.sharing import SENDER_KEY
+from nnsight_engine.vllm_backend.traces.board import Board
+from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY, TraceEntry
+from nnsight_engine.vllm_backend.traces.sandboxed.cells import Cells
 
 _BLOCK = 16
 _NUM_BLOCKS = 64
@@ -48,13 +51,22 @@ class Scheduling:
         self.given: dict[str, int] = {}
         self.alone: list[bool] = []
 
-    def add(self, name: str, length: int, sender: str) -> None:
-        params = SamplingParams(max_tokens=4, temperature=0.0, extra_args={SENDER_KEY: sender})
+    def add(self, name: str, length: int, sender: str, *, is_sandboxed: bool = False) -> None:
+        extra: dict[str, Any] = {SENDER_KEY: sender}
+        if is_sandboxed:
+            extra[TRACE_KEY] = TraceEntry(name, 0, 1, b"", [{}], sandbox_of=sender).to_plain()
+        params = SamplingParams(max_tokens=4, temperature=0.0, extra_args=extra)
         params.skip_reading_prefix_cache = True
         request = Request(name, list(range(1, length + 1)), params, None, block_hasher=self.hasher)
         self.scheduler.add_request(request)
 
-    def step(self, *, undone: tuple[str, ...] = (), waiting: frozenset[str] | None = None) -> dict[str, int]:
+    def step(
+        self,
+        *,
+        undone: tuple[str, ...] = (),
+        waiting: frozenset[str] | None = None,
+        resting: frozenset[str] | None = None,
+    ) -> dict[str, int]:
         """Run a step; returns how many tokens each request had in it."""
         scheduled = self.scheduler.schedule()
         self.alone.append(is_alone(scheduled))
@@ -69,7 +81,7 @@ class Scheduling:
         output: Any = ModelRunnerOutput(
             names, {name: row for row, name in enumerate(names)}, sampled_token_ids=sampled
         )
-        results = StepResults({}, {}, {}, undone=list(undone), waiting=waiting)
+        results = StepResults({}, {}, {}, undone=list(undone), waiting=waiting, resting=resting)
         told = self.scheduler.update_from_output(scheduled, attach_results(output, results))
         for client in told.values():
             for one in client.outputs:
@@ -128,6 +140,32 @@ def test_who_waits_keeps_a_place(scheduling: Scheduling) -> None:
     assert set(scheduling.step()) == {"many-0"}
     assert scheduling.scheduler.max_num_running_reqs == 2
     assert {"slow", "many-0"} == {one.request_id for one in scheduling.scheduler.running}
+
+
+def test_code_of_a_tenant_that_rests_is_in_no_step_and_all_else_is(scheduling: Scheduling) -> None:
+    scheduling.add("traced", 10, "many", is_sandboxed=True)
+    scheduling.add("plain", 10, "many")
+    scheduling.add("other", 10, "few", is_sandboxed=True)
+    scheduling.step(resting=frozenset({"many"}))
+    scheduling.add("new", 10, "many", is_sandboxed=True)
+    scheduling.add("late", 10, "few", is_sandboxed=True)
+    met: set[str] = set()
+    for _ in range(3):
+        met.update(scheduling.step())
+    assert met == {"plain", "other", "late"}
+    scheduling.step(resting=frozenset())
+    for _ in range(20):
+        met.update(scheduling.step())
+    assert met == {"plain", "other", "late", "traced", "new"}
+    assert set(scheduling.given.values()) == {4}
+
+
+def test_a_tenant_rests_for_others_alone() -> None:
+    cells = Cells(Board(), EngineLimits())
+    cells._waiting._rest("acme", 10)
+    assert cells.resting == frozenset({"acme"})
+    cells.is_alone = True
+    assert cells.resting == frozenset()
 
 
 def test_who_ends_while_waiting_is_forgotten(scheduling: Scheduling) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nnsight_engine.vllm_backend.compat import detach_results
 from nnsight_engine.vllm_backend.kept_samples import KeptSamples
 from nnsight_engine.vllm_backend.runner import InterventionRunnerMixin
 from nnsight_engine.vllm_backend.seeded_chunks import SeededChunksMixin
@@ -20,6 +21,10 @@ class _Cells:
     def __init__(self) -> None:
         self.undone: list[str] = []
         self.waiting: frozenset[str] = frozenset()
+        self.resting: frozenset[str] = frozenset()
+
+    def wait_for_any(self, wait_s: float) -> None:
+        """Have nobody to wait for."""
 
 
 class _Traces(WorkerTraces):
@@ -28,11 +33,16 @@ class _Traces(WorkerTraces):
     def __init__(self, *, leaves: bool) -> None:
         self.cells: Any = _Cells()
         self.leaves = leaves
+        self.is_empty = False
         self.shown: list[int] = []
 
     @property
     def in_step(self) -> bool:
         return True
+
+    @property
+    def idle(self) -> bool:
+        return self.is_empty
 
     def on_samples(self, samples: torch.Tensor) -> torch.Tensor:
         self.shown = samples[:, 0].tolist()
@@ -108,3 +118,19 @@ def test_a_block_that_has_left_before_has_no_token() -> None:
     assert runner.sampled() == [first[0], -1]
     traces.cells.undone = []
     assert runner.sampled()[1] == first[1], "its stream was put back"
+
+
+def test_the_end_of_a_rest_is_told_although_no_block_is_there() -> None:
+    traces = _Traces(leaves=False)
+    runner = _Runner(traces)
+    traces.cells.resting = frozenset({"many"})
+    results = runner._with_blocks(traces, None)
+    assert results is not None
+    assert results.resting == frozenset({"many"})
+    traces.is_empty = True
+    assert runner._idle(SimpleNamespace()) is not None
+    traces.cells.resting = frozenset()
+    told = detach_results(runner._idle(SimpleNamespace()))
+    assert told is not None
+    assert told.resting == frozenset()
+    assert detach_results(runner._idle(SimpleNamespace())) is None

@@ -133,12 +133,19 @@ class Cells:
 
     def wait_for_any(self, wait_s: float) -> None:
         """Wait for so long until a process has answered that keeps its requests from going on."""
+        if self.resting and not self.waiting:
+            time.sleep(wait_s)  # for what comes of itself
         self._waiting.wait_for_any(list(self._by_key.values()), wait_s)
 
     @property
     def waiting(self) -> frozenset[str]:
         """The requests that cannot go on before their process has answered."""
         return frozenset().union(*(cell.waiting for cell in self._by_key.values()))
+
+    @property
+    def resting(self) -> frozenset[str]:
+        """The tenants whose requests are not to be in a step now, see ``Waiting``; none without others."""
+        return frozenset() if self.is_alone else self._waiting.resting
 
     def has(self, request_id: str) -> bool:
         """Tell whether a request is one of these, and its block still of use."""

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 _LEAST_S: Final = 0.001
 """Less is left of a job's time than it is worth to wait for."""
-_MOST_WALL: Final = 8
+_MOST_WALL: Final = 28
 """How many times as long as it may compute a job may take: the machine is busy, or it sleeps."""
 _ELSEWHERE: Final = 0
 """The only other place, where stages of a pipeline have numbers."""

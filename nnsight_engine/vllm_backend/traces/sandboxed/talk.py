@@ -48,8 +48,11 @@ _READ_S: Final = 0.02
 """For a sandbox to read one request's block, beside what all blocks may compute in a step."""
 _SEND_S: Final = 1.0
 """For a message to be taken: a socket takes any that is sent through it at once."""
-_WALL: Final = 10.0
-"""How many times as long as it may compute an answer may take: the machine is busy, or it sleeps."""
+_WALL: Final = 30.0
+"""How many times as long as it may compute an answer may take: the machine is busy, or it sleeps.
+
+Many sandboxes on a small machine wait for each other, and they compute at the lowest priority.
+"""
 
 _KNOWN_PARTS: Final = 4
 """How long a call takes is known from so many of its parts."""

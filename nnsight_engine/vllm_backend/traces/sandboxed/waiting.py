@@ -2,7 +2,9 @@
 
 A step is everybody's. Processes that are asked something at the same place compute at once, and the worker
 waits for all of them; a tenant has one allowance per step, however many traces it has. Whoever has not
-answered by then is left out of the step, which goes on for the others.
+answered by then is left out of the step, which goes on for the others. What cannot be left out holds up
+everybody, so its tenant *rests* afterwards: none of its sandboxed requests is in a step for nine times as
+long.
 """
 
 from __future__ import annotations
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
 
 _ALONE: Final = 8
 """How many times as long a step waits in which, as far as is known, there is nobody else."""
+
+
+_REST: Final = 9.0
+"""How many times as long as its traces have held others up a tenant rests: they do so a tenth of the time."""
 
 
 class Waiting:
@@ -36,10 +42,13 @@ class Waiting:
         self._most_s = most_s
         self._left_s = wait_s
         self._used_s: dict[str, float] = {}
+        self._is_alone = False
+        self._rests_until: dict[str, float] = {}
         self.waited_s = 0.0
 
     def begin(self, *, is_alone: bool = False) -> None:
         """Begin a step; with one tenant alone nobody else waits for it, so it may wait longer."""
+        self._is_alone = is_alone
         self._left_s = min(self._wait_s * (_ALONE if is_alone else 1), self._most_s)
         self._used_s.clear()
         self.waited_s = 0.0
@@ -48,10 +57,25 @@ class Waiting:
         """Wait until all have answered, or had their time; those that cannot be left out then are ended."""
         self._wait([cell for cell in cells if cell.talk.is_pending], self._left_s)
         stubborn = [cell for cell in cells if cell.talk.is_pending and not cell.can_be_deferred]
+        used_before = {cell.tenant: self._used(cell) for cell in stubborn}
         self._wait(stubborn, self._most_s)
         for cell in stubborn:
             if cell.talk.is_pending:
                 cell.talk.end_if_late(at_once=True)
+        if not self._is_alone:
+            for tenant, used_s in used_before.items():
+                self._rest(tenant, self._used_s.get(tenant, 0.0) - used_s)
+
+    def _rest(self, tenant: str, held_s: float) -> None:
+        moment = time.monotonic()
+        self._rests_until[tenant] = max(self._rests_until.get(tenant, 0.0), moment) + _REST * held_s
+
+    @property
+    def resting(self) -> frozenset[str]:
+        """The tenants whose traces have held others up and rest for it."""
+        moment = time.monotonic()
+        self._rests_until = {one: until for one, until in self._rests_until.items() if until > moment}
+        return frozenset(self._rests_until)
 
     def wait_for_any(self, cells: Sequence[Cell], wait_s: float) -> None:
         """Wait for so long until some has answered, outside of a step: there is nothing else to do."""

@@ -115,6 +115,28 @@ async def test_keys_that_open_nothing_cost_the_same_whatever_the_reason(bench: B
     assert await bench.show(open_.key) == "acme"
 
 
+@pytest.mark.both_databases
+async def test_random_keys_are_read_together_and_a_right_one_with_them(bench: Bench):
+    key = await bench.keys.create(NEW)
+    await bench.show(new_secret().text)  # whether there are keys at all is asked once
+    bench.costs.taken()
+    flood = [new_secret().text for _ in range(2500)]
+    answers = await asyncio.gather(*(bench.show(text) for text in [*flood, key.key]))
+    assert answers[-1] == "acme"
+    assert all("invalid_api_key" in answer for answer in answers[:-1])
+    statements = [one for one in bench.costs.taken() if isinstance(one, str) and one.startswith("SELECT")]
+    assert len(statements) <= 5
+
+
+async def test_a_key_that_another_server_has_made_works_at_once(bench: Bench):
+    await bench.keys.create(NEW)
+    other = Keys(KeyStore(bench.database))
+    for _ in range(3):
+        key = await other.create(NEW)
+        assert await bench.show(key.key) == "acme"
+    await other.close()
+
+
 @pytest.fixture
 def kept_slowly(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Have keys made as they were before they were kept by a fast hash."""

@@ -1,0 +1,67 @@
+"""What the tests of liveness see: a server that holds somebody up, and none that does not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tests import liveness
+from tests.liveness import Bystanders
+
+
+class Server(ThreadingHTTPServer):
+    """Answers everything at once, unless it is held.
+
+    Attributes:
+        paths: What waits while it is.
+    """
+
+    paths: frozenset[str] = frozenset()
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        while self.path in self.server.paths:
+            time.sleep(0.01)
+        self.rfile.read(int(self.headers.get("content-length") or 0))
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    do_POST = do_GET  # noqa: N815 - the base class's name
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server(("127.0.0.1", 0), Answer) as made:
+        serving = threading.Thread(target=made.serve_forever)
+        serving.start()
+        yield made
+        made.shutdown()
+        serving.join()
+
+
+def test_nobody_is_harmed_by_nothing(server: Server):
+    Bystanders(server.server_port).unharmed(lambda _: time.sleep(0.5))
+
+
+@pytest.mark.parametrize("path", ["/health/live", "/v1/completions"])
+def test_who_is_held_up_is_found(server: Server, path: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(liveness, "_NUM_TRIES", 1)
+
+    def send(_: int) -> None:
+        server.paths = frozenset({path})
+        time.sleep(3)
+        server.paths = frozenset()
+
+    with pytest.raises(AssertionError, match="alone"):
+        Bystanders(server.server_port).unharmed(send)
