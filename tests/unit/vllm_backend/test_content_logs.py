@@ -68,7 +68,7 @@ def test_an_error_is_its_type_and_place(caplog: pytest.LogCaptureFixture) -> Non
         int(SECRET)
     except ValueError as error:
         logging.getLogger(READERS[0]).exception("failed at %s", SECRET)
-        logging.getLogger(READERS[0]).error(error, exc_info=True)  # noqa: TRY400 - as libraries may write it
+        logging.getLogger(READERS[0]).error("%s", error, exc_info=error)  # noqa: TRY400 - as libraries may write it
     assert SECRET not in caplog.text
     for record in caplog.records:
         assert "ValueError at " in record.getMessage()
