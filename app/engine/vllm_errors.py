@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Any, Final
 
 from vllm import SamplingParams
@@ -12,6 +13,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationEr
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.engine.vllm_refusals import TOO_LARGE, RefusedError
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +37,7 @@ def reason_of(error: Exception) -> Exception:
     """
     reason = error.__cause__ if isinstance(error, EngineGenerateError) else error
     if isinstance(reason, ArithmeticError):
-        message = f"A number of this request is too large, or too small, to compute with ({reason}); "
-        refusal: Exception = VLLMValidationError(f"{message}send another.")
+        refusal: Exception = VLLMValidationError(f"{TOO_LARGE} ({reason})")
         return refusal
     return reason if isinstance(reason, _CLIENTS) else error
 
@@ -51,22 +52,28 @@ def said_dead() -> Iterator[None]:
 
 
 def word_streams(serving: Any) -> None:
-    """Have streams of a serving class of vLLM's end with the errors that whole answers have.
+    """Have streams of a serving class of vLLM's raise what vLLM would tell in an event of its own."""
 
-    Where the engine dies that is ours: theirs has no code.
-    """
-    worded = serving.create_streaming_error_response
-
-    def create(message: str | Exception, *args: Any, **kwargs: Any) -> str:
-        if isinstance(message, EngineDeadError):
-            raise engine_dead() from message
-        refusal = message if isinstance(message, ApiError) else getattr(message, "__cause__", None)
-        if isinstance(refusal, ApiError):
-            raise refusal
-        said: str = worded(message if isinstance(message, str) else reason_of(message), *args, **kwargs)
-        return said
+    def create(message: str | Exception, *_args: Any, **_kwargs: Any) -> str:
+        if isinstance(message, str):
+            raise RefusedError(message)
+        raise raised(message) from message
 
     serving.create_streaming_error_response = create
+
+
+def raised(error: Exception) -> ApiError | RefusedError:
+    """Return what vLLM has raised while it served a request: an error of ours, or a refusal."""
+    for one in (error, error.__cause__):
+        if isinstance(one, ApiError):
+            return one
+        if isinstance(one, EngineDeadError):
+            return engine_dead()
+    refusal = RefusedError.of(reason_of(error))
+    # What it says may quote the request.
+    log = logger.error if refusal.status == HTTPStatus.INTERNAL_SERVER_ERROR else logger.info
+    log("vLLM refused a request with %s", type(error).__name__)
+    return refusal
 
 
 def translated(error: Exception, field: str) -> ApiError | None:
