@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -13,12 +13,14 @@ from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationEr
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.engine.vllm_refusals import TOO_LARGE, RefusedError
+from app.engine.vllm_refusals import TOO_LARGE, RefusedError, refused
 
 logger = logging.getLogger(__name__)
 
 _CLIENTS: Final = (VLLMClientError, ValueError, TypeError)
 """What says that a request is wrong, also to vLLM."""
+
+_PROMPT: Final = "prompt"
 
 
 def engine_dead() -> ApiError:
@@ -76,12 +78,13 @@ def raised(error: Exception) -> ApiError | RefusedError:
     return refusal
 
 
-def translated(error: Exception, field: str) -> ApiError | None:
-    """Return an error of vLLM's as ours, with vLLM's words; None if it is a fault and no refusal.
+def translated(error: Exception, field: str, given: Mapping[str, Any]) -> ApiError | None:
+    """Return an error of vLLM's about a request of a trace as ours; None if it is a fault and no refusal.
 
     Args:
         error: What was raised.
-        field: What of the request it is about.
+        field: Where the request stands in the trace.
+        given: Its sampling parameters.
     """
     if isinstance(error, ApiError):
         return error
@@ -90,9 +93,9 @@ def translated(error: Exception, field: str) -> ApiError | None:
     if isinstance(error, GracefulHTTPError):
         return ApiError(ErrorCode.QUEUE_FULL, str(error), field)
     if isinstance(error, VLLMClientError):
-        parameter = getattr(error, "parameter", None)
-        known = parameter in SamplingParams.__struct_fields__
-        return ApiError(
-            ErrorCode.INVALID_VALUE, str(error), f"{field}.sampling.{parameter}" if known else field
-        )
+        names = SamplingParams.__struct_fields__
+        made = refused(RefusedError.of(error), given, [*names, _PROMPT])
+        top = (made.param or "").partition(".")[0]
+        place = f".sampling.{made.param}" if top in names else f".{_PROMPT}" if top == _PROMPT else ""
+        return ApiError(made.code, made.message, f"{field}{place}")
     return None
