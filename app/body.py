@@ -17,6 +17,7 @@ import numpy as np
 from starlette.requests import Request
 
 from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
 from app.bodies import bodies_of
 from app.body_fields import checked
 from app.cutoff import Cutoff, cutoff_of
@@ -82,6 +83,7 @@ def check_media_type(request: Request, expected: str) -> None:
 
 def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     """Parse UTF-8 JSON whose depth is already checked; raises as ``read_object`` does."""
+    value: Any = None
     try:
         # A byte order mark is let through, as json.loads does for bytes; UTF-16 is not, because
         # the depth was counted on single bytes.
@@ -93,6 +95,7 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
             ErrorCode.INVALID_JSON,
             "A string of the body holds half of a character (a lone surrogate, such as "
             f"{error.object[error.start]!a}), which UTF-8 cannot write; send whole characters.",
+            _field_with_half(value),
         ) from error
     except ValueError as error:
         # Bad UTF-8, bad JSON, and integers beyond Python's limit on digits are all ValueError.
@@ -104,6 +107,16 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
             ErrorCode.INVALID_SHAPE, f"The body must be a JSON object, got {type(value).__name__}."
         )
     return value
+
+
+def _field_with_half(body: Any) -> str | None:
+    """Return the field of a body that holds half of a character, or whose name does."""
+    for name, value in body.items() if isinstance(body, dict) else ():
+        try:
+            json.dumps({name: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return clip(name)
+    return None
 
 
 def check_depth(body: bytes | bytearray, max_depth: int) -> None:

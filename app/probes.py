@@ -81,7 +81,6 @@ class ProbeServer:
         sock.setblocking(False)  # noqa: FBT003 - the library's
         self.sockets = (sock,)
         self._sock = sock
-        self._ssl = config.ssl
         self._main = asyncio.get_running_loop()
         self._make = make
         self._watch = watch
@@ -164,7 +163,7 @@ class ProbeServer:
         except BaseException:
             connection.close()
             raise
-        if self._ssl is None and first.startswith(_FIRST_BYTES):
+        if first.startswith(_FIRST_BYTES):
             with contextlib.suppress(OSError):
                 await self._loop.connect_accepted_socket(self._probe_protocol, connection)
         else:
@@ -183,8 +182,8 @@ class ProbeServer:
         task.add_done_callback(self._handing.discard)
 
     async def _connect(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # of a client that has left, or does not speak TLS
-            await self._main.connect_accepted_socket(self._make, connection, ssl=self._ssl)
+        with contextlib.suppress(OSError):  # of a client that has left
+            await self._main.connect_accepted_socket(self._make, connection)
 
 
 async def _readable(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:

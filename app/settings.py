@@ -6,7 +6,6 @@ This is the only module that reads the environment. A setting ``port`` is the va
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Final, Literal
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from app.trusted_proxies import check_proxies
 from nnsight_engine.core.tap_choice import ALL_TAPS
 
 KIB: Final = 1024
@@ -352,8 +352,7 @@ class Settings(BaseSettings):
     @field_validator("trusted_proxies")
     @classmethod
     def _are_addresses(cls, value: str) -> str:
-        for one in filter(None, (part.strip() for part in value.split(","))):
-            ipaddress.ip_network(one)
+        check_proxies(value)
         return value
 
 

@@ -148,13 +148,6 @@ def _points(operation: Intervention) -> set[str]:
     return {_LAYER.sub(_ANY_LAYER, pattern) for pattern in patterns}
 
 
-def note_refusal(body: object) -> None:
-    """Note why the engine's own server refused a request, if it did."""
-    error = body.get("error") if isinstance(body, dict) else None
-    if isinstance(error, dict):
-        note(error=str(error.get("type") or error.get("code") or ""))
-
-
 async def note_trace(request: TraceRequest, record: Record | None = None) -> None:
     """Note what a trace is of, in the record given or in the request's."""
     record = record or RECORD.get()
@@ -181,7 +174,6 @@ __all__ = [
     "note",
     "note_caller",
     "note_operations",
-    "note_refusal",
     "note_tier",
     "note_trace",
 ]

@@ -29,15 +29,13 @@ class EngineReply:
     """An engine's answer: a whole body, or a stream of events; exactly one of the two is set.
 
     Attributes:
-        status: HTTP status; a stream has 200.
-        body: The JSON object of a whole answer, or of the engine's own error.
+        body: The JSON object of a whole answer.
         stream: Complete server-sent events (``data: …`` and a blank line), the last one
             ``data: [DONE]``. Ended early, it is closed with ``aclose`` where it has one, and must
             then abort what it runs. It may raise ``ApiError`` at any event.
         headers: Extra response headers.
     """
 
-    status: int = 200
     body: JsonObject | None = None
     stream: AsyncIterator[str] | None = None
     headers: dict[str, str] = dataclasses.field(default_factory=dict)

@@ -12,7 +12,6 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from starlette.requests import Request
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -24,23 +23,21 @@ from nnsight_engine.vllm_backend.grammar_process import GrammarSetup
 Accept = Callable[[StructuredOutputsParams, str], Awaitable[None]]
 
 
-async def read_accepted(model: type[Any], body: JsonObject, http: Request, accept: Accept) -> Any:
+async def read_accepted(model: type[Any], body: JsonObject, accept: Accept) -> Any:
     """Return a body as vLLM's request.
 
     Args:
         model: vLLM's.
         body: The JSON; vLLM may change it.
-        http: With vLLM's application.
         accept: Refuses a grammar, for a sender.
 
     Raises:
-        RefusedError: It is none.
-        ApiError: vLLM would take it, and fail; or a grammar is refused.
+        ApiError: It is none, vLLM would take it, and fail, or a grammar is refused.
     """
     tags = _structural_tags(body)
     for tag in tags:
         await accept(StructuredOutputsParams(structural_tag=tag), SENDER.get())
-    request = await read_request(model, body, http, in_thread=bool(tags))
+    request = await read_request(model, body, in_thread=bool(tags))
     structured = _beside_tools(request) if body.get("tools") else None
     if structured is not None:
         await accept(dataclasses.replace(structured), SENDER.get())

@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from starlette.requests import Request
 from vllm.config import ModelConfig
 from vllm.entrypoints.serve.tokenize.protocol import (
     DetokenizeRequest,
@@ -61,18 +60,18 @@ def ids_of(wanted: TokenizeRequest) -> list[int] | None:
     return prompt if isinstance(prompt, list) else None
 
 
-async def tokenize_request(wanted: TokenizeRequest, http: Request, spec: ModelSpec) -> Any:
+async def tokenize_request(wanted: TokenizeRequest, spec: ModelSpec) -> Any:
     """Return vLLM's request of ours, for a text where ids are asked about.
 
     Raises:
-        RefusedError: vLLM does not take it.
-        ApiError: ``unknown_token``, ``invalid_value``: the ids are none of the model's, or too many.
+        ApiError: ``unknown_token``, ``invalid_value``: the ids are none of the model's, or too many; or vLLM
+            refuses it.
     """
     body = wanted.root.model_dump(exclude_none=True)
     ids = ids_of(wanted)
     if ids is None:
         model: type[_Text | _Messages] = _Messages if isinstance(wanted.root, TokenizeMessages) else _Text
-        return await read_request(model, body, http)
+        return await read_request(model, body)
     if len(ids) > spec.max_model_len:
         raise ApiError(
             ErrorCode.INVALID_VALUE,
@@ -86,7 +85,7 @@ async def tokenize_request(wanted: TokenizeRequest, http: Request, spec: ModelSp
             f"A token's id lies between 0 and {spec.vocab_size - 1} here, got {excerpt(ids[index])}.",
             f"prompt.{index}",
         )
-    return await read_request(DetokenizeRequest, {"model": body.get("model"), "tokens": ids}, http)
+    return await read_request(DetokenizeRequest, {"model": body.get("model"), "tokens": ids})
 
 
 def texts_of(ids: Sequence[int], text_of: Callable[[int], str]) -> list[str]:

@@ -24,10 +24,8 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from api_schemas.capabilities import Capabilities
 from api_schemas.errors import ApiError, ErrorCode
@@ -42,10 +40,11 @@ from app.engine.places import Places
 from app.engine.stalls import stalled
 from app.engine.tokenizing import ids_of, texts_of, tokenize_request
 from app.engine.traces import TraceEngine
-from app.engine.vllm_errors import engine_dead, reason_of, said_dead, word_streams
-from app.engine.vllm_requests import RefusedError, begun, error_reply
+from app.engine.vllm_errors import raised, said_dead, word_streams
+from app.engine.vllm_refusals import RefusedError, refusals
+from app.engine.vllm_requests import begun
 from app.engine.vllm_traces import VLLMTraceEngine
-from app.errors import DONE_FRAME, error_frame
+from app.errors import DONE_FRAME
 from app.json_text import json_text
 from app.services.capabilities import describe
 from app.services.code_policy import SANDBOX_OF, has_process
@@ -340,28 +339,23 @@ class VLLMEngineClient:
         """Return the tokens of a text, ids or a conversation, each with its own text."""
         serving, given = self._vllm_app.state.serving_tokenization, ids_of(wanted)
         serve = serving.create_tokenize if given is None else serving.create_detokenize
-        try:
-            request = await tokenize_request(wanted, self._as_vllm(http), self.engine.spec)
-            answer = await self._serve(serve, request, http)
-        except RefusedError as refusal:
-            return refusal.reply
+        request = await tokenize_request(wanted, self.engine.spec)
+        answer = await self._serve(serve, request, http, wanted.root.model_dump(exclude_none=True))
         ids: list[int] = answer.tokens if given is None else given
         texts = await asyncio.to_thread(texts_of, ids, self._texts.text)
         tokens = [{"id": token_id, "text": text} for token_id, text in zip(ids, texts, strict=True)]
         return EngineReply(body={"model": self.served().names[0], "tokens": tokens})
 
     async def _plain(self, model: type[Any], serve: Serve, body: JsonObject, http: Request) -> EngineReply:
-        try:
-            request = await self._read(model, body, http)
-            answer = await self._serve(serve, request, http)
-            if hasattr(answer, "model_dump"):
-                return EngineReply(body=answer.model_dump())
-            return EngineReply(stream=await begun(answer))
-        except RefusedError as refusal:
-            return refusal.reply
+        given = dict(body)
+        request = await self._read(model, body)
+        answer = await self._serve(serve, request, http, given)
+        if hasattr(answer, "model_dump"):
+            return EngineReply(body=answer.model_dump())
+        return EngineReply(stream=await begun(answer, given, [*model.model_fields]))
 
-    async def _read(self, model: type[Any], body: JsonObject, http: Request) -> Any:
-        return await read_accepted(model, body, self._as_vllm(http), self._grammars.accept)
+    async def _read(self, model: type[Any], body: JsonObject) -> Any:
+        return await read_accepted(model, body, self._grammars.accept)
 
     async def _intervene(
         self,
@@ -374,10 +368,8 @@ class VLLMEngineClient:
         *,
         inline: bool,
     ) -> EngineReply:
-        try:
-            request = await self._read(model, body, http)
-        except RefusedError as refusal:
-            return refusal.reply
+        given = dict(body)
+        request = await self._read(model, body)
         if getattr(request, "use_beam_search", False):
             raise ApiError(
                 ErrorCode.UNSUPPORTED_COMBINATION,
@@ -390,18 +382,18 @@ class VLLMEngineClient:
         engine.open_call(call)
         streams = False
         try:
-            answer = await self._serve(serve, request, http)
+            answer = await self._serve(serve, request, http, given)
             num_choices = request.n or 1
             if not hasattr(answer, "model_dump"):
-                frames = await begun(answer)
+                frames = await begun(answer, given, [*model.model_fields])
                 streams = True
                 return EngineReply(stream=self._stream(frames, engine, call, num_choices, owner))
             body = answer.model_dump()
             return EngineReply(body=await self._whole(body, call, num_choices, owner, inline=inline))
-        except RefusedError as refusal:
+        except ApiError as refusal:
             if call.failure is not None:
                 raise call.failure from refusal
-            return refusal.reply
+            raise
         finally:
             if not streams:
                 engine.close_call(call)
@@ -424,26 +416,18 @@ class VLLMEngineClient:
             return call
         return InterventionCall(interventions, self.engine.spec, self._texts.token, stream=streams)
 
-    async def _serve(self, serve: Serve, request: Any, http: Request) -> Any:
-        """Have vLLM answer; raises RefusedError for what it refuses."""
-        try:
-            answer = await serve(request, self._as_vllm(http))
-        except (ApiError, asyncio.CancelledError):
-            raise
-        except EngineDeadError as error:
-            raise engine_dead() from error
-        except Exception as error:
-            if isinstance(error.__cause__, EngineDeadError):
-                raise engine_dead() from error
-            cause = error.__cause__
-            if isinstance(cause, ApiError):
-                raise cause from error
-            # What it says may quote the request.
-            logger.info("vLLM refused a request with %s", type(error).__name__)
-            raise RefusedError(error_reply(create_error_response(reason_of(error)))) from error
-        if isinstance(answer, ErrorResponse):
-            raise RefusedError(error_reply(answer))
-        return answer
+    async def _serve(self, serve: Serve, request: Any, http: Request, body: JsonObject) -> Any:
+        """Have vLLM answer; raises ApiError for what it refuses."""
+        with refusals(body, [*type(request).model_fields]):
+            try:
+                answer = await serve(request, self._as_vllm(http))
+            except ApiError:
+                raise
+            except Exception as error:
+                raise raised(error) from error
+            if isinstance(answer, ErrorResponse):
+                raise RefusedError.of_answer(answer)
+            return answer
 
     async def _whole(
         self, body: JsonObject, call: Call, num_choices: int, owner: str, *, inline: bool
@@ -465,14 +449,16 @@ class VLLMEngineClient:
         try:
             async for frame in frames:
                 yield frame if frame == DONE_FRAME else await self._frame(frame, call, num_choices, owner)
+        except ApiError as error:
+            if call.failure is not None:
+                raise call.failure from error
+            raise
         finally:
             await frames.aclose()  # type: ignore[attr-defined]  # vLLM's streams are generators
             engine.close_call(call)  # another one may serve by now
 
     async def _frame(self, frame: str, call: Call, num_choices: int, owner: str) -> str:
         chunk = json.loads(frame.removeprefix("data: "))
-        if "error" in chunk:
-            return frame if call.failure is None else error_frame(call.failure)
         for choice in chunk.get("choices", ()):
             index = choice["index"]
             collected: CollectedResults | None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from http import HTTPStatus
 from typing import Any, Final
 
 from vllm import SamplingParams
@@ -12,11 +13,14 @@ from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationEr
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from api_schemas.errors import ApiError, ErrorCode
+from app.engine.vllm_refusals import TOO_LARGE, RefusedError, refused
 
 logger = logging.getLogger(__name__)
 
 _CLIENTS: Final = (VLLMClientError, ValueError, TypeError)
 """What says that a request is wrong, also to vLLM."""
+
+_PROMPT: Final = "prompt"
 
 
 def engine_dead() -> ApiError:
@@ -35,8 +39,7 @@ def reason_of(error: Exception) -> Exception:
     """
     reason = error.__cause__ if isinstance(error, EngineGenerateError) else error
     if isinstance(reason, ArithmeticError):
-        message = f"A number of this request is too large, or too small, to compute with ({reason}); "
-        refusal: Exception = VLLMValidationError(f"{message}send another.")
+        refusal: Exception = VLLMValidationError(f"{TOO_LARGE} ({reason})")
         return refusal
     return reason if isinstance(reason, _CLIENTS) else error
 
@@ -51,30 +54,37 @@ def said_dead() -> Iterator[None]:
 
 
 def word_streams(serving: Any) -> None:
-    """Have streams of a serving class of vLLM's end with the errors that whole answers have.
+    """Have streams of a serving class of vLLM's raise what vLLM would tell in an event of its own."""
 
-    Where the engine dies that is ours: theirs has no code.
-    """
-    worded = serving.create_streaming_error_response
-
-    def create(message: str | Exception, *args: Any, **kwargs: Any) -> str:
-        if isinstance(message, EngineDeadError):
-            raise engine_dead() from message
-        refusal = message if isinstance(message, ApiError) else getattr(message, "__cause__", None)
-        if isinstance(refusal, ApiError):
-            raise refusal
-        said: str = worded(message if isinstance(message, str) else reason_of(message), *args, **kwargs)
-        return said
+    def create(message: str | Exception, *_args: Any, **_kwargs: Any) -> str:
+        if isinstance(message, str):
+            raise RefusedError(message)
+        raise raised(message) from message
 
     serving.create_streaming_error_response = create
 
 
-def translated(error: Exception, field: str) -> ApiError | None:
-    """Return an error of vLLM's as ours, with vLLM's words; None if it is a fault and no refusal.
+def raised(error: Exception) -> ApiError | RefusedError:
+    """Return what vLLM has raised while it served a request: an error of ours, or a refusal."""
+    for one in (error, error.__cause__):
+        if isinstance(one, ApiError):
+            return one
+        if isinstance(one, EngineDeadError):
+            return engine_dead()
+    refusal = RefusedError.of(reason_of(error))
+    # What it says may quote the request.
+    log = logger.error if refusal.status == HTTPStatus.INTERNAL_SERVER_ERROR else logger.info
+    log("vLLM refused a request with %s", type(error).__name__)
+    return refusal
+
+
+def translated(error: Exception, field: str, given: Mapping[str, Any]) -> ApiError | None:
+    """Return an error of vLLM's about a request of a trace as ours; None if it is a fault and no refusal.
 
     Args:
         error: What was raised.
-        field: What of the request it is about.
+        field: Where the request stands in the trace.
+        given: Its sampling parameters.
     """
     if isinstance(error, ApiError):
         return error
@@ -83,9 +93,9 @@ def translated(error: Exception, field: str) -> ApiError | None:
     if isinstance(error, GracefulHTTPError):
         return ApiError(ErrorCode.QUEUE_FULL, str(error), field)
     if isinstance(error, VLLMClientError):
-        parameter = getattr(error, "parameter", None)
-        known = parameter in SamplingParams.__struct_fields__
-        return ApiError(
-            ErrorCode.INVALID_VALUE, str(error), f"{field}.sampling.{parameter}" if known else field
-        )
+        names = SamplingParams.__struct_fields__
+        made = refused(RefusedError.of(error), given, [*names, _PROMPT])
+        top = (made.param or "").partition(".")[0]
+        place = f".sampling.{made.param}" if top in names else f".{_PROMPT}" if top == _PROMPT else ""
+        return ApiError(made.code, made.message, f"{field}{place}")
     return None

@@ -15,6 +15,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 
 from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip
 from app.engine.vllm_errors import translated
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.vllm_backend.call import TICKET_KEY
@@ -47,7 +48,9 @@ def sampling_params(given: Mapping[str, Any], field: str) -> SamplingParams:
     if unknown:
         name = min(unknown)
         raise ApiError(
-            ErrorCode.INVALID_VALUE, f"vLLM has no sampling parameter {name!r}.", f"{field}.sampling.{name}"
+            ErrorCode.INVALID_VALUE,
+            f"vLLM has no sampling parameter {clip(name)!r}; its class SamplingParams has them.",
+            f"{field}.sampling.{clip(name)}",
         )
     structured = named.get("structured_outputs")
     if isinstance(structured, dict):
@@ -62,7 +65,7 @@ def sampling_params(given: Mapping[str, Any], field: str) -> SamplingParams:
         named_there = "" if place is None else place[1]
         raise ApiError(ErrorCode.INVALID_VALUE, str(error), f"{field}.sampling{named_there}") from error
     except VLLMClientError as error:
-        raise translated(error, field) or error from error
+        raise translated(error, field, named) or error from error
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ApiError(ErrorCode.INVALID_VALUE, str(error), f"{field}.sampling") from error
     return params

@@ -97,7 +97,7 @@ class VLLMTraceEngine:
         except SlowReaderError as error:
             raise ApiError(ErrorCode.CAPTURE_TOO_LARGE, str(error)) from error
         except Exception as error:
-            refusal = translated(error, run.field)
+            refusal = translated(error, run.field, run.given)
             if refusal is None:
                 logger.exception("a trace failed")
                 raise internal_error() from error
@@ -191,6 +191,7 @@ class _Run:
 
     Attributes:
         field: What of the client's message failed, if something did.
+        given: The sampling parameters of the request that it is.
     """
 
     def __init__(self, engine: InterventionAsyncLLM, trace: _Trace) -> None:
@@ -201,6 +202,7 @@ class _Run:
         ]
         self._news: dict[int, list[tuple[int, bytes]]] = {}
         self.field = "invokes"
+        self.given: dict[str, Any] = {}
 
     async def frames(self) -> AsyncGenerator[Frame, None]:
         """Run it and yield what is to be told."""
@@ -267,6 +269,7 @@ class _Run:
                 yield output
         except Exception:
             self.field = f"invokes.{index}"
+            self.given = msgspec.structs.asdict(trace.params[index])
             raise
         finally:
             await outputs.aclose()

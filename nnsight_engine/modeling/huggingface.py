@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nnsight_engine.modeling.edit_files import DEFAULT_VARIANT, edits_path, read_edits, write_edits
 from nnsight_engine.modeling.mixins.remoteable import RemoteableMixin
 
 
@@ -35,6 +37,54 @@ class HuggingFaceModel(RemoteableMixin):
         self.repo_id = source if isinstance(source, str) else _name_of(source)
         self.revision = revision
         super().__init__(source, *args, **kwargs)
+
+    def export_edits(
+        self,
+        name: str | None = None,
+        export_dir: str | os.PathLike[str] | None = None,
+        variant: str = DEFAULT_VARIANT,
+    ) -> Path:
+        """Write the edits of this model to a file, and return its path.
+
+        Args:
+            name: What the model is called in the folder; its repository by default.
+            export_dir: The folder; one in the user's cache by default.
+            variant: Tells several exports of one model apart.
+
+        Raises:
+            ValueError: There are no edits, or a name cannot be a file's.
+            EncodeError: Something that the edits use cannot be written.
+        """
+        path = edits_path(name or self._edits_name(), export_dir, variant)
+        write_edits(self, path)
+        return path
+
+    def import_edits(
+        self,
+        name: str | None = None,
+        export_dir: str | os.PathLike[str] | None = None,
+        variant: str = DEFAULT_VARIANT,
+    ) -> None:
+        """Add edits that ``export_edits`` wrote to those of this model.
+
+        Their code runs in this process, in each trace: import only what you would import as a Python module.
+
+        Args:
+            name: As for ``export_edits``.
+            export_dir: The same.
+            variant: The same.
+
+        Raises:
+            FileNotFoundError: They were not exported.
+            ValueError: They are of a model of another shape, or one with modules that this one lacks.
+        """
+        path = edits_path(name or self._edits_name(), export_dir, variant)
+        self._default_mediators.extend(read_edits(self, path))
+
+    def _edits_name(self) -> str:
+        if not self.repo_id:
+            raise ValueError("this model was made from a module and has no name: say one with name=")
+        return self.repo_id.strip(os.sep)
 
     def _hub_options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the options that every part of a repository is to be loaded with."""

@@ -1,51 +1,84 @@
 """vLLM's log lines without what clients sent or got.
 
-Some of vLLM's errors quote a request: the text of a grammar, the tokens of an answer. Its serving classes and
-its engine log them with their tracebacks. Here such a line keeps what happened, where, and the error's type.
-Called once in each process that has vLLM: the server's, and the engine's.
+Some of vLLM's lines quote a request: the text of a grammar, the tokens of an answer, a template, a call of a
+tool. What reads requests and answers logs them as arguments, and in tracebacks. Here such a line keeps what
+happened, where, the error's type, and the request's id. Called once in each process that has vLLM: the
+server's, and the engine's.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
+import re
 import traceback
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
-_LOGGERS: Final = (
-    "vllm.entrypoints.openai.chat_completion.serving",
-    "vllm.entrypoints.openai.completion.serving",
-    "vllm.v1.core.sched.scheduler",
-    "vllm.v1.engine.core",
+_READERS: Final = (
+    "vllm.entrypoints.",
+    "vllm.parser.",
+    "vllm.reasoning.",
+    "vllm.renderers.",
+    "vllm.tokenizers.",
+    "vllm.tool_parsers.",
+    "vllm.v1.core.sched.",
+    "vllm.v1.engine.",
+    "vllm.v1.structured_output.",
     "vllm.v1.structured_output",
-    "vllm.v1.structured_output.backend_guidance",
-    "vllm.v1.structured_output.backend_xgrammar",
 )
+"""Loggers of what reads requests or answers, by the beginning of their names."""
+
+_REQUEST_ID: Final = re.compile(r"(?:chat)?cmpl-[\w.-]{1,200}")
+_TOKEN: Final = re.compile(r"\btoken %s")
+_Factory = Callable[..., logging.LogRecord]
 
 
-class _WithoutContent(logging.Filter):
-    """Replaces errors by their types and places, and lists by their lengths."""
+class _WithoutContent:
+    """Makes records of lines whose arguments and errors quote nothing."""
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Let every record pass, changed where it may quote a request."""
-        if isinstance(record.args, tuple):
-            record.args = tuple(
-                f"<{len(one)} values>" if isinstance(one, list | tuple | dict) else one for one in record.args
-            )
+    def __init__(self, make: _Factory) -> None:
+        """Ask ``make`` for records."""
+        self._make = make
+
+    def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = self._make(*args, **kwargs)
+        if not f"{record.name}.".startswith(_READERS):
+            return record
+        record.msg = _TOKEN.sub(
+            "a token%.0s", record.msg if isinstance(record.msg, str) else _told(record.msg)
+        )
+        if isinstance(record.args, Mapping):
+            record.args = {name: _told(one) for name, one in record.args.items()}
+        elif record.args:
+            record.args = tuple(map(_told, record.args))
         error = record.exc_info[1] if record.exc_info else None
         if error is not None:
             *_, frame = traceback.extract_tb(error.__traceback__) or [None]
             where = "" if frame is None else f" at {frame.filename}:{frame.lineno}"
             record.msg, record.args = f"{record.getMessage()} {type(error).__name__}{where}", ()
             record.exc_info = record.exc_text = None
-        return True
+        return record
+
+
+def _told(value: object) -> Any:
+    """Return what a line says of a value: a number, the id of a request, or how much it is of what."""
+    if value is None or isinstance(value, int | float | enum.Enum):
+        return value
+    if isinstance(value, str) and _REQUEST_ID.fullmatch(value):
+        return value
+    if isinstance(value, str | bytes):
+        return f"<{len(value)} characters>"
+    if isinstance(value, list | tuple | set | frozenset | Mapping):
+        return f"<{len(value)} values>"
+    return f"<{type(value).__name__}>"
 
 
 def leave_content_out() -> None:
     """Have vLLM log nothing of what clients send; idempotent."""
-    for name in _LOGGERS:
-        logger = logging.getLogger(name)
-        if not any(isinstance(one, _WithoutContent) for one in logger.filters):
-            logger.addFilter(_WithoutContent())
+    make = logging.getLogRecordFactory()
+    if not isinstance(make, _WithoutContent):
+        logging.setLogRecordFactory(_WithoutContent(make))
 
 
 __all__ = ["leave_content_out"]

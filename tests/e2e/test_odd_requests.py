@@ -15,6 +15,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from api_schemas.errors import ErrorCode
 from tests.e2e.live import MODEL
 from tests.e2e.odd_requests import CHAT, COMPLETIONS, NUMBERS, POINT, OddRequest, requests
 from tests.e2e.server import Server
@@ -102,7 +103,11 @@ def fault_in(answer: httpx.Response) -> str | None:
         return f"no JSON: {error}: {answer.text[:500]}"
     errors = [part["error"] for part in parts if isinstance(part, dict) and "error" in part]
     late = [one for one in errors if answer.is_success]
-    internal = [one for one in late if one.get("code") in {"internal_error", SERVER_ERROR}]
+    for one in errors:
+        misshapen = [key for key in ("message", "type", "code") if not isinstance(one.get(key), str)]
+        if misshapen or not isinstance(one.get("param"), str | None):
+            return f"an error whose {misshapen or 'param'} has the wrong type: {one}"
+    internal = [one for one in late if one["code"] == "internal_error"]
     if internal:
         return f"a stream ended with {internal[0]}"
     if not answer.is_success and parts and not (errors and errors[0].get("message")):
@@ -149,8 +154,49 @@ async def test_mistakes_are_refused_the_same_way_whole_and_streamed(
         answer = await send(http, OddRequest("POST", path, body))
         assert answer.status_code in {400, 422}, (stream, intervenes, answer.text[:300])
         assert fault_in(answer) is None
-        said.add((answer.status_code, answer.json()["error"]["message"]))
+        error = answer.json()["error"]
+        assert (error["param"] or "").partition(".")[0] == name, error
+        assert error["code"] in {*ErrorCode}
+        said.add((answer.status_code, error["message"]))
     assert len(said) == 1, said
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "odd", "param", "step"),
+    [
+        (COMPLETIONS, {"temperature": 3}, "temperature", "change `temperature`"),
+        (COMPLETIONS, {"n": 2, "temperature": 0}, "n", "set `temperature` above 0"),
+        (COMPLETIONS, {"logprobs": 10**6}, "logprobs", "change `logprobs`"),
+        (COMPLETIONS, {"stop_token_ids": [10**6]}, "stop_token_ids", "change `stop_token_ids`"),
+        (COMPLETIONS, {"logit_bias": {"1000000": 1}}, "logit_bias", "change `logit_bias`"),
+        (COMPLETIONS, {"min_tokens": 9, "max_tokens": 2}, "min_tokens", "lower `min_tokens`"),
+        (COMPLETIONS, {"model": "nobody's"}, "model", "GET /v1/models"),
+        (COMPLETIONS, {"suffix": "x"}, "suffix", "omit `suffix`"),
+        (COMPLETIONS, {"prompt": "a " * 9000}, "prompt", "length"),
+        (CHAT, {"top_logprobs": 10**6, "logprobs": True}, "top_logprobs", "change `top_logprobs`"),
+        (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens", "change `max_completion_tokens`"),
+        (CHAT, {"messages": [{"role": "user", "content": "a " * 9000}]}, "messages", "length"),
+        (CHAT, {"chat_template": "{{"}, "chat_template", "omit it"),
+        (
+            CHAT,
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "false",
+        ),
+    ],
+    ids=ascii,
+)
+async def test_what_vllm_refuses_late_names_the_field_and_the_step(
+    http: httpx.AsyncClient, path: str, odd: dict[str, Any], param: str, step: str, stream: bool
+) -> None:
+    good: dict[str, Any] = {"prompt": "A bird sat"} if path == COMPLETIONS else {"messages": SAID}
+    answer = await send(http, OddRequest("POST", path, {"max_tokens": 2, "stream": stream, **good, **odd}))
+    assert answer.status_code in {400, 404}, answer.text[:300]
+    assert fault_in(answer) is None
+    error = answer.json()["error"]
+    assert error["param"] == param, error
+    assert step in error["message"], error
 
 
 async def test_the_messages_say_what_to_send_instead(http: httpx.AsyncClient) -> None:

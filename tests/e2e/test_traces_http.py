@@ -296,7 +296,7 @@ async def test_one_bad_request_ends_those_beside_it(
     )
     response = await send(server, TraceRequest(head, request.parts))
     assert response.status_code == 400
-    assert response.json()["error"]["param"] == "invokes.1"
+    assert response.json()["error"]["param"] == "invokes.1.prompt"
     assert "maximum context length" in response.json()["error"]["message"]
 
 

@@ -59,7 +59,21 @@ async def test_a_client_is_whom_trusted_proxies_name(
     assert answer.text == expected
 
 
-@pytest.mark.parametrize("wrong", ["*", "a.example", "10.0.0.1/8", "10.0.0.0/40"])
-def test_what_is_no_address_is_no_proxy(wrong: str) -> None:
-    with pytest.raises(ValidationError):
+@pytest.mark.parametrize(
+    ("wrong", "got", "step"),
+    [
+        ("*", "'*'", "list the network that your proxies are in"),
+        ("127.0.0.1, *", "'*'", "list the network that your proxies are in"),
+        ("a.example", "'a.example'", "write the proxy's address"),
+        ("10.1.2.3/8", "'10.1.2.3/8'", "write 10.0.0.0/8 for the network, or 10.1.2.3 for the one address"),
+        ("fd00::7/64", "'fd00::7/64'", "write fd00::/64 for the network, or fd00::7 for the one address"),
+        ("10.0.0.0/40", "'10.0.0.0/40'", "write the proxy's address"),
+    ],
+)
+def test_what_is_no_address_is_no_proxy(wrong: str, got: str, step: str) -> None:
+    with pytest.raises(ValidationError) as caught:
         Settings.model_validate({"trusted_proxies": wrong})
+    (problem,) = caught.value.errors()
+    assert "such as 10.1.2.3 or 10.0.0.0/8" in problem["msg"]
+    assert f"got {got}; " in problem["msg"]
+    assert step in problem["msg"]

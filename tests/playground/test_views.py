@@ -211,6 +211,33 @@ def test_the_lens_comes_as_the_tokens_do(server: Server, open_page: Open) -> Non
     assert len(page.evaluate("() => [...window.widths].filter(Boolean)")) > 2, "it grows as it is written"
 
 
+@pytest.mark.parametrize("kind", ["plain", "chat"])
+def test_generated_pieces_of_characters_are_shown_as_those_of_a_prompt(
+    server: Server, open_page: Open, kind: str
+) -> None:
+    piece = tokens(server, "🦜")[0]
+    assert "\ufffd" not in piece
+    said = [{"role": "user", "content": "Draw a bird."}]
+    given = {"kind": kind, "prompt": PROMPT, "messages": said, "sampling": {"maxTokens": 4}}
+    ids = httpx.post(f"{server.base_url}/v1/tokenize", json={"prompt": "🦜"}).json()["tokens"]
+
+    def force(route: Route) -> None:
+        body = {**json.loads(route.request.post_data or ""), "allowed_token_ids": [ids[0]["id"]]}
+        route.continue_(post_data=json.dumps(body))
+
+    for view, button in (("lens", "Read the lens"), ("activations", "Measure")):
+        page = open_page(link(server.base_url, view=view, **given))
+        page.route("**/v1/completions", force)
+        page.route("**/v1/chat/completions", force)
+        press(page, button)
+        if view == "lens":
+            shown = page.get_by_role("grid").locator("thead th").all_text_contents()
+        else:
+            region = page.get_by_role("region", name=re.compile("Norm after layer"))
+            shown = region.locator(".heated span").all_text_contents()
+        assert shown[-3:] == [piece] * 3, shown
+
+
 def shown_in(page: Page, section: str) -> list[float]:
     cells = page.get_by_role("region", name=section).locator("table td").all_text_contents()
     return [float(text) for text in cells]

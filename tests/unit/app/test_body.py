@@ -79,8 +79,8 @@ def test_large_integers_and_a_byte_order_mark_are_fine():
 )
 def test_half_of_a_character_is_refused_wherever_it_stands(text: str) -> None:
     with pytest.raises(ApiError, match="lone surrogate") as caught:
-        parse_object(f'{{"a": [{text}]}}'.encode())
-    assert caught.value.code == "invalid_json"
+        parse_object(f'{{"b": "whole", "a": [{text}]}}'.encode())
+    assert (caught.value.code, caught.value.param) == ("invalid_json", "a")
 
 
 def test_a_character_of_two_escapes_is_whole() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from vllm.exceptions import VLLMValidationError
 
 from api_schemas.errors import ApiError
+from app.engine.vllm_errors import translated
 from app.engine.vllm_sampling import sampling_params
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 
@@ -32,12 +34,23 @@ def test_what_is_derived_from_others_is_made_anew() -> None:
     assert params.structured_outputs._backend is None
 
 
+def test_what_vllm_refuses_has_a_value_and_a_step() -> None:
+    with pytest.raises(ApiError, match=r"got -1\.0; change `temperature`") as caught:
+        sampling_params({"temperature": -1}, "invokes.3")
+    assert "parameter=" not in caught.value.message
+    error = VLLMValidationError("This model's maximum context length is 8 tokens.", parameter="input_tokens")
+    told = translated(error, "invokes.1", {"temperature": 1})
+    assert told is not None
+    assert (told.code, told.param) == ("invalid_value", "invokes.1.prompt")
+    assert translated(RuntimeError("a defect"), "invokes.1", {}) is None
+
+
 @pytest.mark.parametrize(
     ("given", "code", "field"),
     [
         ({"temperature": -1}, "invalid_value", "temperature"),
         ({"temperature": "hot"}, "invalid_value", "temperature"),
-        ({"n": 0}, "invalid_value", ""),
+        ({"n": 0}, "invalid_value", "n"),
         ({"stop": [1]}, "invalid_value", "stop[0]"),
         ({"seed": 2**70}, "invalid_value", ""),
         ({"logit_bias": {"a": 1}}, "invalid_value", "logit_bias"),
@@ -46,7 +59,11 @@ def test_what_is_derived_from_others_is_made_anew() -> None:
         ({"extra_args": 3}, "invalid_value", ""),
         ({"extra_args": {TRACE_KEY: "x"}}, "bad_request", "extra_args"),
         ({"structured_outputs": {"json": nested(500)}}, "invalid_value", ""),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "invalid_value", ""),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+            "unsupported_combination",
+            "structured_outputs",
+        ),
         ({"output_kind": 7}, "invalid_value", "output_kind"),
     ],
 )

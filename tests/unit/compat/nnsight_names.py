@@ -81,11 +81,8 @@ NAMES: Final[dict[str, tuple[Name, ...]]] = {
             "trace generate scan edit session clear_edits device dispatch tokenizer generator to_model_key "
             "_prepare_input _batch envoys",
         ),
-        Name(
-            "LanguageModel.export_edits",
-            "keep the edit's block in a function: `with model.edit(inplace=True)`",
-        ),
-        Name("LanguageModel.import_edits", "call the function that has the edit's block"),
+        Name("LanguageModel.export_edits", note="a file in the wire format; returns its path"),
+        Name("LanguageModel.import_edits", note="adds to the edits of the model; reads files of ours only"),
         *_here(
             "Envoy",
             "input inputs output source next skip __call__ interleave _module _default_mediators path",
@@ -118,7 +115,7 @@ NAMES: Final[dict[str, tuple[Name, ...]]] = {
         Name(f"{_TRACING}.globals.TracingCache", "`Globals.cache`"),
         Name(
             f"{_TRACING}.util.ExceptionWrapper",
-            "an error keeps its own type: catch that; `CONFIG.APP.DEBUG = True` shows the library's frames",
+            note="nothing raises it: an error keeps its own type, and is itself what `.original` is there",
         ),
         Name("nnsight.modeling.mixins.remoteable.StreamTracer", "`with tracer.local():` in a remote trace"),
         Name("nnsight.modeling.mixins.remoteable.RemoteInterleavingTracer", "`model.trace(..., remote=...)`"),

@@ -19,7 +19,7 @@ from nnsight_engine.intervention.backends.execution import ExecutionBackend
 from nnsight_engine.intervention.tracing.base import Tracer
 from nnsight_engine.intervention.tracing.globals import Globals
 from nnsight_engine.intervention.tracing.tracer import InterleavingTracer
-from nnsight_engine.intervention.tracing.util import wrap_exception
+from nnsight_engine.intervention.tracing.util import ExceptionWrapper, wrap_exception
 
 X = torch.ones(1, 5)
 
@@ -60,7 +60,7 @@ def model() -> NNsight:
         ("intervention.tracing.iterator", "IteratorTracer"),
         ("intervention.tracing.backwards", "BackwardsTracer"),
         ("intervention.tracing.globals", "Globals save"),
-        ("intervention.tracing.util", "wrap_exception"),
+        ("intervention.tracing.util", "ExceptionWrapper wrap_exception"),
     ],
 )
 def test_documented_import(module: str, names: str) -> None:
@@ -203,3 +203,17 @@ def test_clearing_the_cache_lets_changed_source_be_read(model: NNsight, edited_f
     changed = loaded(edited_file, "# further down now\n" + text.format("-1"))
     Globals.cache.clear()
     assert changed.run(model, X).shape == (1, 2)
+
+
+def test_an_error_is_itself_and_no_wrapper_of_it(model: NNsight) -> None:
+    with pytest.raises(ZeroDivisionError) as caught, model.trace(X):
+        _ = 1 / 0
+    assert not isinstance(caught.value, ExceptionWrapper)
+    with model.trace(X) as tracer:
+        pass
+    block = tracer.info
+    with pytest.raises(ExceptionWrapper, match="ZeroDivisionError: division by zero") as wrapped:
+        raise ExceptionWrapper(block, caught.value)
+    wrapped.value.set_info(block)
+    assert wrapped.value.original is caught.value
+    assert wrapped.value.infos == [block, block]

@@ -55,6 +55,20 @@ export async function tokenize(prompt: Json, signal?: AbortSignal): Promise<Toke
   return (await post<{ tokens: Token[] }>({ path: "/v1/tokenize", body }, signal)).tokens;
 }
 
+/** The texts of tokens that were asked for, by id: a server has one model for as long as it runs. */
+const known = new Map<number, string>();
+
+/** Returns each token's own text, as those of a prompt have it. */
+export async function textsOf(ids: number[], signal?: AbortSignal): Promise<string[]> {
+  const unknown = [...new Set(ids)].filter((id) => !known.has(id));
+  if (unknown.length) {
+    const request = { path: "/v1/tokenize", body: { prompt: unknown } };
+    const { tokens } = await post<{ tokens: Token[] }>(request, signal);
+    for (const token of tokens) known.set(token.id, token.text);
+  }
+  return ids.map((id) => known.get(id)!);
+}
+
 /** Yields the events of a streamed answer; an error among them is thrown. */
 export async function* stream<T = Answer>(
   { path, body }: ApiRequest,

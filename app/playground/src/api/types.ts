@@ -113,7 +113,7 @@ export interface Choice {
   delta?: { content?: string | null };
   message?: { content?: string | null };
   finish_reason?: string | null;
-  logprobs?: { tokens?: string[]; content?: { token: string }[] | null } | null;
+  token_ids?: number[] | null;
   interventions?: ChoiceInterventions;
 }
 

@@ -1,5 +1,6 @@
 /** The requests that the views have in common. */
 
+import { textsOf } from "../api/client";
 import type { Answer, ApiRequest, Capabilities, JsonObject, Operation } from "../api/types";
 import type { PageState } from "../state/page";
 
@@ -29,10 +30,9 @@ export function source(state: PageState): string | JsonObject[] {
     : state.messages.map(({ role, content }) => ({ role, content }));
 }
 
-/** Returns the request with each generated token's own text beside the answer's. */
+/** Returns the request with the ids of what is generated beside the text, which says only whole characters. */
 export function withTokens(request: ApiRequest): ApiRequest {
-  const wanted = request.path.endsWith("/chat/completions") ? { logprobs: true } : { logprobs: 0 };
-  return { path: request.path, body: { ...request.body, ...wanted } };
+  return { path: request.path, body: { ...request.body, return_token_ids: true } };
 }
 
 /** Returns the text that a piece of an answer has. */
@@ -41,8 +41,7 @@ export function textOf(answer: Answer, index = 0): string {
   return choice?.text ?? choice?.delta?.content ?? choice?.message?.content ?? "";
 }
 
-/** Returns the texts of the tokens that a piece of an answer has, if they were asked for. */
-export function tokensIn(answer: Answer): string[] {
-  const found = answer.choices[0]?.logprobs;
-  return found?.tokens ?? found?.content?.map((each) => each.token) ?? [];
+/** Returns the texts of the tokens that a piece of an answer has, if their ids were asked for. */
+export function tokensIn(answer: Answer, signal?: AbortSignal): Promise<string[]> {
+  return textsOf(answer.choices[0]?.token_ids ?? [], signal);
 }

@@ -233,7 +233,8 @@ async function extended(found: Measured, answer: Answer, signal: AbortSignal): P
     const value = Object.values(probe.points)[0]![index];
     if (value !== null && value !== undefined) probed.set(position, value);
   });
-  return { ...found, tokens: [...found.tokens, ...tokensIn(answer)], norms, probed };
+  const tokens = await tokensIn(answer, signal);
+  return { ...found, tokens: [...found.tokens, ...tokens], norms, probed };
 }
 
 /** Returns what reads the norms, and the numbers along a vector that a variable has. */

@@ -61,7 +61,7 @@ export function LensView() {
       let found: Read = { request: asked, layers, tokens: prompt, rows: new Map(), text: "" };
       setActive({ row: 0, column: prompt.length - 1 });
       for await (const answer of stream(withTokens(asked), signal)) {
-        found = extended(found, answer);
+        found = extended(found, answer, await tokensIn(answer, signal));
         setRead(found);
       }
     });
@@ -204,7 +204,7 @@ function Top(props: { row: LensRow | undefined }) {
   );
 }
 
-function extended(read: Read, answer: Answer): Read {
+function extended(read: Read, answer: Answer, tokens: string[]): Read {
   const result = answer.choices[0]?.interventions?.results[NAME] as LensResult | undefined;
   const rows = new Map(read.rows);
   result?.positions.forEach((position, index) => {
@@ -213,7 +213,7 @@ function extended(read: Read, answer: Answer): Read {
   });
   const choice = answer.choices[0];
   const text = choice?.text ?? choice?.delta?.content ?? "";
-  return { ...read, tokens: [...read.tokens, ...tokensIn(answer)], rows, text: read.text + text };
+  return { ...read, tokens: [...read.tokens, ...tokens], rows, text: read.text + text };
 }
 
 function rowAt(read: Read, place: Place): LensRow | undefined {

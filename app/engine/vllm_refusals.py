@@ -1,0 +1,262 @@
+"""What vLLM refuses of OpenAI's fields, as errors of this server.
+
+vLLM says what it refuses as an exception, as pydantic's list, or as an answer whose ``code`` is the status.
+Each becomes a ``RefusedError`` where it is met, and an ``ApiError`` where the body is known. One rule words
+all of them: vLLM's sentence, the value in the body, the next step. ``_KINDS`` has what it cannot know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, Final
+
+from pydantic_core import ErrorDetails
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+
+from api_schemas.errors import ApiError, ErrorCode
+from api_schemas.excerpt import clip, excerpt
+from api_schemas.interventions import path_in
+from app.errors import internal_error
+
+_MAX_TEXT: Final = 400
+_MAX_PROBLEMS: Final = 3
+_MANY: Final = 256
+
+_EXTRAS: Final = re.compile(r" \((?:parameter|value)=.*\)$|: \{'json':.*$", re.DOTALL)
+"""What vLLM's errors add to their text: their arguments, or all fields of an object."""
+
+_FRACTION: Final = (", got a number with a fractional part", " without a fraction")
+"""Pydantic's words, which are said in place of the value."""
+
+TOO_LARGE: Final = "A number of this request is too large, or too small, to compute with"
+"""What a number is said to be that the engine cannot be sent, wherever in the body it stands."""
+
+_BITS: Final = 63
+_WORD: Final = re.compile(r"`?\w[\w.]*`?")
+_INPUT: Final = ("messages", "prompt", "tokens")
+_GRAMMAR: Final = ("structured_outputs", "response_format")
+_EXTRA: Final = ("vllm_xargs", "kv_transfer_params", "ec_transfer_params")
+_INSTEAD: Final = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}
+"""By the name of a sampling parameter: the field of chat completions that sets it, where a body has it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a kind of refusal is about.
+
+    Attributes:
+        pattern: What its text has.
+        params: The fields that it may be about where vLLM names none: the first that the body has.
+        step: What to do; None for the general step, empty where the text says it.
+        code: The error's.
+    """
+
+    pattern: str
+    params: tuple[str, ...] = ()
+    step: str | None = None
+    code: ErrorCode = ErrorCode.INVALID_VALUE
+
+
+_BOTH: Final = ErrorCode.UNSUPPORTED_COMBINATION
+_KINDS: Final = (
+    _Kind(
+        r"^The model `.*` does not exist",
+        ("model",),
+        "GET /v1/models lists the names",
+        ErrorCode.MODEL_NOT_FOUND,
+    ),
+    _Kind(r"one kind of|either use constraints", _GRAMMAR, "keep one of them", _BOTH),
+    _Kind(r"none are specified", _GRAMMAR, "set one of its fields, such as `choice`"),
+    _Kind(r"^extra_args", _EXTRA),
+    _Kind(r"^Chat template is passed", ("chat_template", "chat_template_kwargs"), "omit it"),
+    _Kind(r"^max_pattern_size|^min_count", ("repetition_detection",), ""),
+    _Kind(
+        r"^Cannot set both `continue_final", ("continue_final_message",), "set one of them to false", _BOTH
+    ),
+    _Kind(r"only be defined when `stream=True`", step="set `stream` to true, or omit `stream_options`"),
+    _Kind(r"`logprobs` must be set", step="set `logprobs`, or omit this field"),
+    _Kind(r"not available when `stream=True`", step="set `stream` to false, or omit this field", code=_BOTH),
+    _Kind(r"greedy sampling", ("n",), "set `temperature` above 0, or `n` to 1", _BOTH),
+    _Kind(r"^min_tokens must be less", ("min_tokens",), "lower `min_tokens`, or raise `max_tokens`"),
+    _Kind(r"beam search", step="set `use_beam_search` to false, or omit this field", code=_BOTH),
+    _Kind(r"maximum (context|model) length|maximum input length|longer than|context length is", _INPUT, ""),
+    _Kind(r"suffix", ("suffix",), "omit `suffix`"),
+    _Kind(r"`tools` must be set", step="send `tools`, or omit `tool_choice`"),
+    _Kind(r"at least one (prompt|character|token)|[Pp]rompt .*empty|[Ee]mpty prompt", _INPUT),
+    _Kind(r"[Tt]oken id .* out of vocab", _INPUT, "GET /v1/capabilities has the model's sizes"),
+    _Kind(r"grammar|structured output|structural_tag|json_schema", _GRAMMAR),
+    _Kind(r"[Tt]emplate|[Cc]onversation roles|\b[Mm]essages?\b", _INPUT),
+)
+"""Looked at in this order; the first whose pattern the text has."""
+
+_OTHER: Final = _Kind("")
+
+
+class RefusedError(Exception):
+    """A request that vLLM refuses, before its body is looked at again.
+
+    Attributes:
+        text: vLLM's.
+        param: What vLLM names, which may be no field; None for nothing.
+        status: The HTTP status of vLLM's own server.
+    """
+
+    def __init__(self, text: str, param: str | None = None, status: int = 400) -> None:
+        """Keep the parts."""
+        super().__init__(text)
+        self.text = text
+        self.param = param
+        self.status = status
+
+    @classmethod
+    def of_answer(cls, answer: ErrorResponse) -> RefusedError:
+        """Return an error that vLLM answers with."""
+        return cls(answer.error.message, answer.error.param, int(answer.error.code))
+
+    @classmethod
+    def of(cls, error: Exception) -> RefusedError:
+        """Return what vLLM's own server would say of an exception."""
+        return cls.of_answer(create_error_response(error))
+
+
+@contextlib.contextmanager
+def refusals(body: Mapping[str, Any], fields: Sequence[str]) -> Iterator[None]:
+    """Raise ApiError where vLLM refuses a body in the block.
+
+    Args:
+        body: The request's.
+        fields: What vLLM's model of it has.
+    """
+    try:
+        yield
+    except RefusedError as error:
+        raise refused(error, body, fields) from error
+
+
+def refused(error: RefusedError, body: Mapping[str, Any], fields: Sequence[str]) -> ApiError:
+    """Return a refusal of vLLM's as ours; see ``refusals``."""
+    if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        return ApiError(ErrorCode.QUEUE_FULL, f"{_sentence(error.text)}; send this again later.")
+    if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR and error.status != HTTPStatus.NOT_IMPLEMENTED:
+        return internal_error()
+    text = _sentence(error.text)
+    kind = _kind(text)
+    param = _param(kind, error.param, text, body, fields)
+    return _worded(text, param, body, kind)
+
+
+def invalid(problems: Sequence[ErrorDetails], body: Mapping[str, Any], fields: Sequence[str]) -> ApiError:
+    """Return what pydantic found wrong with a body as one error, about the first field that is wrong.
+
+    Of a field that may be of several types it tells what each of them lacks, at the deepest place.
+    """
+    placed = [(_place(one, body), one["msg"]) for one in problems[:_MANY]]
+    top = placed[0][0][:1]
+    deepest = max((place for place, _ in placed if place[:1] == top), key=len)
+    said = dict.fromkeys(
+        message.removeprefix("Value error, ").replace(*_FRACTION)
+        for place, message in placed
+        if place == deepest
+    )
+    text = _sentence("; or ".join([*said][:_MAX_PROBLEMS]))
+    kind = _kind(text)
+    param = ".".join(deepest) or _param(kind, None, text, body, fields)
+    return _worded(text if param is None else f"`{param}`: {text}", param, body, _Kind("", step=kind.step))
+
+
+def _place(problem: ErrorDetails, body: Mapping[str, Any]) -> list[str]:
+    return path_in(body, problem["loc"], keep_last=problem["type"] == "missing")
+
+
+def _kind(text: str) -> _Kind:
+    return next((one for one in _KINDS if re.search(one.pattern, text)), _OTHER)
+
+
+def _worded(text: str, param: str | None, body: Mapping[str, Any], kind: _Kind) -> ApiError:
+    found = () if param is None else _found(body, param)
+    value = "".join(
+        f", got {excerpt(one)}" for one in found if "got" not in text and excerpt(one) not in text
+    )
+    step = _step(param, body) if kind.step is None else kind.step
+    return ApiError(kind.code, f"{text}{value}{f'; {step}' if step else ''}.", param)
+
+
+def _step(param: str | None, body: Mapping[str, Any]) -> str:
+    if param is None:
+        return "compare the request's fields with /docs"
+    if not _found(body, param):
+        return f"send `{param}`, which /docs describes"
+    return f"send another `{param}`" if param in _INPUT else f"change `{param}`, or omit it; see /docs"
+
+
+def _param(
+    kind: _Kind, named: str | None, text: str, body: Mapping[str, Any], fields: Sequence[str]
+) -> str | None:
+    """Return the field that a refusal is about, as a path; None if nothing says so."""
+    if named is not None and named.partition(".")[0] in fields:
+        param: str | None = named
+    elif text.startswith(TOO_LARGE):
+        param = next((name for name in fields if _is_huge(body.get(name))), None)
+    elif kind.params:
+        param = _first(kind.params, body, fields)
+    elif named is not None:  # a part of what the model reads: an image, a text, its ids
+        param = _first(_INPUT, body, fields)
+    else:
+        param = _mentioned(text, fields)
+    other = _INSTEAD.get(param or "")
+    return other if other is not None and other in fields and _sets(body.get(other)) else param
+
+
+def _is_huge(value: object) -> bool:
+    """Tell whether something in a value is an integer that machines have no type for."""
+    if isinstance(value, int):
+        return value.bit_length() > _BITS
+    if isinstance(value, Mapping):
+        return any(map(_is_huge, value.values()))
+    return isinstance(value, list) and any(map(_is_huge, value))
+
+
+def _first(names: Sequence[str], body: Mapping[str, Any], fields: Sequence[str]) -> str | None:
+    """Return the first of some fields that the body has, or that it may have."""
+    return next((name for name in names if body.get(name) is not None and name in fields), None) or next(
+        (name for name in names if name in fields), None
+    )
+
+
+def _mentioned(text: str, fields: Sequence[str]) -> str | None:
+    """Return the first field in quotes, else one that the text begins with or that is no plain word."""
+    words = [one[0] for one in _WORD.finditer(text)]
+    quoted = (one.strip("`").partition(".")[0] for one in words if one.startswith("`"))
+    plain = (one for index, one in enumerate(words) if not index or "_" in one)
+    return next((one for one in (*quoted, *plain) if one in fields), None)
+
+
+def _sets(value: object) -> bool:
+    return value is not None and not isinstance(value, bool)
+
+
+def _found(body: Mapping[str, Any], param: str) -> tuple[Any, ...]:
+    """Return what stands in a body at a path, if anything does."""
+    value: Any = body
+    for part in param.split("."):
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return ()
+    return (value,)
+
+
+def _sentence(text: str) -> str:
+    """Return vLLM's text as the beginning of a sentence: without what it adds, its end and its length."""
+    plain = " ".join(_EXTRAS.sub("", text).split()).rstrip(".!;, ")
+    return clip(plain) if not plain else plain[:_MAX_TEXT]
+
+
+__all__ = ["TOO_LARGE", "RefusedError", "invalid", "refusals", "refused"]

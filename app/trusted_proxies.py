@@ -1,0 +1,30 @@
+"""The setting ``trusted_proxies``: addresses and networks, separated by commas."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Final
+
+_RULE: Final = "trusted_proxies lists addresses and networks, such as 10.1.2.3 or 10.0.0.0/8"
+
+
+def check_proxies(listed: str) -> None:
+    """Raise ValueError, with what to write instead, for a part that is neither address nor network."""
+    for one in filter(None, (part.strip() for part in listed.split(","))):
+        try:
+            ipaddress.ip_network(one)
+        except ValueError as error:
+            raise ValueError(f"{_RULE}, got {one!r}; {_step(one)}") from error
+
+
+def _step(one: str) -> str:
+    if one == "*":
+        return "whom it names may say who a client is: list the network that your proxies are in"
+    try:
+        within = ipaddress.ip_interface(one)
+    except ValueError:
+        return "write the proxy's address"
+    return f"write {within.network} for the network, or {within.ip} for the one address"
+
+
+__all__ = ["check_proxies"]
