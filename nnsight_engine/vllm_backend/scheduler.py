@@ -125,7 +125,7 @@ class InterventionScheduler(FairScheduler):
         return output
 
     def _get_new_block_ids_to_zero(self) -> list[int] | None:
-        """Return the new blocks to zero before the step: all, where the model needs it, or the unclean ones."""
+        """Return the new blocks to zero before the step: all where the model needs it, else unclean ones."""
         allocated = self.kv_cache_manager.take_new_block_ids()
         blocks = allocated if self.needs_kv_cache_zeroing else self._unclean.among(allocated)
         return blocks or None
