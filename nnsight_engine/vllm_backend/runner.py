@@ -172,7 +172,7 @@ class InterventionRunnerMixin:
         return output if self._num_rows else self._idle(output)
 
     def _zero_block_ids(self, block_ids: list[int]) -> None:
-        if self.device.type == "cpu":
+        if self.device.type == "cpu":  # type: ignore[attr-defined] # the runner's
             zero_blocks(self, block_ids)
         else:
             super()._zero_block_ids(block_ids)  # type: ignore[misc]
