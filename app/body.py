@@ -18,10 +18,10 @@ from starlette.requests import Request
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
-from app.bodies import bodies_of
 from app.body_fields import checked
-from app.cutoff import Cutoff, cutoff_of
-from app.receiving import intake_of
+from app.large_bodies import bodies_of
+from app.received_bytes import intake_of
+from app.request_deadline import RequestDeadline, cutoff_of
 from app.services.disconnect import while_connected
 
 _QUOTE: Final = ord('"')
@@ -32,7 +32,7 @@ _SCAN_CHUNK_BYTES: Final = 64 * 1024
 THREAD_BYTES: Final = 1024 * 1024
 """What is larger is looked at in a thread."""
 _LARGE_BYTES: Final = 128 * 1024
-"""What is larger is read in a process, see ``bodies``."""
+"""What is larger is read in a process, see ``large_bodies``."""
 _SMALL_BYTES: Final = 16 * 1024
 """What is smaller cannot hold much."""
 _STEPS: Final = np.zeros(256, dtype=np.int8)
@@ -183,7 +183,7 @@ async def stream_bytes(
         raise _too_large(f"{declared[:20]} bytes", max_bytes)
     num_bytes = 0
     chunks = aiter(request.stream())
-    cutoff = cutoff_of(request.scope) or Cutoff()  # one that nothing ends
+    cutoff = cutoff_of(request.scope) or RequestDeadline()  # one that nothing ends
     while True:
         if cutoff.reached.done():
             raise cutoff.reached.result()  # one that sends slowly enough never pauses

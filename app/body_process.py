@@ -1,4 +1,4 @@
-"""Large bodies read in a process of its own: ``python -m`` this one, by ``bodies``.
+"""Large bodies read in a process of its own: ``python -m`` this one, by ``large_bodies``.
 
 Parsing JSON holds the interpreter's lock from the first byte to the last, so in a thread it holds up the
 event loop all the same. This process reads a body, checks it, and answers with JSON that is quick to parse:
@@ -17,9 +17,9 @@ from typing import BinaryIO, Final
 import msgspec
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.bodies import ANSWERED, ASKED
 from app.body import check_depth, parse_object
 from app.body_fields import FieldLimits, checked
+from app.large_bodies import ANSWERED, ASKED
 from nnsight_engine.core.process_memory import address_space_bytes, end_before_server
 
 _NICENESS: Final = 5

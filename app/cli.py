@@ -26,17 +26,17 @@ from app.engine.vllm_options import refuse_named
 from app.hosts import is_loopback
 from app.keys_command import has_keys
 from app.keys_command import run as run_keys
-from app.listening import listening_socket
+from app.listen_socket import listening_socket
 from app.main import create_app, new_store
 from app.observability.logs import is_json, start_logs
 from app.replicas.options import split_address, split_replicas
 from app.server import DrainingServer, server_config
 from app.settings import Settings, engine_trace_options, environment_for_traces, set_engine_defaults
 from app.storage.database import DatabaseError
-from nnsight_engine.core.collecting import uncollected
 from nnsight_engine.core.errors import UnsupportedOptionError
+from nnsight_engine.core.garbage_collection import uncollected
 from nnsight_engine.core.tap_choice import check_taps
-from nnsight_engine.local_engine.link import ProcessOptions
+from nnsight_engine.local_engine.process_channel import ProcessOptions
 from nnsight_engine.modeling.bundled import (
     BUNDLED_MODEL_NAME,
     BundledModelError,

@@ -12,7 +12,7 @@ import importlib
 import sys
 from typing import Final
 
-from nnsight_engine.core.collecting import uncollected
+from nnsight_engine.core.garbage_collection import uncollected
 
 TERMINAL: Final = frozenset({"chat", "lens", "steer"})
 """Commands that talk to a server that runs."""

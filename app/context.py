@@ -19,15 +19,15 @@ from app.audit.log import AuditLog
 from app.audit.records import note_caller
 from app.auth.keys import Keys
 from app.auth.principal import Principal
-from app.bodies import BODIES, Bodies
 from app.engine.client import EngineClient
 from app.engine.trace_processes import TraceProcesses
 from app.hosts import is_from_elsewhere
+from app.large_bodies import BODIES, LargeBodyReader
 from app.lifecycle import Lifecycle
 from app.observability.metrics import Metrics
 from app.observability.scrape import Scrape
 from app.observability.tracing import Tracing
-from app.receiving import INTAKE, Receiving
+from app.received_bytes import INTAKE, ReceivedBytes
 from app.services.job_callers import learn
 from app.services.jobs import JobService
 from app.services.traces import TraceService
@@ -58,8 +58,8 @@ class Context:
     log: AuditLog
     vectors: VectorService
     trainer: Trainer
-    receiving: Receiving
-    bodies: Bodies
+    receiving: ReceivedBytes
+    bodies: LargeBodyReader
     metrics: Metrics
     scrape: Scrape
     tracing: Tracing | None

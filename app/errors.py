@@ -23,7 +23,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.interventions import path_in
 from api_schemas.limits import Limits
-from app.admission.throttled import ThrottledError
+from app.admission.refusals import ThrottledError
 from app.audit.records import note
 from app.json_text import printable
 

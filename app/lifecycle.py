@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Final, Protocol
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.cutoff import Cutoff
+from app.request_deadline import RequestDeadline
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class Lifecycle:
         self._idle = asyncio.Event()
         self._idle.set()
         self._given_up = asyncio.Event()
-        self._cutoffs: set[Cutoff] = set()
+        self._cutoffs: set[RequestDeadline] = set()
         self.num_restarts = 0
 
     @property
@@ -131,7 +131,7 @@ class Lifecycle:
         return None if phase is Phase.READY else ApiError(*_REFUSALS[phase])
 
     @contextlib.contextmanager
-    def serving(self, cutoff: Cutoff | None = None) -> Iterator[None]:
+    def serving(self, cutoff: RequestDeadline | None = None) -> Iterator[None]:
         """Count one request, or one job, as in flight for the length of the block.
 
         Args:

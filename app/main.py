@@ -15,7 +15,6 @@ from app.admission.rates import Rates
 from app.audit.log import AuditLog
 from app.audit.records import Record
 from app.auth.keys import Keys
-from app.bodies import Bodies
 from app.body_fields import FieldLimits
 from app.context import Context
 from app.engine.client import EngineClient
@@ -24,6 +23,7 @@ from app.engine.session_traces import SessionTraces
 from app.engine.trace_processes import TraceProcesses
 from app.errors import install_error_handlers
 from app.hosts import HostMiddleware
+from app.large_bodies import LargeBodyReader
 from app.lifecycle import Lifecycle, Restarts
 from app.middleware import GateMiddleware
 from app.observability.metrics import Metrics
@@ -31,7 +31,7 @@ from app.observability.middleware import RecordMiddleware, points_of
 from app.observability.scrape import Scrape
 from app.observability.tracing import Tracing, tracing_of
 from app.openapi import DocumentedApp
-from app.receiving import Receiving
+from app.received_bytes import ReceivedBytes
 from app.routes import (
     audit,
     capabilities,
@@ -63,8 +63,8 @@ from app.storage.keys import KeyStore
 from app.storage.results import ResultStore
 from app.vectors.service import VectorService
 from app.vectors.training import Trainer
-from nnsight_engine.core.metering import Meter
-from nnsight_engine.local_engine.link import ProcessOptions
+from nnsight_engine.core.metering import UsageMeter
+from nnsight_engine.local_engine.process_channel import ProcessOptions
 
 _ROUTERS = (
     completions.router,
@@ -149,7 +149,7 @@ def create_app(
             "bodies": (receiving.num_bytes, settings.max_received_bytes),
         }
 
-    receiving = Receiving(settings.max_received_bytes, settings.tenant_share)
+    receiving = ReceivedBytes(settings.max_received_bytes, settings.tenant_share)
     context = Context(
         settings,
         engine,
@@ -164,7 +164,7 @@ def create_app(
         vector_service,
         trainer,
         receiving,
-        Bodies(field_limits(settings), environment_for_traces(), share=settings.tenant_share),
+        LargeBodyReader(field_limits(settings), environment_for_traces(), share=settings.tenant_share),
         counted,
         Scrape(
             counted,
@@ -201,7 +201,7 @@ def _watch_job(
     """Begin the span of a job's run; what is returned ends it, and counts the run."""
     span = None if tracing is None else tracing.begin_job(record, traceparent)
 
-    def over(ended: JobStatus | None, meter: Meter) -> None:
+    def over(ended: JobStatus | None, meter: UsageMeter) -> None:
         if ended is not None:
             metrics.count_job(ended)
         metrics.count_use(record, points_of(engine), meter.captured_bytes)

@@ -14,10 +14,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_schemas.errors import ApiError
 from app.admission.rates import ADMITTED, Admitted
-from app.cutoff import CUTOFF, Cutoff
 from app.errors import error_response, internal_error, refuse
 from app.lifecycle import Lifecycle, Phase
-from app.receiving import intake_of
+from app.received_bytes import intake_of
+from app.request_deadline import CUTOFF, RequestDeadline
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class GateMiddleware:
             # Whoever follows a job waits for it as we do, and comes back to the next server.
             await self._answer(scope, receive, send)
             return
-        cutoff = scope[CUTOFF] = Cutoff()
+        cutoff = scope[CUTOFF] = RequestDeadline()
         with self._lifecycle.serving(cutoff):
             if scope.get("method") == "POST":  # others look things up, or fetch what is there
                 cutoff.limit(self._request_timeout_s)

@@ -18,7 +18,7 @@ from api_schemas.jobs import JobEvent
 from api_schemas.keys import Limits, NewKey, Rotation
 from api_schemas.tokens import TokenizeRequest
 from api_schemas.vectors import NewVector, TrainingEvent, TrainingRequest, VectorUpload
-from app.links import add_links
+from app.openapi_links import add_links
 from nnsight_engine.remote_backend.frames import MEDIA_TYPE as FRAMES_TYPE
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE as TRACE_TYPE
 

@@ -26,8 +26,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from app.errors import error_response
+from app.event_loop_watchdog import LoopWatch
 from app.lifecycle import Lifecycle, Phase
-from app.loop_watch import LoopWatch
 from app.observability.metrics import Metrics
 
 logger = logging.getLogger(__name__)

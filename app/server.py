@@ -11,9 +11,9 @@ from typing import Any, Final, Protocol
 import uvicorn
 from starlette.types import ASGIApp
 
+from app.event_loop_watchdog import LoopWatch
 from app.lifecycle import Lifecycle
-from app.listening import listening_socket, patient_for
-from app.loop_watch import LoopWatch
+from app.listen_socket import listening_socket, patient_for
 from app.observability.metrics import Metrics
 from app.probes import ProbeServer
 from app.settings import Settings

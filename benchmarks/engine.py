@@ -28,7 +28,7 @@ from nnsight_engine.plans.collector import RequestCollector
 from nnsight_engine.plans.compile import compile_request
 from nnsight_engine.vllm_backend.call import prepare_params, salted
 from nnsight_engine.vllm_backend.request_tracer import SentTrace
-from nnsight_engine.vllm_backend.router import ResultRouter
+from nnsight_engine.vllm_backend.result_router import ResultRouter
 from nnsight_engine.vllm_backend.vllm import VLLM
 
 _TAP_OPERATORS: Final = "nnsight_engine::"

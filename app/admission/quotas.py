@@ -18,8 +18,8 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import Limits
 from app.admission.counts import Counts, Taken, Used
 from app.admission.estimates import Estimate
-from app.admission.throttled import ThrottledError
-from nnsight_engine.core.metering import Meter
+from app.admission.refusals import ThrottledError
+from nnsight_engine.core.metering import UsageMeter
 
 _REMAINING: Final = "x-ratelimit-remaining-tokens"
 _MICROSECONDS: Final = 10**6
@@ -37,7 +37,7 @@ class Quota(enum.Enum):
         most: float | None = getattr(limits, self.value)
         return None if most is None else max(1, int(most * self._scale))
 
-    def used(self, meter: Meter) -> int:
+    def used(self, meter: UsageMeter) -> int:
         """Return how much a request has used."""
         if self is Quota.TOKENS:
             return meter.num_tokens
@@ -64,7 +64,7 @@ INTERVENING: Final = (Quota.CAPTURED_BYTES, Quota.INTERVENTION_TIME)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Group:
+class QuotaGroup:
     """Whose requests are counted together: those of a key, or of all keys of a tenant."""
 
     name: str
@@ -83,7 +83,7 @@ class Quotas:
         """Begin with whatever is counted there."""
         self._counts = counts
 
-    async def check(self, groups: Sequence[Group], *quotas: Quota) -> dict[str, str]:
+    async def check(self, groups: Sequence[QuotaGroup], *quotas: Quota) -> dict[str, str]:
         """Let a request in whose callers have something left of these.
 
         Returns:
@@ -105,7 +105,7 @@ class Quotas:
                     told.append(_headers(most, used))
         return _least(told)
 
-    async def wait_s(self, groups: Sequence[Group]) -> int:
+    async def wait_s(self, groups: Sequence[QuotaGroup]) -> int:
         """Return in how many seconds all have something left of everything: 0 if they have."""
         wait = 0
         for quota in Quota:
@@ -120,7 +120,7 @@ class Quotas:
         return wait
 
     async def reserve(
-        self, groups: Sequence[Group], estimate: Estimate
+        self, groups: Sequence[QuotaGroup], estimate: Estimate
     ) -> tuple[list[Taken], dict[str, str]]:
         """Set tokens aside for a request.
 
@@ -144,7 +144,7 @@ class Quotas:
         return reserved, _least(told)
 
     async def _reserve(
-        self, group: Group, most: int, estimate: Estimate, reserved: list[Taken]
+        self, group: QuotaGroup, most: int, estimate: Estimate, reserved: list[Taken]
     ) -> dict[str, str]:
         if estimate.stated > most:
             raise ApiError(
@@ -162,7 +162,7 @@ class Quotas:
             raise await self._used_up(group, Quota.TOKENS, most, taken)
         return _headers(most, used)
 
-    async def set_aside(self, groups: Sequence[Group], estimate: Estimate) -> list[Taken]:
+    async def set_aside(self, groups: Sequence[QuotaGroup], estimate: Estimate) -> list[Taken]:
         """Set tokens aside for something that runs in any case; returns them, to be given to ``settle``."""
         asked = estimate.stated + estimate.guessed
         limits = [(group, Quota.TOKENS.limit(group.limits)) for group in groups]
@@ -176,7 +176,9 @@ class Quotas:
         for one in reserved:
             await self._counts.give_back(one, one.amount)
 
-    async def settle(self, groups: Sequence[Group], meter: Meter, reserved: Sequence[Taken] = ()) -> None:
+    async def settle(
+        self, groups: Sequence[QuotaGroup], meter: UsageMeter, reserved: Sequence[Taken] = ()
+    ) -> None:
         """Count what a request has used that is over, less what it had set aside."""
         await meter.settled()
         aside = {one.name: one for one in reserved}
@@ -195,7 +197,7 @@ class Quotas:
                     await self._counts.add(name, beyond, most)
 
     async def _used_up(
-        self, group: Group, quota: Quota, most: int, taken: Taken | None = None
+        self, group: QuotaGroup, quota: Quota, most: int, taken: Taken | None = None
     ) -> ThrottledError:
         """Return what somebody is told who has used all up, or has not enough left for what was taken."""
         used = await self._counts.used(_name(group, quota), ahead=True)
@@ -226,7 +228,7 @@ def _least(told: list[dict[str, str]]) -> dict[str, str]:
     return min(told, key=lambda headers: int(headers[_REMAINING]), default={})
 
 
-def _name(group: Group, quota: Quota) -> str:
+def _name(group: QuotaGroup, quota: Quota) -> str:
     return f"{group.name}/{quota.value}"
 
 
@@ -234,4 +236,4 @@ def _capital(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-__all__ = ["INTERVENING", "Group", "Quota", "Quotas"]
+__all__ = ["INTERVENING", "Quota", "QuotaGroup", "Quotas"]

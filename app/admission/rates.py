@@ -19,10 +19,10 @@ from starlette.requests import HTTPConnection
 
 from app.admission.counts import Counts, Taken
 from app.admission.estimates import Estimate
-from app.admission.quotas import Group, Quota, Quotas
-from app.admission.throttled import ThrottledError
+from app.admission.quotas import Quota, QuotaGroup, Quotas
+from app.admission.refusals import ThrottledError
 from app.auth.principal import Principal
-from nnsight_engine.core.metering import Meter
+from nnsight_engine.core.metering import UsageMeter
 
 ADMITTED: Final = "nnsight_engine.admitted"
 """Where a request's ASGI scope keeps its ``Admitted``."""
@@ -49,13 +49,13 @@ class Admitted:
         self,
         headers: dict[str, str],
         caller: Principal,
-        groups: Sequence[Group],
+        groups: Sequence[QuotaGroup],
         quotas: Quotas,
         release: Callable[[Admitted], None],
     ) -> None:
         """Begin with a request that has used nothing."""
         self.headers = headers
-        self.meter = Meter(caller.key_id)
+        self.meter = UsageMeter(caller.key_id)
         self.groups = groups
         self.reserved: list[Taken] = []
         self._quotas = quotas
@@ -158,7 +158,7 @@ class Rates:
         """Set aside the tokens of something that is no request and begins, such as a job."""
         return await self._quotas.set_aside(groups_of(caller), estimate)
 
-    async def count(self, caller: Principal, meter: Meter, reserved: Sequence[Taken] = ()) -> None:
+    async def count(self, caller: Principal, meter: UsageMeter, reserved: Sequence[Taken] = ()) -> None:
         """Count what such a thing has used, and give back what it had set aside and has not."""
         await self._quotas.settle(groups_of(caller), meter, reserved)
 
@@ -179,7 +179,7 @@ class Rates:
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
 
-    def _check_running(self, groups: Sequence[Group]) -> None:
+    def _check_running(self, groups: Sequence[QuotaGroup]) -> None:
         for group in groups:
             most = group.limits.concurrency
             if most is not None and self._running[group.name] >= most:
@@ -195,12 +195,12 @@ class Rates:
             if self._running[name] <= 0:
                 del self._running[name]
 
-    async def _check_rate(self, group: Group) -> None:
+    async def _check_rate(self, group: QuotaGroup) -> None:
         most = group.limits.requests_per_minute
         if most is not None and not await self.counts.test(RateLimitItemPerMinute(most), group.name):
             raise await self._beyond(group, most)
 
-    async def _count(self, group: Group) -> dict[str, str]:
+    async def _count(self, group: QuotaGroup) -> dict[str, str]:
         """Count a request of a group, and return what its caller is told."""
         most = group.limits.requests_per_minute
         if most is None:
@@ -209,7 +209,7 @@ class Rates:
             raise await self._beyond(group, most)
         return await self._left(group, most)
 
-    async def _beyond(self, group: Group, most: int) -> ThrottledError:
+    async def _beyond(self, group: QuotaGroup, most: int) -> ThrottledError:
         headers = await self._left(group, most)
         wait = headers["x-ratelimit-reset-requests"].removesuffix("s")
         return ThrottledError(
@@ -218,7 +218,7 @@ class Rates:
             {**headers, "Retry-After": wait},
         )
 
-    async def _left(self, group: Group, most: int) -> dict[str, str]:
+    async def _left(self, group: QuotaGroup, most: int) -> dict[str, str]:
         stats = await self.counts.stats(RateLimitItemPerMinute(most), group.name)
         return {
             "x-ratelimit-limit-requests": str(most),
@@ -227,13 +227,13 @@ class Rates:
         }
 
 
-def groups_of(caller: Principal) -> list[Group]:
+def groups_of(caller: Principal) -> list[QuotaGroup]:
     """Return under whose limits a caller is."""
     return [
         group
         for group in (
-            Group(f"key:{caller.key_id}", f"the key {caller.key_id!r}", caller.limits),
-            Group(f"tenant:{caller.tenant}", f"the tenant {caller.tenant!r}", caller.tenant_limits),
+            QuotaGroup(f"key:{caller.key_id}", f"the key {caller.key_id!r}", caller.limits),
+            QuotaGroup(f"tenant:{caller.tenant}", f"the tenant {caller.tenant!r}", caller.tenant_limits),
         )
         if group.limits.model_fields_set
     ]

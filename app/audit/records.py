@@ -23,7 +23,7 @@ from api_schemas.interventions import Intervention
 from api_schemas.operations import LogitLens
 from api_schemas.request_traces import Trace
 from app.auth.principal import Principal
-from nnsight_engine.core.metering import Meter
+from nnsight_engine.core.metering import UsageMeter
 
 if TYPE_CHECKING:
     from nnsight_engine.remote_backend.messages import TraceRequest
@@ -81,7 +81,7 @@ class Record:
     tier: str = dataclasses.field(default="", metadata=_UNWRITTEN)
     salt: str | None = dataclasses.field(default=None, metadata=_UNWRITTEN)
 
-    def add_use(self, meter: Meter | None) -> None:
+    def add_use(self, meter: UsageMeter | None) -> None:
         """Take what the request has used, if that was counted."""
         if meter is not None:
             self.tokens, self.captured_bytes = meter.num_tokens, meter.captured_bytes

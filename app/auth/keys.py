@@ -20,7 +20,7 @@ from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.keys import CreatedKey, Key, Limits, NewKey, Scope, Tenant, Tier
-from app.admission.guesses import Guesses
+from app.admission.login_throttle import LoginThrottle
 from app.admission.rates import ThrottledError
 from app.auth.lookups import Lookups
 from app.auth.principal import EVERYBODY, Principal
@@ -64,7 +64,7 @@ class Keys:
         self._generation = 0
         self._has_keys = False
         self._looked_until = 0.0
-        self._guesses = Guesses()
+        self._guesses = LoginThrottle()
         # For keys that are kept by a slow hash; its own, since one whose request is cancelled goes on.
         self._hashing = ThreadPoolExecutor(_MAX_AT_ONCE, thread_name_prefix="keys")
         self._num_waiting = 0

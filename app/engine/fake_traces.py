@@ -13,7 +13,7 @@ from app.services.traces import event_frame
 from nnsight_engine.core.metering import METER
 from nnsight_engine.remote_backend.frames import TIER, Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
-from nnsight_engine.wire import encode
+from nnsight_engine.serialization import encode
 
 
 @dataclasses.dataclass(slots=True)

@@ -26,7 +26,7 @@ from vllm.v1.structured_output.request import get_structured_output_key
 
 from api_schemas.errors import ApiError, ErrorCode
 from app.engine.grammar_bounds import FIELD, GrammarBounds
-from app.engine.places import Places
+from app.engine.slot_pool import SlotPool
 from app.errors import internal_error
 from app.settings import Settings
 from nnsight_engine.vllm_backend import grammar_process
@@ -71,7 +71,7 @@ class Grammars:
         self._memory = settings.grammar_compile_bytes
         # vLLM's own limit is of the time on the clock.
         self._environment = {**environment, "MALLOC_ARENA_MAX": "2", "VLLM_REGEX_COMPILATION_TIMEOUT_S": "0"}
-        self._places = Places(
+        self._places = SlotPool(
             _AT_ONCE, max_waiting=settings.max_queued_traces, share=settings.tenant_share, what="grammars"
         )
         self._setup: GrammarSetup | None = None

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.engine.trace_processes import Job, TraceProcesses
+from app.engine.trace_processes import ProcessJob, TraceProcesses
 from app.errors import error_bytes
 from app.settings import Settings
-from nnsight_engine.local_engine.child import Child, ProcessEndedError
-from nnsight_engine.local_engine.link import LOCAL, ProcessOptions
+from nnsight_engine.local_engine.process_channel import LOCAL, ProcessOptions
+from nnsight_engine.local_engine.trace_process import ProcessEndedError, TraceProcess
 from nnsight_engine.remote_backend.errors import LocalBlockError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
-from nnsight_engine.wire import DecodeError
+from nnsight_engine.serialization import DecodeError
 
 
 class LocalTraceEngine(TraceProcesses):
@@ -35,9 +35,9 @@ class LocalTraceEngine(TraceProcesses):
         """Start nothing yet."""
         super().__init__("nnsight_engine.local_engine.process", options, settings, environment)
         self._timeout_s = settings.local_block_timeout_s
-        self._asking: dict[Job, asyncio.Task[None]] = {}
+        self._asking: dict[ProcessJob, asyncio.Task[None]] = {}
 
-    async def asked(self, child: Child, word: dict[str, Any], job: Job) -> None:
+    async def asked(self, child: TraceProcess, word: dict[str, Any], job: ProcessJob) -> None:
         """Have a trace's client run a part of its block, beside listening to the trace.
 
         Raises:
@@ -53,18 +53,18 @@ class LocalTraceEngine(TraceProcesses):
             raise DecodeError("a trace sends nothing to its client where it says so")
         self._asking[job] = asyncio.create_task(self._ask(child, data, job))
 
-    async def ended(self, job: Job) -> None:
+    async def ended(self, job: ProcessJob) -> None:
         """Ask no longer for a trace that has ended."""
         asking = self._asking.pop(job, None)
         if asking is not None:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
 
-    async def _ask(self, child: Child, data: bytes | bytearray | memoryview, job: Job) -> None:
+    async def _ask(self, child: TraceProcess, data: bytes | bytearray | memoryview, job: ProcessJob) -> None:
         with contextlib.suppress(ProcessEndedError):
             await child.answer(await self._answer(data, job))
 
-    async def _answer(self, data: bytes | bytearray | memoryview, job: Job) -> Frame:
+    async def _answer(self, data: bytes | bytearray | memoryview, job: ProcessJob) -> Frame:
         if job.request.ask is None:
             return _refusal(LocalBlockError.unreachable())
         try:

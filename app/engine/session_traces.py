@@ -15,15 +15,15 @@ from typing import Any
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
-from app.engine.trace_processes import Job, TraceProcesses
+from app.engine.trace_processes import ProcessJob, TraceProcesses
 from app.engine.traces import TraceEngine
 from app.errors import error_bytes, internal_error
 from app.settings import Settings
-from nnsight_engine.local_engine.child import Child, ProcessEndedError
-from nnsight_engine.local_engine.link import OUTLINE, TRACE, ProcessOptions
+from nnsight_engine.local_engine.process_channel import OUTLINE, TRACE, ProcessOptions
+from nnsight_engine.local_engine.trace_process import ProcessEndedError, TraceProcess
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceRequest
-from nnsight_engine.wire import DecodeError
+from nnsight_engine.serialization import DecodeError
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class SessionTraces(TraceProcesses):
         )
         self._engine = engine
         self._outline = outline
-        self._asking: dict[Job, asyncio.Task[None]] = {}
+        self._asking: dict[ProcessJob, asyncio.Task[None]] = {}
 
     async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
         """Run a session here, a trace on the engine; see ``TraceEngine``."""
@@ -74,7 +74,7 @@ class SessionTraces(TraceProcesses):
             async for frame in frames:
                 yield frame
 
-    async def asked(self, child: Child, word: dict[str, Any], job: Job) -> None:
+    async def asked(self, child: TraceProcess, word: dict[str, Any], job: ProcessJob) -> None:
         """Do what a session asks for, beside listening to it: run a trace, or describe the model.
 
         Raises:
@@ -94,14 +94,16 @@ class SessionTraces(TraceProcesses):
         else:
             await super().asked(child, word, job)
 
-    async def ended(self, job: Job) -> None:
+    async def ended(self, job: ProcessJob) -> None:
         """End the trace of a session that has ended."""
         asking = self._asking.pop(job, None)
         if asking is not None:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
 
-    async def _trace(self, child: Child, data: bytes | bytearray | memoryview, job: Job) -> None:
+    async def _trace(
+        self, child: TraceProcess, data: bytes | bytearray | memoryview, job: ProcessJob
+    ) -> None:
         """Run a session's trace, and answer with what came of it."""
         with contextlib.suppress(ProcessEndedError):
             try:
@@ -122,13 +124,13 @@ class SessionTraces(TraceProcesses):
                 logger.exception("a session's trace failed")
                 await child.answer(_refusal(internal_error()))
 
-    async def _pass_to(self, child: Child, frame: Frame, job: Job) -> None:
+    async def _pass_to(self, child: TraceProcess, frame: Frame, job: ProcessJob) -> None:
         if frame.kind in _PASSED_ON:
             await child.answer(frame)
         elif frame.kind is FrameKind.EVENT and (event := frame.json())["status"] == JobStatus.LOG:
             job.tell(JobStatus.LOG, event.get("message"))
 
-    async def _describe(self, child: Child) -> None:
+    async def _describe(self, child: TraceProcess) -> None:
         with contextlib.suppress(ProcessEndedError):
             try:
                 await child.answer(json_frame(FrameKind.EVENT, await self._outline()))

@@ -23,12 +23,12 @@ from app.errors import internal_error
 from app.services.traces import event_frame
 from app.settings import Settings
 from nnsight_engine.core.metering import METER
-from nnsight_engine.local_engine.child import Child, ProcessEndedError
-from nnsight_engine.local_engine.link import CANCEL, FAILED, READY, ProcessOptions
+from nnsight_engine.local_engine.process_channel import CANCEL, FAILED, READY, ProcessOptions
+from nnsight_engine.local_engine.trace_process import ProcessEndedError, TraceProcess
+from nnsight_engine.remote_backend.backpressure import Backpressure, SlowReaderError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceRequest
-from nnsight_engine.remote_backend.unread import SlowReaderError, Unread
-from nnsight_engine.wire import DecodeError
+from nnsight_engine.serialization import DecodeError
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ _MAX_TOLD: Final = 20_000
 """Prints of one trace; what it may print in bytes is the process's own limit."""
 
 
-class Job:
+class ProcessJob:
     """A trace on its way.
 
     Attributes:
@@ -69,7 +69,7 @@ class Job:
         num_told: How often it has printed.
     """
 
-    def __init__(self, request: TraceRequest, engine: str, unread: Unread) -> None:
+    def __init__(self, request: TraceRequest, engine: str, unread: Backpressure) -> None:
         """Begin with a trace that came."""
         self.request = request
         self.engine = engine
@@ -158,10 +158,10 @@ class TraceProcesses:
         self.max_queued = settings.max_queued_traces
         self._share = settings.tenant_share
         self.max_frame_bytes = max(options.max_result_bytes, settings.max_trace_request_bytes) + 2**20
-        self._queue: FairQueue[Job] = FairQueue()
+        self._queue: FairQueue[ProcessJob] = FairQueue()
         self._lines = [_Line(self) for _ in range(num_processes)]
         self._drivers: list[asyncio.Task[None]] = []
-        self._unread = Unread(_MAX_ALL_UNREAD_BYTES)
+        self._unread = Backpressure(_MAX_ALL_UNREAD_BYTES)
 
     @property
     def pids(self) -> list[int]:
@@ -216,7 +216,7 @@ class TraceProcesses:
                 "tier 'trusted' alone. Single traces on vLLM run in a sandbox.",
             )
         self._check_takes_more(request)
-        job = Job(request, self.name, self._unread)
+        job = ProcessJob(request, self.name, self._unread)
         self._queue.add(request.sender, job)
         if not self.pids:
             job.tell(JobStatus.QUEUED, f"{self.purpose} is being started")
@@ -249,7 +249,7 @@ class TraceProcesses:
                 "again later.",
             )
 
-    async def take(self) -> Job:
+    async def take(self) -> ProcessJob:
         """Wait for a trace, and take the one whose turn it is."""
         return await self._queue.take()
 
@@ -262,7 +262,7 @@ class TraceProcesses:
                 job.tell(JobStatus.QUEUED, f"{position} before this one")
             job.position = position
 
-    async def asked(self, child: Child, word: dict[str, Any], job: Job) -> None:
+    async def asked(self, child: TraceProcess, word: dict[str, Any], job: ProcessJob) -> None:
         """Do what a trace's process asks for.
 
         Raises:
@@ -271,7 +271,7 @@ class TraceProcesses:
         del child, job
         raise DecodeError(f"a process asks for what it cannot have: {', '.join(word)}")
 
-    async def ended(self, job: Job) -> None:
+    async def ended(self, job: ProcessJob) -> None:
         """Undo what a trace has asked for; it has ended, in whatever way."""
 
 
@@ -285,8 +285,8 @@ class _Line:
 
     def __init__(self, traces: TraceProcesses) -> None:
         self._traces = traces
-        self.child: Child | None = None
-        self.running: Job | None = None
+        self.child: TraceProcess | None = None
+        self.running: ProcessJob | None = None
         self._is_settled = True
         self._failure = ""
         self._retry_at = 0.0
@@ -328,7 +328,7 @@ class _Line:
             await self.drop()
         self._is_settled = True
 
-    async def _ready(self) -> Child:
+    async def _ready(self) -> TraceProcess:
         """Return the process, started and loaded.
 
         Raises:
@@ -341,7 +341,7 @@ class _Line:
             raise self._refusal()
         traces = self._traces
         try:
-            child = self.child = await Child.start(
+            child = self.child = await TraceProcess.start(
                 traces.module, traces.options, traces.environment, max_bytes=traces.max_frame_bytes
             )
             async with asyncio.timeout(_LOAD_LIMIT_S):
@@ -369,7 +369,7 @@ class _Line:
         if child is not None:
             await child.close()
 
-    async def _serve(self, job: Job) -> None:
+    async def _serve(self, job: ProcessJob) -> None:
         """Run a trace.
 
         Raises:
@@ -389,7 +389,7 @@ class _Line:
                 await self.drop()
                 raise self._ended(job, again) from again
 
-    async def _serve_in(self, child: Child, job: Job) -> None:
+    async def _serve_in(self, child: TraceProcess, job: ProcessJob) -> None:
         """Run a trace in a process, and pass on what that says.
 
         Raises:
@@ -417,7 +417,7 @@ class _Line:
                 job.meter.intervention_s += time.monotonic() - begin
             await self._traces.ended(job)
 
-    async def _watch(self, child: Child, job: Job, number: int) -> None:
+    async def _watch(self, child: TraceProcess, job: ProcessJob, number: int) -> None:
         """End a trace that nobody waits for or whose time is over; politely first."""
         try:
             async with asyncio.timeout(self._traces.time_limit_s):
@@ -430,7 +430,7 @@ class _Line:
                 await asyncio.sleep(CANCEL_GRACE_S)
         child.kill()
 
-    async def _pass_on(self, child: Child, frame: Frame, job: Job) -> bool:
+    async def _pass_on(self, child: TraceProcess, frame: Frame, job: ProcessJob) -> bool:
         """Tell the client what the process says, as far as it is its to say; True if it was the last.
 
         Raises:
@@ -451,7 +451,7 @@ class _Line:
         await self._heard(child, said, job)
         return False
 
-    async def _heard(self, child: Child, said: dict[str, Any], job: Job) -> None:
+    async def _heard(self, child: TraceProcess, said: dict[str, Any], job: ProcessJob) -> None:
         status = said.get("status")
         if status == JobStatus.RUNNING:
             if not job.has_begun:
@@ -465,14 +465,14 @@ class _Line:
         else:
             await self._traces.asked(child, said, job)
 
-    def _failed(self, said: dict[str, Any], job: Job) -> ApiError:
+    def _failed(self, said: dict[str, Any], job: ProcessJob) -> ApiError:
         error = said.get("error")
         error = error if isinstance(error, dict) else {}
         if error.get("code") == ErrorCode.INVALID_TRACE:
             return ApiError(ErrorCode.INVALID_TRACE, str(error.get("message", "")))
         return self._late() if job.is_late else internal_error()
 
-    def _ended(self, job: Job, error: ProcessEndedError) -> ApiError:
+    def _ended(self, job: ProcessJob, error: ProcessEndedError) -> ApiError:
         if job.is_late:
             return self._late()
         return ApiError(
@@ -489,4 +489,4 @@ class _Line:
         )
 
 
-__all__ = ["CANCEL_GRACE_S", "Job", "TraceProcesses"]
+__all__ = ["CANCEL_GRACE_S", "ProcessJob", "TraceProcesses"]

@@ -33,11 +33,11 @@ from api_schemas.interventions import FIELD, Intervention
 from api_schemas.request_traces import Trace
 from api_schemas.tokens import TokenizeRequest
 from app.engine.client import DescribedModel, EngineReply, JsonObject
+from app.engine.engine_watchdog import stalled
 from app.engine.grammar_requests import read_accepted, setup_of
 from app.engine.grammars import Grammars
 from app.engine.intervening_requests import InterveningChatRequest, InterveningCompletionRequest
-from app.engine.places import Places
-from app.engine.stalls import stalled
+from app.engine.slot_pool import SlotPool
 from app.engine.tokenizing import ids_of, texts_of, tokenize_request
 from app.engine.traces import TraceEngine
 from app.engine.vllm_errors import raised, said_dead, word_streams
@@ -63,13 +63,13 @@ from nnsight_engine.core.engine_counts import EngineCounts
 from nnsight_engine.core.token_texts import TokenTexts
 from nnsight_engine.plans.collected import CollectedResults
 from nnsight_engine.remote_backend.identity import fingerprint_of
-from nnsight_engine.vllm_backend.answers import answer
 from nnsight_engine.vllm_backend.async_engine import SENDER, InterventionAsyncLLM
 from nnsight_engine.vllm_backend.call import InterventionCall
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
 from nnsight_engine.vllm_backend.content_logs import leave_content_out
-from nnsight_engine.vllm_backend.handover import Handover
 from nnsight_engine.vllm_backend.request_code import encoded_code, filename_of
+from nnsight_engine.vllm_backend.rpc_results import answer
+from nnsight_engine.vllm_backend.shared_memory_results import SharedMemoryResults
 from nnsight_engine.vllm_backend.trace_call import TraceCall
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class VLLMEngineClient:
         self.started = asyncio.Event()
         # Never served: vLLM's handlers look up their state on an application.
         self._vllm_app = FastAPI()
-        self._sandboxes = Places(
+        self._sandboxes = SlotPool(
             settings.max_sandboxes,
             max_waiting=settings.max_queued_traces,
             share=settings.tenant_share,
@@ -179,7 +179,7 @@ class VLLMEngineClient:
             self._memory = claim_memory_folder()
             self._grammars.begin(setup_of(self._engine))
             self._engine.accept_grammars(self._grammars.accept)
-            self._engine.handover = None if self._memory is None else Handover(self._memory.path)
+            self._engine.handover = None if self._memory is None else SharedMemoryResults(self._memory.path)
             tasks = await self._engine.get_supported_tasks()
             state = self._vllm_app.state
             await init_app_state(self._engine, state, self._args, tasks)

@@ -20,20 +20,20 @@ from vllm.sampling_params import RequestOutputKind
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
 from app.audit.records import note_tier
-from app.engine.places import Places
+from app.engine.slot_pool import SlotPool
 from app.engine.vllm_errors import said_dead, translated
 from app.engine.vllm_sampling import sampling_params
 from app.errors import internal_error
 from app.services.code_policy import has_process
 from app.services.traces import event_frame
 from app.settings import Settings
+from nnsight_engine.remote_backend.backpressure import SlowReaderError
 from nnsight_engine.remote_backend.frames import TIER, Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import SentEdit, SentInvoke, TraceHead, TraceRequest
-from nnsight_engine.remote_backend.saves_so_far import output_data
-from nnsight_engine.remote_backend.unread import SlowReaderError
+from nnsight_engine.remote_backend.saved_deltas import output_data
 from nnsight_engine.vllm_backend.async_engine import InterventionAsyncLLM
 from nnsight_engine.vllm_backend.running_trace import Begun, Output, RunningTrace
-from nnsight_engine.vllm_backend.trace_router import Told
+from nnsight_engine.vllm_backend.trace_router import TraceEvent
 from nnsight_engine.vllm_backend.traced_requests import GatheredOutput, apart, carry, results_of
 from nnsight_engine.vllm_backend.traces.entry import EditEntry, TraceEntry
 
@@ -59,7 +59,7 @@ class VLLMTraceEngine:
     name = "vllm"
 
     def __init__(
-        self, engine: Callable[[], InterventionAsyncLLM], settings: Settings, sandboxes: Places
+        self, engine: Callable[[], InterventionAsyncLLM], settings: Settings, sandboxes: SlotPool
     ) -> None:
         """Wait for traces."""
         self._engine = engine
@@ -232,11 +232,11 @@ class _Run:
                 # Also if the caller is being cancelled: what runs in the engine must end.
                 await asyncio.shield(asyncio.ensure_future(engine.forget_trace(trace.key, trace.request_ids)))
 
-    def _told(self, event: Begun | Told | Output) -> Iterator[Frame]:
+    def _told(self, event: Begun | TraceEvent | Output) -> Iterator[Frame]:
         """Yield what a client is told of an event."""
         if isinstance(event, Begun):
             yield event_frame(JobStatus.RUNNING, engine=VLLMTraceEngine.name)
-        elif isinstance(event, Told):
+        elif isinstance(event, TraceEvent):
             if event.news is not None:
                 self._news.setdefault(event.block, []).append((event.choice, event.news))
             yield from _logs(event.printed)

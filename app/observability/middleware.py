@@ -24,7 +24,7 @@ from app.middleware import API_PREFIX
 from app.observability.logs import log_request
 from app.observability.metrics import Metrics, outcome_of
 from app.observability.tracing import RequestSpan, Tracing
-from nnsight_engine.core.metering import METER, Meter
+from nnsight_engine.core.metering import METER, UsageMeter
 
 _READS: Final = {"GET", "HEAD", "OPTIONS"}
 _UNFINISHED: Final = "client_left"
@@ -68,7 +68,7 @@ class RecordMiddleware:
             await self._app(scope, receive, send)
             return
         record = Record(str(scope.get("method", "WEBSOCKET")))
-        token, meter = RECORD.set(record), METER.set(Meter())
+        token, meter = RECORD.set(record), METER.set(UsageMeter())
         own = METER.get()
         span = None
         if self._tracing is not None and str(scope["path"]).startswith(API_PREFIX):
@@ -116,7 +116,7 @@ class RecordMiddleware:
             if not watch.is_whole:
                 record.error = record.error or _UNFINISHED
 
-    def _tell(self, record: Record, span: RequestSpan | None, meter: Meter | None) -> None:
+    def _tell(self, record: Record, span: RequestSpan | None, meter: UsageMeter | None) -> None:
         metrics = self._metrics
         metrics.count_request(record, self._engine.served().names)
         if record.route in _TIMED and outcome_of(record) == "ok":

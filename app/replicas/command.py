@@ -23,7 +23,7 @@ from ray.serve.handle import DeploymentHandle
 from rich.console import Console
 
 from app.keys_command import has_keys
-from app.listening import listening_socket
+from app.listen_socket import listening_socket
 from app.observability.logs import is_json
 from app.replicas.application import no_keys, nodes_of_cluster, replicas_of
 from app.replicas.front import create_front

@@ -23,19 +23,19 @@ from starlette.websockets import WebSocket
 
 from api_schemas.errors import ApiError, ErrorCode
 from app.body import THREAD_BYTES
-from app.cutoff import cutoff_of
 from app.errors import error_response, install_error_handlers
 from app.hosts import HostMiddleware
 from app.lifecycle import Lifecycle, Phase, Startable
 from app.middleware import GateMiddleware
 from app.observability.metrics import Metrics
-from app.receiving import INTAKE, Receiving
+from app.received_bytes import INTAKE, ReceivedBytes
 from app.replicas.asked import Asked, of_body, owner_of, split_path
 from app.replicas.options import ReplicaOptions
 from app.replicas.protocol import Place, Replicas, none_ready
 from app.replicas.questions import Questions
 from app.replicas.relay import NotTakenError, Relay, Sent, is_held
 from app.replicas.sockets import deny, relay_socket
+from app.request_deadline import cutoff_of
 from app.services.disconnect import while_connected
 from app.settings import Settings
 
@@ -74,7 +74,7 @@ class Front:
         self._settings = settings
         self._options = options
         self._replicas = replicas
-        self._receiving = Receiving(settings.max_received_bytes, settings.tenant_share)
+        self._receiving = ReceivedBytes(settings.max_received_bytes, settings.tenant_share)
         self._questions = Questions(options.models, replicas, lambda: self._relay)
         self._index = {name: index for index, one in enumerate(options.models) for name in one.names}
         self._opened: Relay | None = None

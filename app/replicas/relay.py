@@ -24,9 +24,9 @@ from yarl import URL
 
 from api_schemas.errors import ErrorCode
 from app.body import read_bytes, stream_bytes
-from app.cutoff import cutoff_of
-from app.listening import notice_loss
+from app.listen_socket import notice_loss
 from app.replicas.protocol import Place, lost
+from app.request_deadline import cutoff_of
 from app.services.disconnect import while_connected
 from app.services.streaming import ClosingStream, last_events
 from app.settings import Settings

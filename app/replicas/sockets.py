@@ -18,7 +18,7 @@ from starlette.websockets import WebSocket
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 
-from app.listening import notice_loss
+from app.listen_socket import notice_loss
 from app.replicas.protocol import Place
 from app.replicas.relay import REPLICA_HEADER, NotTakenError, is_refusal, whereabouts
 

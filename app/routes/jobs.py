@@ -21,7 +21,7 @@ from app.openapi import BINARY, TRACE_BODY, error_responses
 from app.services.code_policy import check_code_allowed
 from app.services.downloads import download
 from app.services.trace_admission import check_head, check_sender
-from app.storage.kept import Holder
+from app.storage.storage_usage import Holder
 from nnsight_engine.remote_backend.frames import MEDIA_TYPE as FRAMES_TYPE
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])

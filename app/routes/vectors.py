@@ -23,9 +23,9 @@ from app.admission.quotas import INTERVENING
 from app.admission.rates import admitted_of
 from app.body import BodyLimits, read_object
 from app.context import Intervener, Served, Trains
-from app.cutoff import cutoff_of
 from app.errors import validated
 from app.openapi import BINARY, EVENTS_TYPE, error_responses, json_body, json_events, schema_of
+from app.request_deadline import cutoff_of
 from app.services.disconnect import while_connected
 from app.services.streaming import ClosingStream, events, first_event, last_events
 from app.vectors.training import training_events

@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from app.cutoff import Cutoff
+from app.request_deadline import RequestDeadline
 
 T = TypeVar("T")
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T], cutoff: Cutoff | None = None) -> T:
+async def while_connected(
+    receive: Receive, work: Coroutine[Any, Any, T], cutoff: RequestDeadline | None = None
+) -> T:
     """Run ``work``; when the client goes first, or the request is ended, cancel it, wait for it, and raise.
 
     The request's body must have been read: whatever else arrives is dropped.

@@ -28,10 +28,10 @@ from app.audit.records import note, note_operations
 from app.auth.principal import Principal
 from app.body import THREAD_BYTES, BodyLimits, read_object
 from app.context import Context
-from app.cutoff import cutoff_of
 from app.engine.client import EngineReply, JsonObject
 from app.json_text import JsonAnswer
 from app.observability.token_times import TokenTimes
+from app.request_deadline import cutoff_of
 from app.services.cache_salts import keep_apart
 from app.services.code_policy import check_code_allowed
 from app.services.disconnect import while_connected

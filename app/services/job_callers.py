@@ -17,11 +17,11 @@ from app.auth.keys import Keys
 from app.auth.principal import Principal
 from app.services.code_policy import sandbox_of
 from app.settings import Settings
-from app.storage.kept import StoredBytes
+from app.storage.storage_usage import StoredBytes
 from app.storage.tables import JobRow
-from nnsight_engine.core.metering import Meter
+from nnsight_engine.core.metering import UsageMeter
 
-RunOver = Callable[[JobStatus | None, Meter], None]
+RunOver = Callable[[JobStatus | None, UsageMeter], None]
 """Is told of a run that is over: how it ended, None if it is to run again, and what it used."""
 
 
@@ -75,7 +75,7 @@ class JobCallers:
         """Set aside what a job states that it will use, which waits no more."""
         return await self._rates.set_aside(caller, estimate)
 
-    async def count(self, caller: Principal, meter: Meter, reserved: Sequence[Taken]) -> None:
+    async def count(self, caller: Principal, meter: UsageMeter, reserved: Sequence[Taken]) -> None:
         """Count what a job has used, of which some was set aside."""
         await self._rates.count(caller, meter, reserved)
 

@@ -22,11 +22,11 @@ from app.auth.principal import EVERYBODY, Principal
 from app.lifecycle import Lifecycle, Phase
 from app.services.job_callers import JobCallers
 from app.services.job_runs import Ending, JobRun, JobTools, note_interrupted
-from app.services.job_slots import JobSlots, Slot
+from app.services.job_slots import JobSlot, JobSlots
 from app.storage.job_leases import LEASE_S
 from app.storage.jobs import JobStore
 from app.storage.tables import JobRow
-from nnsight_engine.core.metering import METER, Meter
+from nnsight_engine.core.metering import METER, UsageMeter
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class JobDispatcher:
                 slot.leave()
         return True
 
-    def _begin(self, job: JobRow, slot: Slot, caller: Principal | None) -> None:
+    def _begin(self, job: JobRow, slot: JobSlot, caller: Principal | None) -> None:
         self._served_at[job.owner] = time.monotonic()
         sandbox_of = "" if caller is None else self._callers.sandbox_of(caller)
         refusal = _key_ended(job) if caller is None else None
@@ -201,9 +201,9 @@ class JobDispatcher:
         return not self._is_stopping and self._lifecycle.phase is Phase.READY
 
     async def _run(
-        self, job: JobRow, run: JobRun, slot: Slot, caller: Principal, reserved: Sequence[Taken]
+        self, job: JobRow, run: JobRun, slot: JobSlot, caller: Principal, reserved: Sequence[Taken]
     ) -> None:
-        meter = Meter(job.key_id)
+        meter = UsageMeter(job.key_id)
         METER.set(meter)  # of this task, which is the job's
         over: Callable[..., None] | None = None
         try:

@@ -11,9 +11,9 @@ from typing import Final
 
 from api_schemas.errors import ApiError
 from api_schemas.jobs import JobEvent
-from app.storage.job_space import Space
 from app.storage.job_states import size_of
-from app.storage.kept import Holder
+from app.storage.job_storage_quota import JobStorageQuota
+from app.storage.storage_usage import Holder
 
 _MAX_LINES: Final = 10_000
 _MAX_CHARS: Final = 16 * 2**20
@@ -28,7 +28,7 @@ class JobPrints:
         holder: Whose they are.
     """
 
-    def __init__(self, space: Space, holder: Holder) -> None:
+    def __init__(self, space: JobStorageQuota, holder: Holder) -> None:
         """Begin without any."""
         self._space = space
         self._holder = holder

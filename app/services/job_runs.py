@@ -27,7 +27,7 @@ from app.audit.log import AuditLog
 from app.audit.records import RECORD, Record, note_trace
 from app.errors import internal_error
 from app.services.job_prints import JobPrints
-from app.services.job_slots import Slot
+from app.services.job_slots import JobSlot
 from app.services.local_calls import LocalCalls
 from app.services.traces import TraceService
 from app.storage.job_files import JobFiles
@@ -38,7 +38,7 @@ from app.storage.tables import JobRow
 from nnsight_engine.core.metering import METER
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
-from nnsight_engine.wire import DecodeError
+from nnsight_engine.serialization import DecodeError
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class JobRun:
         self,
         job: JobRow,
         tools: JobTools,
-        slot: Slot,
+        slot: JobSlot,
         *,
         refusal: ApiError | None = None,
         sandbox_of: str = "",

@@ -37,13 +37,13 @@ class JobSlots:
         """The kinds of jobs that wait for their engine."""
         return list(self._waiting)
 
-    async def take(self) -> Slot:
+    async def take(self) -> JobSlot:
         """Take a place; at once unless they ``are_taken``."""
         await self._places.acquire()
-        return Slot(self._places, self._waiting, self._changed)
+        return JobSlot(self._places, self._waiting, self._changed)
 
 
-class Slot:
+class JobSlot:
     """A job's place, which it has, or has left while its engine has no room."""
 
     def __init__(
@@ -87,4 +87,4 @@ class Slot:
             self._places.release()
 
 
-__all__ = ["JobSlots", "Slot"]
+__all__ = ["JobSlot", "JobSlots"]

@@ -36,15 +36,15 @@ from app.storage.database import Database
 from app.storage.engines import place_of
 from app.storage.job_files import ORPHAN_S, JobFiles
 from app.storage.job_leases import JobLeases
-from app.storage.job_space import JOB_BYTES, Space
+from app.storage.job_storage_quota import JOB_BYTES, JobStorageQuota
 from app.storage.jobs import Accepted, Gone, JobStore, NewJob
-from app.storage.kept import Holder, StoredBytes
 from app.storage.open_files import OpenResult
+from app.storage.storage_usage import Holder, StoredBytes
 from app.storage.tables import JobRow
 from nnsight_engine.core.trace_headers import TRACE_HEADERS
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceHead
-from nnsight_engine.wire import DecodeError
+from nnsight_engine.serialization import DecodeError
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class JobService:
         self._lifecycle = lifecycle
         self._database = database
         self._callers = callers
-        space = Space(settings.job_store_bytes, share=settings.tenant_share, limits=stored)
+        space = JobStorageQuota(settings.job_store_bytes, share=settings.tenant_share, limits=stored)
         self._files = JobFiles(folder_of(settings), space)
         self._store = JobStore(
             self._database,

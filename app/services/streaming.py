@@ -16,8 +16,8 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.cutoff import Cutoff, cutoff_of
 from app.errors import DONE_FRAME, error_frame, internal_error
+from app.request_deadline import RequestDeadline, cutoff_of
 from app.services.disconnect import while_connected
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class ClosingStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream until it ends, is ended, or the client leaves."""
-        cutoff = cutoff_of(scope) or Cutoff()
+        cutoff = cutoff_of(scope) or RequestDeadline()
         sending = _Sending(send, cutoff, self._stall_s)
         try:
             await while_connected(receive, self.stream_response(sending.send), cutoff)
@@ -101,7 +101,7 @@ class _Sending:
         is_stalled: Whether the client took nothing for too long.
     """
 
-    def __init__(self, send: Send, cutoff: Cutoff, stall_s: float | None) -> None:
+    def __init__(self, send: Send, cutoff: RequestDeadline, stall_s: float | None) -> None:
         self._send = send
         self._cutoff = cutoff
         self._pause_s = 0.0 if stall_s is None else stall_s / _LOOKS

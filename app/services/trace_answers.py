@@ -25,8 +25,8 @@ from app.audit.records import note, note_trace
 from app.auth.principal import Principal
 from app.body import read_bytes
 from app.context import Context
-from app.cutoff import cutoff_of
 from app.errors import error_bytes, internal_error
+from app.request_deadline import cutoff_of
 from app.services.code_policy import SANDBOX_OF
 from app.services.disconnect import while_connected
 from app.services.streaming import ClosingStream
@@ -34,7 +34,7 @@ from app.services.trace_admission import check_head, check_sender
 from app.services.traces import event_frame
 from nnsight_engine.remote_backend.frames import MEDIA_TYPE, Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceRequest
-from nnsight_engine.wire import DecodeError
+from nnsight_engine.serialization import DecodeError
 
 logger = logging.getLogger(__name__)
 

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from app.storage.job_results import ResultFile
-from app.storage.job_space import JOB_BYTES, Space, on_disk, sync_folder
-from app.storage.kept import NOBODY, Holder
+from app.storage.job_storage_quota import JOB_BYTES, JobStorageQuota, on_disk, sync_folder
 from app.storage.open_files import OpenFiles, OpenResult
 from app.storage.process_folders import ProcessFolder, claim_folder
+from app.storage.storage_usage import NOBODY, Holder
 from nnsight_engine.remote_backend.messages import TraceRequest
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ ORPHAN_S: Final = 3600.0
 
 
 @dataclasses.dataclass(slots=True)
-class Upload:
+class JobUpload:
     """A request that was received.
 
     Attributes:
@@ -66,7 +66,7 @@ class JobFiles:
         space: How much they may have.
     """
 
-    def __init__(self, directory: Path, space: Space) -> None:
+    def __init__(self, directory: Path, space: JobStorageQuota) -> None:
         """Remember the limit; the disk is first touched by ``start``."""
         self.space = space
         self._directory = directory
@@ -87,7 +87,9 @@ class JobFiles:
             await asyncio.to_thread(own.release)
 
     @contextlib.asynccontextmanager
-    async def received(self, chunks: AsyncIterator[bytes], holder: Holder = NOBODY) -> AsyncIterator[Upload]:
+    async def received(
+        self, chunks: AsyncIterator[bytes], holder: Holder = NOBODY
+    ) -> AsyncIterator[JobUpload]:
         """Receive a request's bytes; what nobody has adopted by the end of the block is removed.
 
         Raises:
@@ -96,7 +98,7 @@ class JobFiles:
         if self._own is None:
             raise RuntimeError("the files must be started before they are used; call start()")
         path = self._own.path / secrets.token_hex(16)
-        upload = Upload(path, 0, "", holder)
+        upload = JobUpload(path, 0, "", holder)
         self.space.take(JOB_BYTES, holder)
         try:
             digest = hashlib.sha256()
@@ -117,7 +119,7 @@ class JobFiles:
                 self.space.give_up(JOB_BYTES + upload.num_bytes, holder)
                 await asyncio.to_thread(path.unlink, missing_ok=True)
 
-    async def head_of(self, upload: Upload) -> TraceRequest:
+    async def head_of(self, upload: JobUpload) -> TraceRequest:
         """Read a request that was received.
 
         Raises:
@@ -125,7 +127,7 @@ class JobFiles:
         """
         return await asyncio.to_thread(_mapped, upload.path)
 
-    async def adopt(self, upload: Upload, job_id: str) -> None:
+    async def adopt(self, upload: JobUpload, job_id: str) -> None:
         """Make a request that was received a job's; one that cannot be leaves nothing in the job's folder.
 
         Raises:
@@ -257,4 +259,4 @@ def _move(path: Path, folder: Path) -> None:
         raise
 
 
-__all__ = ["ORPHAN_S", "JobFiles", "Upload"]
+__all__ = ["ORPHAN_S", "JobFiles", "JobUpload"]

@@ -12,8 +12,8 @@ import threading
 from pathlib import Path
 from typing import BinaryIO
 
-from app.storage.job_space import Space, on_disk, sync_folder
-from app.storage.kept import Holder
+from app.storage.job_storage_quota import JobStorageQuota, on_disk, sync_folder
+from app.storage.storage_usage import Holder
 from nnsight_engine.remote_backend.frames import Frame
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class ResultFile:
     been cancelled, so threads take turns and nothing is written after ``discard``.
     """
 
-    def __init__(self, path: Path, space: Space, holder: Holder) -> None:
+    def __init__(self, path: Path, space: JobStorageQuota, holder: Holder) -> None:
         """Make the file with the first frame."""
         self._path = path
         self._space = space

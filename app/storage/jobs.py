@@ -16,9 +16,9 @@ from sqlalchemy.orm import Session
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobEvent, JobStatus, JobSummary
 from app.storage.database import Database
-from app.storage.job_space import JOB_BYTES
 from app.storage.job_states import FINAL, add_events, cancelled, change, now, row_of
-from app.storage.kept import Holder
+from app.storage.job_storage_quota import JOB_BYTES
+from app.storage.storage_usage import Holder
 from app.storage.tables import EventRow, JobRow
 
 _MAX_EXPIRED: Final = 200

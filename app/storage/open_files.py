@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import BinaryIO, Final
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.storage.kept import Holder
+from app.storage.storage_usage import Holder
 
 _CHUNK_BYTES: Final = 1024 * 1024
 _MAX_READERS: Final = 64
@@ -22,7 +22,7 @@ Key = tuple[str, int]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Reading:
+class OpenFile:
     """One reader of a file.
 
     Attributes:
@@ -43,11 +43,11 @@ class OpenFiles:
 
     def __init__(self) -> None:
         """Begin with none."""
-        self._readers: dict[Key, list[Reading]] = {}
+        self._readers: dict[Key, list[OpenFile]] = {}
         self._of_tenant: collections.Counter[str] = collections.Counter()
         self._then: dict[Key, list[Callable[[], None]]] = {}
 
-    def begin(self, key: Key, holder: Holder, num_bytes: int) -> Reading:
+    def begin(self, key: Key, holder: Holder, num_bytes: int) -> OpenFile:
         """Count a reader, before its file is opened.
 
         Raises:
@@ -60,7 +60,7 @@ class OpenFiles:
                 f"{_MAX_READERS} downloads of the tenant {tenant!r} are under way, and no more may be; "
                 "end some, or wait until they have.",
             )
-        reading = Reading(key, holder, num_bytes, lambda: self._end(reading))
+        reading = OpenFile(key, holder, num_bytes, lambda: self._end(reading))
         self._of_tenant[tenant] += 1
         self._readers.setdefault(key, []).append(reading)
         return reading
@@ -69,7 +69,7 @@ class OpenFiles:
         """Tell whether a file is being read."""
         return key in self._readers
 
-    def all(self) -> list[Reading]:
+    def all(self) -> list[OpenFile]:
         """Return one reader of each file."""
         return [readers[0] for readers in self._readers.values()]
 
@@ -80,7 +80,7 @@ class OpenFiles:
         else:
             then()
 
-    def _end(self, reading: Reading) -> None:
+    def _end(self, reading: OpenFile) -> None:
         readers = self._readers.get(reading.key, [])
         if reading not in readers:
             return
@@ -97,7 +97,7 @@ class OpenFiles:
 class OpenResult:
     """A stored file open for reading; once open it is read to its end, whatever becomes of it meanwhile."""
 
-    def __init__(self, file: BinaryIO, reading: Reading) -> None:
+    def __init__(self, file: BinaryIO, reading: OpenFile) -> None:
         """Take over both; ``close`` or the end of ``chunks`` releases them."""
         self._file = file
         self._reading = reading
@@ -121,4 +121,4 @@ class OpenResult:
         self._reading.close()
 
 
-__all__ = ["OpenFiles", "OpenResult", "Reading"]
+__all__ = ["OpenFile", "OpenFiles", "OpenResult"]

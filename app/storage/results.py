@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Final
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.storage.kept import Holder, StoredBytes
 from app.storage.open_files import OpenFiles, OpenResult
 from app.storage.process_folders import ProcessFolder, claim_folder
 from app.storage.safetensors_file import layout, write
+from app.storage.storage_usage import Holder, StoredBytes
 from nnsight_engine.plans.collected import TensorResult
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from app.storage.kept import Holder
+from app.storage.storage_usage import Holder
 
 # SQLite counts up by itself only what is declared as its plain INTEGER.
 _COUNTER: Final = BigInteger().with_variant(Integer, "sqlite")

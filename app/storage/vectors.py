@@ -24,7 +24,7 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import clip
 from api_schemas.vectors import Training, Vector
 from app.storage.database import Database
-from app.storage.kept import Holder
+from app.storage.storage_usage import Holder
 from app.storage.tables import VectorNameRow, VectorRow
 from app.vectors.rows import VectorRows, kind_of
 

@@ -16,7 +16,7 @@ from app.terminal.chat import Chat
 from app.terminal.lens import lens as show_lens
 from app.terminal.server import JsonObject, Server
 from app.terminal.showing import plain
-from app.terminal.steering import Asked
+from app.terminal.steering import SteeringRequest
 from app.terminal.steering import steer as show_steered
 from nnsight_engine.core.config import CONFIG
 from nnsight_engine.remote_backend.errors import RemoteError
@@ -159,7 +159,7 @@ def steer(
     """Show what the model writes without and with a vector, side by side, differences marked."""
     # At each step the most likely token: what differs is then the steering, not chance.
     options: JsonObject = {"max_tokens": max_tokens, "temperature": 0}
-    asked = Asked(prompt, is_chat, options, [_steer(vector, layer, scale, mode)])
+    asked = SteeringRequest(prompt, is_chat, options, [_steer(vector, layer, scale, mode)])
     title = f"{vector} × {scale:g} at {', '.join(layer)}"
     server = _server(url)
     _wait(server, show_steered(server, asked, title, Console(highlight=False)))

@@ -17,7 +17,7 @@ import httpx
 from nnsight_engine.remote_backend.address import normalized
 from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteError
 from nnsight_engine.remote_backend.refusals import refusal
-from nnsight_engine.remote_backend.tries import Tries
+from nnsight_engine.remote_backend.retry import Retry
 
 T = TypeVar("T")
 
@@ -102,14 +102,14 @@ class Server:
 
     async def _patiently(self, send: Callable[[], Awaitable[T]]) -> T:
         """Send, and again while the server starts or has its queue full."""
-        tries = Tries(self.url, is_repeatable=False)
+        tries = Retry(self.url, is_repeatable=False)
         while True:
             try:
                 return await send()
             except (httpx.TransportError, RemoteError) as error:
                 await asyncio.sleep(self._pause_s(tries, error))
 
-    def _pause_s(self, tries: Tries, error: httpx.TransportError | RemoteError) -> float:
+    def _pause_s(self, tries: Retry, error: httpx.TransportError | RemoteError) -> float:
         try:
             return tries.pause_s(error)
         except RemoteConnectionError as ended:

@@ -21,7 +21,7 @@ _SIDE_BY_SIDE: Final = 72
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
+class SteeringRequest:
     """What a model is to write.
 
     Attributes:
@@ -52,7 +52,7 @@ class Asked:
 class Comparison:
     """Two texts as far as they have come; drawn anew whenever the screen is."""
 
-    def __init__(self, asked: Asked, title: str) -> None:
+    def __init__(self, asked: SteeringRequest, title: str) -> None:
         """Begin with nothing."""
         self.texts = ["", ""]
         self.done = [False, False]
@@ -87,7 +87,7 @@ class Comparison:
         return Panel(Group(*parts), title=Text(self._titles[number]), title_align="left")
 
 
-async def steer(server: Server, asked: Asked, title: str, console: Console) -> None:
+async def steer(server: Server, asked: SteeringRequest, title: str, console: Console) -> None:
     """Ask for both texts at the same time, and show them as they come.
 
     Raises:
@@ -108,4 +108,4 @@ async def steer(server: Server, asked: Asked, title: str, console: Console) -> N
     console.print("What differs is marked." if shown.texts[0] != shown.texts[1] else "Both are the same.")
 
 
-__all__ = ["Asked", "Comparison", "steer"]
+__all__ = ["Comparison", "SteeringRequest", "steer"]

@@ -21,7 +21,7 @@ from app.body import BodyLimits
 from app.engine.client import EngineClient
 from app.settings import Settings
 from app.storage.database import Database
-from app.storage.kept import Holder, StoredBytes
+from app.storage.storage_usage import Holder, StoredBytes
 from app.storage.vectors import NewRow, VectorStore
 from app.vectors.names import NameResolver, VectorCache
 from app.vectors.rows import ModelShape, VectorRows

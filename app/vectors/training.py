@@ -24,7 +24,7 @@ from api_schemas.vectors import LayerScore, Prompt, Training, TrainingEvent, Tra
 from api_schemas.where import Where
 from app.auth.principal import Principal
 from app.engine.client import EngineClient, EngineReply, JsonObject
-from app.engine.places import Places
+from app.engine.slot_pool import SlotPool
 from app.errors import DONE_FRAME
 from app.services.cache_salts import keep_apart
 from app.settings import Settings
@@ -58,7 +58,7 @@ class Trainer:
         self._settings = settings
         self._engine = engine
         self._vectors = vectors
-        self._places = Places(
+        self._places = SlotPool(
             1, max_waiting=settings.max_queued_trainings, share=settings.tenant_share, what="trainings"
         )
 

@@ -45,7 +45,7 @@ class _Form(Strict):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Upload:
+class VectorUpload:
     """A vector as it was sent, checked against the model.
 
     Attributes:
@@ -63,7 +63,7 @@ class Upload:
     rows: VectorRows
 
 
-async def read_upload(request: Request, shape: ModelShape, limits: BodyLimits) -> Upload:
+async def read_upload(request: Request, shape: ModelShape, limits: BodyLimits) -> VectorUpload:
     """Read the body of ``POST /v1/vectors``.
 
     Args:
@@ -87,7 +87,7 @@ async def read_upload(request: Request, shape: ModelShape, limits: BodyLimits) -
     return await asyncio.to_thread(_read_numbers, value, shape)
 
 
-def _read_numbers(value: dict[str, Any], shape: ModelShape) -> Upload:
+def _read_numbers(value: dict[str, Any], shape: ModelShape) -> VectorUpload:
     limits = Limits(max_tensor_bytes=shape.max_numbers * _WIDEST_ITEM_BYTES)
     new = validated(NewVector, value, limits)
     if new.vectors is not None:
@@ -95,7 +95,7 @@ def _read_numbers(value: dict[str, Any], shape: ModelShape) -> Upload:
         rows = rows_of(tensors, None, shape, "vectors")
     else:
         rows = rows_of({"values": _array(new.values, "values")}, new.at, shape, "values")
-    return Upload(new.name, new.shared, "json", None, rows)
+    return VectorUpload(new.name, new.shared, "json", None, rows)
 
 
 def _array(value: TensorInput | None, param: str) -> npt.NDArray[Any]:
@@ -105,14 +105,14 @@ def _array(value: TensorInput | None, param: str) -> npt.NDArray[Any]:
     return floats_from_bytes(tensor.dtype, tensor.data).reshape(tensor.shape)
 
 
-def _read_form(body: bytes, content_type: str, shape: ModelShape) -> Upload:
+def _read_form(body: bytes, content_type: str, shape: ModelShape) -> VectorUpload:
     fields, file = _parts(body, content_type)
     name, content = file
     form = validated(_Form, fields)
     at = None if not form.at else [part.strip() for part in form.at.split(",")]
     format_, tensors = read_file(content, name)
     rows = rows_of(tensors, at, shape, PARAM)
-    return Upload(form.name, form.shared == "true", format_, hashlib.sha256(content).hexdigest(), rows)
+    return VectorUpload(form.name, form.shared == "true", format_, hashlib.sha256(content).hexdigest(), rows)
 
 
 def _parts(body: bytes, content_type: str) -> tuple[dict[str, str], tuple[str, bytes]]:
@@ -156,4 +156,4 @@ def _wrong(message: str) -> ApiError:
     return ApiError(ErrorCode.BAD_REQUEST, message)
 
 
-__all__ = ["FORM_TYPE", "Upload", "read_upload"]
+__all__ = ["FORM_TYPE", "VectorUpload", "read_upload"]

@@ -16,7 +16,7 @@ import uvicorn
 from app.engine.traces import TraceEngine
 from app.engine.vllm_arguments import parse
 from app.engine.vllm_client import VLLMEngineClient
-from app.listening import listening_socket
+from app.listen_socket import listening_socket
 from app.main import create_app, new_store
 from app.settings import Settings
 from nnsight_engine.remote_backend.frames import Frame, FrameKind

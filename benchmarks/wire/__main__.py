@@ -20,7 +20,7 @@ from benchmarks.machine import announced_machine
 from benchmarks.tracing.report import Report
 from benchmarks.tracing.timing import CallsByTurns, Case, Measure, Sampler, measure, ratio
 from benchmarks.wire.blocks import Sent, reference, sent_blocks
-from nnsight_engine.wire import decode, decode_trace, encode, encode_trace
+from nnsight_engine.serialization import decode, decode_trace, encode, encode_trace
 
 _RESULTS: Final = Path(__file__).parents[1] / "results"
 _NUM_TENSORS: Final = 25

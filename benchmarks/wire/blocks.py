@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import torch
 
+from nnsight_engine.serialization import SentBlock
 from nnsight_engine.tracing.tracer import Info, Tracer
-from nnsight_engine.wire import SentBlock
 
 _WIDTH: Final = 576
 SCALE: Final = 1.5

@@ -14,7 +14,7 @@ import warnings
 from types import CodeType, FrameType
 from typing import Any, Final
 
-from nnsight_engine.core.reading import Reading
+from nnsight_engine.core.read_listener import ReadListener
 
 _BLOCK: Final = "GradientCheckpointingLayer"
 """What all blocks of transformers derive from."""
@@ -29,12 +29,12 @@ _THE_SAME: Final = frozenset({"save", "clone", "detach", "cpu"})
 
 def listen() -> None:
     """Warn from now on."""
-    Reading.listener = _check
+    ReadListener.listener = _check
 
 
 def stop_listening() -> None:
     """Warn no longer."""
-    Reading.listener = None
+    ReadListener.listener = None
 
 
 def _check(frame: FrameType, holder: Any, name: str, value: Any) -> None:

@@ -16,7 +16,7 @@ _LATE_S: Final = 60.0
 """What has not ended so long after its request is not counted."""
 
 
-class Meter:
+class UsageMeter:
     """What one request has used so far.
 
     Attributes:
@@ -55,7 +55,7 @@ class Meter:
             await asyncio.wait(self._late, timeout=_LATE_S)
 
 
-METER: Final[ContextVar[Meter | None]] = ContextVar("nnsight_engine_meter", default=None)
+METER: Final[ContextVar[UsageMeter | None]] = ContextVar("nnsight_engine_meter", default=None)
 """The meter of the request on whose behalf this code runs."""
 
-__all__ = ["METER", "Meter"]
+__all__ = ["METER", "UsageMeter"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, overload
 
 import torch
 
-from nnsight_engine.core.narrowing import narrowed
+from nnsight_engine.core.dtype_conversion import narrowed
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.envoys.cache_display import cache_html
 from nnsight_engine.envoys.tree import EnvoyTree

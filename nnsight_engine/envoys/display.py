@@ -27,7 +27,7 @@ _MAX_SUGGESTIONS = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Child:
+class ChildNode:
     """Neighbours that look the same: what stands in the parentheses, how many they are, and their look."""
 
     label: str
@@ -48,7 +48,7 @@ class Node:
 
     title: str
     details: tuple[str, ...] = ()
-    children: tuple[Child, ...] = ()
+    children: tuple[ChildNode, ...] = ()
     links: tuple[str, ...] = ()
 
     @property
@@ -119,7 +119,7 @@ def _node(envoy: Envoy, above: frozenset[int] = frozenset()) -> Node:
     )
 
 
-def _grouped(envoy: Envoy, children: list[tuple[str, Node]]) -> Iterator[Child]:
+def _grouped(envoy: Envoy, children: list[tuple[str, Node]]) -> Iterator[ChildNode]:
     """Yield the children, runs of equal numbered ones together."""
     start = 0
     while start < len(children):
@@ -129,7 +129,7 @@ def _grouped(envoy: Envoy, children: list[tuple[str, Node]]) -> Iterator[Child]:
             end += 1
         count = end - start
         label = "/".join([name, *_names_for(envoy, name)]) if count == 1 else f"{name}-{children[end - 1][0]}"
-        yield Child(label, count, node)
+        yield ChildNode(label, count, node)
         start = end
 
 
@@ -197,7 +197,7 @@ def _html(node: Node, prefix: str, *, is_open: bool) -> str:
     )
 
 
-def _times(child: Child) -> str:
+def _times(child: ChildNode) -> str:
     return f"{child.count} x " if child.count > 1 else ""
 
 

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nnsight_engine.core.reading import Reading
-from nnsight_engine.envoys.asked_help import is_for_help
+from nnsight_engine.core.read_listener import ReadListener
 from nnsight_engine.envoys.editable_views import editable
+from nnsight_engine.envoys.help_text import is_for_help
 from nnsight_engine.interleaving.events import Events
 
 if TYPE_CHECKING:
@@ -122,8 +122,8 @@ class eproperty:  # noqa: N801 - it is used like property
             value = editable(self._preprocess(holder, value))
         if self._transform is not None:
             mediator.transform = functools.partial(self._transform, value)
-        if Reading.listener is not None:
-            Reading.listener(sys._getframe(1), holder, self.name, value)
+        if ReadListener.listener is not None:
+            ReadListener.listener(sys._getframe(1), holder, self.name, value)
         return value
 
     def __set__(self, holder: Any, value: Any) -> None:

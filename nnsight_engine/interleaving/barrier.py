@@ -10,7 +10,7 @@ from __future__ import annotations
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.mediator import Mediator
-from nnsight_engine.interleaving.sharing import meet
+from nnsight_engine.interleaving.shared_variables import meet
 
 
 class Barrier:

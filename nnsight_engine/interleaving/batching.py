@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nnsight_engine.core.narrowing import fitted
+from nnsight_engine.core.dtype_conversion import fitted
 from nnsight_engine.core.trees import map_pairs, map_tensors, tensors
 from nnsight_engine.interleaving.model_state import holds_state, map_state, state_tensors, without_state
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Protocol
 
-from nnsight_engine.core.stepping import IterationOver
-from nnsight_engine.interleaving import stacks
+from nnsight_engine.core.loop_end import IterationOver
+from nnsight_engine.interleaving import call_stacks
 from nnsight_engine.interleaving.batching import Batcher
 from nnsight_engine.interleaving.events import (
     EarlyStopException,
@@ -108,7 +108,7 @@ class Interleaver(ModuleUse):
         Raises:
             BaseException: What a block raised, or ``function`` did.
         """
-        return stacks.run(lambda: self._run(function))
+        return call_stacks.run(lambda: self._run(function))
 
     def _run(self, function: Callable[[], Any]) -> Any:
         try:

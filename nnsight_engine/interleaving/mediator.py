@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from greenlet import GreenletExit, getcurrent
 
 from nnsight_engine.core.gradients import explain
-from nnsight_engine.core.stepping import IterationOver
-from nnsight_engine.interleaving import stacks
+from nnsight_engine.core.loop_end import IterationOver
+from nnsight_engine.interleaving import call_stacks
 from nnsight_engine.interleaving.batching import BatchGroup
 from nnsight_engine.interleaving.events import (
     Cancelation,
@@ -31,11 +31,11 @@ from nnsight_engine.interleaving.events import (
     OutOfOrderError,
     StepNotReachedError,
 )
-from nnsight_engine.interleaving.modes import Keeper
+from nnsight_engine.interleaving.torch_modes import ModeKeeper
 
 if TYPE_CHECKING:
     from nnsight_engine.interleaving.interleaver import Interleaver
-    from nnsight_engine.interleaving.sharing import Exchange
+    from nnsight_engine.interleaving.shared_variables import Exchange
 
 Event = tuple[Events, str, int | None, Any]
 """What is asked for: kind, provider without its call number, call number, anything more."""
@@ -53,7 +53,7 @@ _PATIENCE = 16
 
 
 class StackKind(Protocol):
-    """What blocks run on, see ``stacks``: something that takes turns with the model."""
+    """What blocks run on, see ``call_stacks``: something that takes turns with the model."""
 
     def take(self) -> Any:
         """Return one without a job."""
@@ -69,7 +69,7 @@ class StackKind(Protocol):
 
 
 class Modes(Protocol):
-    """Keeps a block's modes of torch apart from the model's, see ``modes``."""
+    """Keeps a block's modes of torch apart from the model's, see ``torch_modes``."""
 
     def enter(self) -> None:
         """Change to the block's."""
@@ -124,7 +124,7 @@ class Mediator:
 
     MissedProviderError = MissedProviderError
     OutOfOrderError = OutOfOrderError
-    runs_on: ClassVar[StackKind] = stacks
+    runs_on: ClassVar[StackKind] = call_stacks
     warns: ClassVar[bool] = True
     """Whether a warning in the block reaches who wrote it; where it would not, errors tell."""
 
@@ -175,7 +175,7 @@ class Mediator:
 
     def _new_modes(self) -> Modes:
         """Return what keeps the modes apart; it begins with the block's, the same as the model's."""
-        return Keeper()
+        return ModeKeeper()
 
     def respond(self, value: Any = None) -> None:
         """Answer what the block waits for, and run it until it waits again."""
@@ -220,7 +220,7 @@ class Mediator:
         before, interleaver.current = interleaver.current, self
         listener, interleaver.listener = interleaver.listener, 0
         try:
-            event: Event | stacks.Done = how(worker, payload)
+            event: Event | call_stacks.Done = how(worker, payload)
         finally:
             self._modes.leave()
             interleaver.current, interleaver.listener = before, listener
@@ -231,7 +231,7 @@ class Mediator:
         if self.transform is not None:
             transform, self.transform = self.transform, None
             interleaver.batcher.swap(self.batch_group, transform())
-        if type(event) is stacks.Done:
+        if type(event) is call_stacks.Done:
             self.worker = None
             self.runs_on.give_back(worker)
             _, error = event.empty()

@@ -1,6 +1,6 @@
 """Blocks on threads of their own, which take turns with the model's by passing a baton.
 
-Within one trace that runs from beginning to end, greenlets are better (see ``stacks``): a hand-over is a
+Within one trace that runs from beginning to end, greenlets are better (see ``call_stacks``): a hand-over is a
 switch. A serving engine is different. Its blocks live over many calls into the engine, at whatever depth of
 the C stack each of them stands, which greenlets that torch's stack walk must survive cannot do. And they are
 other people's code beside requests that never asked for it: one that does not come back must be left behind.
@@ -27,10 +27,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from nnsight_engine.interleaving.call_stacks import Done
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.interleaving.mediator import Mediator, Modes, Raise, named
-from nnsight_engine.interleaving.stacks import Done
-from nnsight_engine.interleaving.streams import RandomStreams
+from nnsight_engine.interleaving.random_streams import RandomStreams
 
 _GRACE_S = 0.5
 """How long an interrupted block may take to clean up."""

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from nnsight_engine.wire.limits import DATA_ONLY, TRUSTED
-from nnsight_engine.wire.values import decode, encode
+from nnsight_engine.serialization.limits import DATA_ONLY, TRUSTED
+from nnsight_engine.serialization.values import decode, encode
 
 
 def dumps(value: Any, path: str | os.PathLike[str] | None = None) -> bytes | None:

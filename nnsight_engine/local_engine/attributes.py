@@ -2,7 +2,7 @@
 
 A block says ``model.layers[0].attn.scaling = 3``, puts a module in another's place, or leaves a hook behind.
 All of that is entries of dictionaries, lists and sets that hang on the model: these are remembered by what
-they held, compared by identity and put back. ``pristine`` calls this between two traces.
+they held, compared by identity and put back. ``model_snapshot`` calls this between two traces.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MADE_LATER: Final = frozenset(
 )
 
 
-class Attributes:
+class AttributeSnapshot:
     """What hangs on an object: its attributes, those of the objects in them, and so on.
 
     Attributes:
@@ -178,4 +178,4 @@ def _same(one: Collection[Any], other: Collection[Any]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
-__all__ = ["Attributes", "Definitions"]
+__all__ = ["AttributeSnapshot", "Definitions"]

@@ -15,7 +15,7 @@ from nnsight_engine.core.saves import SAVES
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.local_engine.errors import TraceCancelledError
 from nnsight_engine.remote_backend.codecs import decode_blocks
-from nnsight_engine.remote_backend.received import (
+from nnsight_engine.remote_backend.incoming_blocks import (
     SAVED,
     ReceivedInvoke,
     failure_of,
@@ -23,13 +23,13 @@ from nnsight_engine.remote_backend.received import (
     outcome_of,
     outcome_pieces,
 )
+from nnsight_engine.serialization import DecodeError, MessageLimits, ReceivedTrace, encode_error
 from nnsight_engine.tracing.tracebacks import clean
-from nnsight_engine.wire import DecodeError, Limits, ReceivedTrace, encode_error
 
 if TYPE_CHECKING:
     from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
+    from nnsight_engine.serialization.decoder import Resolve
     from nnsight_engine.tracing.tracer import Tracer
-    from nnsight_engine.wire.decoder import Resolve
 
 
 class ReadTrace:
@@ -85,11 +85,13 @@ class BlockRunner(ABC):
         compresses: Whether results are compressed for clients that can read it.
     """
 
-    def __init__(self, *, max_result_bytes: int = Limits().max_bytes, compresses: bool = False) -> None:
+    def __init__(
+        self, *, max_result_bytes: int = MessageLimits().max_bytes, compresses: bool = False
+    ) -> None:
         """Wait for traces."""
         self.failure = ""
         """What is to be said of the last trace's error, nothing if it had none."""
-        self._limits = Limits(max_bytes=max_result_bytes)
+        self._limits = MessageLimits(max_bytes=max_result_bytes)
         self._compresses = compresses
 
     @property

@@ -18,9 +18,9 @@ from nnsight_engine.remote_backend.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceRequest
-from nnsight_engine.remote_backend.sent import SentRemotely
+from nnsight_engine.remote_backend.outgoing_trace import SentRemotely
 from nnsight_engine.remote_backend.transport import Progress
-from nnsight_engine.wire import DecodeError
+from nnsight_engine.serialization import DecodeError
 
 
 class ThisProcess:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from nnsight_engine.core.cells import UNBOUND, Assignments, content
+from nnsight_engine.core.closure_cells import UNBOUND, Assignments, content
 from nnsight_engine.core.saves import SAVES
 from nnsight_engine.core.trees import map_tensors
-from nnsight_engine.local_engine.link import LOCAL
+from nnsight_engine.local_engine.process_channel import LOCAL
 from nnsight_engine.remote_backend.errors import LocalBlockError
 from nnsight_engine.remote_backend.frames import FrameKind
 from nnsight_engine.remote_backend.local_messages import (
@@ -26,16 +26,16 @@ from nnsight_engine.remote_backend.local_messages import (
     plain,
     read_done,
 )
-from nnsight_engine.remote_backend.places import Places
-from nnsight_engine.remote_backend.places import place_of as place_in
-from nnsight_engine.remote_backend.sent import refused
+from nnsight_engine.remote_backend.object_references import ObjectReferences
+from nnsight_engine.remote_backend.object_references import place_of as place_in
+from nnsight_engine.remote_backend.outgoing_trace import refused
+from nnsight_engine.serialization import TRUSTED, DecodeError, decode, encode, restore_error
 from nnsight_engine.tracing.tracer import Tracer
-from nnsight_engine.wire import TRUSTED, DecodeError, decode, encode, restore_error
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
     from nnsight_engine.local_engine.serving import Asking
-    from nnsight_engine.wire.decoder import Resolve
+    from nnsight_engine.serialization.decoder import Resolve
 
 Ask = Callable[[bytes], bytes | bytearray | memoryview]
 """Sends what a client is asked, and returns the answer; raises LocalBlockError where there is none."""
@@ -146,7 +146,7 @@ class LocalPart(Tracer):
         return place_in(value, self._model)
 
     def _resolver(self, values: dict[str, Any]) -> Resolve:
-        places = Places(self._model)
+        places = ObjectReferences(self._model)
 
         def resolve(reference: tuple[str, ...]) -> Any:
             if len(reference) == 2 and reference[0] == GIVEN and reference[1] in values:

@@ -1,7 +1,7 @@
 """The process of the local engine: ``python -m nnsight_engine.local_engine.process SOCKET OPTIONS``.
 
-A server starts it (``child``) and shares a socket with it, and nothing else: no memory, no secrets in the
-environment. It loads a model, on which traces run.
+A server starts it (``trace_process``) and shares a socket with it, and nothing else: no memory, no secrets
+in the environment. It loads a model, on which traces run.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from nnsight_engine.local_engine.block_runner import BlockRunner
-from nnsight_engine.local_engine.link import ProcessOptions
 from nnsight_engine.local_engine.local_part import answered
+from nnsight_engine.local_engine.process_channel import ProcessOptions
 from nnsight_engine.local_engine.runner import ServedModel, TraceRunner
 from nnsight_engine.local_engine.serving import Asking, serve
 

@@ -20,19 +20,19 @@ from nnsight_engine.envoys.tracers.editing import Edit
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.local_engine.block_runner import BlockRunner, ReadTrace, run_session
 from nnsight_engine.local_engine.local_part import Ask
-from nnsight_engine.local_engine.pristine import Pristine
+from nnsight_engine.local_engine.model_snapshot import ModelSnapshot
 from nnsight_engine.local_engine.received_tracer import ReceivedTracer
 from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.remote_backend.added_modules import attached
 from nnsight_engine.remote_backend.errors import LocalBlockError
-from nnsight_engine.remote_backend.places import Places, place_of
+from nnsight_engine.remote_backend.object_references import ObjectReferences, place_of
 from nnsight_engine.tracing.tracer import refuse_statement
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
     from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
+    from nnsight_engine.serialization.decoder import Resolve
     from nnsight_engine.tracing.tracer import Tracer
-    from nnsight_engine.wire.decoder import Resolve
 
 
 logger = logging.getLogger(__name__)
@@ -76,8 +76,8 @@ class ModelRunner(BlockRunner):
             return Session(self._model)
         return ReceivedTracer(self._model, self._ask if head.local_parts else None)
 
-    def _resolver(self, tracer: Tracer) -> Places:
-        return Places(self._model, tracer)
+    def _resolver(self, tracer: Tracer) -> ObjectReferences:
+        return ObjectReferences(self._model, tracer)
 
     def _warnings(self, tracer: Tracer) -> Sequence[str]:
         return tracer.warnings if isinstance(tracer, ReceivedTracer) else ()
@@ -121,7 +121,7 @@ class TraceRunner(ModelRunner):
     def __init__(self, model: LanguageModel, ask: Ask | None = None, **options: Any) -> None:
         """Take the model."""
         super().__init__(model, ask, **options)
-        self._pristine = Pristine(model)
+        self._pristine = ModelSnapshot(model)
         self._is_worn = False
         self._is_settled = True
 

@@ -27,7 +27,7 @@ from nnsight_engine.core.config import CONFIG
 from nnsight_engine.core.process_memory import end_before_server
 from nnsight_engine.local_engine.cancelling import Cancelling
 from nnsight_engine.local_engine.errors import TraceCancelledError
-from nnsight_engine.local_engine.link import (
+from nnsight_engine.local_engine.process_channel import (
     ANSWER,
     CANCEL,
     FAILED,
@@ -35,13 +35,13 @@ from nnsight_engine.local_engine.link import (
     READY,
     RUN,
     WORN,
-    Link,
+    ProcessChannel,
     ProcessOptions,
 )
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceRequest
 from nnsight_engine.remote_backend.prints import Prints
-from nnsight_engine.wire import DecodeError
+from nnsight_engine.serialization import DecodeError
 
 if TYPE_CHECKING:
     from nnsight_engine.local_engine.block_runner import BlockRunner
@@ -93,7 +93,7 @@ def serve(arguments: list[str], load: Callable[[ProcessOptions, Asking], BlockRu
     # What the server's user has configured for programs of theirs is nothing to clients.
     CONFIG.APP.DEBUG = CONFIG.APP.REMOTE_LOGGING = False
     CONFIG.APP.CROSS_INVOKER = CONFIG.APP.PYMOUNT = True
-    serving = _Serving(Link(sock))
+    serving = _Serving(ProcessChannel(sock))
     threading.Thread(target=serving.listen, name="listener", daemon=True).start()
     serving.run(lambda: load(options, serving.asking))
 
@@ -101,7 +101,7 @@ def serve(arguments: list[str], load: Callable[[ProcessOptions, Asking], BlockRu
 class _Serving:
     """Runs what the server asks for."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: ProcessChannel) -> None:
         self._link = link
         self._cancelling = Cancelling()
         self._traces: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()

@@ -17,24 +17,24 @@ from transformers import AutoTokenizer
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.local_engine.block_runner import BlockRunner, ReadTrace, run_session
-from nnsight_engine.local_engine.link import OUTLINE, TRACE, ProcessOptions
+from nnsight_engine.local_engine.process_channel import OUTLINE, TRACE, ProcessOptions
+from nnsight_engine.local_engine.process_state import ProcessState
 from nnsight_engine.local_engine.serving import Asking, serve
-from nnsight_engine.local_engine.surroundings import Surroundings
 from nnsight_engine.remote_backend.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
-from nnsight_engine.remote_backend.sent import refused
+from nnsight_engine.remote_backend.outgoing_trace import refused
+from nnsight_engine.serialization import DecodeError
 from nnsight_engine.tracing.tracer import refuse_statement
 from nnsight_engine.vllm_backend.traces.points import place_named, place_of
 from nnsight_engine.vllm_backend.vllm import VLLM
-from nnsight_engine.wire import DecodeError
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
     from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
     from nnsight_engine.remote_backend.transport import Progress
+    from nnsight_engine.serialization.decoder import Resolve
     from nnsight_engine.tracing.tracer import Tracer
-    from nnsight_engine.wire.decoder import Resolve
 
 _LAST: Final = frozenset({FrameKind.RESULT, FrameKind.ERROR})
 
@@ -129,7 +129,7 @@ class SessionRunner(BlockRunner):
         self._transport = transport
         self._options = options
         self._model: SessionModel | None = None
-        self._surroundings = Surroundings()
+        self._surroundings = ProcessState()
         self._is_alone = True
 
     @property

@@ -15,9 +15,9 @@ import platformdirs
 
 from nnsight_engine.envoys.tracers.editing import Edit, EditingTracer
 from nnsight_engine.remote_backend.identity import fingerprint_of
+from nnsight_engine.remote_backend.object_references import ObjectReferences, reference_of
 from nnsight_engine.remote_backend.outcomes import SentPart
-from nnsight_engine.remote_backend.places import Places, reference_of
-from nnsight_engine.wire import DecodeError, decode, decode_trace, encode, encode_trace
+from nnsight_engine.serialization import DecodeError, decode, decode_trace, encode, encode_trace
 
 if TYPE_CHECKING:
     from nnsight_engine.modeling.huggingface import HuggingFaceModel
@@ -84,7 +84,7 @@ def read_edits(model: HuggingFaceModel, path: Path) -> list[Edit]:
             f"the edits at {path} are of a model of another shape: import them into one like theirs"
         )
     try:
-        infos = decode_trace(data, resolve=Places(model)).blocks
+        infos = decode_trace(data, resolve=ObjectReferences(model)).blocks
     except DecodeError as error:
         raise ValueError(f"the edits at {path} do not fit this model: {error}") from error
     tracer = EditingTracer(model, inplace=True)

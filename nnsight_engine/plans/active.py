@@ -19,17 +19,17 @@ from nnsight_engine.core.tensor_bytes import tensor_from_bytes
 from nnsight_engine.plans.host_arena import to_device
 from nnsight_engine.plans.key_store import PatternState
 from nnsight_engine.plans.records import Failure, StepInfo
-from nnsight_engine.plans.request_plan import Kind, PlannedOp, RequestPlan, Site, TensorData
+from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, PlannedSite, RequestPlan, TensorData
 from nnsight_engine.plans.vector_bank import BankKey, VectorBank
 from nnsight_engine.plans.where import generated_is_constant, last_position
 
-SiteKey = int | Site
+SiteKey = int | PlannedSite
 """A tap's number (0 before the first layer, i + 1 after layer i), or any other site itself."""
 
-NEEDS_DIRECTION = frozenset({Kind.NORM_MATCH, Kind.PROJECT_OUT, Kind.CLAMP})
+NEEDS_DIRECTION = frozenset({OperationKind.NORM_MATCH, OperationKind.PROJECT_OUT, OperationKind.CLAMP})
 
 
-def site_key(site: Site) -> SiteKey:
+def site_key(site: PlannedSite) -> SiteKey:
     """Return where a site really is: the end of layer i and the start of layer i + 1 are one tap."""
     tap = tap_of(site.leaf, site.layer)
     return site if tap is None else tap
@@ -161,10 +161,14 @@ class Registrar:
     ) -> ActiveOp:
         tensor = None
         widths = tuple(self._width(site) for site in op.sites)
-        if op.kind is Kind.ZERO:
+        if op.kind is OperationKind.ZERO:
             tensor = torch.zeros(1, max(widths), dtype=self._dtype, device=self._device)
         elif op.tensor:
-            scale = op.scale if op.kind in {Kind.ADD, Kind.NORM_MATCH, Kind.REPLACE} else 1.0
+            scale = (
+                op.scale
+                if op.kind in {OperationKind.ADD, OperationKind.NORM_MATCH, OperationKind.REPLACE}
+                else 1.0
+            )
             # One vector for many layers and a stack of one per layer differ in shape, not in kind.
             key = (op.tensor, str(op.kind), scale)
             tensor = self.bank.acquire(key, lambda: self._prepare(op, contents[op.tensor], scale))
@@ -178,17 +182,17 @@ class Registrar:
     def _prepare(self, op: PlannedOp, content: TensorData, scale: float) -> torch.Tensor:
         host = tensor_from_bytes(content.dtype, content.shape, content.data)
         tensor = to_device(host, self._device).to(torch.float32)
-        if op.kind is not Kind.PATCH:
+        if op.kind is not OperationKind.PATCH:
             tensor = tensor.reshape(-1, tensor.shape[-1])
         elif tensor.ndim == len(("positions", "width")):
             tensor = tensor.unsqueeze(0)
         if op.kind in NEEDS_DIRECTION:
             tensor = tensor / tensor.norm(dim=-1, keepdim=True)
         tensor = tensor * scale
-        keeps_float32 = op.kind in NEEDS_DIRECTION or op.kind is Kind.PROBE
+        keeps_float32 = op.kind in NEEDS_DIRECTION or op.kind is OperationKind.PROBE
         return tensor if keeps_float32 else tensor.to(self._dtype)
 
-    def _width(self, site: Site) -> int:
+    def _width(self, site: PlannedSite) -> int:
         leaf = self._spec.leaf(site.leaf)
         if leaf is None or site.layer >= self._spec.num_layers:
             raise InterventionError("unknown_point", f"the model has no point {site}")
@@ -201,7 +205,7 @@ def _is_steady(active: ActiveOp, prompt_len: int) -> bool:
         # One that is still open keeps the keys of each step, so no step is like the one before.
         last = last_position(active.op.where, prompt_len)
         return last is not None and last < prompt_len
-    return active.constant is not None and active.op.kind is not Kind.MEAN
+    return active.constant is not None and active.op.kind is not OperationKind.MEAN
 
 
 def _check_width(op: PlannedOp, tensor: torch.Tensor, widths: tuple[int, ...]) -> None:

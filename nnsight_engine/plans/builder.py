@@ -20,16 +20,16 @@ from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import DTYPES
 from nnsight_engine.plans.active import ActiveOp, ActiveRequest, SiteKey
-from nnsight_engine.plans.groups import GroupKey, KernelFactory, Member, RowArray, group_key
+from nnsight_engine.plans.groups import GroupKey, KernelFactory, KernelMember, RowArray, group_key
 from nnsight_engine.plans.ledger import ByteLedger
 from nnsight_engine.plans.patterns import FormOf, PatternPlanner
-from nnsight_engine.plans.request_plan import Kind, PlannedOp, Site
-from nnsight_engine.plans.step_plan import Group, ReadGroup, ReadSlice, Span, StepBytes, StepPlan
+from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, PlannedSite
+from nnsight_engine.plans.step_plan import KernelGroup, ReadGroup, ReadSlice, Span, StepBytes, StepPlan
 from nnsight_engine.plans.where import evaluate
 from nnsight_engine.plans.writes import Kernel
 
-LOGITS = Site("logits")
-SAMPLES = Site("samples")
+LOGITS = PlannedSite("logits")
+SAMPLES = PlannedSite("samples")
 
 
 def width_classes(op: PlannedOp, spec: ModelSpec) -> list[list[int]]:
@@ -37,7 +37,7 @@ def width_classes(op: PlannedOp, spec: ModelSpec) -> list[list[int]]:
 
     One buffer holds the sites of one width; the API process takes results apart the same way.
     """
-    if op.kind is Kind.PROBE:
+    if op.kind is OperationKind.PROBE:
         return [list(range(len(op.sites)))]
     classes: dict[int, list[int]] = {}
     for index, site in enumerate(op.sites):
@@ -47,12 +47,17 @@ def width_classes(op: PlannedOp, spec: ModelSpec) -> list[list[int]]:
 
 def may_overflow(op: PlannedOp, spec: ModelSpec) -> bool:
     """Tell whether a capture's values may be beyond its dtype: each row then comes with whether they are."""
-    if op.kind is not Kind.CAPTURE or op.reduce == "mean" or op.captures_patterns or op.dtype not in LARGEST:
+    if (
+        op.kind is not OperationKind.CAPTURE
+        or op.reduce == "mean"
+        or op.captures_patterns
+        or op.dtype not in LARGEST
+    ):
         return False
     return LARGEST[op.dtype] < LARGEST[spec.dtype]
 
 
-def leaf_width(site: Site, spec: ModelSpec) -> int:
+def leaf_width(site: PlannedSite, spec: ModelSpec) -> int:
     """Return the flat width of a site's value."""
     leaf = spec.leaf(site.leaf)
     if leaf is None:
@@ -192,7 +197,7 @@ class StepBuilder:
             # The logits themselves, of which a probe keeps one number.
             reserved.scratch += num_rows * self._spec.vocab_size * self._dtype.itemsize
         match op.kind:
-            case Kind.CAPTURE:
+            case OperationKind.CAPTURE:
                 width = sum(leaf_width(site, self._spec) for site in op.sites)
                 row_bytes = width * self._capture_dtype(op).itemsize
                 if op.reduce == "none":
@@ -200,9 +205,9 @@ class StepBuilder:
                 else:
                     reserved.scratch += num_rows * row_bytes
                     self._keep_reduction(request, active.index, row_bytes)
-            case Kind.PROBE:
+            case OperationKind.PROBE:
                 reserved.kept += num_rows * len(op.sites) * torch.float32.itemsize
-            case Kind.LENS:
+            case OperationKind.LENS:
                 rows = num_rows * len(op.sites)
                 reserved.scratch += rows * self._spec.hidden_size * self._dtype.itemsize
                 reserved.kept += rows * 8 * (op.top_k + len(op.targets))
@@ -238,7 +243,7 @@ class StepBuilder:
         for item in at_logits:
             if item.active.op.reads:
                 needed[item.span.request.request_id].append(item.rows)
-            elif item.active.op.kind is Kind.MEAN and _has_whole_prompt(item.span):
+            elif item.active.op.kind is OperationKind.MEAN and _has_whole_prompt(item.span):
                 # A mean is over all of them, whether or not anybody samples there.
                 needed[item.span.request.request_id].append(item.rows)
         for item in at_logits:
@@ -252,7 +257,7 @@ class StepBuilder:
             item.logits_rows = np.searchsorted(plan.logits_rows, item.logits_rows).astype(np.int64)
 
     def _plan_writes_and_reads(self, plan: StepPlan, work: list[Rows]) -> None:
-        slots: dict[SiteKey, dict[tuple[int, GroupKey], list[Member]]] = defaultdict(
+        slots: dict[SiteKey, dict[tuple[int, GroupKey], list[KernelMember]]] = defaultdict(
             lambda: defaultdict(list)
         )
         read_groups: dict[GroupKey, list[Rows]] = defaultdict(list)
@@ -264,11 +269,11 @@ class StepBuilder:
                 member = _write_member(item, site_index, key)
                 if len(member.rows):
                     slots[key][item.stages[site_index], group_key(member)].append(member)
-        staged: dict[SiteKey, list[tuple[int, Group]]] = defaultdict(list)
+        staged: dict[SiteKey, list[tuple[int, KernelGroup]]] = defaultdict(list)
         for key, groups in slots.items():
             for (stage, _), members in groups.items():
                 rebuild = _write_rebuild(plan.factory)
-                staged[key].append((stage, Group(plan.factory.build(members), members, rebuild)))
+                staged[key].append((stage, KernelGroup(plan.factory.build(members), members, rebuild)))
         for items in read_groups.values():
             self._plan_read(plan, items, staged)
         for key, entries in staged.items():
@@ -276,7 +281,7 @@ class StepBuilder:
             plan.groups[key] = [group for _, group in entries]
 
     def _plan_read(
-        self, plan: StepPlan, items: list[Rows], staged: dict[SiteKey, list[tuple[int, Group]]]
+        self, plan: StepPlan, items: list[Rows], staged: dict[SiteKey, list[tuple[int, KernelGroup]]]
     ) -> None:
         op = items[0].active.op
         num_rows = sum(len(item.offsets) for item in items)
@@ -291,26 +296,31 @@ class StepBuilder:
             overflows = torch.empty(num_rows, len(op.sites), dtype=torch.bool, device=self._device)
         for indices in width_classes(op, self._spec):
             width = leaf_width(op.sites[indices[0]], self._spec)
-            shape = (num_rows, len(indices)) if op.kind is Kind.PROBE else (num_rows, len(indices), width)
+            shape = (
+                (num_rows, len(indices))
+                if op.kind is OperationKind.PROBE
+                else (num_rows, len(indices), width)
+            )
             buffer = torch.empty(shape, dtype=self._buffer_dtype(op), device=self._device)
             group.buffers.append(buffer)
             for place, site_index in enumerate(indices):
                 key = items[0].active.keys[site_index]
                 members = [
-                    Member(item.span.request, item.active, site_index, item.rows_at(key)) for item in items
+                    KernelMember(item.span.request, item.active, site_index, item.rows_at(key))
+                    for item in items
                 ]
                 told = None if overflows is None else overflows[:, site_index]
                 rebuild = _read_rebuild(plan.factory, members, buffer[:, place], told)
                 kernel = plan.factory.read(members, buffer[:, place], told)
-                staged[key].append((items[0].stages[site_index], Group(kernel, members, rebuild)))
+                staged[key].append((items[0].stages[site_index], KernelGroup(kernel, members, rebuild)))
         if overflows is not None:
             group.buffers.append(overflows)
         plan.reads.append(group)
 
     def _buffer_dtype(self, op: PlannedOp) -> torch.dtype:
-        if op.kind is Kind.PROBE:
+        if op.kind is OperationKind.PROBE:
             return torch.float32
-        return self._capture_dtype(op) if op.kind is Kind.CAPTURE else self._dtype
+        return self._capture_dtype(op) if op.kind is OperationKind.CAPTURE else self._dtype
 
 
 def _named_offsets(span: Span, active: ActiveOp) -> RowArray:
@@ -345,22 +355,22 @@ def _signature(spans: list[Span]) -> tuple[object, ...] | None:
 
 def _read_key(item: Rows) -> GroupKey:
     op = item.active.op
-    if op.kind is Kind.LENS:
+    if op.kind is OperationKind.LENS:
         return (op.kind, item.active.keys, item.stages, op.top_k, op.targets)
-    if op.kind is Kind.PROBE:
+    if op.kind is OperationKind.PROBE:
         return (op.kind, item.active.keys, item.stages)
     # A run keeps each step of what is not reduced, and one row of what is.
     return (op.kind, item.active.keys, item.stages, op.dtype, op.reduce)
 
 
-def _write_member(item: Rows, site_index: int, key: SiteKey) -> Member:
+def _write_member(item: Rows, site_index: int, key: SiteKey) -> KernelMember:
     op = item.active.op
-    member = Member(item.span.request, item.active, site_index, item.rows_at(key))
-    if op.kind is Kind.PATCH:
+    member = KernelMember(item.span.request, item.active, site_index, item.rows_at(key))
+    if op.kind is OperationKind.PATCH:
         absolute = item.offsets_at(key) + item.span.start
         positions = np.asarray(op.where.positions, np.int64)
         member.patch_rows = np.searchsorted(positions, absolute).astype(np.int64)
-    if op.kind is Kind.MEAN:
+    if op.kind is OperationKind.MEAN:
         member.source_rows = _mean_rows(item, key)
     return member
 
@@ -378,20 +388,20 @@ def _has_whole_prompt(span: Span) -> bool:
     return span.start == 0 and span.stop >= span.request.plan.prompt_len
 
 
-def _write_rebuild(factory: KernelFactory) -> Callable[[Member], Kernel]:
+def _write_rebuild(factory: KernelFactory) -> Callable[[KernelMember], Kernel]:
     return lambda member: factory.build([member])
 
 
 def _read_rebuild(
-    factory: KernelFactory, members: list[Member], out: torch.Tensor, overflows: torch.Tensor | None
-) -> Callable[[Member], Kernel]:
+    factory: KernelFactory, members: list[KernelMember], out: torch.Tensor, overflows: torch.Tensor | None
+) -> Callable[[KernelMember], Kernel]:
     starts: dict[int, int] = {}
     start = 0
     for member in members:
         starts[id(member)] = start
         start += len(member.rows)
 
-    def rebuild(member: Member) -> Kernel:
+    def rebuild(member: KernelMember) -> Kernel:
         own = slice(starts[id(member)], starts[id(member)] + len(member.rows))
         return factory.read([member], out[own], None if overflows is None else overflows[own])
 

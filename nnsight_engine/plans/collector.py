@@ -31,7 +31,7 @@ from nnsight_engine.plans.collected import (
 )
 from nnsight_engine.plans.pattern_results import captured_patterns
 from nnsight_engine.plans.records import Failure, Payload, StepInfo, StepRecord
-from nnsight_engine.plans.request_plan import Kind, PlannedOp, RequestPlan, Site
+from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, PlannedSite, RequestPlan
 from nnsight_engine.plans.where import Positions, evaluate
 
 _ITEM_DTYPES: dict[str, type[np.generic]] = {
@@ -165,11 +165,11 @@ class RequestCollector:
     def _result(self, op: PlannedOp, records: list[StepRecord]) -> CaptureResult | ProbeResult | LensResult:
         positions = [position for record in records for position in record.positions]
         match op.kind:
-            case Kind.PROBE:
+            case OperationKind.PROBE:
                 values = _join(records, 0, (-1, len(op.sites)), np.float32)
                 points = {str(site): values[:, i].tolist() for i, site in enumerate(op.sites)}
                 return ProbeResult(op.name, positions, points)
-            case Kind.LENS:
+            case OperationKind.LENS:
                 return LensResult(op.name, positions, _lens_layers(op, records))
             case _:
                 return CaptureResult(op.name, positions, op.reduce, self._captured(op, records))
@@ -246,7 +246,9 @@ def _check_overflows(op: PlannedOp, records: list[StepRecord]) -> None:
             raise _beyond(op.dtype, f"`{op.name}` captures {op.sites[site]} at position {position}, where a")
 
 
-def _check_mean(op: PlannedOp, mean: npt.NDArray[np.float32], sites: Sequence[Site], dtype: str) -> None:
+def _check_mean(
+    op: PlannedOp, mean: npt.NDArray[np.float32], sites: Sequence[PlannedSite], dtype: str
+) -> None:
     """Refuse a mean that is not finite, or not in its dtype.
 
     Raises:

@@ -20,7 +20,13 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.compile_cost import key_bytes, prompt_bytes
 from nnsight_engine.plans.compile_ops import OperationCompiler
 from nnsight_engine.plans.compile_scope import CompileScope, TokenOf
-from nnsight_engine.plans.request_plan import CompiledRequest, Kind, PlannedOp, RequestPlan, WhereRule
+from nnsight_engine.plans.request_plan import (
+    CompiledRequest,
+    OperationKind,
+    PlannedOp,
+    RequestPlan,
+    WhereRule,
+)
 
 _LOGITS: Final = "logits"
 _READING_OPERATIONS: Final = frozenset({"capture", "probe", "logit_lens"})
@@ -78,7 +84,7 @@ def compile_request(
             )
         planned.append(plan_op)
         # A mean is taken over prompt rows, which a prefix cache would not compute again.
-        needs_prompt |= named.num_prompt > 0 and (plan_op.reads or plan_op.kind is Kind.MEAN)
+        needs_prompt |= named.num_prompt > 0 and (plan_op.reads or plan_op.kind is OperationKind.MEAN)
         # A generated position attends to the prompt, whose keys are only met where they are computed.
         needs_prompt |= plan_op.captures_patterns
         num_bytes += prompt_bytes(plan_op, named, spec)
@@ -133,7 +139,7 @@ def _fingerprint(planned: list[PlannedOp], scope: CompileScope) -> str:
     digest = hashlib.sha256(msgspec.msgpack.encode(writes))
     if any(_has_phase(op.where) for op in writes):
         digest.update(f"prompt_len:{scope.prompt_len}".encode())
-    if any(op.kind is Kind.MEAN for op in writes):
+    if any(op.kind is OperationKind.MEAN for op in writes):
         digest.update(b"prompt:")
         digest.update(scope.prompt_ids.tobytes())
     return digest.hexdigest()

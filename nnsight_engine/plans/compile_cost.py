@@ -9,7 +9,7 @@ from nnsight_engine.core.dtypes import ITEM_BYTES
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.plans.compile_sites import leaf_of
 from nnsight_engine.plans.compile_where import Named
-from nnsight_engine.plans.request_plan import Kind, PlannedOp
+from nnsight_engine.plans.request_plan import OperationKind, PlannedOp
 from nnsight_engine.plans.where import last_position
 
 _PAIR_BYTES: Final = 8
@@ -26,7 +26,7 @@ def prompt_bytes(op: PlannedOp, named: Named, spec: ModelSpec) -> int:
     """
     num_prompt = named.num_prompt
     match op.kind:
-        case Kind.CAPTURE:
+        case OperationKind.CAPTURE:
             # A mean is kept in float32; a reduced capture is one row however many positions it has.
             num_rows = num_prompt if op.reduce == "none" else min(num_prompt, 1)
             item_bytes = ITEM_BYTES["float32" if op.reduce == "mean" else op.dtype]
@@ -35,9 +35,9 @@ def prompt_bytes(op: PlannedOp, named: Named, spec: ModelSpec) -> int:
                 # Every row is as long as the last, with a number for each key.
                 width *= named.last_prompt + 1
             return num_rows * width * item_bytes
-        case Kind.PROBE:
+        case OperationKind.PROBE:
             return num_prompt * len(op.sites) * ITEM_BYTES["float32"]
-        case Kind.LENS:
+        case OperationKind.LENS:
             return num_prompt * len(op.sites) * (op.top_k + len(op.targets)) * _PAIR_BYTES
         case _:
             return 0

@@ -18,7 +18,7 @@ from nnsight_engine.core.model_spec import PATTERN_LEAF, ModelSpec
 from nnsight_engine.plans.compile_scope import CompileScope
 from nnsight_engine.plans.compile_sites import leaf_of, resolve_lens_sites, resolve_sites
 from nnsight_engine.plans.compile_where import Named, compile_where, resolve_positions
-from nnsight_engine.plans.request_plan import Kind, PlannedOp, Site, TensorData, WhereRule
+from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, PlannedSite, TensorData, WhereRule
 from nnsight_engine.plans.tensor_input import (
     check_directions,
     check_patch,
@@ -30,8 +30,8 @@ from nnsight_engine.plans.tensor_input import (
 from nnsight_engine.plans.where import may_generate
 
 _NEEDS_DIRECTION: Final = frozenset({"norm_match", "project_out", "clamp"})
-_SCALED: Final = frozenset({Kind.ADD, Kind.REPLACE})
-_ABLATIONS: Final = {"zero": Kind.ZERO, "mean": Kind.MEAN, "vector": Kind.REPLACE}
+_SCALED: Final = frozenset({OperationKind.ADD, OperationKind.REPLACE})
+_ABLATIONS: Final = {"zero": OperationKind.ZERO, "mean": OperationKind.MEAN, "vector": OperationKind.REPLACE}
 _SAMPLES: Final = "samples"
 
 
@@ -82,12 +82,12 @@ class OperationCompiler:
         if op.mode in _NEEDS_DIRECTION:
             check_directions(tensor, op.mode, f"{param}.vector")
         scale = _float32(op.scale, f"{param}.scale")
-        kind = Kind(op.mode)
+        kind = OperationKind(op.mode)
         if kind in _SCALED:
             check_range(
                 tensor, scale, self._spec.dtype, f"{param}.{'vector' if abs(scale) <= 1 else 'scale'}"
             )
-        elif kind is Kind.CLAMP:
+        elif kind is OperationKind.CLAMP:
             _within(scale, self._spec.dtype, f"{param}.scale")
         return PlannedOp(kind, sites, named.rule, scale=scale, tensor=self._keep(tensor))
 
@@ -102,7 +102,7 @@ class OperationCompiler:
             check_range(tensor, 1.0, self._spec.dtype, f"{param}.vector")
             key = self._keep(tensor)
         units = None if op.units is None else _units(op.units, min(widths), f"{param}.units")
-        if kind is Kind.MEAN:
+        if kind is OperationKind.MEAN:
             self._check_mean(named, param)
         return PlannedOp(kind, sites, named.rule, tensor=key, units=units)
 
@@ -155,7 +155,7 @@ class OperationCompiler:
         check_range(tensor, 1.0, self._spec.dtype, f"{param}.values")
         order = sorted(range(len(positions)), key=positions.__getitem__)
         rule = WhereRule(positions=tuple(positions[index] for index in order))
-        return PlannedOp(Kind.PATCH, sites, rule, tensor=self._keep(reorder_rows(tensor, order)))
+        return PlannedOp(OperationKind.PATCH, sites, rule, tensor=self._keep(reorder_rows(tensor, order)))
 
     def _capture(self, op: Capture, named: Named, name: str, param: str) -> PlannedOp:
         sites = resolve_sites(op.at, op.op, self._spec, f"{param}.at")
@@ -186,7 +186,7 @@ class OperationCompiler:
                 "capture them with `reduce` none or last.",
                 f"{param}.reduce",
             )
-        return PlannedOp(Kind.CAPTURE, sites, named.rule, name, reduce=op.reduce, dtype=dtype)
+        return PlannedOp(OperationKind.CAPTURE, sites, named.rule, name, reduce=op.reduce, dtype=dtype)
 
     def _check_sampled(self, named: Named, param: str) -> None:
         """Refuse sampled tokens of positions that none is sampled at: those before the prompt's last."""
@@ -209,7 +209,7 @@ class OperationCompiler:
         tensor = read_tensor(op.weights, f"{param}.weights")
         check_rows(tensor, self._widths(sites), f"{param}.weights")
         bias = _float32(op.bias, f"{param}.bias")
-        return PlannedOp(Kind.PROBE, sites, named.rule, name, tensor=self._keep(tensor), bias=bias)
+        return PlannedOp(OperationKind.PROBE, sites, named.rule, name, tensor=self._keep(tensor), bias=bias)
 
     def _lens(self, op: LogitLens, named: Named, name: str, param: str) -> PlannedOp:
         sites = resolve_lens_sites(op.layers, self._spec, f"{param}.layers")
@@ -230,10 +230,12 @@ class OperationCompiler:
                     path,
                 )
             targets.append(token_id)
-        return PlannedOp(Kind.LENS, sites, named.rule, name, top_k=op.top_k, targets=tuple(targets))
+        return PlannedOp(OperationKind.LENS, sites, named.rule, name, top_k=op.top_k, targets=tuple(targets))
 
-    def _widths(self, sites: tuple[Site, ...]) -> list[int]:
-        by_leaf = {leaf: leaf_of(Site(leaf), self._spec).width for leaf in {site.leaf for site in sites}}
+    def _widths(self, sites: tuple[PlannedSite, ...]) -> list[int]:
+        by_leaf = {
+            leaf: leaf_of(PlannedSite(leaf), self._spec).width for leaf in {site.leaf for site in sites}
+        }
         return [by_leaf[site.leaf] for site in sites]
 
     def _keep(self, tensor: TensorData) -> str:

@@ -12,12 +12,14 @@ from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.excerpt import excerpt
 from api_schemas.points import MODEL_POINTS, LayerSelection, PointPattern, resolve_layer
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
-from nnsight_engine.plans.request_plan import Site
+from nnsight_engine.plans.request_plan import PlannedSite
 
 _ALL_LAYERS: Final = "all"
 
 
-def resolve_sites(at: str | list[str], operation: str, spec: ModelSpec, param: str) -> tuple[Site, ...]:
+def resolve_sites(
+    at: str | list[str], operation: str, spec: ModelSpec, param: str
+) -> tuple[PlannedSite, ...]:
     """Return the sites that ``at`` names, in order.
 
     Args:
@@ -29,20 +31,20 @@ def resolve_sites(at: str | list[str], operation: str, spec: ModelSpec, param: s
     Raises:
         ApiError: ``unknown_point``, ``unknown_layer``, ``unsupported_at_point`` or ``invalid_value``.
     """
-    sites: list[Site] = []
-    seen: dict[Site, Site] = {}
+    sites: list[PlannedSite] = []
+    seen: dict[PlannedSite, PlannedSite] = {}
     texts = [(at, param)] if isinstance(at, str) else [(text, f"{param}.{i}") for i, text in enumerate(at)]
     for text, path in texts:
         pattern = PointPattern.parse(text, path)
         _checked_leaf(pattern, text, operation, spec, path)
         for point in pattern.resolve(spec.num_layers, path):
-            site = Site(point.leaf, point.layer)
+            site = PlannedSite(point.leaf, point.layer)
             _refuse_second(site, seen, path)
             sites.append(site)
     return tuple(sites)
 
 
-def resolve_lens_sites(layers: str | list[int], spec: ModelSpec, param: str) -> tuple[Site, ...]:
+def resolve_lens_sites(layers: str | list[int], spec: ModelSpec, param: str) -> tuple[PlannedSite, ...]:
     """Return the outputs of the layers that a lens reads, in order; raises as ``resolve_sites``."""
     leaf = spec.leaf("output")
     if leaf is None or "logit_lens" not in leaf.operations:
@@ -58,15 +60,15 @@ def resolve_lens_sites(layers: str | list[int], spec: ModelSpec, param: str) -> 
             if layers == _ALL_LAYERS
             else LayerSelection.parse(layers, param).resolve(spec.num_layers, param)
         )
-        return tuple(Site("output", layer) for layer in numbers)
-    seen: dict[Site, Site] = {}
+        return tuple(PlannedSite("output", layer) for layer in numbers)
+    seen: dict[PlannedSite, PlannedSite] = {}
     for index, layer in enumerate(layers):
         path = f"{param}.{index}"
-        _refuse_second(Site("output", resolve_layer(layer, spec.num_layers, path)), seen, path)
+        _refuse_second(PlannedSite("output", resolve_layer(layer, spec.num_layers, path)), seen, path)
     return tuple(seen.values())
 
 
-def leaf_of(site: Site, spec: ModelSpec) -> LeafSpec:
+def leaf_of(site: PlannedSite, spec: ModelSpec) -> LeafSpec:
     """Return the description of a resolved site's leaf."""
     leaf = spec.leaf(site.leaf)
     if leaf is None:
@@ -93,7 +95,7 @@ def _checked_leaf(pattern: PointPattern, text: str, operation: str, spec: ModelS
         )
 
 
-def _refuse_second(site: Site, seen: dict[Site, Site], param: str) -> None:
+def _refuse_second(site: PlannedSite, seen: dict[PlannedSite, PlannedSite], param: str) -> None:
     place = _place(site)
     first = seen.setdefault(place, site)
     if first is not site:
@@ -105,11 +107,11 @@ def _refuse_second(site: Site, seen: dict[Site, Site], param: str) -> None:
         )
 
 
-def _place(site: Site) -> Site:
+def _place(site: PlannedSite) -> PlannedSite:
     """Return one name for the places that have two: a layer's input is the output before it."""
     if site.leaf != "input":
         return site
-    return Site("embed.output") if site.layer == 0 else Site("output", site.layer - 1)
+    return PlannedSite("embed.output") if site.layer == 0 else PlannedSite("output", site.layer - 1)
 
 
 def _form(leaf: LeafSpec) -> str:

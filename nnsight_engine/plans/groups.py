@@ -17,14 +17,14 @@ import torch
 from nnsight_engine.plans import reads, writes
 from nnsight_engine.plans.active import ActiveOp, ActiveRequest
 from nnsight_engine.plans.host_arena import to_device
-from nnsight_engine.plans.request_plan import Kind
+from nnsight_engine.plans.request_plan import OperationKind
 
 RowArray = npt.NDArray[np.int64]
 GroupKey = tuple[object, ...]
 
 
 @dataclasses.dataclass(slots=True)
-class Member:
+class KernelMember:
     """One operation of one request at one site in one step.
 
     Attributes:
@@ -44,16 +44,16 @@ class Member:
     source_rows: RowArray | None = None
 
 
-def group_key(member: Member) -> GroupKey:
+def group_key(member: KernelMember) -> GroupKey:
     """Return what writing members of one kernel have in common."""
     op = member.active.op
     match op.kind:
-        case Kind.ADD | Kind.NORM_MATCH:
+        case OperationKind.ADD | OperationKind.NORM_MATCH:
             return (op.kind,)
-        case Kind.PROJECT_OUT | Kind.CLAMP:
-            return (Kind.PROJECT_OUT,)
-        case Kind.REPLACE | Kind.ZERO | Kind.PATCH:
-            return (Kind.REPLACE, op.units)
+        case OperationKind.PROJECT_OUT | OperationKind.CLAMP:
+            return (OperationKind.PROJECT_OUT,)
+        case OperationKind.REPLACE | OperationKind.ZERO | OperationKind.PATCH:
+            return (OperationKind.REPLACE, op.units)
         case _:
             return (op.kind, id(member.request), member.active.index)
 
@@ -67,35 +67,35 @@ class KernelFactory:
         self._rows: dict[tuple[int, ...], torch.Tensor] = {}
         self._spans: dict[tuple[int, ...], tuple[int, int] | None] = {}
         self._stacks: dict[tuple[tuple[int, int, int], ...], torch.Tensor] = {}
-        self._builders: dict[Kind, Callable[[list[Member]], writes.Kernel]] = {
-            Kind.ADD: self._add,
-            Kind.NORM_MATCH: self._norm_match,
-            Kind.PROJECT_OUT: self._project,
-            Kind.CLAMP: self._project,
-            Kind.REPLACE: self._set,
-            Kind.ZERO: self._set,
-            Kind.PATCH: self._set,
-            Kind.MEAN: self._set_mean,
+        self._builders: dict[OperationKind, Callable[[list[KernelMember]], writes.Kernel]] = {
+            OperationKind.ADD: self._add,
+            OperationKind.NORM_MATCH: self._norm_match,
+            OperationKind.PROJECT_OUT: self._project,
+            OperationKind.CLAMP: self._project,
+            OperationKind.REPLACE: self._set,
+            OperationKind.ZERO: self._set,
+            OperationKind.PATCH: self._set,
+            OperationKind.MEAN: self._set_mean,
         }
 
-    def build(self, members: list[Member]) -> writes.Kernel:
+    def build(self, members: list[KernelMember]) -> writes.Kernel:
         """Return one kernel for writing members that share a group key."""
         return self._builders[members[0].active.op.kind](members)
 
     def read(
-        self, members: list[Member], out: torch.Tensor, overflows: torch.Tensor | None = None
+        self, members: list[KernelMember], out: torch.Tensor, overflows: torch.Tensor | None = None
     ) -> writes.Kernel:
         """Return one kernel that writes all members' rows, in order, into ``out``.
 
         ``out`` is ``[rows, width]``, or ``[rows]`` for probes; ``overflows`` is as in ``Gather``.
         """
         index = self.row_index(members)
-        if members[0].active.op.kind is Kind.PROBE:
+        if members[0].active.op.kind is OperationKind.PROBE:
             bias = [m.active.op.bias for m in members for _ in range(len(m.rows))]
-            return reads.Probe(index, self._stack(members), self._column(bias).squeeze(1), out)
-        return reads.Gather(index, self._span(members), out, overflows)
+            return reads.ProbeKernel(index, self._stack(members), self._column(bias).squeeze(1), out)
+        return reads.GatherKernel(index, self._span(members), out, overflows)
 
-    def row_index(self, members: list[Member]) -> torch.Tensor:
+    def row_index(self, members: list[KernelMember]) -> torch.Tensor:
         """Return the members' rows, one after the other, as an index tensor."""
         key = tuple(id(member.rows) for member in members)
         index = self._rows.get(key)
@@ -104,7 +104,7 @@ class KernelFactory:
             index = self._rows[key] = to_device(rows, self._device)
         return index
 
-    def _span(self, members: list[Member]) -> tuple[int, int] | None:
+    def _span(self, members: list[KernelMember]) -> tuple[int, int] | None:
         """Return the members' rows as a slice's ends where they have no gap."""
         key = tuple(id(member.rows) for member in members)
         if key not in self._spans:
@@ -112,7 +112,7 @@ class KernelFactory:
             self._spans[key] = contiguous_span(rows)
         return self._spans[key]
 
-    def _stack(self, members: list[Member]) -> torch.Tensor:
+    def _stack(self, members: list[KernelMember]) -> torch.Tensor:
         """Return each member's vector once per row, ``[rows, width]``."""
         key = tuple((id(m.active.tensor), _stack_index(m), len(m.rows)) for m in members)
         stack = self._stacks.get(key)
@@ -125,35 +125,35 @@ class KernelFactory:
             self._stacks[key] = stack
         return stack
 
-    def _add(self, members: list[Member]) -> writes.Kernel:
+    def _add(self, members: list[KernelMember]) -> writes.Kernel:
         return writes.Add(self.row_index(members), self._span(members), self._stack(members))
 
-    def _norm_match(self, members: list[Member]) -> writes.Kernel:
+    def _norm_match(self, members: list[KernelMember]) -> writes.Kernel:
         return writes.NormMatch(self.row_index(members), self._stack(members))
 
-    def _project(self, members: list[Member]) -> writes.Kernel:
+    def _project(self, members: list[KernelMember]) -> writes.Kernel:
         target: list[float] = []
         keep: list[float] = []
         for member in members:
             op = member.active.op
-            clamps = op.kind is Kind.CLAMP
+            clamps = op.kind is OperationKind.CLAMP
             target += [op.scale if clamps else 0.0] * len(member.rows)
             keep += [1.0 if clamps else op.scale] * len(member.rows)
         return writes.Project(
             self.row_index(members), self._stack(members), self._column(target), self._column(keep)
         )
 
-    def _set(self, members: list[Member]) -> writes.Kernel:
+    def _set(self, members: list[KernelMember]) -> writes.Kernel:
         values = torch.cat([self._values(member) for member in members])
         return writes.Set(self.row_index(members), values, members[0].active.units)
 
-    def _values(self, member: Member) -> torch.Tensor:
+    def _values(self, member: KernelMember) -> torch.Tensor:
         tensor = member.active.tensor_at(member.site_index)
         if member.patch_rows is not None:
             return tensor[to_device(member.patch_rows, self._device)]
         return tensor.expand(len(member.rows), -1)
 
-    def _set_mean(self, members: list[Member]) -> writes.Kernel:
+    def _set_mean(self, members: list[KernelMember]) -> writes.Kernel:
         (member,) = members
         source = member.source_rows
         return writes.SetMean(
@@ -168,7 +168,7 @@ class KernelFactory:
         return to_device(np.asarray(values, np.float32), self._device).unsqueeze(1)
 
 
-def _stack_index(member: Member) -> int:
+def _stack_index(member: KernelMember) -> int:
     tensor = member.active.tensor
     return member.site_index if tensor is not None and len(tensor) > 1 else 0
 

@@ -15,7 +15,7 @@ import torch
 from nnsight_engine.core.errors import InterventionError
 
 
-class KeyStore:
+class AttentionKeyStore:
     """Keys at one layer from position 0 on.
 
     Args:
@@ -64,5 +64,5 @@ class PatternState:
         shapes: By index of the operation: rows captured so far and keys of the longest.
     """
 
-    stores: dict[int, KeyStore] = dataclasses.field(default_factory=dict)
+    stores: dict[int, AttentionKeyStore] = dataclasses.field(default_factory=dict)
     shapes: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)

@@ -3,7 +3,7 @@
 Each live request owes what it has captured so far; the sum over the live requests is the
 engine's. A request that would pass either limit fails with what it asked for and what it
 may. The worker reserves at each step and releases once, when the request ends. Steps of a
-run reserve for all its requests together (``run``).
+run reserve for all its requests together (``steady_run``).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import numpy as np
 
 from nnsight_engine.plans.records import Failure, Payload, RunStep, StepInfo, StepRecord, StepResults
 from nnsight_engine.plans.request_plan import PlannedOp, RequestPlan
-from nnsight_engine.plans.shared_run import Place, SharedRun
+from nnsight_engine.plans.shared_run import RunSlot, SharedRun
 
 
 class PendingResults:
@@ -35,7 +35,7 @@ class PendingResults:
         self._info: StepInfo | None = None
         self._failure: Failure | None = None
         self._run: SharedRun | None = None
-        self._places: list[Place] = []
+        self._places: list[RunSlot] = []
         self._num_met = 0
         self._met_s = 0.0
 
@@ -71,7 +71,7 @@ class PendingResults:
         held = self._reduced.get(op)
         return None if held is None else held.parts
 
-    def join(self, run: SharedRun, places: list[Place]) -> None:
+    def join(self, run: SharedRun, places: list[RunSlot]) -> None:
         """Take part in a run from now on."""
         self._run, self._places = run, places
         self._num_met, self._met_s = 0, 0.0

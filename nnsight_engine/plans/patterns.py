@@ -22,13 +22,13 @@ from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.core.model_spec import PATTERN_LEAF, ModelSpec
 from nnsight_engine.core.tensor_bytes import DTYPES
 from nnsight_engine.plans.active import ActiveOp
-from nnsight_engine.plans.groups import Member, RowArray
+from nnsight_engine.plans.groups import KernelMember, RowArray
 from nnsight_engine.plans.host_arena import to_device
-from nnsight_engine.plans.key_store import KeyStore
+from nnsight_engine.plans.key_store import AttentionKeyStore
 from nnsight_engine.plans.ledger import ByteLedger
 from nnsight_engine.plans.reads import ReadKernel, SiteValue
-from nnsight_engine.plans.request_plan import Site
-from nnsight_engine.plans.step_plan import Group, PatternRead, Span, StepPlan
+from nnsight_engine.plans.request_plan import PlannedSite
+from nnsight_engine.plans.step_plan import KernelGroup, PatternRead, Span, StepPlan
 from nnsight_engine.plans.where import last_position
 from nnsight_engine.plans.writes import Kernel
 
@@ -59,7 +59,7 @@ FormOf = Callable[[int], AttentionForm]
 class StoreKeys(ReadKernel):
     """Keeps the keys of a request's rows ``first_row`` to ``stop_row``, from position ``start`` on."""
 
-    store: KeyStore
+    store: AttentionKeyStore
     start: int
     first_row: int
     stop_row: int
@@ -80,7 +80,7 @@ class ComputePattern(ReadKernel):
     as numbers, known without asking the device.
     """
 
-    store: KeyStore
+    store: AttentionKeyStore
     form: AttentionForm
     rows: torch.Tensor
     positions: torch.Tensor
@@ -193,11 +193,11 @@ class PatternPlanner:
             return
         store = self._store(span, layer, stop, open_until)
         kernel = StoreKeys(store, span.start, span.row, span.row + stop - span.start)
-        owner = next(op for op in span.request.ops if Site(PATTERN_LEAF, layer) in op.op.sites)
-        index = owner.op.sites.index(Site(PATTERN_LEAF, layer))
-        self._add_group(plan, kernel, Member(span.request, owner, index, np.empty(0, np.int64)))
+        owner = next(op for op in span.request.ops if PlannedSite(PATTERN_LEAF, layer) in op.op.sites)
+        index = owner.op.sites.index(PlannedSite(PATTERN_LEAF, layer))
+        self._add_group(plan, kernel, KernelMember(span.request, owner, index, np.empty(0, np.int64)))
 
-    def _store(self, span: Span, layer: int, stop: int, open_until: int) -> KeyStore:
+    def _store(self, span: Span, layer: int, stop: int, open_until: int) -> AttentionKeyStore:
         """Return the request's keys at a layer, with memory up to position ``stop``."""
         request = span.request
         store = request.patterns.stores.get(layer)
@@ -209,7 +209,7 @@ class PatternPlanner:
         self._ledger.reserve(request.request_id, self._key_bytes(capacity))
         keys = torch.empty(capacity, *self._key_shape(), dtype=self._dtype, device=self._device)
         if store is None:
-            store = request.patterns.stores[layer] = KeyStore(keys)
+            store = request.patterns.stores[layer] = AttentionKeyStore(keys)
         else:
             old_bytes = self._key_bytes(store.capacity)
             store.move_to(keys)
@@ -231,7 +231,7 @@ class PatternPlanner:
         for index, (site, form) in enumerate(zip(active.op.sites, forms, strict=True)):
             store = span.request.patterns.stores[site.layer]
             kernel = ComputePattern(store, form, rows, at, positions, out[index])
-            self._add_group(plan, kernel, Member(span.request, active, index, offsets + span.row))
+            self._add_group(plan, kernel, KernelMember(span.request, active, index, offsets + span.row))
         plan.patterns.append(PatternRead(span.request, active, positions, out))
 
     def _reserve_rows(
@@ -245,9 +245,9 @@ class PatternPlanner:
         self._ledger.reserve(span.request.request_id, growth * row_bytes)
         shapes[active.index] = (rows, num_keys)
 
-    def _add_group(self, plan: StepPlan, kernel: Kernel, member: Member) -> None:
+    def _add_group(self, plan: StepPlan, kernel: Kernel, member: KernelMember) -> None:
         site = member.active.op.sites[member.site_index]
-        plan.groups.setdefault(site, []).append(Group(kernel, [member], lambda _member: kernel))
+        plan.groups.setdefault(site, []).append(KernelGroup(kernel, [member], lambda _member: kernel))
 
     def _key_shape(self) -> tuple[int, ...]:
         leaf = self._spec.leaf("attn.k")

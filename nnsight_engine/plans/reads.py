@@ -103,7 +103,7 @@ class ReadKernel(abc.ABC):
 
 
 @dataclasses.dataclass(slots=True)
-class Gather(ReadKernel):
+class GatherKernel(ReadKernel):
     """``out = x[rows]``; ``out`` is ``[rows, width]`` of the group's buffer, in the capture's dtype.
 
     ``span`` is ``(start, stop)`` when the rows are contiguous, else None. ``overflows``, ``[rows]``,
@@ -121,7 +121,7 @@ class Gather(ReadKernel):
 
 
 @dataclasses.dataclass(slots=True)
-class Probe(ReadKernel):
+class ProbeKernel(ReadKernel):
     """``out = x[rows]·weights + bias`` in float32; ``weights`` ``[rows, width]``, the others ``[rows]``."""
 
     rows: torch.Tensor

@@ -19,7 +19,7 @@ PLAN_KEY: Final = "nnsight_engine"
 """Key of our entry in vLLM's ``SamplingParams.extra_args``."""
 
 
-class Kind(enum.StrEnum):
+class OperationKind(enum.StrEnum):
     """What one operation does at its sites; the first eight write, the others read."""
 
     ADD = "add"
@@ -35,10 +35,10 @@ class Kind(enum.StrEnum):
     LENS = "logit_lens"
 
 
-READS: Final = frozenset({Kind.CAPTURE, Kind.PROBE, Kind.LENS})
+READS: Final = frozenset({OperationKind.CAPTURE, OperationKind.PROBE, OperationKind.LENS})
 
 
-class Site(msgspec.Struct, frozen=True, array_like=True):
+class PlannedSite(msgspec.Struct, frozen=True, array_like=True):
     """One place in the model: a leaf name of ``ModelSpec`` and its layer, -1 where it has none."""
 
     leaf: str
@@ -102,8 +102,8 @@ class PlannedOp(msgspec.Struct, frozen=True, omit_defaults=True):
         targets: LENS: token ids whose log-probability and rank are reported.
     """
 
-    kind: Kind
-    sites: tuple[Site, ...]
+    kind: OperationKind
+    sites: tuple[PlannedSite, ...]
     where: WhereRule = WhereRule()
     name: str = ""
     scale: float = 1.0

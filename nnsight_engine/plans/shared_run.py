@@ -1,8 +1,8 @@
 """What a run's steps have brought so far, for all its requests together, in the scheduler's process.
 
 A run is a sequence of steps in which everybody does what they did in the step before, one position further
-(``run``). Each of its steps is kept whole; a request's part is cut out when an output takes it along, or when
-the run ends, and the run's memory goes with it.
+(``steady_run``). Each of its steps is kept whole; a request's part is cut out when an output takes it along,
+or when the run ends, and the run's memory goes with it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Totals:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class RunSlot:
     """Where a request finds the values of one of its operations."""
 
     op: int
@@ -122,13 +122,13 @@ class SharedRun:
         """Start with no step."""
         self.num_steps = 0
         self.point_s = 0.0
-        self.places: dict[str, list[Place]] = {request_id: [] for request_id in opening.request_ids}
+        self.places: dict[str, list[RunSlot]] = {request_id: [] for request_id in opening.request_ids}
         self._groups: list[Rows] = []
         for group in opening.groups:
             rows = _rows(group, held)
             self._groups.append(rows)
             for row, (request_id, op) in enumerate(group.members):
-                self.places[request_id].append(Place(op, rows, row))
+                self.places[request_id].append(RunSlot(op, rows, row))
 
     def add(self, step: RunStep) -> None:
         """Take over the next step."""

@@ -20,9 +20,9 @@ import torch
 
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.active import ActiveOp, ActiveRequest, SiteKey
-from nnsight_engine.plans.groups import KernelFactory, Member
+from nnsight_engine.plans.groups import KernelFactory, KernelMember
 from nnsight_engine.plans.logits_rows import LogitsRows
-from nnsight_engine.plans.request_plan import Site
+from nnsight_engine.plans.request_plan import PlannedSite
 from nnsight_engine.plans.writes import Kernel
 
 logger = logging.getLogger(__name__)
@@ -53,12 +53,12 @@ class Span:
 
 
 @dataclasses.dataclass(slots=True)
-class Group:
+class KernelGroup:
     """One kernel and whom it serves."""
 
     kernel: Kernel
-    members: list[Member]
-    rebuild: Callable[[Member], Kernel]
+    members: list[KernelMember]
+    rebuild: Callable[[KernelMember], Kernel]
 
     def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Run the fused kernel; should it raise, run each member alone and fail those that raise.
@@ -83,7 +83,7 @@ class Group:
             self._fail(member, error)
 
     @staticmethod
-    def _fail(member: Member, error: Exception) -> None:
+    def _fail(member: KernelMember, error: Exception) -> None:
         site = member.active.op.sites[member.site_index]
         if isinstance(error, InterventionError):
             member.request.fail(error.code, error.message)
@@ -167,7 +167,7 @@ class StepPlan:
 
     spans: dict[str, Span]
     factory: KernelFactory
-    groups: dict[SiteKey, list[Group]] = dataclasses.field(default_factory=dict)
+    groups: dict[SiteKey, list[KernelGroup]] = dataclasses.field(default_factory=dict)
     reads: list[ReadGroup] = dataclasses.field(default_factory=list)
     patterns: list[PatternRead] = dataclasses.field(default_factory=list)
     samples: list[tuple[ActiveRequest, ActiveOp]] = dataclasses.field(default_factory=list)
@@ -180,7 +180,7 @@ class StepPlan:
     spent_s: float = 0.0
     is_uncompiled: bool = False
     is_untold: bool = False
-    _hook_sites: tuple[Site, ...] | None = None
+    _hook_sites: tuple[PlannedSite, ...] | None = None
     _taps: frozenset[int] | None = None
 
     def run(self, key: SiteKey, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
@@ -194,10 +194,10 @@ class StepPlan:
             group.run(hidden, residual)
         self.spent_s += time.monotonic() - begin
 
-    def hook_sites(self) -> Sequence[Site]:
+    def hook_sites(self) -> Sequence[PlannedSite]:
         """Return the sites that only an uncompiled step with hooks reaches."""
         if self._hook_sites is None:
-            sites = (key for key in self.groups if isinstance(key, Site) and key.layer >= 0)
+            sites = (key for key in self.groups if isinstance(key, PlannedSite) and key.layer >= 0)
             self._hook_sites = tuple(sites)
         return self._hook_sites
 

@@ -27,8 +27,8 @@ from nnsight_engine.remote_backend.frames import Frame, FrameKind, tier_of
 from nnsight_engine.remote_backend.http import HttpTransport
 from nnsight_engine.remote_backend.jobs import Read, RemoteJob
 from nnsight_engine.remote_backend.outcomes import Outcome, named, raise_first, saves_of, warn_of
-from nnsight_engine.remote_backend.saves_so_far import OutputReader, StreamedOutput
-from nnsight_engine.remote_backend.sent import Dialect, SentRemotely, gathered, read_frames, refused
+from nnsight_engine.remote_backend.outgoing_trace import Dialect, SentRemotely, gathered, read_frames, refused
+from nnsight_engine.remote_backend.saved_deltas import OutputReader, StreamedOutput
 from nnsight_engine.tracing.tracer import Backend, Tracer
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Literal, get_args
 
-from nnsight_engine.wire import (
+from nnsight_engine.serialization import (
     TRUSTED,
     DecodeError,
-    Limits,
+    MessageLimits,
     Policy,
     ReceivedTrace,
     SentBlock,
@@ -21,9 +21,9 @@ from nnsight_engine.wire import (
     encode_trace,
     encode_trace_pickled,
 )
-from nnsight_engine.wire.decoder import Resolve
-from nnsight_engine.wire.encoder import Reference
-from nnsight_engine.wire.values import DEFAULT_LIMITS
+from nnsight_engine.serialization.decoder import Resolve
+from nnsight_engine.serialization.encoder import Reference
+from nnsight_engine.serialization.values import DEFAULT_LIMITS
 
 Codec = Literal["wire", "cloudpickle"]
 CODECS: Final[tuple[Codec, ...]] = get_args(Codec)
@@ -36,7 +36,7 @@ def encode_blocks(
     *,
     reference: Reference | None = None,
     saved: Collection[int] = (),
-    limits: Limits = DEFAULT_LIMITS,
+    limits: MessageLimits = DEFAULT_LIMITS,
 ) -> bytes:
     """Return blocks as a message, see ``wire.encode_trace``.
 
@@ -52,7 +52,7 @@ def decode_blocks(
     data: bytes | bytearray | memoryview,
     *,
     resolve: Resolve | None = None,
-    limits: Limits = DEFAULT_LIMITS,
+    limits: MessageLimits = DEFAULT_LIMITS,
     trusted: bool = False,
     policy: Policy = TRUSTED,
 ) -> ReceivedTrace:

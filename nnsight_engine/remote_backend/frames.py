@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from nnsight_engine.wire import DecodeError
+from nnsight_engine.serialization import DecodeError
 
 MEDIA_TYPE: Final = "application/vnd.nnsight.frames"
 _HEAD: Final = struct.Struct("<BQ")

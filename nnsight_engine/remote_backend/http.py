@@ -25,9 +25,9 @@ from nnsight_engine.remote_backend.errors import RemoteConnectionError, RemoteEr
 from nnsight_engine.remote_backend.frames import Frame, FrameReader
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceRequest
 from nnsight_engine.remote_backend.refusals import refusal
+from nnsight_engine.remote_backend.retry import Retry
 from nnsight_engine.remote_backend.transport import Progress
-from nnsight_engine.remote_backend.tries import Tries
-from nnsight_engine.wire import DecodeError
+from nnsight_engine.serialization import DecodeError
 
 _CONNECT_S: Final = 10.0
 _READ_S: Final = 3600.0
@@ -118,7 +118,7 @@ class HttpTransport:
 
     def result(self, job_id: str, progress: Progress | None = None) -> list[Frame]:
         """Return the frames of a job's result; a download that breaks goes on where it was."""
-        download, tries = _Download(), Tries(self.url)
+        download, tries = _Download(), Retry(self.url)
         while True:
             num_bytes = download.num_bytes
             try:
@@ -168,7 +168,7 @@ class HttpTransport:
             after: The number of the last event that is known.
             end: When to give up.
         """
-        last, tries = after, Tries(self.url)
+        last, tries = after, Retry(self.url)
         while True:
             try:
                 for event in connect(last):
@@ -259,7 +259,7 @@ class HttpTransport:
         self, send: Callable[[], httpx.Response], *, is_repeatable: bool = False
     ) -> httpx.Response:
         """Send, and again where that is safe, with growing pauses."""
-        tries = Tries(self.url, is_repeatable=is_repeatable)
+        tries = Retry(self.url, is_repeatable=is_repeatable)
         while True:
             try:
                 return send()
@@ -268,7 +268,7 @@ class HttpTransport:
 
     async def _patiently_async(self, send: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
         """Send what is not to run twice, as ``_patiently`` does."""
-        tries = Tries(self.url, is_repeatable=False)
+        tries = Retry(self.url, is_repeatable=False)
         while True:
             try:
                 return await send()

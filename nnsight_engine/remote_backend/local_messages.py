@@ -13,9 +13,9 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from nnsight_engine.serialization import DecodeError
 from nnsight_engine.tracing.block_names import mangled, names_in
 from nnsight_engine.tracing.blocks import Nested
-from nnsight_engine.wire import DecodeError
 
 GIVEN: Final = "given"
 """Begins the name of a value that the engine sent."""

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from nnsight_engine.core.cells import UNBOUND, Assignments, content, copied
+from nnsight_engine.core.closure_cells import UNBOUND, Assignments, content, copied
 from nnsight_engine.core.saves import SAVES
 from nnsight_engine.core.trees import map_tensors
-from nnsight_engine.interleaving.sharing import exchanges
+from nnsight_engine.interleaving.shared_variables import exchanges
 from nnsight_engine.remote_backend.errors import LocalBlockError
 from nnsight_engine.remote_backend.local_messages import (
     GIVEN,
@@ -31,14 +31,14 @@ from nnsight_engine.remote_backend.local_messages import (
     plain,
     read_asked,
 )
+from nnsight_engine.serialization import DecodeError, decode, encode, encode_error
 from nnsight_engine.tracing.block_names import mangled, names_in
 from nnsight_engine.tracing.blocks import Block, Nested, compile_block
 from nnsight_engine.tracing.tracer import Info, Tracer, compiled
-from nnsight_engine.wire import DecodeError, decode, encode, encode_error
 
 if TYPE_CHECKING:
     from nnsight_engine.remote_backend.outcomes import Outcome, SentPart
-    from nnsight_engine.remote_backend.sent import Dialect
+    from nnsight_engine.remote_backend.outgoing_trace import Dialect
 
 _Found = Mapping[Place, Nested]
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from nnsight_engine.wire import DecodeError
+from nnsight_engine.serialization import DecodeError
 
 MEDIA_TYPE: Final = "application/vnd.nnsight.trace"
 MAGIC: Final = b"NNSR"

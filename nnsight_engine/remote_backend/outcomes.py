@@ -13,16 +13,16 @@ from collections.abc import Hashable, Mapping, Sequence
 from types import CellType
 from typing import Any, Final, NamedTuple, Self
 
-from nnsight_engine.core.cells import Assignments, content
+from nnsight_engine.core.closure_cells import Assignments, content
 from nnsight_engine.core.config import CONFIG
 from nnsight_engine.core.saves import SAVES
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
-from nnsight_engine.interleaving.sharing import explain
+from nnsight_engine.interleaving.shared_variables import explain
 from nnsight_engine.remote_backend.errors import LostTraceError
+from nnsight_engine.serialization import DATA_ONLY, DecodeError, Policy, SentBlock, decode, restore_error
+from nnsight_engine.serialization.decoder import Resolve
 from nnsight_engine.tracing.tracebacks import users_stacklevel
 from nnsight_engine.tracing.tracer import Info
-from nnsight_engine.wire import DATA_ONLY, DecodeError, Policy, SentBlock, decode, restore_error
-from nnsight_engine.wire.decoder import Resolve
 
 _MAX_WARNING: Final = 2000
 """Characters of a warning that are shown."""

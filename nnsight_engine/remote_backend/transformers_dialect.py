@@ -16,10 +16,10 @@ from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.remote_backend.added_modules import added_part
 from nnsight_engine.remote_backend.codecs import Codec
 from nnsight_engine.remote_backend.identity import fingerprint_of, name_of
+from nnsight_engine.remote_backend.object_references import HOME_CLASSES, ObjectReferences, reference_of
 from nnsight_engine.remote_backend.outcomes import SentPart
-from nnsight_engine.remote_backend.places import HOME_CLASSES, Places, reference_of
-from nnsight_engine.remote_backend.sent import Dialect, Inputs, Resolve
-from nnsight_engine.wire import DATA_ONLY, EncodeError
+from nnsight_engine.remote_backend.outgoing_trace import Dialect, Inputs, Resolve
+from nnsight_engine.serialization import DATA_ONLY, EncodeError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,13 +102,13 @@ class TransformersDialect(Dialect):
         return str(function.__name__).removeprefix("__nnsight_").removesuffix("__")
 
     def reference(self, value: Any, barriers: list[Barrier]) -> tuple[str, ...] | None:
-        """Return the name of something that the server has itself; see ``places``."""
+        """Return the name of something that the server has itself; see ``object_references``."""
         return reference_of(value, self._envoy, barriers)
 
     def resolver(self, outputs: Mapping[str, Any]) -> Resolve:
         """Return what finds the things that results name; see ``Dialect``."""
         del outputs
-        return Places(self._envoy)
+        return ObjectReferences(self._envoy)
 
 
 def _sent(edits: Sequence[Edit]) -> list[SentPart]:

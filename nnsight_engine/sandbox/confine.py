@@ -37,7 +37,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Share:
+class ProcessLimits:
     """What one sandboxed process may use.
 
     Attributes:
@@ -118,7 +118,7 @@ def keep_only(descriptors: set[int]) -> None:
         last = kept
 
 
-def confine(share: Share) -> None:
+def confine(share: ProcessLimits) -> None:
     """Give up everything but computing, for all threads of this process.
 
     Raises:
@@ -142,4 +142,11 @@ def confine(share: Share) -> None:
     seccomp.install()
 
 
-__all__ = ["Share", "confine", "die_with_parent", "keep_only", "leave_the_world", "missing_namespaces"]
+__all__ = [
+    "ProcessLimits",
+    "confine",
+    "die_with_parent",
+    "keep_only",
+    "leave_the_world",
+    "missing_namespaces",
+]

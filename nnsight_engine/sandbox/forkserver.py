@@ -28,7 +28,7 @@ from typing import Final
 from nnsight_engine.sandbox import seccomp
 from nnsight_engine.sandbox.channel import EngineSide, Memory, read_exactly
 from nnsight_engine.sandbox.errors import SandboxEndedError, SandboxUnavailableError
-from nnsight_engine.sandbox.nursery import FORK, NUMBER, ORDER, READY, REAP
+from nnsight_engine.sandbox.zygote import FORK, NUMBER, ORDER, READY, REAP
 
 logger = logging.getLogger(__name__)
 

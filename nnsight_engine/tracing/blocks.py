@@ -35,7 +35,7 @@ from types import CellType, CodeType, FunctionType
 from typing import Any, TypeVar
 
 from nnsight_engine.core.gradients import asked_for_gradients
-from nnsight_engine.core.stepping import IterationOver
+from nnsight_engine.core.loop_end import IterationOver
 from nnsight_engine.tracing.block_names import (
     is_bare_super,
     leaving,

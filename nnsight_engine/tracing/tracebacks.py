@@ -16,7 +16,7 @@ from typing import Any
 import greenlet
 
 import nnsight_engine
-from nnsight_engine.tracing.skipping import BlockSkipped
+from nnsight_engine.tracing.block_skipping import BlockSkipped
 
 _HIDDEN = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (nnsight_engine, greenlet))
 

@@ -13,21 +13,21 @@ from collections.abc import Callable
 from types import CellType, FrameType, FunctionType, TracebackType
 from typing import Any
 
-from nnsight_engine.core.cells import UNBOUND, Assignments, content, copied
+from nnsight_engine.core.closure_cells import UNBOUND, Assignments, content, copied
 from nnsight_engine.core.config import CONFIG
-from nnsight_engine.core.mounting import MountError, mount
+from nnsight_engine.core.object_methods import MountError, mount
 from nnsight_engine.core.saves import SAVES, save
+from nnsight_engine.tracing.block_skipping import BlockSkipped, skip_block
 from nnsight_engine.tracing.blocks import DEFERRED, HELPERS, Block
 from nnsight_engine.tracing.counted_stores import BIND, OWN
 from nnsight_engine.tracing.errors import WithBlockNotFoundError
 from nnsight_engine.tracing.frames import read_variables, write_variables
 from nnsight_engine.tracing.sent_files import sent_name
-from nnsight_engine.tracing.sites import Site, Sites
-from nnsight_engine.tracing.skipping import BlockSkipped, skip_block
 from nnsight_engine.tracing.source_text import SourceReader
+from nnsight_engine.tracing.trace_sites import TraceSite, TraceSites
 from nnsight_engine.tracing.tracebacks import clean, drop_callers
 
-SITES = Sites(SourceReader())
+SITES = TraceSites(SourceReader())
 """The process's trace sites; code objects are per process, and so is this."""
 
 
@@ -53,7 +53,7 @@ class Info:
         variables: dict[str, CellType],
         frame: FrameType | None,
         globals_: dict[str, Any],
-        site: Site | None = None,
+        site: TraceSite | None = None,
     ) -> None:
         """Put the parts together."""
         self.site = site

@@ -32,7 +32,6 @@ from nnsight_engine.core.metering import METER
 from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.trace_headers import TRACE_HEADERS
 from nnsight_engine.plans.request_plan import PLAN_KEY
-from nnsight_engine.vllm_backend.answers import PENDING, answer
 from nnsight_engine.vllm_backend.call import (
     TICKET_KEY,
     InterventionCall,
@@ -42,12 +41,13 @@ from nnsight_engine.vllm_backend.call import (
 )
 from nnsight_engine.vllm_backend.compat import check_supported
 from nnsight_engine.vllm_backend.early_process import offered
-from nnsight_engine.vllm_backend.handover import Handover
-from nnsight_engine.vllm_backend.interning import ContentTable
 from nnsight_engine.vllm_backend.metering import count_tokens, note_spent
 from nnsight_engine.vllm_backend.processes import kill_engine, uninterrupted
-from nnsight_engine.vllm_backend.router import ResultRouter
-from nnsight_engine.vllm_backend.sharing import SENDER_KEY
+from nnsight_engine.vllm_backend.result_router import ResultRouter
+from nnsight_engine.vllm_backend.rpc_results import PENDING, answer
+from nnsight_engine.vllm_backend.sender_usage import SENDER_KEY
+from nnsight_engine.vllm_backend.shared_memory_results import SharedMemoryResults
+from nnsight_engine.vllm_backend.tensor_interning import TensorTable
 from nnsight_engine.vllm_backend.trace_call import MAX_PENDING_BYTES, TraceCall, TracedPrompt
 from nnsight_engine.vllm_backend.trace_router import TraceRouter
 from nnsight_engine.vllm_backend.traced_requests import GatheredOutput, apart, carry, results_of
@@ -111,7 +111,7 @@ class InterventionAsyncLLM(AsyncLLM):
     spec: ModelSpec
     router: ResultRouter
     traces: TraceRouter
-    handover: Handover | None = None
+    handover: SharedMemoryResults | None = None
     _accept_grammar: AcceptGrammar | None = None
 
     @classmethod
@@ -151,7 +151,7 @@ class InterventionAsyncLLM(AsyncLLM):
         self._coming: dict[str, Callable[[], None]] = {}
         self._calls: dict[str, InterventionCall | TraceCall] = {}
         self._left: set[asyncio.Future[None]] = set()
-        self._contents = ContentTable()
+        self._contents = TensorTable()
         self._salt_secret = secrets.token_hex()
         return self.spec
 

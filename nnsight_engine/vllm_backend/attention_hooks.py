@@ -15,7 +15,7 @@ from torch import nn
 
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.patterns import AttentionForm
-from nnsight_engine.plans.request_plan import Site
+from nnsight_engine.plans.request_plan import PlannedSite
 from nnsight_engine.plans.step_plan import StepPlan
 
 
@@ -41,7 +41,7 @@ class AttentionHook:
     """
 
     def __init__(
-        self, module: nn.Module, plan: StepPlan, site: Site, is_models_own: Callable[[], bool]
+        self, module: nn.Module, plan: StepPlan, site: PlannedSite, is_models_own: Callable[[], bool]
     ) -> None:
         """Replace the instance's ``forward``."""
         attention = cast("AttentionModule", module)

@@ -8,7 +8,7 @@ from typing import Any
 
 from nnsight_engine.envoys.aliases import Rename
 from nnsight_engine.envoys.envoy import EnvoyMap
-from nnsight_engine.wire import encode
+from nnsight_engine.serialization import encode
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

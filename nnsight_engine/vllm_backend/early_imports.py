@@ -12,7 +12,7 @@ import termios
 from collections.abc import Sequence
 from multiprocessing import spawn
 
-from nnsight_engine.core.collecting import uncollected
+from nnsight_engine.core.garbage_collection import uncollected
 
 _COUNT_BYTES = 4
 

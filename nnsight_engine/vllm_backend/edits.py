@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from nnsight_engine.envoys.tracers.editing import EditingTracer
+from nnsight_engine.serialization import SentBlock, encode_trace
 from nnsight_engine.tracing.tracer import Backend
 from nnsight_engine.vllm_backend.traces.edits import digest_of
 from nnsight_engine.vllm_backend.traces.entry import EditEntry
 from nnsight_engine.vllm_backend.traces.points import place_of
-from nnsight_engine.wire import SentBlock, encode_trace
 
 if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.vllm import VLLM

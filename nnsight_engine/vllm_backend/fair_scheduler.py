@@ -1,7 +1,8 @@
 """vLLM's scheduler with turns for several senders: nobody's first token waits for the flood of another.
 
 vLLM's queue is one for all: behind who sends thousands of requests, everybody waits, and beside them each
-step is as long as their batch. Here, while some have had more than their share (``sharing``) and others not:
+step is as long as their batch. Here, while some have had more than their share (``sender_usage``) and others
+not:
 
 - The others' prompts are computed in steps of their own, ahead of everybody's, also where no place or no
   block of the cache is left: places are lent, and blocks taken from the last request of the heavy, which
@@ -28,7 +29,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from nnsight_engine.vllm_backend.compat import EngineLimits
-from nnsight_engine.vllm_backend.sharing import SENDER_KEY, Sharing
+from nnsight_engine.vllm_backend.sender_usage import SENDER_KEY, SenderUsage
 
 _MAY_BEGIN: Final = {RequestStatus.WAITING, RequestStatus.PREEMPTED}
 _LOOK_S: Final = 0.5
@@ -40,7 +41,7 @@ class _Begun(NamedTuple):
     Attributes:
         moment: When it was begun to be put together.
         num_tokens: How many it computes.
-        shares: Whose it is, see ``Sharing.charge``.
+        shares: Whose it is, see ``SenderUsage.charge``.
     """
 
     moment: float
@@ -63,7 +64,7 @@ class FairScheduler(Scheduler):
         """Know no sender yet."""
         super().__init__(*args, **kwargs)
         limits = EngineLimits.read(self.vllm_config)
-        self.sharing = Sharing(limits.fair_window_s, limits.fair_step)
+        self.sharing = SenderUsage(limits.fair_window_s, limits.fair_step)
         self.whole_step_tokens: int = self.max_num_scheduled_tokens
         self._looked_at = 0.0
         self._came_to_nothing = False

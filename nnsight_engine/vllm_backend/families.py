@@ -75,7 +75,7 @@ class HookSpec:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Family:
+class EngineFamily:
     """One layout of decoder blocks, shared by the model classes named.
 
     Attributes:
@@ -190,7 +190,7 @@ _GPT_NEOX_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
 )
 
 FAMILIES: Final = (
-    Family(
+    EngineFamily(
         name="llama",
         model_classes=(
             "LlamaForCausalLM",
@@ -208,7 +208,7 @@ FAMILIES: Final = (
         hidden_index=1,
         returns_residual=True,
     ),
-    Family(
+    EngineFamily(
         name="gpt2",
         model_classes=("GPT2LMHeadModel",),
         layers="transformer.h",
@@ -216,7 +216,7 @@ FAMILIES: Final = (
         leaves=_GPT2_LEAVES,
         kernel="attn.attn",
     ),
-    Family(
+    EngineFamily(
         name="opt",
         model_classes=("OPTForCausalLM",),
         layers="model.decoder.layers",
@@ -227,7 +227,7 @@ FAMILIES: Final = (
     ),
     # vLLM 0.32 has no GPT-NeoX of its own: transformers' modules run inside its Transformers
     # backend, with vLLM's linears, and with transformers' per-head layout of the fused projection.
-    Family(
+    EngineFamily(
         name="gpt_neox",
         model_classes=("TransformersForCausalLM",),
         architectures=("GPTNeoXForCausalLM",),
@@ -259,7 +259,7 @@ class ModelPoints:
     """
 
     model: nn.Module
-    family: Family
+    family: EngineFamily
     layers: tuple[nn.Module, ...]
     local_layers: range
     final_norm: nn.Module | None
@@ -448,7 +448,7 @@ def resolve_points(model: nn.Module, config: TextConfig, *, tensor_parallel_size
     )
 
 
-def family_named(class_name: str, architectures: Sequence[str]) -> Family:
+def family_named(class_name: str, architectures: Sequence[str]) -> EngineFamily:
     """Return the table for a model.
 
     Args:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from nnsight_engine.core.model_spec import PATTERN_LEAF
-from nnsight_engine.plans.request_plan import Site
+from nnsight_engine.plans.request_plan import PlannedSite
 from nnsight_engine.plans.step_plan import StepPlan
 from nnsight_engine.vllm_backend.attention_hooks import AttentionHook
 from nnsight_engine.vllm_backend.families import ModelPoints
@@ -43,7 +43,7 @@ def hooked(points: ModelPoints, plan: StepPlan, is_models_own: Callable[[], bool
 
 
 def _register(
-    points: ModelPoints, plan: StepPlan, site: Site, is_models_own: Callable[[], bool]
+    points: ModelPoints, plan: StepPlan, site: PlannedSite, is_models_own: Callable[[], bool]
 ) -> RemovableHandle | AttentionHook:
     if site.leaf == PATTERN_LEAF:
         return AttentionHook(points.attention(site.layer), plan, site, is_models_own)

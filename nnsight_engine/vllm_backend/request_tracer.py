@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
+from nnsight_engine.remote_backend.incoming_blocks import SAVED
 from nnsight_engine.remote_backend.outcomes import (
     Outcome,
     bring_home,
@@ -18,16 +19,15 @@ from nnsight_engine.remote_backend.outcomes import (
     saved_containers,
     wanted_of,
 )
-from nnsight_engine.remote_backend.received import SAVED
-from nnsight_engine.vllm_backend.answers import answer
+from nnsight_engine.serialization import DATA_ONLY, encode_trace
 from nnsight_engine.vllm_backend.prompts import Request
+from nnsight_engine.vllm_backend.rpc_results import answer
 from nnsight_engine.vllm_backend.sampling import sampling_params
 from nnsight_engine.vllm_backend.traced_requests import apart, carry, results_of
 from nnsight_engine.vllm_backend.traces.caches import HOME_CLASSES
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.points import place_named
 from nnsight_engine.vllm_backend.traces.references import reference_of
-from nnsight_engine.wire import DATA_ONLY, encode_trace
 
 if TYPE_CHECKING:
     from vllm import RequestOutput

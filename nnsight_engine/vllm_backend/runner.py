@@ -35,15 +35,15 @@ from nnsight_engine.vllm_backend.compat import (
 from nnsight_engine.vllm_backend.families import resolve_points
 from nnsight_engine.vllm_backend.graphs import StepGraphs, cut_at_taps
 from nnsight_engine.vllm_backend.hooks import hooked
-from nnsight_engine.vllm_backend.kept_samples import KeptSamples
+from nnsight_engine.vllm_backend.replayed_samples import ReplayedSamples
 from nnsight_engine.vllm_backend.taps import CONTEXT_KEY, TapStep, install_taps, untapped
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
+from nnsight_engine.vllm_backend.traces.module_order import UntappedError
 from nnsight_engine.vllm_backend.traces.placement import traces_of_worker
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
-from nnsight_engine.vllm_backend.traces.route import UntappedError
+from nnsight_engine.vllm_backend.traces.stages.early_stage import EarlyStageTraces
+from nnsight_engine.vllm_backend.traces.stages.last_stage import LastStageTraces
 from nnsight_engine.vllm_backend.traces.stages.links import own_stage
-from nnsight_engine.vllm_backend.traces.stages.offering import StageTraces
-from nnsight_engine.vllm_backend.traces.stages.serving import ServingTraces
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 from nnsight_engine.vllm_backend.worker_state import WorkerState
 
@@ -52,7 +52,7 @@ _IDLE_S = 0.02
 
 
 @dataclasses.dataclass(slots=True)
-class Step:
+class RunningStep:
     """One step between the forward pass and its results."""
 
     plan: StepPlan
@@ -64,16 +64,16 @@ class InterventionRunnerMixin:
     """Put in front of vLLM's runner class; see ``worker.py``."""
 
     interventions: WorkerState
-    traces: WorkerTraces | StageTraces
+    traces: WorkerTraces | EarlyStageTraces
     taps: frozenset[int] = frozenset()
     """The numbers of those in place."""
 
     graphs: StepGraphs
-    _samples: KeptSamples
+    _samples: ReplayedSamples
     counts: EngineCounts
     """How the steps ran, and what happened to sandboxes."""
 
-    _step: Step | None = None
+    _step: RunningStep | None = None
     _scheduled: dict[str, int]
     _num_rows: int
     _spent_s: float = 0.0
@@ -106,7 +106,7 @@ class InterventionRunnerMixin:
             self.taps = chosen_taps(limits.taps, len(points.layers))
             install_taps(points.layers, points.family.hidden_index, self.taps)
         self.counts = EngineCounts()
-        self._samples = KeptSamples()
+        self._samples = ReplayedSamples()
         self._make_room_for_stages(config)
         self.traces = traces_of_worker(points, config, limits)
         self.interventions = WorkerState(
@@ -133,7 +133,7 @@ class InterventionRunnerMixin:
 
     def serve_stages(self, scheduler_output: Any) -> None:
         """Let blocks have what they want of the stages before this one, if it is the last of several."""
-        if isinstance(self.traces, ServingTraces):
+        if isinstance(self.traces, LastStageTraces):
             self.traces.before(
                 scheduler_output.num_scheduled_tokens,
                 _arrived(scheduler_output, TRACE_KEY),
@@ -210,7 +210,7 @@ class InterventionRunnerMixin:
         self._note_tier(plan, is_uncompiled=context.skip_compiled)
         if plan is not None:
             self.interventions.on_hidden(plan, hidden)
-            self._step = Step(plan, hidden, self._sample_rows() if len(plan.logits_rows) else None)
+            self._step = RunningStep(plan, hidden, self._sample_rows() if len(plan.logits_rows) else None)
         return hidden
 
     def _note_tier(self, plan: StepPlan | None, *, is_uncompiled: bool) -> None:
@@ -345,7 +345,7 @@ class InterventionRunnerMixin:
         return output if results is None else attach_results(output, results)
 
     def _with_blocks(
-        self, traces: WorkerTraces | StageTraces, results: StepResults | None
+        self, traces: WorkerTraces | EarlyStageTraces, results: StepResults | None
     ) -> StepResults | None:
         """End the step for blocks; returns the step's results with what came of them."""
         undone = list(traces.cells.undone) if isinstance(traces, WorkerTraces) else []

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from nnsight_engine.remote_backend.unread import MAX_BYTES, Share, SlowReaderError
-from nnsight_engine.vllm_backend.trace_router import Told, TraceRouter
+from nnsight_engine.remote_backend.backpressure import MAX_BYTES, SlowReaderError, UnreadShare
+from nnsight_engine.vllm_backend.trace_router import TraceEvent, TraceRouter
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -36,7 +36,7 @@ class Output(NamedTuple):
     output: RequestOutput
 
 
-_Item = Begun | Told | tuple[Output, asyncio.Event] | Exception | None
+_Item = Begun | TraceEvent | tuple[Output, asyncio.Event] | Exception | None
 """Something to tell, an output with what is to be set when it is taken, or a request's end."""
 
 
@@ -63,14 +63,14 @@ class RunningTrace:
         self._key = key
         self._starts = starts
         self._max_pending = max_pending_bytes
-        self._share: Share | None = None
+        self._share: UnreadShare | None = None
         self._running: list[asyncio.Task[None]] = []
         self._num_coming = len(starts)
         self._queue: asyncio.Queue[_Item] = (
             asyncio.Queue()
         )  # short: a request waits until its output is taken
 
-    async def events(self) -> AsyncGenerator[Begun | Told | Output, None]:
+    async def events(self) -> AsyncGenerator[Begun | TraceEvent | Output, None]:
         """Run the requests, and yield their outputs and what their blocks tell, as they come.
 
         Left early, it ends them; what workers keep of the trace is the caller's to collect or to drop.
@@ -93,8 +93,8 @@ class RunningTrace:
                     left -= 1
                 elif isinstance(item, Exception):
                     raise item
-                elif isinstance(item, Begun | Told):
-                    share.take(_num_bytes(item) if isinstance(item, Told) else 0)
+                elif isinstance(item, Begun | TraceEvent):
+                    share.take(_num_bytes(item) if isinstance(item, TraceEvent) else 0)
                     yield item
                 else:
                     output, taken = item
@@ -106,7 +106,7 @@ class RunningTrace:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    def _listen(self, told: Told) -> None:
+    def _listen(self, told: TraceEvent) -> None:
         self._queue.put_nowait(told)
         if self._share is not None:
             self._share.add(_num_bytes(told))
@@ -144,5 +144,5 @@ class RunningTrace:
             await outputs.aclose()
 
 
-def _num_bytes(told: Told) -> int:
+def _num_bytes(told: TraceEvent) -> int:
     return len(told.news or b"") + len(told.printed)

@@ -27,10 +27,10 @@ from nnsight_engine.plans.request_plan import PLAN_KEY, RequestPlan
 from nnsight_engine.vllm_backend.compat import brings, detach_results, mark_alone, record_allocated_blocks
 from nnsight_engine.vllm_backend.content_logs import leave_content_out
 from nnsight_engine.vllm_backend.fair_scheduler import FairScheduler
-from nnsight_engine.vllm_backend.interning import ContentTable
 from nnsight_engine.vllm_backend.processes import end_with_parent
+from nnsight_engine.vllm_backend.tensor_interning import TensorTable
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY, TraceEntry
-from nnsight_engine.vllm_backend.traces.telling import Parcel
+from nnsight_engine.vllm_backend.traces.reporting import Parcel
 from nnsight_engine.vllm_backend.unclean_blocks import UncleanBlocks
 
 _READ_FAILURES: Final = frozenset({"capture_too_large", "engine_capture_full"})
@@ -38,7 +38,7 @@ _READ_FAILURES: Final = frozenset({"capture_too_large", "engine_capture_full"})
 
 
 @dataclasses.dataclass(slots=True)
-class Gang:
+class RequestGroup:
     """The requests of one trace, which begin when all have come.
 
     Attributes:
@@ -76,11 +76,11 @@ class InterventionScheduler(FairScheduler):
         self._owners: dict[str, str] = {}
         self._writers: set[str] = set()
         self._traced: set[str] = set()
-        self._gangs: dict[str, Gang] = {}
+        self._gangs: dict[str, RequestGroup] = {}
         self._news: dict[str, list[Parcel]] = {}
         self._waiting: frozenset[str] = frozenset()
         self._resting: frozenset[str] = frozenset()
-        self.contents = ContentTable()
+        self.contents = TensorTable()
         self._unclean = UncleanBlocks()
         record_allocated_blocks(self.kv_cache_manager)
 
@@ -112,7 +112,7 @@ class InterventionScheduler(FairScheduler):
             return  # which the worker ends
         if len(entry.groups) == 1:
             return
-        new = Gang(dict.fromkeys(range(len(entry.groups))), [])
+        new = RequestGroup(dict.fromkeys(range(len(entry.groups))), [])
         self._gangs.setdefault(entry.key, new).join(request.request_id, entry)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:

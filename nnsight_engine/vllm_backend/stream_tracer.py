@@ -14,13 +14,13 @@ from vllm.sampling_params import RequestOutputKind
 
 from nnsight_engine.remote_backend.errors import LostTraceError
 from nnsight_engine.remote_backend.outcomes import by_name, raise_first, warn_of
-from nnsight_engine.remote_backend.saves_so_far import SavesSoFar
+from nnsight_engine.remote_backend.saved_deltas import SavesSoFar
 from nnsight_engine.tracing.tracer import ExecutionBackend, Tracer
-from nnsight_engine.vllm_backend.answers import answer
 from nnsight_engine.vllm_backend.engines import AsyncEngine
 from nnsight_engine.vllm_backend.request_tracer import RequestTracer, SentTrace
+from nnsight_engine.vllm_backend.rpc_results import answer
 from nnsight_engine.vllm_backend.running_trace import Output, RunningTrace
-from nnsight_engine.vllm_backend.trace_router import Told
+from nnsight_engine.vllm_backend.trace_router import TraceEvent
 from nnsight_engine.vllm_backend.traced_requests import GatheredOutput, results_of
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class TraceStream:
                         self._gathered[index].add(output)
                         output.invoke, output.saves = index, await self._saved(index, output)
                         yield output
-                    elif isinstance(event, Told) and event.news is not None:
+                    elif isinstance(event, TraceEvent) and event.news is not None:
                         self._saves.add(event.block, event.choice, event.news)
         finally:
             await self._host.call_soon("drop_trace", sent.key)

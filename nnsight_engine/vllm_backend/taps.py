@@ -24,7 +24,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from nnsight_engine.plans.step_plan import StepPlan
 
 if TYPE_CHECKING:
-    from nnsight_engine.vllm_backend.traces.board import Board
+    from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 CONTEXT_KEY: Final = "nnsight_engine_step"
 """Key of the step's ``TapStep`` in ``ForwardContext.additional_kwargs``."""
@@ -42,7 +42,7 @@ class TapStep:
 
     __slots__ = ("_board", "_plan", "_planned", "_served")
 
-    def __init__(self, plan: StepPlan | None, board: Board | None) -> None:
+    def __init__(self, plan: StepPlan | None, board: TraceDispatcher | None) -> None:
         """Keep both."""
         self._plan = plan
         self._planned = frozenset[int]() if plan is None else plan.taps()

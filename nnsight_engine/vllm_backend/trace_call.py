@@ -22,25 +22,25 @@ from nnsight_engine.core.tensor_bytes import DTYPES, tensor_to_bytes
 from nnsight_engine.plans.collected import CollectedResults, TensorResult, TraceResult
 from nnsight_engine.remote_backend.outcomes import warnings_of
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
+from nnsight_engine.serialization import DecodeError, MessageLimits, decode
 from nnsight_engine.tracing.given_text import NUM_LINES_BEFORE
-from nnsight_engine.vllm_backend.plain import NotPlainError, plain_saves
+from nnsight_engine.vllm_backend.json_values import NotPlainError, plain_saves
 from nnsight_engine.vllm_backend.traced_requests import results_of
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
-from nnsight_engine.wire import DecodeError, Limits, decode
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
-    from nnsight_engine.remote_backend.unread import Share, SlowReaderError
-    from nnsight_engine.vllm_backend.trace_router import Told
+    from nnsight_engine.remote_backend.backpressure import SlowReaderError, UnreadShare
+    from nnsight_engine.vllm_backend.trace_router import TraceEvent
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _AS_INT64: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32})
 _NO_SANDBOX: Final = (SandboxUnavailableError.__module__, SandboxUnavailableError.__qualname__)
 MAX_PENDING_BYTES: Final = 256 * 2**20
 # Neither is ever compressed for a call: its values are made JSON here.
-_NEWS: Final = Limits(max_bytes=MAX_PENDING_BYTES, max_nodes=1_000_000, compressed=False)
-_RESULTS: Final = Limits(compressed=False)
+_NEWS: Final = MessageLimits(max_bytes=MAX_PENDING_BYTES, max_nodes=1_000_000, compressed=False)
+_RESULTS: Final = MessageLimits(compressed=False)
 _UNREADABLE: Final = (DecodeError, LookupError, TypeError, ValueError, AttributeError)
 """What reading raises where a message is not what it should be."""
 _SLOW_BYTES: Final = 2**20
@@ -66,7 +66,7 @@ class _Choice:
     saves: dict[str, Any] | None = None
     warnings: tuple[str, ...] = ()
 
-    def hear(self, told: Told) -> int:
+    def hear(self, told: TraceEvent) -> int:
         """Keep what was told; returns the size of what waits for the next chunk."""
         if told.printed:
             self.printed.append(told.printed)
@@ -123,7 +123,7 @@ class _Choice:
         return printed
 
 
-class Place(Protocol):
+class HeldSlot(Protocol):
     """A prompt's place among those that run at once."""
 
     async def taken(self) -> None:
@@ -158,7 +158,7 @@ class TracedPrompt:
         share: Where what waits for the next chunk is counted, with that of all traces.
     """
 
-    share: Share
+    share: UnreadShare
 
     def __init__(self, call: TraceCall, request_id: str, num_choices: int) -> None:
         """Begin with one prompt."""
@@ -178,7 +178,7 @@ class TracedPrompt:
             prints=True, plain=True, sandbox_of=self._call.sandbox_of,
         )  # fmt: skip
 
-    def hear(self, told: Told) -> None:
+    def hear(self, told: TraceEvent) -> None:
         """Take note of what a block told after a step."""
         self.share.add(self.choices[told.choice].hear(told))
 
@@ -259,7 +259,7 @@ class TraceCall:
             until somebody sets another.
     """
 
-    place: Callable[[], Place] = _NoPlace
+    place: Callable[[], HeldSlot] = _NoPlace
 
     def __init__(
         self,

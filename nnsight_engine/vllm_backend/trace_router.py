@@ -10,14 +10,14 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from nnsight_engine.remote_backend.unread import MAX_BYTES, Drop, Share, Unread
-from nnsight_engine.vllm_backend.parcels import on_parcels
+from nnsight_engine.remote_backend.backpressure import MAX_BYTES, Backpressure, Drop, UnreadShare
+from nnsight_engine.vllm_backend.output_payloads import on_parcels
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 
 logger = logging.getLogger(__name__)
 
 
-class Told(NamedTuple):
+class TraceEvent(NamedTuple):
     """What a block has told after a step.
 
     Attributes:
@@ -40,10 +40,10 @@ class TraceRouter:
         unread: What waits, of all traces together.
     """
 
-    def __init__(self, unread: Unread | None = None) -> None:
+    def __init__(self, unread: Backpressure | None = None) -> None:
         """Start with no open trace."""
-        self._unread = unread or Unread()
-        self._listeners: dict[str, tuple[Callable[[Told], None], Share]] = {}
+        self._unread = unread or Backpressure()
+        self._listeners: dict[str, tuple[Callable[[TraceEvent], None], UnreadShare]] = {}
 
     def __len__(self) -> int:
         """Return how many traces are open."""
@@ -54,8 +54,8 @@ class TraceRouter:
         on_parcels(output_processor, TRACE_KEY, self._deliver)
 
     def open(
-        self, key: str, listener: Callable[[Told], None], drop: Drop, *, max_bytes: int = MAX_BYTES
-    ) -> Share:
+        self, key: str, listener: Callable[[TraceEvent], None], drop: Drop, *, max_bytes: int = MAX_BYTES
+    ) -> UnreadShare:
         """Hand over what comes for a trace; ``close`` it in the end.
 
         Args:
@@ -84,6 +84,6 @@ class TraceRouter:
                 continue
             listener, _ = found
             try:
-                listener(Told(index, choice, news, printed))
+                listener(TraceEvent(index, choice, news, printed))
             except Exception:  # vLLM's reader of outputs, whose end is the engine's, calls this
                 logger.exception("what a block told could not be handed over")

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nnsight_engine.vllm_backend.sharing import SENDER_KEY
+from nnsight_engine.vllm_backend.sender_usage import SENDER_KEY
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY, TraceEntry
 
 if TYPE_CHECKING:

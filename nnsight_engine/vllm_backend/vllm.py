@@ -18,15 +18,15 @@ from nnsight_engine.envoys.tracers.session import Session
 from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.remote_backend.backend import Remote, RemoteBackend, chosen_backend
 from nnsight_engine.remote_backend.identity import name_of
+from nnsight_engine.serialization import restore_error
 from nnsight_engine.tracing.tracer import Backend, refuse_statement
-from nnsight_engine.vllm_backend.answers import answer
 from nnsight_engine.vllm_backend.client_names import ClientNames
 from nnsight_engine.vllm_backend.edits import Edits, EngineEditingTracer
-from nnsight_engine.vllm_backend.outline import OutlineEntry, outlined
+from nnsight_engine.vllm_backend.model_outline import OutlineEntry, outlined
 from nnsight_engine.vllm_backend.prompts import INPUT_NAMES, Request, as_prompt, refuse_function
 from nnsight_engine.vllm_backend.remote import VLLMDialect, local_tokenizer
+from nnsight_engine.vllm_backend.rpc_results import answer
 from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES, EnginePoints, StandardNames
-from nnsight_engine.wire import restore_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -399,7 +399,7 @@ class VLLM(StandardNames):
 
 def _starting() -> Any:
     """Return what starts engines; it needs vLLM, which a client of a server need not have."""
-    return importlib.import_module("nnsight_engine.vllm_backend.starting")
+    return importlib.import_module("nnsight_engine.vllm_backend.engine_start")
 
 
 __all__ = ["VLLM"]

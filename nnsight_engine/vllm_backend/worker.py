@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from nnsight_engine.vllm_backend.answers import PENDING
+from nnsight_engine.serialization import encode_error
 from nnsight_engine.vllm_backend.compat import platform_worker_class
-from nnsight_engine.vllm_backend.handover import leave
-from nnsight_engine.vllm_backend.outline import OutlineEntry
+from nnsight_engine.vllm_backend.model_outline import OutlineEntry
+from nnsight_engine.vllm_backend.rpc_results import PENDING
 from nnsight_engine.vllm_backend.runner import InterventionRunnerMixin
 from nnsight_engine.vllm_backend.seeded_chunks import SeededChunksMixin
-from nnsight_engine.wire import encode_error
+from nnsight_engine.vllm_backend.shared_memory_results import leave
 
 _COLLECT_S: Final = 0.01
 """How long the engine waits for what a trace has saved before it goes on with others."""

@@ -20,20 +20,20 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.tensor_bytes import DTYPES
 from nnsight_engine.plans.active import ActiveRequest, Registrar
 from nnsight_engine.plans.builder import LOGITS, StepBuilder
-from nnsight_engine.plans.harvest import Harvester
 from nnsight_engine.plans.host_arena import HostArena
 from nnsight_engine.plans.ledger import ByteLedger
 from nnsight_engine.plans.logits_rows import LogitsRows
 from nnsight_engine.plans.records import Failure, StepResults
-from nnsight_engine.plans.request_plan import Site
-from nnsight_engine.plans.run import Run
+from nnsight_engine.plans.request_plan import PlannedSite
+from nnsight_engine.plans.steady_run import SteadyRun
 from nnsight_engine.plans.step_plan import Span, StepPlan
+from nnsight_engine.plans.step_results import StepResultsReader
 from nnsight_engine.vllm_backend.attention_hooks import attention_form
 from nnsight_engine.vllm_backend.families import ModelPoints
 
 logger = logging.getLogger(__name__)
 
-NORM = Site("norm.output")
+NORM = PlannedSite("norm.output")
 
 
 class WorkerState:
@@ -65,10 +65,12 @@ class WorkerState:
         self._builder = StepBuilder(
             spec, dtype, device, self._ledger, lambda layer: attention_form(points.attention(layer))
         )
-        self._harvester = Harvester(points.lens_logits, None if device.type == "cpu" else HostArena(device))
+        self._harvester = StepResultsReader(
+            points.lens_logits, None if device.type == "cpu" else HostArena(device)
+        )
         self._active: dict[str, ActiveRequest] = {}
         self._refused: dict[str, Failure] = {}
-        self._run: Run | None = None
+        self._run: SteadyRun | None = None
         self._is_next = False
 
     def begin(self, arrived: Sequence[tuple[str, dict[str, Any]]], finished: set[str]) -> None:
@@ -155,7 +157,7 @@ class WorkerState:
     ) -> None:
         """Let the next step go on with this one's plan, if it may be like it; arguments as in ``go_on``."""
         if plan is not None and plan.signature is not None:
-            self._run = Run(plan, request_ids, positions, self._ledger)
+            self._run = SteadyRun(plan, request_ids, positions, self._ledger)
             self._is_next = True
 
     def plan(self, spans: list[Span]) -> StepPlan | None:

@@ -35,7 +35,7 @@ from nnsight_engine.plans.compile import compile_request
 from nnsight_engine.plans.request_plan import PLAN_KEY
 from nnsight_engine.vllm_backend.call import prepare_params, salted
 from nnsight_engine.vllm_backend.compat import EngineLimits, engine_options
-from nnsight_engine.vllm_backend.router import ResultRouter
+from nnsight_engine.vllm_backend.result_router import ResultRouter
 
 Interventions = list[dict[str, Any]]
 

@@ -14,7 +14,7 @@ import uvicorn
 
 from app.engine.vllm_arguments import parse
 from app.engine.vllm_client import VLLMEngineClient
-from app.listening import listening_socket
+from app.listen_socket import listening_socket
 from app.main import create_app, new_store
 from app.settings import Settings
 

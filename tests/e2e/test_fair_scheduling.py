@@ -11,7 +11,7 @@ import torch
 
 from nnsight_engine import save
 from nnsight_engine.vllm_backend.request_tracer import SentTrace
-from nnsight_engine.vllm_backend.sharing import SENDER_KEY, Sharing
+from nnsight_engine.vllm_backend.sender_usage import SENDER_KEY, SenderUsage
 from nnsight_engine.vllm_backend.vllm import VLLM
 from tests.e2e.harness import Ask, Engine, random_vector
 from tests.e2e.traces import HeldTracer, collected, traced_engine
@@ -27,7 +27,7 @@ LARGE = PROMPT * 40
 NUM_PLACES = 4
 
 
-class Settled(Sharing):
+class Settled(SenderUsage):
     """Knows by itself who floods: how long steps take on a test's machine says nothing."""
 
     def light(self) -> frozenset[str]:
@@ -157,7 +157,7 @@ def test_one_tenant_alone_takes_as_many_steps_as_nobody(engine: Engine) -> None:
 
 def test_who_ends_requests_while_they_are_computed_has_had_the_steps(model: VLLM, engine: Engine) -> None:
     core: Any = model.engine.llm_engine.engine_core.engine_core
-    settled, core.scheduler.sharing = core.scheduler.sharing, Sharing(3600.0, 1.25, lambda: 0.0)
+    settled, core.scheduler.sharing = core.scheduler.sharing, SenderUsage(3600.0, 1.25, lambda: 0.0)
     try:
         light = frozenset({"many", "few"})
         for _ in range(200):

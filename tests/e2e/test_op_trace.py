@@ -15,9 +15,9 @@ import pytest_asyncio
 import safetensors.numpy
 
 from nnsight_engine import save
-from nnsight_engine.remote_backend.received import SAVED
+from nnsight_engine.remote_backend.incoming_blocks import SAVED
+from nnsight_engine.serialization import SentBlock, encode_trace
 from nnsight_engine.tracing.tracer import Tracer
-from nnsight_engine.wire import SentBlock, encode_trace
 from tests.e2e.live import MODEL, Live, live_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]

@@ -17,8 +17,8 @@ from vllm import SamplingParams
 
 import nnsight_engine
 from nnsight_engine import RemoteBackend, RemoteError, save
+from nnsight_engine.serialization import EncodeError
 from nnsight_engine.vllm_backend.vllm import VLLM
-from nnsight_engine.wire import EncodeError
 from tests.e2e.reference import Reference
 from tests.e2e.server import Server
 

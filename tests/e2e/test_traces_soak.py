@@ -22,12 +22,12 @@ from vllm import SamplingParams
 
 from nnsight_engine import save
 from nnsight_engine.remote_backend.errors import LostTraceError
+from nnsight_engine.serialization import DecodeError
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError, TraceBytesError
 from nnsight_engine.vllm_backend.traces.request import TracedRequest
 from nnsight_engine.vllm_backend.vllm import VLLM
-from nnsight_engine.wire import DecodeError
 from tests.e2e.harness import Ask, random_vector
 from tests.e2e.mixed_load import DECLARATIVE, KINDS, PLAIN, TRACED, Answer, Definition, Load, difference
 from tests.e2e.soak_blocks import MAKERS, WIDTH

@@ -29,9 +29,9 @@ from vllm import SamplingParams
 from nnsight_engine import save
 from nnsight_engine.interleaving.events import MissedProviderError
 from nnsight_engine.interleaving.threads import TimeBudgetError
+from nnsight_engine.serialization import DecodeError
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.vllm import VLLM
-from nnsight_engine.wire import DecodeError
 from tests.e2e.check_process import REPORT
 from tests.e2e.mixed_load import difference
 from tests.e2e.traces import HeldTracer, Plain, run_together

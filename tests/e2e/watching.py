@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from nnsight_engine.core.trees import tensors
 from nnsight_engine.plans.logits_rows import LogitsRows
-from nnsight_engine.plans.step_plan import Group
+from nnsight_engine.plans.step_plan import KernelGroup
 from nnsight_engine.vllm_backend.families import ModelPoints
-from nnsight_engine.vllm_backend.traces.board import Board
+from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 
 class Watch:
@@ -54,14 +54,14 @@ def watched_reads() -> Iterator[Watch]:
     """Watch all engines of this process."""
     watch = Watch()
 
-    def group(run: Callable[..., None], self: Group, hidden: Any, residual: Any) -> None:
+    def group(run: Callable[..., None], self: KernelGroup, hidden: Any, residual: Any) -> None:
         ops = {member.active.op for member in self.members}
         reads = all(op.reads for op in ops)
         where = ", ".join(sorted(str(op.kind) for op in ops))
         with watch.over((hidden, residual) if reads else (), where):
             run(self, hidden, residual)
 
-    def offer(run: Callable[..., Any], self: Board, provider: str, number: Any, value: Any) -> Any:
+    def offer(run: Callable[..., Any], self: TraceDispatcher, provider: str, number: Any, value: Any) -> Any:
         # Also what a block edits is put into new tensors, so the model's own never change here.
         with watch.over(list(tensors(value)), f"blocks at {provider}"):
             return run(self, provider, number, value)
@@ -76,8 +76,8 @@ def watched_reads() -> Iterator[Watch]:
 
     with contextlib.ExitStack() as stack:
         for owner, name, watched in (
-            (Group, "run", group),
-            (Board, "offer", offer),
+            (KernelGroup, "run", group),
+            (TraceDispatcher, "offer", offer),
             (ModelPoints, "lens_logits", lens),
             (LogitsRows, "gather", logits),
         ):

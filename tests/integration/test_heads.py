@@ -13,7 +13,7 @@ from typing import Final
 
 import pytest
 
-from app.listening import MAX_HEAD_BYTES
+from app.listen_socket import MAX_HEAD_BYTES
 from tests.integration.test_signals import Process, started
 from tests.integration.waiting import until_async
 from tests.liveness import Bystanders

@@ -24,7 +24,7 @@ from app.storage.audit import AuditStore
 from app.storage.database import Database
 from app.storage.job_files import JobFiles
 from app.storage.job_leases import JobEnd, JobLeases
-from app.storage.job_space import JOB_BYTES, Space, sync_folder
+from app.storage.job_storage_quota import JOB_BYTES, JobStorageQuota, sync_folder
 from app.storage.jobs import JobStore, NewJob
 from app.storage.tables import JobRow
 from nnsight_engine.remote_backend.frames import Frame
@@ -93,7 +93,7 @@ class Bench:
 
     def __init__(self, directory: Path) -> None:
         self.database = Database(directory)
-        self.files = JobFiles(directory, Space(MAX_BYTES))
+        self.files = JobFiles(directory, JobStorageQuota(MAX_BYTES))
         self.store = JobStore(self.database, max_queued=100, ttl_s=60)
         self.leases = JobLeases(self.database, holder="here", ttl_s=60)
         self.engine = ScriptedEngine()

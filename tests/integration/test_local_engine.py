@@ -25,9 +25,9 @@ from app.engine.fake_results import MODEL
 from app.engine.local_traces import LocalTraceEngine
 from app.main import create_app, new_store
 from app.settings import Settings, environment_for_traces
-from nnsight_engine.core.metering import Meter
+from nnsight_engine.core.metering import UsageMeter
 from nnsight_engine.core.saves import save
-from nnsight_engine.local_engine.link import ProcessOptions
+from nnsight_engine.local_engine.process_channel import ProcessOptions
 from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.remote_backend.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import RemoteError
@@ -35,7 +35,7 @@ from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.http import HttpTransport
 from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceHead, TraceRequest
 from nnsight_engine.remote_backend.transport import Progress
-from nnsight_engine.wire import encode
+from nnsight_engine.serialization import encode
 from tests.families.checkpoints import write_checkpoint
 from tests.integration.live import Leaving, Recording, listening, until
 
@@ -292,7 +292,7 @@ def test_who_waits_is_told_and_not_too_many_do(served: Served, monkeypatch: pyte
 def test_the_time_that_a_trace_holds_the_engine_is_counted(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meter = Meter("key")
+    meter = UsageMeter("key")
     monkeypatch.setattr(trace_processes, "METER", ContextVar("of a key's request", default=meter))
     model = served.model
     with model.trace(TEXT, backend=served.remote()):
@@ -356,7 +356,7 @@ KILLED = """
 import asyncio, os, sys
 from app.engine.local_traces import LocalTraceEngine
 from app.settings import Settings, environment_for_traces
-from nnsight_engine.local_engine.link import ProcessOptions
+from nnsight_engine.local_engine.process_channel import ProcessOptions
 
 async def main():
     engine = LocalTraceEngine(ProcessOptions(model=sys.argv[1]), Settings(), environment_for_traces())

@@ -23,12 +23,12 @@ from app.engine.local_traces import LocalTraceEngine
 from app.main import create_app, new_store
 from app.settings import Settings, environment_for_traces
 from nnsight_engine.core.saves import save
-from nnsight_engine.local_engine.link import ProcessOptions
+from nnsight_engine.local_engine.process_channel import ProcessOptions
 from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.remote_backend.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import LocalBlockError, RemoteError
 from nnsight_engine.remote_backend.frames import Frame, FrameKind, called, calling
-from nnsight_engine.wire import DecodeError, EncodeError, decode, encode
+from nnsight_engine.serialization import DecodeError, EncodeError, decode, encode
 from tests.families.checkpoints import write_checkpoint
 from tests.integration.live import listening, until
 from tests.shared_names import Program

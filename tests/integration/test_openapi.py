@@ -31,8 +31,8 @@ from schemathesis.specs.openapi.checks import negative_data_rejection, positive_
 from api_schemas.keys import NewKey, Scope, Tier
 from app.auth.keys import Keys
 from app.engine.fake import FakeEngineClient
-from app.links import LINKS
 from app.main import create_app, new_store
+from app.openapi_links import LINKS
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.keys import KeyStore

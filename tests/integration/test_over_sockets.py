@@ -17,7 +17,7 @@ import uvicorn
 from api_schemas.keys import Limits, NewKey
 from app.auth.keys import Keys
 from app.engine.fake import FakeBehaviour, FakeEngineClient
-from app.listening import listening_socket, patient_for
+from app.listen_socket import listening_socket, patient_for
 from app.main import create_app, new_store
 from app.settings import Settings
 from app.storage.database import Database

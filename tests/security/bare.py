@@ -14,10 +14,10 @@ from collections.abc import Callable
 import torch
 
 from nnsight_engine.sandbox.channel import SandboxSide
-from nnsight_engine.sandbox.confine import Share
-from nnsight_engine.sandbox.nursery import NUMBER, raise_children
+from nnsight_engine.sandbox.confine import ProcessLimits
+from nnsight_engine.sandbox.zygote import NUMBER, raise_children
 
-_SHARE = Share(memory_bytes=2**30, cpu_s=20)
+_SHARE = ProcessLimits(memory_bytes=2**30, cpu_s=20)
 
 
 def _grow_up() -> Callable[[SandboxSide], None]:

@@ -19,14 +19,14 @@ import torch
 
 import nnsight_engine
 from nnsight_engine import NNsight
-from nnsight_engine.core.cells import UNBOUND, content
+from nnsight_engine.core.closure_cells import UNBOUND, content
 from nnsight_engine.core.saves import SAVES, save
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.sandbox.restricted import Budget, restricted_policy
+from nnsight_engine.serialization import TRUSTED, SentBlock, decode_trace, encode_trace
+from nnsight_engine.serialization.limits import Policy
 from nnsight_engine.tracing.given_text import block_of_text
 from nnsight_engine.tracing.tracer import Info, Tracer
-from nnsight_engine.wire import TRUSTED, SentBlock, decode_trace, encode_trace
-from nnsight_engine.wire.limits import Policy
 from tests.security.attempts import every_attempt
 
 SECRET = os.environ.get("NNSIGHT_ENGINE_TEST_SECRET", "")

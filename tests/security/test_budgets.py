@@ -11,8 +11,7 @@ import torch
 
 from nnsight_engine import NNsight
 from nnsight_engine.sandbox.restricted import Budget, restricted_policy
-from nnsight_engine.tracing.tracer import Tracer
-from nnsight_engine.wire import (
+from nnsight_engine.serialization import (
     BudgetError,
     FuelError,
     SandboxError,
@@ -20,7 +19,8 @@ from nnsight_engine.wire import (
     encode_error,
     restore_error,
 )
-from nnsight_engine.wire.limits import Policy
+from nnsight_engine.serialization.limits import Policy
+from nnsight_engine.tracing.tracer import Tracer
 from tests.security.host import Small, message_of, run
 
 

@@ -13,10 +13,10 @@ import torch
 from nnsight_engine import NNsight
 from nnsight_engine.sandbox.restricted import Budget, restricted_policy
 from nnsight_engine.sandbox.restricted.policy import RestrictedRules
-from nnsight_engine.wire import DecodeError, SandboxError, decode, encode
-from nnsight_engine.wire.kinds import Kind
+from nnsight_engine.serialization import DecodeError, SandboxError, decode, encode
+from nnsight_engine.serialization.node_kinds import NodeKind
 from tests.security.host import Small, message_of, run
-from tests.unit.wire.test_hostile import message
+from tests.unit.serialization.test_hostile import message
 
 _LINE = 1
 
@@ -29,27 +29,29 @@ class Writer:
     """Builds a message of nodes, parts before what is made of them."""
 
     def __init__(self) -> None:
-        self.nodes: list[tuple[Kind, list[int], Any]] = [(Kind.LIST, [], None)]
+        self.nodes: list[tuple[NodeKind, list[int], Any]] = [(NodeKind.LIST, [], None)]
 
-    def add(self, kind: Kind, *children: int, payload: Any = None) -> int:
+    def add(self, kind: NodeKind, *children: int, payload: Any = None) -> int:
         self.nodes.append((kind, list(children), payload))
         return len(self.nodes) - 1
 
     def value(self, value: Any) -> int:
         if isinstance(value, tuple):
-            return self.add(Kind.TUPLE, *map(self.value, value))
+            return self.add(NodeKind.TUPLE, *map(self.value, value))
         if isinstance(value, dict):
-            return self.add(Kind.DICT, *[self.value(one) for item in value.items() for one in item])
-        kind = {str: Kind.STR, int: Kind.INT, type(None): Kind.NONE, bool: Kind.TRUE}[type(value)]
+            return self.add(NodeKind.DICT, *[self.value(one) for item in value.items() for one in item])
+        kind = {str: NodeKind.STR, int: NodeKind.INT, type(None): NodeKind.NONE, bool: NodeKind.TRUE}[
+            type(value)
+        ]
         if value is False:
-            kind = Kind.FALSE
-        return self.add(kind, payload=value if kind in {Kind.STR, Kind.INT} else None)
+            kind = NodeKind.FALSE
+        return self.add(kind, payload=value if kind in {NodeKind.STR, NodeKind.INT} else None)
 
     def name(self, module: str, name: str) -> int:
-        return self.add(Kind.NAME, payload=f"{module}:{name}")
+        return self.add(NodeKind.NAME, payload=f"{module}:{name}")
 
     def namespace(self, name: str = "mine", *, is_real: bool = False) -> int:
-        return self.add(Kind.NAMESPACE, self.value(name), self.value(None), self.value(is_real))
+        return self.add(NodeKind.NAMESPACE, self.value(name), self.value(None), self.value(is_real))
 
     def function(
         self,
@@ -62,14 +64,14 @@ class Writer:
         attributes: int | None = None,
         is_real: bool = False,
     ) -> int:
-        held = [self.add(Kind.CELL, value) for value in (cells or {}).values()]
+        held = [self.add(NodeKind.CELL, value) for value in (cells or {}).values()]
         none = self.value(None)
         return self.add(
-            Kind.FUNCTION,
+            NodeKind.FUNCTION,
             self.namespace("os" if is_real else "mine", is_real=is_real) if namespace is None else namespace,
             self.value(piece(text, name)),
             self.value(tuple(cells or ())),
-            self.add(Kind.TUPLE, *held),
+            self.add(NodeKind.TUPLE, *held),
             self.value((name, name, "mine")),
             none,
             none,
@@ -81,14 +83,14 @@ class Writer:
     def error(self) -> int:
         """Add an object that has attributes, as a namespace has."""
         none, nothing = self.value(None), self.value(())
-        return self.add(Kind.NEW, self.name("builtins", "ValueError"), nothing, none, *[none] * 4)
+        return self.add(NodeKind.NEW, self.name("builtins", "ValueError"), nothing, none, *[none] * 4)
 
     def call(self, function: int, *args: Any) -> int:
         none = self.value(None)
-        return self.add(Kind.CALL, function, self.value(args), none, *[none] * 4)
+        return self.add(NodeKind.CALL, function, self.value(args), none, *[none] * 4)
 
     def read(self, root: int, **options: Any) -> Any:
-        self.nodes[0] = (Kind.LIST, [root], None)
+        self.nodes[0] = (NodeKind.LIST, [root], None)
         (value,) = decode(message(*self.nodes), policy=restricted_policy(Budget(max_steps=1000)), **options)
         return value
 
@@ -139,7 +141,7 @@ def test_a_name_is_what_the_list_has(module: str, name: str) -> None:
 def test_a_module_is_one_of_the_list(module: str) -> None:
     writer = Writer()
     try:
-        found = writer.read(writer.add(Kind.MODULE, payload=module))
+        found = writer.read(writer.add(NodeKind.MODULE, payload=module))
     except SandboxError:
         return
     assert not isinstance(found, ModuleType)
@@ -147,7 +149,7 @@ def test_a_module_is_one_of_the_list(module: str) -> None:
 
 def test_modules_are_never_themselves() -> None:
     for name in ("torch", "torch.nn", "numpy", "math", "builtins", "random", "collections"):
-        found = decode(message((Kind.MODULE, [], name)), policy=restricted_policy(Budget()))
+        found = decode(message((NodeKind.MODULE, [], name)), policy=restricted_policy(Budget()))
         assert not isinstance(found, ModuleType)
         assert not hasattr(found, "__dict__")
 
@@ -191,15 +193,17 @@ def test_code_has_its_globals_in_a_namespace() -> None:
     nothing, none = writer.value(()), writer.value(None)
     source = writer.value(piece("class A: value = eval\n", "A"))
     with pytest.raises(DecodeError, match="code has no namespace"):
-        writer.read(writer.add(Kind.CLASS, writer.error(), source, *[nothing] * 4, none, nothing))
+        writer.read(writer.add(NodeKind.CLASS, writer.error(), source, *[nothing] * 4, none, nothing))
     writer = Writer()
     with pytest.raises(DecodeError, match="code has no namespace"):
-        writer.read(writer.add(Kind.SENT_MODULE, writer.error(), writer.value(())))
+        writer.read(writer.add(NodeKind.SENT_MODULE, writer.error(), writer.value(())))
     writer = Writer()
     source = writer.value(piece("with a:\n    value = eval\n", "f"))
     with pytest.raises(DecodeError, match="code has no namespace"):
         writer.read(
-            writer.add(Kind.BLOCK, writer.error(), source, writer.value((0, None)), *[nothing] * 2, nothing)
+            writer.add(
+                NodeKind.BLOCK, writer.error(), source, writer.value((0, None)), *[nothing] * 2, nothing
+            )
         )
 
 
@@ -225,7 +229,7 @@ def test_a_class_around_code_has_the_name_of_one(around: str) -> None:
     nothing = writer.value(())
     source = writer.value((*piece("with a:\n    value = 1\n", "f")[:6], around, 0))
     block = writer.add(
-        Kind.BLOCK, writer.namespace(), source, writer.value((0, None)), *[nothing] * 2, nothing
+        NodeKind.BLOCK, writer.namespace(), source, writer.value((0, None)), *[nothing] * 2, nothing
     )
     with pytest.raises(DecodeError, match="no class is called"):
         writer.read(block)
@@ -234,16 +238,16 @@ def test_a_class_around_code_has_the_name_of_one(around: str) -> None:
 def test_what_a_message_calls_is_what_code_could_call() -> None:
     model = NNsight(Small())
     writer = Writer()
-    layer = writer.add(Kind.REFERENCE, writer.value("model"))
+    layer = writer.add(NodeKind.REFERENCE, writer.value("model"))
     with pytest.raises(SandboxError, match="calling a"):
         writer.read(writer.call(layer, 1), resolve=lambda _: torch.Generator.manual_seed)
     writer = Writer()
     given = writer.function("def f(a): return a\n", "f")
-    reference, none = writer.add(Kind.REFERENCE, writer.value("model")), writer.value(None)
+    reference, none = writer.add(NodeKind.REFERENCE, writer.value("model")), writer.value(None)
     items = writer.value({"a": 1})
-    parts = [given, writer.add(Kind.TUPLE, reference), none, none, none, none, items]
+    parts = [given, writer.add(NodeKind.TUPLE, reference), none, none, none, none, items]
     with pytest.raises(SandboxError, match="adding items to a"):
-        writer.read(writer.add(Kind.CALL, *parts), resolve=lambda _: model)
+        writer.read(writer.add(NodeKind.CALL, *parts), resolve=lambda _: model)
 
 
 def test_source_of_a_class_makes_a_new_one() -> None:
@@ -264,8 +268,8 @@ def test_attributes_of_functions_have_plain_names(name: str) -> None:
 def _class(writer: Writer, text: str, attributes: int | None = None) -> int:
     none, nothing = writer.value(None), writer.value(())
     return writer.add(
-        Kind.CLASS, writer.namespace(), writer.value(piece(text, "A")), nothing, nothing, nothing, nothing,
-        none if attributes is None else attributes, nothing,
+        NodeKind.CLASS, writer.namespace(), writer.value(piece(text, "A")), nothing, nothing, nothing,
+        nothing, none if attributes is None else attributes, nothing,
     )  # fmt: skip
 
 
@@ -279,14 +283,16 @@ def test_attributes_of_classes_and_objects_have_plain_names(name: str) -> None:
     nothing, none = writer.value(()), writer.value(None)
     state = writer.value({name: 1})
     with pytest.raises(SandboxError, match="not for code"):
-        writer.read(writer.add(Kind.NEW, kind, nothing, none, state, none, none, none))
+        writer.read(writer.add(NodeKind.NEW, kind, nothing, none, state, none, none, none))
 
 
 def test_objects_of_own_classes_arrive() -> None:
     writer = Writer()
     kind = _class(writer, "class A:\n    def twice(self): return self._n * 2\n")
     nothing, none = writer.value(()), writer.value(None)
-    made = writer.read(writer.add(Kind.NEW, kind, nothing, none, writer.value({"_n": 4}), none, none, none))
+    made = writer.read(
+        writer.add(NodeKind.NEW, kind, nothing, none, writer.value({"_n": 4}), none, none, none)
+    )
     assert made.twice() == 8
 
 
@@ -304,20 +310,22 @@ def test_objects_of_other_classes_do_not(module: str, name: str) -> None:
     writer = Writer()
     nothing, none = writer.value(()), writer.value(None)
     with pytest.raises(DecodeError):
-        writer.read(writer.add(Kind.NEW, writer.name(module, name), nothing, none, none, none, none, none))
+        writer.read(
+            writer.add(NodeKind.NEW, writer.name(module, name), nothing, none, none, none, none, none)
+        )
 
 
 def test_members_and_methods_go_through_the_guards() -> None:
     model = NNsight(Small())
     for owner, name in (("model", "_module"), ("model", "interleaver"), ("model", "__class__")):
         writer = Writer()
-        reference = writer.add(Kind.REFERENCE, writer.value(owner))
+        reference = writer.add(NodeKind.REFERENCE, writer.value(owner))
         with pytest.raises(SandboxError):
-            writer.read(writer.add(Kind.MEMBER, reference, writer.value(name)), resolve=lambda _: model)
+            writer.read(writer.add(NodeKind.MEMBER, reference, writer.value(name)), resolve=lambda _: model)
     writer = Writer()
-    reference = writer.add(Kind.REFERENCE, writer.value("model"))
+    reference = writer.add(NodeKind.REFERENCE, writer.value("model"))
     with pytest.raises(SandboxError, match="a method that is"):
-        writer.read(writer.add(Kind.METHOD, reference, writer.value(1)), resolve=lambda _: model)
+        writer.read(writer.add(NodeKind.METHOD, reference, writer.value(1)), resolve=lambda _: model)
 
 
 @pytest.mark.parametrize(
@@ -337,7 +345,7 @@ def test_reading_has_a_budget_too(text: str) -> None:
 def test_a_call_is_one_of_what_may_be_called() -> None:
     writer = Writer()
     none = writer.value(None)
-    call = writer.add(Kind.CALL, writer.name("builtins", "eval"), writer.value(("1",)), none, *[none] * 4)
+    call = writer.add(NodeKind.CALL, writer.name("builtins", "eval"), writer.value(("1",)), none, *[none] * 4)
     with pytest.raises(SandboxError, match="`eval`"):
         writer.read(call)
 
@@ -361,10 +369,10 @@ def test_a_partial_of_a_module_gives_it_tensors_alone() -> None:
     model = NNsight(Small())
     writer = Writer()
     none = writer.value(None)
-    reference = writer.add(Kind.REFERENCE, writer.value("layer1"))
-    args = writer.add(Kind.TUPLE, reference)
+    reference = writer.add(NodeKind.REFERENCE, writer.value("layer1"))
+    args = writer.add(NodeKind.TUPLE, reference)
     made = writer.read(
-        writer.add(Kind.CALL, writer.name("functools", "partial"), args, none, *[none] * 4),
+        writer.add(NodeKind.CALL, writer.name("functools", "partial"), args, none, *[none] * 4),
         resolve=lambda _: model.layer1,
     )
     assert made(torch.ones(1, 5)).shape == (1, 10)
@@ -377,13 +385,14 @@ def test_layers_hold_layers_and_weights_alone(name: str) -> None:
     model = NNsight(Small())
     writer = Writer()
     none, nothing = writer.value(None), writer.value(())
-    reference = writer.add(Kind.REFERENCE, writer.value("layer1"))
-    held = writer.add(Kind.DICT, writer.value("0"), reference)
-    state = writer.add(Kind.DICT, writer.value(name), held)
+    reference = writer.add(NodeKind.REFERENCE, writer.value("layer1"))
+    held = writer.add(NodeKind.DICT, writer.value("0"), reference)
+    state = writer.add(NodeKind.DICT, writer.value(name), held)
     kind = writer.name("torch.nn", "Sequential")
     with pytest.raises(SandboxError, match=name):
         writer.read(
-            writer.add(Kind.NEW, kind, nothing, none, state, none, none, none), resolve=lambda _: model.layer1
+            writer.add(NodeKind.NEW, kind, nothing, none, state, none, none, none),
+            resolve=lambda _: model.layer1,
         )
 
 
@@ -436,7 +445,7 @@ def test_the_text_of_a_block_is_not_that_of_another_piece_at_its_place() -> None
     writer = Writer()
     function = writer.function(harmless, "f")
     other = writer.function(evil, "f")
-    first, second = writer.read(writer.add(Kind.TUPLE, function, other))
+    first, second = writer.read(writer.add(NodeKind.TUPLE, function, other))
     assert second is not first
     out: list[Any] = []
     first(torch.ones(1, requires_grad=True).sum(), out)

@@ -23,27 +23,27 @@ import torch
 from nnsight_engine.remote_backend.prints import MAX_BYTES
 from nnsight_engine.sandbox.channel import EngineSide, Memory, SandboxSide
 from nnsight_engine.sandbox.errors import SandboxEndedError
-from nnsight_engine.vllm_backend.traces.board import Board
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
-from nnsight_engine.vllm_backend.traces.sandboxed import cell as cell_module
-from nnsight_engine.vllm_backend.traces.sandboxed import waiting as waiting_module
-from nnsight_engine.vllm_backend.traces.sandboxed.cell import Cell, Opened
+from nnsight_engine.vllm_backend.traces.sandboxed import sandbox_session as cell_module
+from nnsight_engine.vllm_backend.traces.sandboxed import wait_budget as waiting_module
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
     Begin,
-    Call,
+    CallRequest,
     Collected,
     Go,
     Offer,
-    Slot,
+    SandboxReply,
     Tensors,
-    Told,
+    ValueSlot,
     packed,
     read_by_sandbox,
     slot_of,
 )
-from nnsight_engine.vllm_backend.traces.sandboxed.served_call import ServedCall
-from nnsight_engine.vllm_backend.traces.sandboxed.waiting import Waiting
+from nnsight_engine.vllm_backend.traces.sandboxed.module_call import ModuleCall
+from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_session import Opened, SandboxSession
+from nnsight_engine.vllm_backend.traces.sandboxed.wait_budget import WaitBudget
+from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 _HALF = 2**22
 _LAYER = "model.layers.0.output"
@@ -93,9 +93,9 @@ class _Served:
     num_calls: int = 0
     lasts_s: float = 0.0
 
-    def begin(self, path: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ServedCall:
+    def begin(self, path: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ModuleCall:
         del args, kwargs
-        return ServedCall(path, self._called, [torch.zeros(_CALL_ROWS, 2)], 1, 1)
+        return ModuleCall(path, self._called, [torch.zeros(_CALL_ROWS, 2)], 1, 1)
 
     def _called(self, rows: torch.Tensor) -> torch.Tensor:
         self.num_calls += 1
@@ -109,10 +109,10 @@ class World:
 
     ends: list[socket.socket] = field(default_factory=list)
     served: _Served = field(default_factory=_Served)
-    board: Board = field(default_factory=Board)
-    cell: Cell = field(init=False)
+    board: TraceDispatcher = field(default_factory=TraceDispatcher)
+    cell: SandboxSession = field(init=False)
     process: _Process = field(init=False)
-    waiting: Waiting = field(default_factory=lambda: Waiting(_BUDGET_S, 5 * _BUDGET_S))
+    waiting: WaitBudget = field(default_factory=lambda: WaitBudget(_BUDGET_S, 5 * _BUDGET_S))
 
     def begin(self, lie: Lie, *, never_rests: bool = False) -> None:
         own, theirs = socket.socketpair()
@@ -129,7 +129,9 @@ class World:
             frozenset({_LAYER, _LATER, _POSITIONS, _SAMPLES}),
             _HALF,
         )
-        self.cell = Cell(self.board, cast("Any", self.process), opened, 1, "acme", _BUDGET_S, _TRACE_S)
+        self.cell = SandboxSession(
+            self.board, cast("Any", self.process), opened, 1, "acme", _BUDGET_S, _TRACE_S
+        )
         threading.Thread(target=_told, args=(lie, inside, descriptor), daemon=True).start()
 
     def step(self) -> None:
@@ -198,7 +200,7 @@ def wanting(*places: str, then: Callable[[Any], Said]) -> Lie:
     return lie
 
 
-def changing(slots: list[Slot], *bodies: bytes | memoryview) -> Callable[[Any], Said]:
+def changing(slots: list[ValueSlot], *bodies: bytes | memoryview) -> Callable[[Any], Said]:
     return lambda _head: packed(Go(changes=slots), bodies)
 
 
@@ -208,13 +210,13 @@ _ROWS_OF_FLOATS = slot_of(torch.ones(_OWN, 4))
 @pytest.mark.parametrize(
     "then",
     [
-        changing([Slot("float32", [0, 2**62, 2**62])]),
-        changing([Slot("float32", [0, 2**63])]),
-        changing([Slot("float32", [_OWN, 4])]),
-        changing([Slot("float32", [_ROWS, 4])], bytes(_ROWS * 16)),
-        changing([Slot("float32", [-1, -4])], bytes(16)),
-        changing([Slot("complex64", [_OWN, 4])], bytes(_OWN * 32)),
-        changing([Slot("float32", [_OWN, 4], 7)], _ROWS_OF_FLOATS[1]),
+        changing([ValueSlot("float32", [0, 2**62, 2**62])]),
+        changing([ValueSlot("float32", [0, 2**63])]),
+        changing([ValueSlot("float32", [_OWN, 4])]),
+        changing([ValueSlot("float32", [_ROWS, 4])], bytes(_ROWS * 16)),
+        changing([ValueSlot("float32", [-1, -4])], bytes(16)),
+        changing([ValueSlot("complex64", [_OWN, 4])], bytes(_OWN * 32)),
+        changing([ValueSlot("float32", [_OWN, 4], 7)], _ROWS_OF_FLOATS[1]),
         changing([_ROWS_OF_FLOATS[0]] * 2, _ROWS_OF_FLOATS[1], _ROWS_OF_FLOATS[1]),
         lambda _head: packed(Go(), [bytes(1000)]),
         lambda _head: packed(Go(["made.up"] * 60_000)),
@@ -222,7 +224,7 @@ _ROWS_OF_FLOATS = slot_of(torch.ones(_OWN, 4))
         lambda _head: [b"\xff\xff\xff\xff", b"no head"],
         lambda _head: [b"\0"],
         lambda _head: packed(Go(ended=cast("Any", [1, 2]))),
-        lambda _head: packed(cast("Any", Told("own", 0, None, ""))),
+        lambda _head: packed(cast("Any", SandboxReply("own", 0, None, ""))),
     ],
     ids=[
         "overflow", "huge", "no bytes", "neighbours", "negative", "dtype", "number", "twice", "unasked bytes",
@@ -277,7 +279,7 @@ def _calls_without_end(side: SandboxSide) -> None:
     side.receive()
     side.send(packed(Go([_LAYER], live=["own"])))
     side.receive()
-    one = b"".join(packed(Call("model.layers.0", [], {})))
+    one = b"".join(packed(CallRequest("model.layers.0", [], {})))
     while True:  # without waiting for what it is given
         side.send([one])
 
@@ -307,7 +309,7 @@ def test_a_call_that_would_take_too_long_is_refused_in_the_block(world: World) -
         side.receive()
         side.send(packed(Go([_LAYER], live=["own"])))
         side.receive()
-        side.send(packed(Call("model.lm_head", [], {})))
+        side.send(packed(CallRequest("model.lm_head", [], {})))
         head, _ = read_by_sandbox(side.receive())
         refused.append(head)
         side.send(packed(Go([])))
@@ -325,13 +327,13 @@ def test_a_call_is_made_of_parts_between_which_others_are_served(world: World) -
         side.receive()
         side.send(packed(Go([_LAYER], live=["own"])))
         side.receive()
-        side.send(packed(Call("model.lm_head", [], {})))
+        side.send(packed(CallRequest("model.lm_head", [], {})))
         while True:
             side.receive()
             side.send(packed(Go([])))
 
     world.served.lasts_s = _BUDGET_S / 30
-    world.waiting = Waiting(_BUDGET_S / 60, 5 * _BUDGET_S)
+    world.waiting = WaitBudget(_BUDGET_S / 60, 5 * _BUDGET_S)
     world.begin(lie)
     world.cell.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
     world.listen()
@@ -386,10 +388,10 @@ def _deferred(world: World, offered: list[str], names: Sequence[str] = ("own",))
     world.begin(_in_its_time(offered, may_answer))
     world.cell.begin([(name, TraceEntry("key", 0, 1, b"", [{}] * 2)) for name in names])
     world.listen()  # it has read its blocks
-    world.waiting = Waiting(60, 60)
+    world.waiting = WaitBudget(60, 60)
     world.go(_spans(names), is_bound=False)
     assert world.board.provide(_LAYER, torch.ones(_ROWS, 4))[:, 0].tolist() == [2, 2, 2, 1, 1]
-    world.waiting = Waiting(_SHORT_S, 60)
+    world.waiting = WaitBudget(_SHORT_S, 60)
     world.waiting.begin()
     assert world.board.provide(_LATER, torch.ones(_ROWS, 4))[:, 0].tolist() == [1, 1, 1, 1, 1]
     return may_answer
@@ -505,7 +507,7 @@ def test_a_tenant_rests_whose_trace_has_held_others_up(
     world.begin(slow)
     world.cell.begin([("own", TraceEntry("key", 0, 1, b"", [{}]))])
     world.listen()
-    world.waiting = Waiting(_SHORT_S, 60)
+    world.waiting = WaitBudget(_SHORT_S, 60)
     assert world.waiting.resting == frozenset()
     world.go([TraceSpan("own", 0, 0, _OWN, 7, complete=True)], is_bound=is_bound, is_alone=is_alone)
     world.listen()
@@ -555,7 +557,7 @@ def test_it_speaks_for_its_own_requests_only(world: World) -> None:
     def lie(side: SandboxSide) -> None:
         while True:
             head, _ = read_by_sandbox(side.receive())
-            told = [Told("other", 0, b"data", "printed"), Told("own", 0, b"data", "printed")]
+            told = [SandboxReply("other", 0, b"data", "printed"), SandboxReply("own", 0, b"data", "printed")]
             go = Go([_LAYER, "made.up", "result"], ended=["other"], told=told)
             side.send(
                 packed(msgspec.structs.replace(go, live=["own", "other"]) if type(head) is Begin else go)

@@ -23,7 +23,7 @@ from nnsight_engine.sandbox.confine import missing_namespaces
 from nnsight_engine.sandbox.errors import SandboxEndedError, SandboxUnavailableError
 from nnsight_engine.sandbox.forkserver import ForkServer, Sandbox
 from nnsight_engine.sandbox.seccomp import machine
-from nnsight_engine.vllm_backend.traces.sandboxed.parked import Parked
+from nnsight_engine.vllm_backend.traces.sandboxed.idle_processes import IdleProcesses
 from tests.security.attempts import Attempt, every_attempt
 from tests.security.attempts.native import DEADLY, NATIVE
 
@@ -172,7 +172,7 @@ def test_a_process_knows_nothing_of_the_one_before_it(server: ForkServer, canary
 
 
 def test_a_process_that_died_while_it_waited_is_given_to_nobody(server: ForkServer) -> None:
-    parked = Parked(cpu_s=300)
+    parked = IdleProcesses(cpu_s=300)
     first, second = server.take(), server.take()
     parked.put("acme", first)
     parked.put("acme", second)
@@ -186,7 +186,7 @@ def test_a_process_that_died_while_it_waited_is_given_to_nobody(server: ForkServ
 
 
 def test_a_process_that_has_computed_for_long_takes_no_further_trace(server: ForkServer) -> None:
-    parked = Parked(cpu_s=1)
+    parked = IdleProcesses(cpu_s=1)
     sandbox = server.take()
     _said(sandbox, "import time\nwhile time.process_time() < 0.5: pass", {}, patience_s=20)
     assert sandbox.cpu_s() > 0.1

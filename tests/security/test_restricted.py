@@ -19,7 +19,7 @@ from nnsight_engine import NNsight
 from nnsight_engine.core.trees import map_tensors
 from nnsight_engine.sandbox.restricted import Budget, restricted_policy
 from nnsight_engine.sandbox.restricted.policy import RestrictedRules
-from nnsight_engine.wire import TRUSTED, SandboxError, decode, encode
+from nnsight_engine.serialization import TRUSTED, SandboxError, decode, encode
 from tests.security.attempts import Attempt, every_attempt
 from tests.security.host import Small, message_of, run
 from tests.security.ordinary import BLOCKS

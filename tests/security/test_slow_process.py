@@ -17,15 +17,15 @@ from api_schemas.request_traces import Trace
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
 from nnsight_engine.sandbox.forkserver import ForkServer
 from nnsight_engine.sandbox.seccomp import machine
+from nnsight_engine.serialization import decode, encode
 from nnsight_engine.vllm_backend.compat import EngineLimits
 from nnsight_engine.vllm_backend.request_code import encoded_code
-from nnsight_engine.vllm_backend.traces.board import Board
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.request import TraceSpan
-from nnsight_engine.vllm_backend.traces.sandboxed.cells import Cells
-from nnsight_engine.vllm_backend.traces.sandboxed.served_call import ServedCall
-from nnsight_engine.vllm_backend.traces.stages.elsewhere import described
-from nnsight_engine.wire import decode, encode
+from nnsight_engine.vllm_backend.traces.sandboxed.module_call import ModuleCall
+from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
+from nnsight_engine.vllm_backend.traces.stages.remote_modules import described
+from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the process sandbox is Linux's")
 
@@ -37,7 +37,7 @@ _NEIGHBOUR: Final = 2
 """Rows of somebody else's in each step, before the block's own."""
 _STEPS: Final = 3
 _LIMITS: Final = EngineLimits(sandbox_bytes=2**28, sandbox_step_s=2.0)
-_NURSERY: Final = "nnsight_engine.vllm_backend.traces.sandboxed.nursery"
+_NURSERY: Final = "nnsight_engine.vllm_backend.traces.sandboxed.zygote"
 
 
 class _Layer(torch.nn.Module):
@@ -72,14 +72,14 @@ class _Served:
         names += [f"{name}.mlp" for name in names] + ["model.logits", "model.samples", "model.lm_head"]
         self.places = frozenset(f"{name}.{side}" for name in names for side in ("input", "output"))
 
-    def begin(self, path: str, args: Any, kwargs: Any) -> ServedCall:
+    def begin(self, path: str, args: Any, kwargs: Any) -> ModuleCall:
         assert (path, kwargs) == ("model.lm_head", {})
 
         def double(rows: torch.Tensor) -> torch.Tensor:
             time.sleep(0.01)
             return 2 * rows
 
-        return ServedCall(path, double, args, args[0].ndim - 1, 1)
+        return ModuleCall(path, double, args, args[0].ndim - 1, 1)
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +122,9 @@ class Played:
 
 def play(server: ForkServer, code: str, wait_s: float) -> Played:
     """Play a model to one request with a block, until it has all its tokens."""
-    board = Board()
+    board = TraceDispatcher()
     board.place.tokens = {"model.samples.output": _VOCABULARY}
-    cells = Cells(board, dataclasses.replace(_LIMITS, sandbox_wait_s=wait_s))
+    cells = SandboxPool(board, dataclasses.replace(_LIMITS, sandbox_wait_s=wait_s))
     cells.open(server, cast("Any", _Served()), _LIMITS.sandbox_message_bytes)
     data = encoded_code(Trace(op="trace", code=code), "test")
     entry = TraceEntry("key", 0, 1, data, [{}], sandbox_of="tenant")
@@ -157,7 +157,9 @@ def play(server: ForkServer, code: str, wait_s: float) -> Played:
     return played
 
 
-def _step(board: Board, cells: Cells, done: int, num_rows: int, shift: int) -> tuple[list[Any], list[float]]:
+def _step(
+    board: TraceDispatcher, cells: SandboxPool, done: int, num_rows: int, shift: int
+) -> tuple[list[Any], list[float]]:
     total = num_rows + _NEIGHBOUR
     own = slice(shift, shift + num_rows)
     board.begin()
@@ -242,8 +244,8 @@ for step in tracer.iter[:3]:
 
 def test_all_traces_of_a_tenant_have_one_allowance_in_a_step(server: ForkServer) -> None:
     wait_s, busy_s, count = 0.1, 0.5, 6
-    board = Board()
-    cells = Cells(board, dataclasses.replace(_LIMITS, sandbox_wait_s=wait_s))
+    board = TraceDispatcher()
+    cells = SandboxPool(board, dataclasses.replace(_LIMITS, sandbox_wait_s=wait_s))
     cells.open(server, cast("Any", _Served()), _LIMITS.sandbox_message_bytes)
     code = "import time\nx = model.layers[1].output\nend = time.perf_counter() + SECONDS\n"
     code += "while time.perf_counter() < end:\n    pass\nmodel.layers[2].output[:] = 9"

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nnsight_engine import NNsight
 from nnsight_engine.sandbox.restricted import Budget, restricted_policy
-from nnsight_engine.wire import SandboxError
+from nnsight_engine.serialization import SandboxError
 from tests.security.host import Small, message_of, run
 
 

@@ -20,7 +20,7 @@ from nnsight_engine.envoys.architectures.part_envoys import (
     SplitMlpLayerEnvoy,
     UpEnvoy,
 )
-from nnsight_engine.envoys.architectures.table import FAMILIES, Family
+from nnsight_engine.envoys.architectures.table import FAMILIES, ArchitectureFamily
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.aliases import Rename
@@ -46,7 +46,7 @@ class Architecture:
         envoys: Classes that stand for its modules.
     """
 
-    family: Family
+    family: ArchitectureFamily
     body: str
     num_layers: int
     num_heads: int
@@ -159,7 +159,7 @@ def _is_from_transformers(module: torch.nn.Module) -> bool:
     )
 
 
-def _layers(module: torch.nn.Module, body: str, family: Family) -> torch.nn.ModuleList | None:
+def _layers(module: torch.nn.Module, body: str, family: ArchitectureFamily) -> torch.nn.ModuleList | None:
     try:
         found = module.get_submodule(f"{body}.{family.layers}" if body else family.layers)
     except AttributeError:
@@ -167,7 +167,7 @@ def _layers(module: torch.nn.Module, body: str, family: Family) -> torch.nn.Modu
     return found if isinstance(found, torch.nn.ModuleList) and len(found) else None
 
 
-def _fits(layer: torch.nn.Module, family: Family) -> bool:
+def _fits(layer: torch.nn.Module, family: ArchitectureFamily) -> bool:
     """Tell whether a layer has every module of the table."""
     try:
         for place in family.leaves.values():
@@ -177,7 +177,9 @@ def _fits(layer: torch.nn.Module, family: Family) -> bool:
     return True
 
 
-def _rename(module: torch.nn.Module, body: str, family: Family, layer: torch.nn.Module) -> dict[str, str]:
+def _rename(
+    module: torch.nn.Module, body: str, family: ArchitectureFamily, layer: torch.nn.Module
+) -> dict[str, str]:
     """Return paths with their further names, those left out that are there already."""
     names = {"layers": family.layers, "norm": family.norm, "embed": family.embed}
     decoder = module.get_submodule(body)
@@ -191,7 +193,7 @@ def _rename(module: torch.nn.Module, body: str, family: Family, layer: torch.nn.
     return found
 
 
-def _envoys(layer: torch.nn.Module, family: Family) -> dict[type[torch.nn.Module], type[Envoy]]:
+def _envoys(layer: torch.nn.Module, family: ArchitectureFamily) -> dict[type[torch.nn.Module], type[Envoy]]:
     """Return the classes that stand for a layer's modules."""
     found: dict[type[torch.nn.Module], type[Envoy]] = {
         type(layer.get_submodule(family.attention)): AttentionEnvoy

@@ -18,7 +18,7 @@ from api_schemas.points import PointPattern
 from nnsight_engine.envoys.architectures.errors import UnknownPointError
 
 if TYPE_CHECKING:
-    from nnsight_engine.envoys.architectures.places import Point
+    from nnsight_engine.envoys.architectures.module_points import PointAccess
 
 EMBED: Final = "embed.output"
 NORM: Final = "norm.output"
@@ -30,7 +30,7 @@ class NamedPoints(ABC):
 
     def __init__(self) -> None:
         """Start without any made."""
-        self._points: dict[str, Point] = {}
+        self._points: dict[str, PointAccess] = {}
 
     @abstractmethod
     def _num_layers(self) -> int:
@@ -45,7 +45,7 @@ class NamedPoints(ABC):
         """Return the points behind the layers."""
 
     @abstractmethod
-    def _found(self, name: str) -> Point:
+    def _found(self, name: str) -> PointAccess:
         """Make a point; raises UnknownPointError."""
 
     def __call__(self) -> dict[str, tuple[int, ...]]:
@@ -100,7 +100,7 @@ class NamedPoints(ABC):
             yield from (f"layers.{layer}.{leaf}" for leaf in leaves)
         yield from self._behind()
 
-    def _point(self, name: str) -> Point:
+    def _point(self, name: str) -> PointAccess:
         point = self._points.get(name)
         if point is None:
             point = self._points[name] = self._found(name)

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, Final
 from nnsight_engine.envoys.architectures import table
 from nnsight_engine.envoys.architectures.architecture import missing_for
 from nnsight_engine.envoys.architectures.errors import NoStandardPointsError
-from nnsight_engine.envoys.architectures.named_points import EMBED, LOGITS, NORM, NamedPoints
-from nnsight_engine.envoys.architectures.pattern import PatternPoint
-from nnsight_engine.envoys.architectures.places import (
+from nnsight_engine.envoys.architectures.module_points import (
     FlattenedPoint,
     LogitsPoint,
     ModulePoint,
-    Point,
+    PointAccess,
     TokenShape,
 )
+from nnsight_engine.envoys.architectures.named_points import EMBED, LOGITS, NORM, NamedPoints
+from nnsight_engine.envoys.architectures.pattern import PatternPoint
 from nnsight_engine.envoys.architectures.views import WHOLE
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Points(NamedPoints):
         has = {NORM: self._known().has_norm, LOGITS: self._known().has_logits}
         return [name for name, is_there in has.items() if is_there]
 
-    def _found(self, name: str) -> Point:
+    def _found(self, name: str) -> PointAccess:
         architecture = self._known()
         if name == EMBED:
             return self._module_point(name, architecture.layer_path(0), "input")

@@ -38,7 +38,7 @@ ORDER: Final = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class ModulePath:
     """Which value of which module a leaf is.
 
     Attributes:
@@ -53,7 +53,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Family:
+class ArchitectureFamily:
     """One layout of decoder blocks.
 
     Attributes:
@@ -77,14 +77,14 @@ class Family:
     embed: str
     attention: str
     mlp: str
-    leaves: Mapping[str, Place]
+    leaves: Mapping[str, ModulePath]
     is_qkv_per_head: bool = False
     is_mlp_flattened: bool = False
 
 
 def _leaves(
     *, qkv: str | tuple[str, str, str], out: str, mlp: tuple[str, str], up: str, down: str
-) -> dict[str, Place]:
+) -> dict[str, ModulePath]:
     """Lay out a block.
 
     Args:
@@ -95,32 +95,36 @@ def _leaves(
         down: The MLP's last projection.
     """
     if isinstance(qkv, str):
-        q, k, v = Place(qkv, "output", "q"), Place(qkv, "output", "k"), Place(qkv, "output", "v")
+        q, k, v = (
+            ModulePath(qkv, "output", "q"),
+            ModulePath(qkv, "output", "k"),
+            ModulePath(qkv, "output", "v"),
+        )
     else:
-        q, k, v = (Place(path, "output") for path in qkv)
+        q, k, v = (ModulePath(path, "output") for path in qkv)
     return {
-        "input": Place("", "input"),
-        "output": Place("", "output"),
+        "input": ModulePath("", "input"),
+        "output": ModulePath("", "output"),
         # The attention module returns a tuple, so what its projection returns is taken.
-        "attn.output": Place(out, "output"),
+        "attn.output": ModulePath(out, "output"),
         QUERIES: q,
         KEYS: k,
         VALUES: v,
-        HEADS: Place(out, "input"),
-        "mlp.input": Place(mlp[0], "input"),
-        "mlp.output": Place(mlp[1], "output"),
-        "mlp.up": Place(up, "output"),
-        NEURONS: Place(down, "input"),
+        HEADS: ModulePath(out, "input"),
+        "mlp.input": ModulePath(mlp[0], "input"),
+        "mlp.output": ModulePath(mlp[1], "output"),
+        "mlp.up": ModulePath(up, "output"),
+        NEURONS: ModulePath(down, "input"),
     }
 
 
-def _frozen(leaves: dict[str, Place]) -> Mapping[str, Place]:
+def _frozen(leaves: dict[str, ModulePath]) -> Mapping[str, ModulePath]:
     return types.MappingProxyType(leaves)
 
 
 _SEPARATE_QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
-_LLAMA: Final = Family(
+_LLAMA: Final = ArchitectureFamily(
     model_types=("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gemma3"),
     bodies=("model", "model.language_model", ""),
     layers="layers",
@@ -136,7 +140,7 @@ _LLAMA: Final = Family(
             up="mlp.up_proj",
             down="mlp.down_proj",
         )
-        | {"mlp.gate": Place("mlp.gate_proj", "output")}
+        | {"mlp.gate": ModulePath("mlp.gate_proj", "output")}
     ),
 )
 
@@ -152,13 +156,13 @@ _PHI3: Final = dataclasses.replace(
             down="mlp.down_proj",
         )
         | {
-            "mlp.gate": Place("mlp.gate_up_proj", "output", "gate"),
-            "mlp.up": Place("mlp.gate_up_proj", "output", "up"),
+            "mlp.gate": ModulePath("mlp.gate_up_proj", "output", "gate"),
+            "mlp.up": ModulePath("mlp.gate_up_proj", "output", "up"),
         }
     ),
 )
 
-_GPT2: Final = Family(
+_GPT2: Final = ArchitectureFamily(
     model_types=("gpt2",),
     bodies=("transformer", ""),
     layers="h",
@@ -171,7 +175,7 @@ _GPT2: Final = Family(
     ),
 )
 
-_OPT: Final = Family(
+_OPT: Final = ArchitectureFamily(
     model_types=("opt",),
     bodies=("model.decoder", "decoder", ""),
     layers="layers",
@@ -185,7 +189,7 @@ _OPT: Final = Family(
     is_mlp_flattened=True,
 )
 
-_GPT_NEOX: Final = Family(
+_GPT_NEOX: Final = ArchitectureFamily(
     model_types=("gpt_neox",),
     bodies=("gpt_neox", ""),
     layers="layers",
@@ -205,7 +209,7 @@ _GPT_NEOX: Final = Family(
     is_qkv_per_head=True,
 )
 
-FAMILIES: Final[Mapping[str, Family]] = types.MappingProxyType(
+FAMILIES: Final[Mapping[str, ArchitectureFamily]] = types.MappingProxyType(
     {
         model_type: family
         for family in (_LLAMA, _PHI3, _GPT2, _OPT, _GPT_NEOX)

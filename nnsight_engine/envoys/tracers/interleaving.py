@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import CellType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
-from nnsight_engine.core.cells import Assignments, copied
+from nnsight_engine.core.closure_cells import Assignments, copied
 from nnsight_engine.core.config import CONFIG
 from nnsight_engine.core.saves import save
 from nnsight_engine.core.trees import map_tensors
@@ -23,7 +23,7 @@ from nnsight_engine.interleaving.events import MissedProviderError
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.iteration import Iter, IteratorTracer
 from nnsight_engine.interleaving.mediator import Mediator
-from nnsight_engine.interleaving.sharing import Sharer, exchanges, explain
+from nnsight_engine.interleaving.shared_variables import Sharer, exchanges, explain
 from nnsight_engine.tracing.tracebacks import users_stacklevel
 from nnsight_engine.tracing.tracer import Backend, Info, Tracer, compiled
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping
 from types import CellType
 from typing import TYPE_CHECKING, Any
 
-from nnsight_engine.core.cells import UNBOUND, Assignments, content, copied
+from nnsight_engine.core.closure_cells import UNBOUND, Assignments, content, copied
 from nnsight_engine.tracing.tracer import Tracer, compiled
 
 if TYPE_CHECKING:

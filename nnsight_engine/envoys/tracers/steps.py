@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from nnsight_engine.core.stepping import IterationOver
+from nnsight_engine.core.loop_end import IterationOver
 from nnsight_engine.interleaving.interleaver import Interleaver
 from nnsight_engine.interleaving.iteration import IteratorTracer, Steps
 from nnsight_engine.tracing.block_names import mangled

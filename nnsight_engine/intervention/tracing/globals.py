@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, MutableSet
 
 from nnsight_engine.core.saves import SAVES, save
-from nnsight_engine.tracing.sites import Sites
+from nnsight_engine.tracing.trace_sites import TraceSites
 from nnsight_engine.tracing.tracer import SITES
 
 
@@ -51,7 +51,7 @@ class _Globals:
     """
 
     saves: SavedIds
-    cache: Sites
+    cache: TraceSites
 
     def __init__(self) -> None:
         """Look at the thread's marks and the process's sites."""

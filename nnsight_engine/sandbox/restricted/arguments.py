@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from nnsight_engine.sandbox.restricted.budget import Meter, refusal
+from nnsight_engine.sandbox.restricted.budget import FuelMeter, refusal
 from nnsight_engine.sandbox.restricted.views import ClassView
 
 AS_IT_IS: Final = frozenset(
@@ -38,7 +38,7 @@ BY_PLACE: Final[Mapping[str, int]] = {"embedding": 4, "norm": 4, "normalize": 4,
 
 
 def plain(  # noqa: PLR0911 - one for each kind of argument
-    value: Any, meter: Meter, *, of_numpy: bool = False, depth: int = _DEEPEST
+    value: Any, meter: FuelMeter, *, of_numpy: bool = False, depth: int = _DEEPEST
 ) -> Any:
     """Return an argument as something that runs no code of the sender's: lists are looked through.
 
@@ -69,7 +69,7 @@ def plain(  # noqa: PLR0911 - one for each kind of argument
     )
 
 
-def _items(value: Any, meter: Meter, *, of_numpy: bool, depth: int) -> Any:
+def _items(value: Any, meter: FuelMeter, *, of_numpy: bool, depth: int) -> Any:
     meter.take_steps(len(value) // 64)
     kinds = set(map(type, value))
     if kinds <= _ITEMS:

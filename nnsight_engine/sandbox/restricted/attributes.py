@@ -17,7 +17,7 @@ import torch
 
 from nnsight_engine.core.gradients import set_requires_grad
 from nnsight_engine.core.saves import save
-from nnsight_engine.sandbox.restricted.budget import Budget, Meter, refusal
+from nnsight_engine.sandbox.restricted.budget import Budget, FuelMeter, refusal
 from nnsight_engine.sandbox.restricted.engine import (
     NOTHING,
     TOKENIZERS_CALLS,
@@ -45,7 +45,7 @@ CLASSES: Final = frozenset({float, bool, complex, slice})
 """Classes of Python and numpy that code has as they are."""
 
 
-class Attributes:
+class AttributeRules:
     """The attributes that one message's code may have.
 
     Attributes:
@@ -64,7 +64,7 @@ class Attributes:
             budget: What the code may use.
             engine: Further types of objects that the code is given, and what it may have of them.
         """
-        self.meter = Meter(budget)
+        self.meter = FuelMeter(budget)
         self.sizer = Sizer(self.meter)
         self.step = self.meter.counter()
         self.own: set[type] = set()

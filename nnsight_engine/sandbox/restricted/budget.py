@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from nnsight_engine.sandbox.restricted import names
+from nnsight_engine.serialization.errors import BudgetError, FuelError, SandboxError
 from nnsight_engine.tracing.sent_files import sent_name
-from nnsight_engine.wire.errors import BudgetError, FuelError, SandboxError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Stop(BaseException):
         self.error = error
 
 
-class Meter:
+class FuelMeter:
     """What is left of a budget.
 
     Attributes:

@@ -17,13 +17,13 @@ from typing import Any, Final, NoReturn
 import numpy as np
 import torch
 
-from nnsight_engine.core import restraint
+from nnsight_engine.core import untrusted_frames
 from nnsight_engine.envoys.architectures.named_points import NamedPoints, PointGroup
 from nnsight_engine.envoys.cache import CacheView
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.interleaving.barrier import Barrier
 from nnsight_engine.sandbox.restricted.arguments import plain
-from nnsight_engine.sandbox.restricted.attributes import CLASSES, Attributes
+from nnsight_engine.sandbox.restricted.attributes import CLASSES, AttributeRules
 from nnsight_engine.sandbox.restricted.budget import Budget, refusal
 from nnsight_engine.sandbox.restricted.engine import given, is_tokenizer, taken
 from nnsight_engine.sandbox.restricted.names import MAGIC
@@ -71,7 +71,7 @@ def _is_for_code(module: Any) -> bool:
     return module in _FOR_CODE or (isinstance(module, str) and module.startswith(_OURS))
 
 
-class Guards(Attributes):
+class Guards(AttributeRules):
     """The guards of one message's code.
 
     Attributes:
@@ -80,7 +80,7 @@ class Guards(Attributes):
     """
 
     def __init__(self, budget: Budget, engine: Mapping[type, Collection[str]]) -> None:
-        """Begin with no code; the arguments are those of ``Attributes``."""
+        """Begin with no code; the arguments are those of ``AttributeRules``."""
         super().__init__(budget, engine)
         self.builtins: dict[str, Any] = {}
         self.handed_out: set[int] = set()
@@ -270,7 +270,7 @@ class Guards(Attributes):
             rules = self._learn(kind)
         return rules.get(function.__name__) is PLAIN or kind is random.Random
 
-    @restraint.vetting
+    @untrusted_frames.vetting
     def _applied(self, envoy: Any, *args: Any, **kwargs: Any) -> Any:
         """Apply a module of the model to tensors and numbers."""
         args, kwargs = given(args, self.own), given(kwargs, self.own)

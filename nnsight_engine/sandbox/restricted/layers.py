@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from nnsight_engine.sandbox.restricted.arguments import BY_PLACE, check_torch
-from nnsight_engine.sandbox.restricted.budget import Meter, refusal
+from nnsight_engine.sandbox.restricted.budget import FuelMeter, refusal
 
 _HIDDEN: Final = frozenset(
     name
@@ -76,7 +76,7 @@ def _is_written(kind: type, name: str) -> bool:
     return isinstance(vars(kind)[name], staticmethod | classmethod) or name in {"_missing_", "_ignore_"}
 
 
-def charge_layer(meter: Meter, kind: type[torch.nn.Module], args: tuple[Any, ...], kwargs: Any) -> None:
+def charge_layer(meter: FuelMeter, kind: type[torch.nn.Module], args: tuple[Any, ...], kwargs: Any) -> None:
     """Count a layer's weights before they are made.
 
     Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from nnsight_engine.core import restraint
+from nnsight_engine.core import untrusted_frames
 
 
 def names_in(text: str) -> frozenset[str]:
@@ -48,7 +48,7 @@ TOLD: Final = "told!"
 DONE: Final = "done!"
 SEVERAL: Final = "several!"
 DISPLAYED: Final = "displayed!"
-REFUSE_CALL: Final = restraint.REFUSE
+REFUSE_CALL: Final = untrusted_frames.REFUSE
 
 MAGIC: Final = names_in(
     """

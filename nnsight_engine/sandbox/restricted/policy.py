@@ -18,9 +18,9 @@ from nnsight_engine.sandbox.restricted.layers import check_layer_state
 from nnsight_engine.sandbox.restricted.modules import Modules
 from nnsight_engine.sandbox.restricted.rewriting import restrict
 from nnsight_engine.sandbox.restricted.views import ClassView, real
-from nnsight_engine.wire.errors import SandboxError
-from nnsight_engine.wire.limits import Policy
-from nnsight_engine.wire.rules import Rules
+from nnsight_engine.serialization.errors import SandboxError
+from nnsight_engine.serialization.limits import Policy
+from nnsight_engine.serialization.rules import Rules
 
 _NO_ENGINE: Final[Mapping[type, Collection[str]]] = types.MappingProxyType({})
 _MADE: Final = (

@@ -15,8 +15,8 @@ from typing import Any, Final, NoReturn, TypeVar
 from RestrictedPython.transformer import INSPECT_ATTRIBUTES, RestrictingNodeTransformer
 
 from nnsight_engine.sandbox.restricted import names
+from nnsight_engine.serialization.errors import SandboxError
 from nnsight_engine.tracing.blocks import Nested
-from nnsight_engine.wire.errors import SandboxError
 
 Node = TypeVar("Node", bound=ast.AST)
 

@@ -28,7 +28,7 @@ from nnsight_engine.sandbox.restricted.arguments import (
     of_numbers,
     plain,
 )
-from nnsight_engine.sandbox.restricted.budget import Meter, refusal
+from nnsight_engine.sandbox.restricted.budget import FuelMeter, refusal
 from nnsight_engine.sandbox.restricted.names import names_in
 from nnsight_engine.sandbox.restricted.whole_numbers import check_ints
 
@@ -105,7 +105,7 @@ def size_of(value: Any) -> int:
     return 0
 
 
-def charge_result(meter: Meter, value: Any) -> Any:
+def charge_result(meter: FuelMeter, value: Any) -> Any:
     """Count a result's bytes, and return it."""
     if isinstance(value, torch.Tensor):
         meter.charge(dense(value).numel() * value.element_size() + _OBJECT)
@@ -125,7 +125,7 @@ def charge_result(meter: Meter, value: Any) -> Any:
 class Sizer:
     """Measures for one budget."""
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: FuelMeter) -> None:
         """Count on this meter."""
         self._meter = meter
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from nnsight_engine.sandbox.restricted.budget import refusal
-from nnsight_engine.wire.object_writers import written_as_classes
+from nnsight_engine.serialization.object_encoding import written_as_classes
 
 
 class ModuleView:

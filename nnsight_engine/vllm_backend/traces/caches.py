@@ -19,12 +19,12 @@ from nnsight_engine.envoys.architectures.named_points import PointGroup
 from nnsight_engine.envoys.cache import Cache, CacheView, Entry
 from nnsight_engine.vllm_backend.traces.chunks import joined
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
-from nnsight_engine.vllm_backend.traces.holdings import CACHES, Holdings
+from nnsight_engine.vllm_backend.traces.memory_accounting import CACHES, MemoryAccount
 from nnsight_engine.vllm_backend.traces.points import ATTENTION_INPUT, Layers, Part
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.envoy import Envoy
-    from nnsight_engine.vllm_backend.families import Family
+    from nnsight_engine.vllm_backend.families import EngineFamily
 
 
 class RequestCache(Cache):
@@ -64,7 +64,7 @@ class RequestCaches:
         holdings: What the request holds.
     """
 
-    def __init__(self, holdings: Holdings) -> None:
+    def __init__(self, holdings: MemoryAccount) -> None:
         """Start without any."""
         self._holdings = holdings
         self._by_provider: dict[str, list[RequestCache]] = {}
@@ -195,7 +195,7 @@ def _each(values: list[Any], form: Callable[[Any], Any]) -> Any:
     return formed[0] if len(formed) == 1 else formed
 
 
-def _tensor(value: Any, index: int, family: Family, *, is_stream: bool) -> torch.Tensor:
+def _tensor(value: Any, index: int, family: EngineFamily, *, is_stream: bool) -> torch.Tensor:
     """Return the one tensor that a standard name stands for."""
     several = value if isinstance(value, tuple) else (value,)
     first: torch.Tensor = several[index]

@@ -15,7 +15,7 @@ import torch
 from nnsight_engine.core.trees import map_pairs, tensors
 from nnsight_engine.interleaving.events import Events
 from nnsight_engine.vllm_backend.traces.errors import ChunkedPromptError
-from nnsight_engine.vllm_backend.traces.holdings import num_bytes
+from nnsight_engine.vllm_backend.traces.memory_accounting import num_bytes
 
 if TYPE_CHECKING:
     from nnsight_engine.interleaving.mediator import Mediator

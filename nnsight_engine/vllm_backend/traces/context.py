@@ -7,16 +7,16 @@ from collections.abc import Callable
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from nnsight_engine.interleaving.sharing import exchanges
+from nnsight_engine.interleaving.shared_variables import exchanges
 from nnsight_engine.interleaving.threads import ThreadMediator, Threads
 from nnsight_engine.remote_backend.codecs import decode_blocks
-from nnsight_engine.remote_backend.received import SAVED, ReceivedInvoke, invokes_of
+from nnsight_engine.remote_backend.incoming_blocks import SAVED, ReceivedInvoke, invokes_of
+from nnsight_engine.serialization import TRUSTED, Policy
 from nnsight_engine.tracing.tracer import compiled
 from nnsight_engine.vllm_backend.traces.entry import Marks, TraceEntry
 from nnsight_engine.vllm_backend.traces.points import place_named
 from nnsight_engine.vllm_backend.traces.points_edits import EditMediator
 from nnsight_engine.vllm_backend.traces.tracer import BlockTracer
-from nnsight_engine.wire import TRUSTED, Policy
 
 if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.model import WorkerModel

@@ -17,11 +17,11 @@ import msgspec
 
 from nnsight_engine.core.saves import SAVES
 from nnsight_engine.interleaving.iteration import IteratorTracer
+from nnsight_engine.serialization import TRUSTED, DecodeError, Policy, decode_trace
 from nnsight_engine.tracing.tracer import Info, compiled
 from nnsight_engine.vllm_backend.traces.errors import EditLimitError, UnknownEditError
 from nnsight_engine.vllm_backend.traces.points import place_named
 from nnsight_engine.vllm_backend.traces.points_edits import EditMediator
-from nnsight_engine.wire import TRUSTED, DecodeError, Policy, decode_trace
 
 if TYPE_CHECKING:
     from nnsight_engine.interleaving.threads import ThreadMediator, Threads

@@ -18,20 +18,20 @@ from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.envoys.probes import Probes
 from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.vllm_backend.families import ModelPoints
-from nnsight_engine.vllm_backend.traces.board import Board
 from nnsight_engine.vllm_backend.traces.errors import SandboxedError
 from nnsight_engine.vllm_backend.traces.names import Names, add_vocabulary
 from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES, StandardNames
 from nnsight_engine.vllm_backend.traces.points_kernels import KernelProbes
 from nnsight_engine.vllm_backend.traces.points_unembedding import VocabularyEnvoy
 from nnsight_engine.vllm_backend.traces.points_worker import WorkerPoints
-from nnsight_engine.vllm_backend.traces.stages.elsewhere import (
-    EnvoyElsewhere,
-    ModuleElsewhere,
+from nnsight_engine.vllm_backend.traces.stages.remote_modules import (
+    RemoteModule,
+    RemoteModuleEnvoy,
     SpanningEnvoy,
     envoy_classes,
     spanning_paths,
 )
+from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 _NONE: Final[Mapping[str, torch.nn.Module]] = types.MappingProxyType({})
 
@@ -48,10 +48,10 @@ class WorkerModel(StandardNames):
         self,
         points: ModelPoints,
         config: VllmConfig | None,
-        board: Board,
+        board: TraceDispatcher,
         elsewhere: Mapping[str, torch.nn.Module] = _NONE,
         names: Names | None = None,
-        calls: type[EnvoyElsewhere] | None = None,
+        calls: type[RemoteModuleEnvoy] | None = None,
     ) -> None:
         """Stand for the loaded model.
 
@@ -100,7 +100,7 @@ class WorkerModel(StandardNames):
     @property
     def entry(self) -> str:
         """The place where the residual stream begins, where a tap has it; else empty."""
-        board: Board = self.__dict__["_board"]
+        board: TraceDispatcher = self.__dict__["_board"]
         return board.entry
 
     def standard(self, name: str) -> Any:
@@ -127,11 +127,11 @@ class WorkerModel(StandardNames):
             (envoy._module, str(envoy.path))  # noqa: SLF001 - envoys of ours
             for envoy in self._by_module.values()
             # Transformers' models do call the placeholders, which hand on what they are given.
-            if not isinstance(envoy._module, ModuleElsewhere | PPMissingLayer)  # noqa: SLF001
+            if not isinstance(envoy._module, RemoteModule | PPMissingLayer)  # noqa: SLF001
         ]
 
     @contextlib.contextmanager
-    def heard(self, board: Board) -> Iterator[None]:
+    def heard(self, board: TraceDispatcher) -> Iterator[None]:
         """Let a board hear of the modules' calls, and of the operations that blocks look at."""
         self._install()
         board.listen()

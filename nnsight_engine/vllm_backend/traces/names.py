@@ -15,9 +15,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from nnsight_engine.envoys.aliases import Rename
 from nnsight_engine.envoys.envoy import Envoy, EnvoyMap
+from nnsight_engine.serialization import TRUSTED, DecodeError, decode
 from nnsight_engine.vllm_backend.client_names import ClientNames
 from nnsight_engine.vllm_backend.traces.points_unembedding import VocabularyEnvoy
-from nnsight_engine.wire import TRUSTED, DecodeError, decode
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

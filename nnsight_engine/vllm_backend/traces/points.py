@@ -30,8 +30,8 @@ from nnsight_engine.vllm_backend.families import family_named
 
 if TYPE_CHECKING:
     from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
-    from nnsight_engine.envoys.architectures.places import Point
-    from nnsight_engine.vllm_backend.families import Family
+    from nnsight_engine.envoys.architectures.module_points import PointAccess
+    from nnsight_engine.vllm_backend.families import EngineFamily
 
 SAMPLES: Final = "samples"
 _STANDARD: Final = ("points", "layers", "norm", "embed")
@@ -91,7 +91,9 @@ class EnginePoints(NamedPoints):
 
     scanned: tuple[int, torch.dtype] | None = None
 
-    def __init__(self, root: Envoy, family: Family, num_layers: int, leaves: Sequence[LeafSpec]) -> None:
+    def __init__(
+        self, root: Envoy, family: EngineFamily, num_layers: int, leaves: Sequence[LeafSpec]
+    ) -> None:
         """Offer what ``leaves`` names."""
         super().__init__()
         self.root = root
@@ -125,7 +127,7 @@ class EnginePoints(NamedPoints):
     def _behind(self) -> list[str]:
         return [name for name in (NORM, LOGITS) if name in self._shapes]
 
-    def _found(self, name: str) -> Point:
+    def _found(self, name: str) -> PointAccess:
         return NamedPlace(self, name, self._shapes[self._resolved(name)[1]])
 
     def _resolved(self, name: str) -> tuple[int, str]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.request import TracedRequest
 
 
-class Edit:
+class PointEdit:
     """What to put in the place of the model's value, if a tensor has been edited by then.
 
     Args:
@@ -89,7 +89,7 @@ class EditMediator(ThreadMediator):
     ) -> None:
         """Prepare a block; nothing runs before ``start``."""
         super().__init__(intervention, info, threads, seed=seed)
-        self._edit: Edit | None = None
+        self._edit: PointEdit | None = None
         self.label = label
 
     def _go_on(self, how: Callable[[Any, Any], Any], payload: Any) -> Any:
@@ -107,7 +107,7 @@ class EditMediator(ThreadMediator):
         """See whether the block has edited what was made for it."""
         request = self.interleaver
         assert request is not None  # noqa: S101 - the block has run
-        if isinstance(self.transform, Edit):
+        if isinstance(self.transform, PointEdit):
             self._edit, self.transform = self.transform, None
         edit = self._edit
         if edit is not None and edit.is_over:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nnsight_engine.vllm_backend.traces.board import Board
+from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 
 class KernelProbes:
@@ -23,7 +23,7 @@ class KernelProbes:
         board: Whose requests may want it.
     """
 
-    def __init__(self, kernels: Iterable[tuple[torch.nn.Module, str]], board: Board) -> None:
+    def __init__(self, kernels: Iterable[tuple[torch.nn.Module, str]], board: TraceDispatcher) -> None:
         """Prepare; nothing is replaced before ``install``."""
         self._kernels = list(kernels)
         self._board = board

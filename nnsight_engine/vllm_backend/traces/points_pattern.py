@@ -16,7 +16,7 @@ import torch
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.envoys.architectures.errors import PatternError
 from nnsight_engine.interleaving.mediator import Mediator
-from nnsight_engine.plans.key_store import KeyStore
+from nnsight_engine.plans.key_store import AttentionKeyStore
 from nnsight_engine.plans.patterns import ComputePattern
 from nnsight_engine.vllm_backend.attention_hooks import attention_form
 
@@ -41,7 +41,7 @@ class PatternPoint:
         self._kernel = kernel
         # Not the module's own, which are one rank's.
         self._num_heads, self._num_kv_heads = num_heads
-        self._kept: weakref.WeakKeyDictionary[Mediator, KeyStore] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakKeyDictionary[Mediator, AttentionKeyStore] = weakref.WeakKeyDictionary()
 
     def read(self) -> torch.Tensor:
         """Wait for the queries and the keys, and return the probabilities.
@@ -89,7 +89,7 @@ class PatternPoint:
         stop: int = request.done + request.batcher.group[1]
         return stop - num_rows
 
-    def _store(self, mediator: Mediator, start: int, keys: torch.Tensor) -> KeyStore:
+    def _store(self, mediator: Mediator, start: int, keys: torch.Tensor) -> AttentionKeyStore:
         """Keep the keys with those of the steps before; returns all of them."""
         stop = start + len(keys)
         store = self._kept.get(mediator)
@@ -100,7 +100,7 @@ class PatternPoint:
                 "were not kept. Read the pattern in every step, from the prompt on"
             )
         if store is None:
-            store = self._kept[mediator] = KeyStore(keys.new_empty(2 * stop, *keys.shape[1:]))
+            store = self._kept[mediator] = AttentionKeyStore(keys.new_empty(2 * stop, *keys.shape[1:]))
         elif store.capacity < stop:
             store.move_to(keys.new_empty(2 * stop, *keys.shape[1:]))
         store.put(start, keys)

@@ -17,21 +17,21 @@ import torch
 from nnsight_engine.core.model_spec import RESIDUAL_LEAVES
 from nnsight_engine.envoys.architectures import table
 from nnsight_engine.envoys.architectures.errors import PointValueError
+from nnsight_engine.envoys.architectures.module_points import ModulePoint, PointAccess
 from nnsight_engine.envoys.architectures.named_points import EMBED, LOGITS, NORM
-from nnsight_engine.envoys.architectures.places import ModulePoint, Point
 from nnsight_engine.envoys.architectures.views import WHOLE, View
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.modeling.wrapper import WrapperModule
 from nnsight_engine.vllm_backend.families import HookSpec
 from nnsight_engine.vllm_backend.traces.points import ATTENTION_INPUT, NORM_INPUT, EnginePoints
-from nnsight_engine.vllm_backend.traces.points_edits import Edit
+from nnsight_engine.vllm_backend.traces.points_edits import PointEdit
 from nnsight_engine.vllm_backend.traces.points_pattern import PatternPoint
 from nnsight_engine.vllm_backend.traces.rows import zeros_of
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.architectures.table import Side
     from nnsight_engine.vllm_backend.families import ModelPoints
-    from nnsight_engine.vllm_backend.traces.board import Board
+    from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class StreamPoint:
         envoy: The module.
         side: Its arguments or what it returns.
         index: Which of them the first tensor is. The second is None where the model has just one so far.
-        shape: See ``Point``.
+        shape: See ``PointAccess``.
     """
 
     name: str
@@ -62,7 +62,7 @@ class StreamPoint:
             stream = hidden + residual
         mediator = self.envoy.interleaver.current
         if mediator is not None:
-            mediator.transform = Edit(self.name, mediator, stream, lambda: self._with(value, stream))
+            mediator.transform = PointEdit(self.name, mediator, stream, lambda: self._with(value, stream))
         return stream
 
     def write(self, value: torch.Tensor) -> None:
@@ -126,13 +126,13 @@ class OutputPoint:
 class WorkerPoints(EnginePoints):
     """The points of the worker's model."""
 
-    def __init__(self, root: Envoy, points: ModelPoints, board: Board) -> None:
+    def __init__(self, root: Envoy, points: ModelPoints, board: TraceDispatcher) -> None:
         """Offer all of them: blocks see wholes, also of what is spread over ranks."""
         super().__init__(root, points.family, len(points.layers), points.leaf_specs(wholes=True))
         self._model = points
         self._board = board
 
-    def _found(self, name: str) -> Point:
+    def _found(self, name: str) -> PointAccess:
         layer, leaf = self._resolved(name)
         shape = self._shapes[leaf]
         if leaf == LOGITS:
@@ -159,13 +159,13 @@ class WorkerPoints(EnginePoints):
     def _rows(self) -> View:
         return View(lambda whole: whole[0]) if self.family.is_batched else WHOLE
 
-    def _norm(self, name: str, side: Side, shape: tuple[int, ...]) -> Point:
+    def _norm(self, name: str, side: Side, shape: tuple[int, ...]) -> PointAccess:
         if side == "input" and self.family.returns_residual:
             return self._residual(name, self._num_layers(), "input", shape)
         envoy = self.raw(self.family.final_norm)
         return ModulePoint(name, envoy, side, self._rows(), shape)
 
-    def _residual(self, name: str, layer: int, side: Side, shape: tuple[int, ...]) -> Point:
+    def _residual(self, name: str, layer: int, side: Side, shape: tuple[int, ...]) -> PointAccess:
         if side == "input" and layer:
             layer, side = layer - 1, "output"  # the same place, and one that a tap lies at
         if side == "input" and self._board.entry:

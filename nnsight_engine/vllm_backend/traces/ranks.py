@@ -1,6 +1,6 @@
 """Tensor-parallel ranks of one model: the first one leads, and tells the others what to do with it.
 
-Blocks run on the first rank only (see ``leading``). The others compute their parts of the model, and
+Blocks run on the first rank only (see ``tp_leader``). The others compute their parts of the model, and
 wherever a block may have its hand in, they do what the first one says until it lets them go on. So nothing
 that a block does, draws or forgets is different on two ranks, and none waits for one that is elsewhere.
 
@@ -27,7 +27,7 @@ _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype,
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Slot:
+class TensorSlot:
     """A tensor that an order mentions.
 
     Attributes:
@@ -41,19 +41,19 @@ class Slot:
     content: bytes | None
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Slot:
+    def of(tensor: torch.Tensor) -> TensorSlot:
         """Return what stands for a tensor."""
         content = _as_bytes(tensor).numpy().tobytes() if tensor.device.type == "cpu" else None
-        return Slot(tuple(tensor.shape), tensor.dtype, content)
+        return TensorSlot(tuple(tensor.shape), tensor.dtype, content)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Gather:
+class GatherMessage:
     """Put the value at hand together."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Call:
+class CallMessage:
     """Call a module for a block.
 
     Attributes:
@@ -91,11 +91,11 @@ class GoOn:
     """
 
     wanted: frozenset[str]
-    changed: tuple[tuple[int, Slot], ...] = ()
+    changed: tuple[tuple[int, TensorSlot], ...] = ()
     traced: bool = False
 
 
-Order = Gather | Call | Fetch | GoOn
+Order = GatherMessage | CallMessage | Fetch | GoOn
 
 
 class Ranks:
@@ -134,7 +134,7 @@ class Ranks:
         order: Order = self._group.broadcast_object()
         return order
 
-    def receive(self, slot: Slot) -> torch.Tensor:
+    def receive(self, slot: TensorSlot) -> torch.Tensor:
         """Return a tensor that an order mentions."""
         if slot.content is None:
             tensor = torch.empty(slot.shape, dtype=slot.dtype, device=self._group.device)
@@ -162,7 +162,7 @@ class Ranks:
             if value.layout is not torch.strided or value.device.type not in {"cpu", self._group.device.type}:
                 raise SpreadModuleError.argument(f"a tensor on {value.device} ({value.layout})")
             tensors.append(value)
-            return Slot.of(value)
+            return TensorSlot.of(value)
         if type(value) in {tuple, list}:
             return type(value)(self.packed(one, tensors) for one in value)
         if type(value) is dict:
@@ -173,7 +173,7 @@ class Ranks:
 
     def unpacked(self, value: Any) -> Any:
         """Return what ``packed`` was given, receiving its tensors."""
-        if isinstance(value, Slot):
+        if isinstance(value, TensorSlot):
             return self.receive(value)
         if isinstance(value, tuple | list):
             return type(value)(self.unpacked(one) for one in value)

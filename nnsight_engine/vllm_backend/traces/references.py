@@ -6,9 +6,9 @@ from typing import Any
 
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.interleaving.barrier import Barrier
+from nnsight_engine.serialization import EncodeError
 from nnsight_engine.tracing.tracer import Tracer
 from nnsight_engine.vllm_backend.traces.points import place_of
-from nnsight_engine.wire import EncodeError
 
 
 def reference_of(value: Any, model: Envoy, barriers: list[Barrier]) -> tuple[str, ...] | None:

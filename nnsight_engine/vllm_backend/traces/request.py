@@ -26,15 +26,15 @@ from nnsight_engine.interleaving.mediator import Mediator, Raise
 from nnsight_engine.interleaving.threads import TimeBudgetError
 from nnsight_engine.vllm_backend.traces.caches import RequestCaches
 from nnsight_engine.vllm_backend.traces.chunks import PromptChunks
-from nnsight_engine.vllm_backend.traces.holdings import Holdings
+from nnsight_engine.vllm_backend.traces.memory_accounting import MemoryAccount
+from nnsight_engine.vllm_backend.traces.replayed_writes import ReplayedWrites
 from nnsight_engine.vllm_backend.traces.rows import FlatBatcher
-from nnsight_engine.vllm_backend.traces.writes import PastWrites
 
 if TYPE_CHECKING:
     from nnsight_engine.envoys.cache_misses import CacheMisses
     from nnsight_engine.interleaving.threads import ThreadMediator
-    from nnsight_engine.vllm_backend.traces.board import Board
     from nnsight_engine.vllm_backend.traces.caches import RequestCache
+    from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 logger = logging.getLogger(__name__)
 
@@ -89,13 +89,13 @@ class TracedRequest(Interleaver):
 
     def __init__(
         self,
-        board: Board,
+        board: TraceDispatcher,
         mediator: ThreadMediator,
         order: int,
-        holdings: Holdings,
+        holdings: MemoryAccount,
         edits: Sequence[ThreadMediator] = (),
     ) -> None:
-        """Stand beside ``board``'s other requests; nothing runs before ``open``.
+        """Stand beside ``trace_dispatcher``'s other requests; nothing runs before ``open``.
 
         Args:
             board: Where the model's calls come from.
@@ -124,7 +124,7 @@ class TracedRequest(Interleaver):
         self._span: TraceSpan | None = None
         self._chunks = PromptChunks(self)
         self._skips: dict[str, Any] = {}
-        self._writes = PastWrites(self)
+        self._writes = ReplayedWrites(self)
         self.start = self.num_new = self._index = 0
         self._behind = False
         super().__init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nnsight_engine.vllm_backend.plain import NotPlainError, plain_saves
+from nnsight_engine.vllm_backend.json_values import NotPlainError, plain_saves
 from nnsight_engine.vllm_backend.traces.points import place_of
 
 

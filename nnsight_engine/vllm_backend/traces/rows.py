@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nnsight_engine.core.narrowing import fitted
+from nnsight_engine.core.dtype_conversion import fitted
 from nnsight_engine.core.trees import map_tensors, tensors
 from nnsight_engine.interleaving.batching import Batcher, BatchGroup, Loans, check_written
 
@@ -31,7 +31,7 @@ def zeros_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
-class Place:
+class RowSpan:
     """Where the model is: what it has made there, for all requests of the step.
 
     A block may edit what it was given as long as the model has not gone on, also after other requests have
@@ -127,7 +127,7 @@ class FlatBatcher(Batcher):
         changed: Whether the block has edited or replaced the current value since this was last set to False.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RowSpan) -> None:
         """Start outside a step, in a worker whose requests share ``place``."""
         self._place = place
         super().__init__()

@@ -53,7 +53,7 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class ShardPiece:
     """A part of a rank's columns that comes from one matrix.
 
     Attributes:
@@ -74,7 +74,7 @@ class Layout:
         axis: The axis of the columns.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardPiece, ...]
     axis: int = -1
 
     def fits(self, part: torch.Tensor) -> bool:
@@ -128,7 +128,7 @@ def _starts(widths: Iterable[int]) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class ShardLocation:
     """How the tensors of one value are spread.
 
     Attributes:
@@ -184,7 +184,7 @@ def map_numbered(value: Any, change: Callable[[int, torch.Tensor], torch.Tensor]
     return map_tensors(value, numbered)
 
 
-EVERYWHERE: Final = Place()
+EVERYWHERE: Final = ShardLocation()
 """What every rank has the whole of."""
 
 
@@ -202,7 +202,7 @@ class Shards:
         self._num_kv_heads = points.num_kv_heads
         self._modules = {path: module for module, path in modules}
         self._paths = {id(module): path for path, module in self._modules.items()}
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, ShardLocation] = {}
         self._unknown: set[str] = set()
         for path, module in self._modules.items():
             self._place_linear(path, module)
@@ -211,7 +211,7 @@ class Shards:
             self._place_attention(points, layer)
             self._place_mlp(points, layer)
 
-    def place(self, provider: str) -> Place:
+    def place(self, provider: str) -> ShardLocation:
         """Return how a provider's value is spread."""
         return self._places.get(provider, EVERYWHERE)
 
@@ -228,7 +228,7 @@ class Shards:
         """Tell whether the tensors that a module has may be parts."""
         return path in self._spread
 
-    def held(self, path: str, name: str, part: torch.Tensor) -> Place:
+    def held(self, path: str, name: str, part: torch.Tensor) -> ShardLocation:
         """Return how a tensor that a module has is spread.
 
         Raises:
@@ -244,17 +244,17 @@ class Shards:
         if isinstance(module, ColumnParallelLinear):
             layout = _columns(module)
         elif isinstance(module, VocabParallelEmbedding):
-            layout = Layout((Piece(module.num_embeddings_per_partition),))
+            layout = Layout((ShardPiece(module.num_embeddings_per_partition),))
         elif name == "bias":
             return EVERYWHERE  # a row-parallel layer's bias is added once, behind the sum
         else:
-            layout, axis = Layout((Piece(module.input_size_per_partition),)), -1
+            layout, axis = Layout((ShardPiece(module.input_size_per_partition),)), -1
         layout = dataclasses.replace(layout, axis=axis)
         if layout.fits(part):
-            return Place((layout,))
+            return ShardLocation((layout,))
         raise SpreadModuleError.held(path, name)
 
-    def _put(self, path: str, entrance: Place | None, exit_: Place | None) -> None:
+    def _put(self, path: str, entrance: ShardLocation | None, exit_: ShardLocation | None) -> None:
         """Note how a module's input and output are spread; None if nobody knows."""
         for provider, place in ((f"{path}.input", entrance), (f"{path}.output", exit_)):
             if place is None:
@@ -264,10 +264,10 @@ class Shards:
 
     def _place_linear(self, path: str, module: nn.Module) -> None:
         if isinstance(module, ColumnParallelLinear) and module.tp_size > 1:
-            exit_ = EVERYWHERE if module.gather_output else Place(rest=_columns(module))
+            exit_ = EVERYWHERE if module.gather_output else ShardLocation(rest=_columns(module))
             self._put(path, EVERYWHERE, exit_)
         elif isinstance(module, RowParallelLinear) and module.tp_size > 1:
-            rows = Place((Layout((Piece(module.input_size_per_partition),)),))
+            rows = ShardLocation((Layout((ShardPiece(module.input_size_per_partition),)),))
             self._put(
                 path,
                 rows if module.input_is_parallel else EVERYWHERE,
@@ -284,28 +284,28 @@ class Shards:
             path = f"{self._paths[id(attention)]}.{family.kernel.rpartition('.')[2]}"
             self._modules[path] = kernel
         queries, keys, values = self._heads(kernel)
-        self._put(path, Place((queries, keys, values)), Place(rest=queries))
+        self._put(path, ShardLocation((queries, keys, values)), ShardLocation(rest=queries))
         self._spread.add(path)
         for name, module in attention.named_children():
             own = self._paths.get(id(module))
             if own is None or module is kernel:
                 continue
             if type(module).__module__.startswith(_ROTARY):
-                self._put(own, Place((None, queries, keys)), Place((queries, keys)))
+                self._put(own, ShardLocation((None, queries, keys)), ShardLocation((queries, keys)))
             elif name in _HEAD_NORMS:
                 count, copies = kernel.num_heads, 1
                 if name == "k_norm":
                     count, copies = kernel.num_kv_heads, self._kv_copies(kernel)
-                heads = Place((Layout((Piece(count, copies),), axis=-2),))
+                heads = ShardLocation((Layout((ShardPiece(count, copies),), axis=-2),))
                 self._put(own, heads, heads)
         self._leave_unknown(attention)
 
     def _heads(self, kernel: Any) -> tuple[Layout, Layout, Layout]:
         """Return how a kernel's queries, keys and values are spread."""
         copies = self._kv_copies(kernel)
-        keys = Layout((Piece(kernel.num_kv_heads * kernel.head_size, copies),))
-        values = Layout((Piece(kernel.num_kv_heads * kernel.head_size_v, copies),))
-        return Layout((Piece(kernel.num_heads * kernel.head_size),)), keys, values
+        keys = Layout((ShardPiece(kernel.num_kv_heads * kernel.head_size, copies),))
+        values = Layout((ShardPiece(kernel.num_kv_heads * kernel.head_size_v, copies),))
+        return Layout((ShardPiece(kernel.num_heads * kernel.head_size),)), keys, values
 
     def _kv_copies(self, kernel: Any) -> int:
         return max(1, int(kernel.num_kv_heads * self._size // self._num_kv_heads))
@@ -340,14 +340,14 @@ def _columns(module: ColumnParallelLinear) -> Layout:
         copies = module.num_kv_head_replicas
         return Layout(
             (
-                Piece(module.num_heads * module.head_size),
-                Piece(module.num_kv_heads * module.head_size, copies),
-                Piece(module.num_kv_heads * module.v_head_size, copies),
+                ShardPiece(module.num_heads * module.head_size),
+                ShardPiece(module.num_kv_heads * module.head_size, copies),
+                ShardPiece(module.num_kv_heads * module.v_head_size, copies),
             )
         )
     if isinstance(module, MergedColumnParallelLinear):
-        return Layout(tuple(Piece(width // module.tp_size) for width in module.output_sizes))
-    return Layout((Piece(module.output_size_per_partition),))
+        return Layout(tuple(ShardPiece(width // module.tp_size) for width in module.output_sizes))
+    return Layout((ShardPiece(module.output_size_per_partition),))
 
 
 def _is_parallel(module: nn.Module) -> bool:

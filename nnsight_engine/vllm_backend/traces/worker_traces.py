@@ -20,28 +20,28 @@ import torch
 
 from nnsight_engine.envoys.architectures.named_points import EMBED
 from nnsight_engine.interleaving.threads import Threads
-from nnsight_engine.remote_backend.received import failure_of
+from nnsight_engine.remote_backend.incoming_blocks import failure_of
+from nnsight_engine.serialization import TRUSTED, Policy, encode
+from nnsight_engine.serialization.message import Piece
 from nnsight_engine.vllm_backend.compat import PROCESS, RESTRICTED
-from nnsight_engine.vllm_backend.outline import OutlineEntry, outline_of
-from nnsight_engine.vllm_backend.traces.board import Board
-from nnsight_engine.vllm_backend.traces.closing import Closing, Member, is_too_much
+from nnsight_engine.vllm_backend.model_outline import OutlineEntry, outline_of
 from nnsight_engine.vllm_backend.traces.context import TraceContext
 from nnsight_engine.vllm_backend.traces.edits import KeptEdits
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
-from nnsight_engine.vllm_backend.traces.habits import Habits
-from nnsight_engine.vllm_backend.traces.holdings import Holdings
+from nnsight_engine.vllm_backend.traces.memory_accounting import MemoryAccount
 from nnsight_engine.vllm_backend.traces.model import WorkerModel
+from nnsight_engine.vllm_backend.traces.module_order import ModuleOrder
 from nnsight_engine.vllm_backend.traces.names import Names
 from nnsight_engine.vllm_backend.traces.points import LOGITS, SAMPLES
+from nnsight_engine.vllm_backend.traces.reporting import Parcel, Reporting
 from nnsight_engine.vllm_backend.traces.request import TracedRequest, TraceSpan
-from nnsight_engine.vllm_backend.traces.route import Route
-from nnsight_engine.vllm_backend.traces.sandboxed.cells import Cells
-from nnsight_engine.vllm_backend.traces.sandboxed.outside import open_cells
+from nnsight_engine.vllm_backend.traces.sandboxed.provisioning import open_sandbox_pool
+from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
 from nnsight_engine.vllm_backend.traces.scans import scanned
-from nnsight_engine.vllm_backend.traces.strangers import strangers_policy
-from nnsight_engine.vllm_backend.traces.telling import Parcel, Telling
-from nnsight_engine.wire import TRUSTED, Policy, encode
-from nnsight_engine.wire.message import Piece
+from nnsight_engine.vllm_backend.traces.tier_predictor import TierPredictor
+from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
+from nnsight_engine.vllm_backend.traces.trace_end import TraceEnd, TraceMember, is_too_much
+from nnsight_engine.vllm_backend.traces.untrusted_policy import strangers_policy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -75,10 +75,15 @@ class WorkerTraces:
     """
 
     def __init__(
-        self, points: ModelPoints, config: VllmConfig, limits: EngineLimits, *, board: Board | None = None
+        self,
+        points: ModelPoints,
+        config: VllmConfig,
+        limits: EngineLimits,
+        *,
+        board: TraceDispatcher | None = None,
     ) -> None:
         """Start without requests."""
-        self.board = board if board is not None else Board()
+        self.board = board if board is not None else TraceDispatcher()
         self._points = points
         self._config = config
         self.model = self._new_model(Names())
@@ -86,9 +91,9 @@ class WorkerTraces:
         self.edits = KeptEdits(limits.max_edits, limits.max_edit_bytes)
         self._threads = Threads(limits.trace_step_s)
         self._strangers_threads = Threads(limits.sandbox_step_s)
-        self._closing = Closing(self._threads, limits.max_trace_bytes)
+        self._closing = TraceEnd(self._threads, limits.max_trace_bytes)
         self._max_bytes = limits.max_trace_bytes
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, TraceMember] = {}
         self._contexts: dict[tuple[str, int], TraceContext] = {}
         self._by_key: dict[str, list[str]] = {}
         self._active: list[TracedRequest] = []
@@ -96,14 +101,14 @@ class WorkerTraces:
         self._live: dict[str, TracedRequest] = {}
         self._ended: list[str] = []
         self._held: dict[str, bytes] = {}
-        self.telling = Telling()
+        self.telling = Reporting()
         self._limits = limits
         self._cell_news: dict[str, Parcel] = {}
-        self.cells = Cells(self.board, limits)
+        self.cells = SandboxPool(self.board, limits)
         self.last_spent_s = 0.0
         self.last_tier = "tap"
         self.last_step_s = self._began_s = 0.0
-        self._habits = Habits()
+        self._habits = TierPredictor()
         self._spent_s: defaultdict[str, float] = defaultdict(float)
 
     def _new_model(self, names: Names) -> WorkerModel:
@@ -148,7 +153,7 @@ class WorkerTraces:
             logger.exception("a request brought something that is no trace")
             self._ended.append(request_id)
             return
-        member = Member(None, None, entry, 0)
+        member = TraceMember(None, None, entry, 0)
         self._members[request_id] = member
         self._by_key.setdefault(entry.key, []).append(request_id)
         try:
@@ -164,7 +169,7 @@ class WorkerTraces:
             enter = self.telling.open(request_id, entry)
             threads = self._threads_for(entry)
             mediator = member.context.mediator(entry.index, member.choice, threads, enter)
-            holdings = Holdings(self._max_bytes, partial(member.context.marked, entry.index))
+            holdings = MemoryAccount(self._max_bytes, partial(member.context.marked, entry.index))
             policy = self._policy(entry) or TRUSTED
             edits = self.edits.mediators(entry, member.choice, self.model, threads, enter, policy)
             member.request = TracedRequest(self.board, mediator, self._num_arrived, holdings, edits)
@@ -214,15 +219,15 @@ class WorkerTraces:
         if self._limits.sandbox != PROCESS:
             return True
         if not self.cells.is_open:
-            self._open_cells()
+            self._open_sandbox_pool()
         return self.cells.is_ready
 
     def count_sandboxes(self) -> dict[str, int]:
         """Return what has happened to sandboxes, by event."""
         return dict(self.cells.counts)
 
-    def _open_cells(self) -> None:
-        open_cells(self.cells, self.model, self._points, self._config, self._limits)
+    def _open_sandbox_pool(self) -> None:
+        open_sandbox_pool(self.cells, self.model, self._points, self._config, self._limits)
 
     def _context(self, entry: TraceEntry, choice: int) -> tuple[TraceContext | None, BaseException | None]:
         """Return the blocks of a request's trace, or why they cannot be read."""
@@ -341,7 +346,7 @@ class WorkerTraces:
         exits = [f"{layers}.{index}.output" for index in range(len(self._points.layers))]
         entry = f"{self.model.path}.{EMBED}"
         try:
-            self.board.route = Route(str(self.model.path), list(self.board.calls), exits, taps, entry)
+            self.board.route = ModuleOrder(str(self.model.path), list(self.board.calls), exits, taps, entry)
             self.board.entry = self.board.route.exits.get(0, "")
         except ValueError as error:
             logger.warning("steps with blocks will run uncompiled: %s", error)

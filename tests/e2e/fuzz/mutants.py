@@ -83,25 +83,25 @@ def _keep_the_residual(patch: Patch) -> None:
 
 def _read_off_by_one(patch: Patch) -> None:
     """A read takes the row before."""
-    right = reads.Gather.run
+    right = reads.GatherKernel.run
 
-    def run(self: reads.Gather, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+    def run(self: reads.GatherKernel, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         rows = (self.rows - 1).clamp(min=0)
         right(dataclasses.replace(self, rows=rows, span=None), hidden, residual)
 
-    patch.setattr(reads.Gather, "run", run)
+    patch.setattr(reads.GatherKernel, "run", run)
 
 
 def _read_in_place(patch: Patch) -> None:
     """A read adds the residual into the model's own memory."""
-    right = reads.Gather.run
+    right = reads.GatherKernel.run
 
-    def run(self: reads.Gather, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+    def run(self: reads.GatherKernel, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         right(self, hidden, residual)
         if residual is not None:
             hidden.index_add_(0, self.rows, residual.index_select(0, self.rows))
 
-    patch.setattr(reads.Gather, "run", run)
+    patch.setattr(reads.GatherKernel, "run", run)
 
 
 def _late_phase(patch: Patch) -> None:
@@ -197,12 +197,12 @@ def _other_logprobs(patch: Patch) -> None:
 
 def _wrong_probe(patch: Patch) -> None:
     """A probe leaves out its bias."""
-    right = reads.Probe.run
+    right = reads.ProbeKernel.run
 
-    def run(self: reads.Probe, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+    def run(self: reads.ProbeKernel, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         right(dataclasses.replace(self, bias=torch.zeros_like(self.bias)), hidden, residual)
 
-    patch.setattr(reads.Probe, "run", run)
+    patch.setattr(reads.ProbeKernel, "run", run)
 
 
 Mutant = Callable[[Patch], None]

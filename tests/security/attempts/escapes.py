@@ -41,7 +41,7 @@ except ZeroDivisionError as error:
     "import-weakref": "import weakref\ngot = weakref",
     "import-mmap": "import mmap\ngot = mmap",
     "import-multiprocessing": "from multiprocessing import shared_memory\ngot = shared_memory",
-    "import-nnsight-engine-module": "import nnsight_engine.core.mounting as mounting\ngot = mounting.ctypes",
+    "import-nnsight-engine-module": "import nnsight_engine.core.object_methods as mounting\ngot = mounting.ctypes",
     "import-nnsight-engine-member": "from nnsight_engine import LanguageModel\ngot = LanguageModel",
     "import-star": "from torch import *\ngot = 1",
     "import-relative": "from . import os\ngot = os",

@@ -7,14 +7,14 @@ import asyncio
 import pytest
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.engine.places import Place, Places
+from app.engine.slot_pool import Slot, SlotPool
 
 
-def places(num: int = 4, max_waiting: int = 4) -> Places:
-    return Places(num, max_waiting=max_waiting, share=0.5, what="things")
+def places(num: int = 4, max_waiting: int = 4) -> SlotPool:
+    return SlotPool(num, max_waiting=max_waiting, share=0.5, what="things")
 
 
-def granted(asked: list[Place]) -> list[bool]:
+def granted(asked: list[Slot]) -> list[bool]:
     return [place.is_granted for place in asked]
 
 

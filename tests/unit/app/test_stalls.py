@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from app.engine.stalls import stalled
+from app.engine.engine_watchdog import stalled
 
 
 async def is_noticed(ask: Callable[[], asyncio.Future[object]], limit_s: float, within_s: float) -> bool:

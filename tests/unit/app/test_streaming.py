@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from api_schemas.errors import ApiError, ErrorCode
-from app.cutoff import CUTOFF, Cutoff
+from app.request_deadline import CUTOFF, RequestDeadline
 from app.services.streaming import ClosingStream, events, first_event, last_events
 
 
@@ -82,7 +82,7 @@ async def test_who_takes_little_now_and_then_is_not():
 
 
 async def test_a_stream_that_is_ended_says_why():
-    cutoff = Cutoff()
+    cutoff = RequestDeadline()
     error = ApiError(ErrorCode.DRAINING, "The server goes.")
     sent: list[Message] = []
 

@@ -10,24 +10,24 @@ import pytest
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.jobs import JobStatus
-from app.engine.trace_processes import Job, TraceProcesses
+from app.engine.trace_processes import ProcessJob, TraceProcesses
 from app.settings import Settings
-from nnsight_engine.local_engine.link import ProcessOptions
+from nnsight_engine.local_engine.process_channel import ProcessOptions
+from nnsight_engine.remote_backend.backpressure import Backpressure
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
-from nnsight_engine.remote_backend.unread import Unread
 
 REQUEST = TraceRequest(TraceHead(model="m", dialect="transformers"), [b"blocks"])
 
 
-async def read(job: Job) -> list[Frame]:
+async def read(job: ProcessJob) -> list[Frame]:
     async with contextlib.aclosing(job.told()) as told:
         return [frame async for frame in told]
 
 
 async def test_a_trace_whose_client_does_not_read_is_ended_with_a_typed_error() -> None:
-    unread = Unread(2**30)
-    job = Job(REQUEST, "local", unread)
+    unread = Backpressure(2**30)
+    job = ProcessJob(REQUEST, "local", unread)
     for _ in range(20):
         job.tell(JobStatus.LOG, "x" * 2**20)
     assert job.cancelled.is_set()
@@ -74,8 +74,8 @@ async def test_a_tenant_fills_its_share_of_the_queue_alone(tmp_path: Path) -> No
 
 
 async def test_one_that_reads_is_told_of_everything_however_much_that_is() -> None:
-    unread = Unread(2**22)
-    job = Job(REQUEST, "local", unread)
+    unread = Backpressure(2**22)
+    job = ProcessJob(REQUEST, "local", unread)
     told = job.told()
     for number in range(20):
         job.tell(JobStatus.LOG, str(number) * 2**20)
@@ -88,8 +88,8 @@ async def test_one_that_reads_is_told_of_everything_however_much_that_is() -> No
 
 
 async def test_of_many_the_slowest_goes() -> None:
-    unread = Unread(2**22)
-    slow, other = Job(REQUEST, "local", unread), Job(REQUEST, "local", unread)
+    unread = Backpressure(2**22)
+    slow, other = ProcessJob(REQUEST, "local", unread), ProcessJob(REQUEST, "local", unread)
     slow.tell(JobStatus.LOG, "x" * 3 * 2**20)
     other.tell(JobStatus.LOG, "y" * 2**21)
     assert (slow.cancelled.is_set(), other.cancelled.is_set()) == (True, False)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nnsight_engine.core.stepping import IterationOver
+from nnsight_engine.core.loop_end import IterationOver
 from nnsight_engine.interleaving.events import MissedProviderError, OutOfOrderError
 from nnsight_engine.interleaving.iteration import Iter, IteratorTracer, Steps
 from nnsight_engine.interleaving.mediator import Mediator

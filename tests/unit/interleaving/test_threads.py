@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from nnsight_engine.interleaving.call_stacks import Done
 from nnsight_engine.interleaving.interleaver import Interleaver
-from nnsight_engine.interleaving.stacks import Done
 from nnsight_engine.interleaving.threads import ThreadMediator, Threads, ThreadStack, TimeBudgetError
 
 

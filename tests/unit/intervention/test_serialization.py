@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nnsight_engine.intervention.serialization import dumps, loads
-from nnsight_engine.wire import DecodeError, EncodeError
+from nnsight_engine.serialization import DecodeError, EncodeError
 
 
 def test_values_come_back(tmp_path: Path) -> None:

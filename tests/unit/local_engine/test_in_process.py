@@ -12,7 +12,7 @@ import torch
 
 from nnsight_engine import LanguageModel, save
 from nnsight_engine.remote_backend.backend import RemoteBackend, chosen_backend
-from nnsight_engine.wire import EncodeError
+from nnsight_engine.serialization import EncodeError
 from tests.families.checkpoints import write_checkpoint
 
 TEXT, OTHER = " the tower of Paris", " I love"

@@ -16,10 +16,10 @@ from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.remote_backend.backend import RemoteBackend
 from nnsight_engine.remote_backend.errors import LocalBlockError, RemoteError
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
-from nnsight_engine.remote_backend.sent import Inputs
+from nnsight_engine.remote_backend.outgoing_trace import Inputs
 from nnsight_engine.remote_backend.transformers_dialect import TransformersDialect
+from nnsight_engine.serialization import DecodeError, EncodeError, encode, encode_trace
 from nnsight_engine.vllm_backend.traces.tracer import BlockTracer
-from nnsight_engine.wire import DecodeError, EncodeError, encode, encode_trace
 from tests.transports import InProcess
 from tests.unit.local_engine.bench import OTHER, TEXT, Bench, served_by
 

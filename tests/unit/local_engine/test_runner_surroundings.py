@@ -13,7 +13,7 @@ from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.modeling.language import LanguageModel
 from nnsight_engine.remote_backend.backend import RemoteBackend
 from nnsight_engine.remote_backend.messages import TraceRequest
-from nnsight_engine.wire import DecodeError, EncodeError, encode_trace
+from nnsight_engine.serialization import DecodeError, EncodeError, encode_trace
 from tests.transports import InProcess
 from tests.unit.local_engine.bench import TEXT, Bench
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nnsight_engine.modeling.language import LanguageModel
-from nnsight_engine.wire import EncodeError
+from nnsight_engine.serialization import EncodeError
 from tests.unit.modeling.conftest import LONG, Pair
 
 HALF = 0.5

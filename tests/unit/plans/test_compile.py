@@ -16,7 +16,13 @@ from api_schemas.tensors import TensorObject
 from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.core.token_texts import NoSuchTokenError
 from nnsight_engine.plans.compile import compile_request
-from nnsight_engine.plans.request_plan import CompiledRequest, Kind, RequestPlan, Site, WhereRule
+from nnsight_engine.plans.request_plan import (
+    CompiledRequest,
+    OperationKind,
+    PlannedSite,
+    RequestPlan,
+    WhereRule,
+)
 
 VALUES = ("steer", "ablate", "patch", "capture", "probe")
 SPEC = ModelSpec(
@@ -77,7 +83,12 @@ def test_no_operations_make_an_empty_plan() -> None:
 def test_a_steer_keeps_vector_and_scale_apart() -> None:
     request = compiled(steer(scale=4, mode="norm_match", where={"phase": "generated"}))
     (op,) = request.plan.ops
-    assert (op.kind, op.sites, op.scale, op.name) == (Kind.NORM_MATCH, (Site("output", 1),), 4.0, "")
+    assert (op.kind, op.sites, op.scale, op.name) == (
+        OperationKind.NORM_MATCH,
+        (PlannedSite("output", 1),),
+        4.0,
+        "",
+    )
     assert op.where == WhereRule(phase="generated")
     tensor = request.tensors[op.tensor]
     assert (tensor.dtype, tensor.shape, tensor.data) == ("float32", (8,), struct.pack("<8f", *vector()))
@@ -88,7 +99,7 @@ def test_a_steer_keeps_vector_and_scale_apart() -> None:
 def test_patterns_expand_and_one_vector_may_differ_per_site() -> None:
     request = compiled(steer(at=["layers.1:3.output", "embed.output"], vector=[vector(), vector(), vector()]))
     (op,) = request.plan.ops
-    assert op.sites == (Site("output", 1), Site("output", 2), Site("embed.output"))
+    assert op.sites == (PlannedSite("output", 1), PlannedSite("output", 2), PlannedSite("embed.output"))
     assert request.tensors[op.tensor].shape == (3, 8)
 
 
@@ -108,16 +119,16 @@ def test_the_users_dtype_stays() -> None:
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
-        ({}, Kind.ZERO),
-        ({"method": "mean"}, Kind.MEAN),
-        ({"method": "vector", "vector": vector()}, Kind.REPLACE),
+        ({}, OperationKind.ZERO),
+        ({"method": "mean"}, OperationKind.MEAN),
+        ({"method": "vector", "vector": vector()}, OperationKind.REPLACE),
     ],
 )
-def test_ablations_have_their_kind_and_units(change: dict[str, Any], kind: Kind) -> None:
+def test_ablations_have_their_kind_and_units(change: dict[str, Any], kind: OperationKind) -> None:
     request = compiled({"op": "ablate", "at": "layers.*.attn.q", "units": [7, 0]} | change)
     (op,) = request.plan.ops
     assert (op.kind, op.units, op.scale) == (kind, (0, 7), 1.0)
-    assert bool(op.tensor) is (kind is Kind.REPLACE)
+    assert bool(op.tensor) is (kind is OperationKind.REPLACE)
 
 
 def test_a_patch_sorts_its_positions_and_rows_together() -> None:
@@ -167,7 +178,11 @@ def test_reads_have_names_dtypes_and_bytes() -> None:
     ]
     assert [op.dtype for op in (rows, mean, last, samples)] == ["bfloat16", "float16", "float32", "int64"]
     assert (probe.bias, request.tensors[probe.tensor].shape) == (0.5, (8,))
-    assert (lens.sites, lens.top_k, lens.targets) == ((Site("output", 1), Site("output", 2)), 2, (3, 4))
+    assert (lens.sites, lens.top_k, lens.targets) == (
+        (PlannedSite("output", 1), PlannedSite("output", 2)),
+        2,
+        (3, 4),
+    )
     expected = {
         "rows": 1 * 24 * 2,
         "mean": 8 * 4,
@@ -278,13 +293,13 @@ def test_a_prompt_has_its_own_operations_under_their_own_indices() -> None:
 
     grouped = PromptOperations(operations)
 
-    def plan(prompt_index: int) -> list[tuple[Kind, str]]:
+    def plan(prompt_index: int) -> list[tuple[OperationKind, str]]:
         indexes, own = zip(*grouped.of(prompt_index), strict=True)
         request = compile_request(
             own, spec=SPEC, prompt_token_ids=PROMPT, max_tokens=8, token_of=token_of, stream=True,
             indexes=indexes,
         )  # fmt: skip
-        return [(op.kind, op.name) for op in request.plan.ops if op.reads or op.kind is Kind.ADD]
+        return [(op.kind, op.name) for op in request.plan.ops if op.reads or op.kind is OperationKind.ADD]
 
-    assert plan(1) == [(Kind.PROBE, "probe_0"), (Kind.CAPTURE, "capture_2")]
-    assert [kind for kind, _ in plan(2)] == [Kind.ADD, Kind.CAPTURE]
+    assert plan(1) == [(OperationKind.PROBE, "probe_0"), (OperationKind.CAPTURE, "capture_2")]
+    assert [kind for kind, _ in plan(2)] == [OperationKind.ADD, OperationKind.CAPTURE]

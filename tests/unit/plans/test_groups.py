@@ -9,9 +9,9 @@ import torch
 
 from nnsight_engine.core.errors import InterventionError
 from nnsight_engine.plans.active import ActiveOp, ActiveRequest
-from nnsight_engine.plans.groups import KernelFactory, Member
-from nnsight_engine.plans.request_plan import Kind, PlannedOp, RequestPlan, Site
-from nnsight_engine.plans.step_plan import Group, StepPlan
+from nnsight_engine.plans.groups import KernelFactory, KernelMember
+from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, PlannedSite, RequestPlan
+from nnsight_engine.plans.step_plan import KernelGroup, StepPlan
 
 
 @dataclasses.dataclass
@@ -27,16 +27,16 @@ class Adding:
         hidden[self.rows] += 1
 
 
-def member(row: int) -> Member:
-    op = PlannedOp(Kind.ADD, (Site("output", 0),))
+def member(row: int) -> KernelMember:
+    op = PlannedOp(OperationKind.ADD, (PlannedSite("output", 0),))
     active = ActiveOp(op, 0, (1,), None, None, True, (4,))
     request = ActiveRequest(str(row), RequestPlan(1, (op,)), [active], [], True)
-    return Member(request, active, 0, np.array([row], np.int64))
+    return KernelMember(request, active, 0, np.array([row], np.int64))
 
 
 def test_only_the_member_that_raises_fails() -> None:
     members = [member(row) for row in range(3)]
-    group = Group(Adding([0, 1, 2], 1), members, lambda m: Adding(m.rows.tolist(), 1))
+    group = KernelGroup(Adding([0, 1, 2], 1), members, lambda m: Adding(m.rows.tolist(), 1))
     hidden = torch.zeros(3, 4)
     group.run(hidden, None)
     assert hidden[:, 0].tolist() == [1.0, 0.0, 1.0]
@@ -49,8 +49,8 @@ def test_a_site_that_the_forward_never_reached_fails_its_requests() -> None:
         {},
         factory=KernelFactory(torch.device("cpu")),
         groups={
-            1: [Group(Adding([0], -1), [reached], lambda m: Adding(m.rows.tolist(), -1))],
-            2: [Group(Adding([1], -1), [missed], lambda m: Adding(m.rows.tolist(), -1))],
+            1: [KernelGroup(Adding([0], -1), [reached], lambda m: Adding(m.rows.tolist(), -1))],
+            2: [KernelGroup(Adding([1], -1), [missed], lambda m: Adding(m.rows.tolist(), -1))],
         },
     )
     plan.run(1, torch.zeros(2, 4), None)

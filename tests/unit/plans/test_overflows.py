@@ -20,12 +20,12 @@ from nnsight_engine.plans.builder import StepBuilder
 from nnsight_engine.plans.collected import CaptureResult
 from nnsight_engine.plans.collector import RequestCollector
 from nnsight_engine.plans.compile import compile_request
-from nnsight_engine.plans.harvest import Harvester
 from nnsight_engine.plans.ledger import ByteLedger
 from nnsight_engine.plans.outbox import PendingResults
 from nnsight_engine.plans.patterns import AttentionForm
 from nnsight_engine.plans.records import Payload
 from nnsight_engine.plans.step_plan import Span
+from nnsight_engine.plans.step_results import StepResultsReader
 from nnsight_engine.plans.writes import NormMatch, Project
 
 WIDTH, PROMPT = 4, [7, 8, 9]
@@ -72,7 +72,7 @@ def collector_of(
     plan = builder.plan([Span(active, 0, len(PROMPT), 0, np.array(PROMPT, np.int32))])
     for tap in (1, 2):
         plan.run(tap, values.to(dtype), torch.zeros_like(values).to(dtype))
-    harvester = Harvester(lambda _: None, None)
+    harvester = StepResultsReader(lambda _: None, None)
     harvester.collect(plan)
     results = harvester.harvest(plan, [[1]], {"r": 0})
     pending = PendingResults(request.plan, stops_outside=False)

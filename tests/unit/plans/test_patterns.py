@@ -17,15 +17,15 @@ from nnsight_engine.plans.builder import StepBuilder
 from nnsight_engine.plans.collected import CaptureResult
 from nnsight_engine.plans.collector import RequestCollector
 from nnsight_engine.plans.compile import compile_request
-from nnsight_engine.plans.harvest import Harvester
 from nnsight_engine.plans.host_arena import HostArena
-from nnsight_engine.plans.key_store import KeyStore
+from nnsight_engine.plans.key_store import AttentionKeyStore
 from nnsight_engine.plans.ledger import ByteLedger
 from nnsight_engine.plans.outbox import PendingResults
 from nnsight_engine.plans.patterns import AttentionForm, ComputePattern
 from nnsight_engine.plans.records import Payload
-from nnsight_engine.plans.request_plan import CompiledRequest, Site
+from nnsight_engine.plans.request_plan import CompiledRequest, PlannedSite
 from nnsight_engine.plans.step_plan import Span
+from nnsight_engine.plans.step_results import StepResultsReader
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 3
 VALUES = ("steer", "ablate", "patch", "capture", "probe")
@@ -135,7 +135,7 @@ def by_hand(
 def test_patterns_are_a_masked_softmax(form: AttentionForm, scratch_bytes: int) -> None:
     torch.manual_seed(0)
     queries, keys = torch.randn(9, HEADS, HEAD_DIM), torch.randn(8, KV_HEADS, HEAD_DIM)
-    store = KeyStore(torch.empty(8, KV_HEADS, HEAD_DIM))
+    store = AttentionKeyStore(torch.empty(8, KV_HEADS, HEAD_DIM))
     store.put(0, keys)
     rows, positions = torch.tensor([1, 4, 8]), [0, 3, 6]
     out = torch.zeros(3, HEADS, 7)
@@ -158,7 +158,7 @@ class Worker:
         self.request: ActiveRequest = Registrar(SPEC, torch.float32, device).register(
             "r", request.plan.encode(), {}
         )
-        self.harvester = Harvester(lambda rows: rows, HostArena(device))
+        self.harvester = StepResultsReader(lambda rows: rows, HostArena(device))
         self.pending = PendingResults(request.plan, stops_outside=False)
         self.queries, self.keys = torch.randn(64, HEADS, HEAD_DIM), torch.randn(64, KV_HEADS, HEAD_DIM)
 
@@ -305,7 +305,7 @@ def test_bytes_are_counted_before_anything_is_allocated() -> None:
 
 def test_a_layer_that_cannot_be_computed_fails_its_request() -> None:
     worker = Worker(compiled(capture()))
-    site = Site("attn.pattern", 0)
+    site = PlannedSite("attn.pattern", 0)
     plan = worker.builder.plan([Span(worker.request, 0, 5, 0, np.zeros(64, np.int32))])
     plan.run(site, worker.queries[:5], None)
     assert worker.request.failure is not None

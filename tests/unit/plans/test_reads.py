@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from nnsight_engine.plans.reads import Gather, Probe
+from nnsight_engine.plans.reads import GatherKernel, ProbeKernel
 
 ROWS, WIDTH = 6, 5
 SERVED = (torch.float32, torch.bfloat16)
@@ -35,7 +35,7 @@ def test_a_capture_changes_nothing(
     rows = [1, 2, 3] if adjoining else [0, 2, 5]
     # One site among several of a group's buffer.
     out = torch.zeros(len(rows), 2, WIDTH, dtype=captured)
-    Gather(torch.tensor(rows), (1, 4) if adjoining else None, out[:, 1]).run(hidden, residual)
+    GatherKernel(torch.tensor(rows), (1, 4) if adjoining else None, out[:, 1]).run(hidden, residual)
     assert torch.equal(hidden, before[0])
     assert residual is None or (before[1] is not None and torch.equal(residual, before[1]))
     own = before[0][rows]
@@ -52,7 +52,7 @@ def test_a_probe_changes_nothing(served: torch.dtype, contiguous: bool) -> None:
     residual = of_model(served, contiguous=contiguous, seed=2)
     before = hidden.clone(), residual.clone()
     weights, bias, out = torch.ones(2, WIDTH), torch.tensor([1.0, 2.0]), torch.empty(2)
-    Probe(torch.tensor([0, 4]), weights, bias, out).run(hidden, residual)
+    ProbeKernel(torch.tensor([0, 4]), weights, bias, out).run(hidden, residual)
     assert torch.equal(hidden, before[0])
     assert torch.equal(residual, before[1])
     expected = (before[0][[0, 4]].float() + before[1][[0, 4]].float()).sum(dim=-1) + bias
@@ -68,7 +68,7 @@ def test_a_capture_tells_which_rows_are_beyond_its_dtype(served: torch.dtype, ca
     hidden[2, 2] = float("inf")  # the model's own
     hidden[3, 3] = float("nan")
     out, overflows = torch.empty(ROWS, WIDTH, dtype=captured), torch.empty(ROWS, dtype=torch.bool)
-    Gather(torch.arange(ROWS), (0, ROWS), out, overflows).run(hidden, residual)
+    GatherKernel(torch.arange(ROWS), (0, ROWS), out, overflows).run(hidden, residual)
     is_narrower = torch.finfo(captured).max < largest
     assert overflows.tolist() == [is_narrower and row in {1, 4} for row in range(ROWS)]
     assert out[2].isinf().sum() == 1

@@ -6,15 +6,15 @@ import numpy as np
 
 from nnsight_engine.plans.outbox import PendingResults
 from nnsight_engine.plans.records import Payload, StepInfo, StepRecord
-from nnsight_engine.plans.request_plan import Kind, PlannedOp, RequestPlan, Site
+from nnsight_engine.plans.request_plan import OperationKind, PlannedOp, PlannedSite, RequestPlan
 
-SITE = Site("output", 3)
+SITE = PlannedSite("output", 3)
 
 
 def plan(*, stream: bool) -> RequestPlan:
-    rows = PlannedOp(Kind.CAPTURE, (SITE,), name="rows")
-    mean = PlannedOp(Kind.CAPTURE, (SITE,), name="mean", reduce="mean")
-    last = PlannedOp(Kind.CAPTURE, (SITE,), name="last", reduce="last")
+    rows = PlannedOp(OperationKind.CAPTURE, (SITE,), name="rows")
+    mean = PlannedOp(OperationKind.CAPTURE, (SITE,), name="mean", reduce="mean")
+    last = PlannedOp(OperationKind.CAPTURE, (SITE,), name="last", reduce="last")
     return RequestPlan(prompt_len=2, ops=(rows, mean, last), stream=stream)
 
 

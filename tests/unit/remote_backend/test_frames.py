@@ -15,7 +15,7 @@ from nnsight_engine.remote_backend.frames import (
     json_frame,
     tier_of,
 )
-from nnsight_engine.wire import DecodeError
+from nnsight_engine.serialization import DecodeError
 
 FRAMES = [
     json_frame(FrameKind.EVENT, {"status": "RUNNING"}),

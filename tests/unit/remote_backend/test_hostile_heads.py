@@ -8,7 +8,7 @@ import pytest
 
 from nnsight_engine.remote_backend.frames import Frame, FrameKind
 from nnsight_engine.remote_backend.messages import MAGIC, VERSION, TraceHead, TraceRequest
-from nnsight_engine.wire import DecodeError
+from nnsight_engine.serialization import DecodeError
 
 
 @pytest.mark.parametrize("head", [b'{"model": "\x9b"}', b'{"\xff": 1}', b"[" * 100_000, b"{"])

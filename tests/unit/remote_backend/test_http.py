@@ -137,9 +137,9 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nnsight_engine.remote_backend.tries._FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr("nnsight_engine.remote_backend.tries._CONTACT_S", 0.1)
-    monkeypatch.setattr("nnsight_engine.remote_backend.tries._PATIENCE_S", 0.5)
+    monkeypatch.setattr("nnsight_engine.remote_backend.retry._FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("nnsight_engine.remote_backend.retry._CONTACT_S", 0.1)
+    monkeypatch.setattr("nnsight_engine.remote_backend.retry._PATIENCE_S", 0.5)
 
 
 def transport(server: Server) -> HttpTransport:
@@ -184,7 +184,7 @@ def test_a_server_that_starts_is_waited_for(server: Server, run: Run, code: str)
 def test_a_server_that_is_not_there_yet_is_tried_to_be_reached(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nnsight_engine.remote_backend.tries._CONTACT_S", 30)
+    monkeypatch.setattr("nnsight_engine.remote_backend.retry._CONTACT_S", 30)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]

@@ -12,11 +12,11 @@ from nnsight_engine.core.saves import save
 from nnsight_engine.envoys.tracers.interleaving import InterleavingTracer
 from nnsight_engine.modeling.base import NNsight
 from nnsight_engine.remote_backend.local_parts import LocalParts, local_parts
+from nnsight_engine.remote_backend.object_references import reference_of
 from nnsight_engine.remote_backend.outcomes import parts_of
-from nnsight_engine.remote_backend.places import reference_of
-from nnsight_engine.remote_backend.sent import Dialect
+from nnsight_engine.remote_backend.outgoing_trace import Dialect
+from nnsight_engine.serialization import decode_trace, encode_trace
 from nnsight_engine.tracing.tracer import Backend, Tracer
-from nnsight_engine.wire import decode_trace, encode_trace
 
 LOCK = threading.Lock()
 

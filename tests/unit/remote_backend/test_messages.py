@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nnsight_engine.remote_backend.messages import SentEdit, SentInvoke, TraceHead, TraceRequest
-from nnsight_engine.wire import DecodeError
+from nnsight_engine.serialization import DecodeError
 
 INVOKE = SentInvoke(
     prompt="hi", sampling={"max_tokens": 3}, edits=[SentEdit(name="calm", digest="d", part=1)]

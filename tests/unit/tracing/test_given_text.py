@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from nnsight_engine.core.cells import UNBOUND, content
+from nnsight_engine.core.closure_cells import UNBOUND, content
+from nnsight_engine.serialization import SentBlock, decode_trace, encode_trace
 from nnsight_engine.tracing.given_text import NUM_LINES_BEFORE, block_of_text
 from nnsight_engine.tracing.tracer import Info, Tracer
-from nnsight_engine.wire import SentBlock, decode_trace, encode_trace
 
 
 def run(text: str, **given: Any) -> dict[str, Any]:

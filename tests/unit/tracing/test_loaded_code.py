@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from nnsight_engine.core.saves import save
+from nnsight_engine.serialization import TRUSTED, EncodeError, decode, encode
 from nnsight_engine.tracing.errors import WithBlockNotFoundError
 from nnsight_engine.tracing.tracer import Tracer
-from nnsight_engine.wire import TRUSTED, EncodeError, decode, encode
 
 TEXT = """\
 import math

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nnsight_engine.vllm_backend.traces.board import Board
+from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 
 def test_a_module_that_writes_into_its_arguments_writes_into_copies() -> None:
@@ -15,7 +15,7 @@ def test_a_module_that_writes_into_its_arguments_writes_into_copies() -> None:
         pair[0].add_(2)
         return hidden.add_(1).add_(residual.add_(3)).add_(pair[0])
 
-    result = Board().applied("model.norm", fused, (given, [given]), {"residual": named})
+    result = TraceDispatcher().applied("model.norm", fused, (given, [given]), {"residual": named})
     assert result.tolist() == [[6.0] * 3] * 2
     assert not given.any()
     assert not named.any()

@@ -25,10 +25,10 @@ from nnsight_engine.vllm_backend.compat import (
     own_environment,
 )
 from nnsight_engine.vllm_backend.scheduler import InterventionScheduler
-from nnsight_engine.vllm_backend.sharing import SENDER_KEY
-from nnsight_engine.vllm_backend.traces.board import Board
+from nnsight_engine.vllm_backend.sender_usage import SENDER_KEY
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY, TraceEntry
-from nnsight_engine.vllm_backend.traces.sandboxed.cells import Cells
+from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
+from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 _BLOCK = 16
 _NUM_BLOCKS = 64
@@ -161,7 +161,7 @@ def test_code_of_a_tenant_that_rests_is_in_no_step_and_all_else_is(scheduling: S
 
 
 def test_a_tenant_rests_for_others_alone() -> None:
-    cells = Cells(Board(), EngineLimits())
+    cells = SandboxPool(TraceDispatcher(), EngineLimits())
     cells._waiting._rest("acme", 10)
     assert cells.resting == frozenset({"acme"})
     cells.is_alone = True

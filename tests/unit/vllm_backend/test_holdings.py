@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nnsight_engine.vllm_backend.traces.errors import TraceBytesError
-from nnsight_engine.vllm_backend.traces.holdings import Holdings, num_bytes
+from nnsight_engine.vllm_backend.traces.memory_accounting import MemoryAccount, num_bytes
 
 
 class Hostile(list[Any]):
@@ -48,7 +48,7 @@ def test_what_is_saved_is_counted_when_it_could_be_too_much() -> None:
         looks.append(len(saved))
         return saved
 
-    holdings = Holdings(1000, look)
+    holdings = MemoryAccount(1000, look)
     holdings.give(100)
     holdings.check()
     assert not looks, "so little cannot be too much"

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_engine.remote_backend.saves_so_far import apply_news
-from nnsight_engine.vllm_backend.traces.news import News
-from nnsight_engine.wire import EncodeError, encode
+from nnsight_engine.remote_backend.saved_deltas import apply_news
+from nnsight_engine.serialization import EncodeError, encode
+from nnsight_engine.vllm_backend.traces.deltas import Deltas
 
 
-def told(news: News, saves: dict[str, Any], known: dict[str, Any]) -> int:
+def told(news: Deltas, saves: dict[str, Any], known: dict[str, Any]) -> int:
     """Tell what is new of ``saves``, and return its size."""
     data = news.of(saves)
     if data is not None:
@@ -21,7 +21,7 @@ def told(news: News, saves: dict[str, Any], known: dict[str, Any]) -> int:
 
 
 def test_lists_grow_and_outputs_that_have_left_keep_theirs() -> None:
-    news, known = News(), dict[str, Any]()
+    news, known = Deltas(), dict[str, Any]()
     rows: list[torch.Tensor] = []
     seen, sizes = [], []
     for step in range(6):
@@ -36,7 +36,7 @@ def test_lists_grow_and_outputs_that_have_left_keep_theirs() -> None:
 
 
 def test_what_was_edited_or_replaced_is_told_again() -> None:
-    news, known = News(), dict[str, Any]()
+    news, known = Deltas(), dict[str, Any]()
     value, table = torch.zeros(2), {"a": 1}
     told(news, {"value": value, "table": table}, known)
     value += 1
@@ -56,7 +56,7 @@ def test_objects_of_own_classes_wait_for_the_end_and_run_nothing() -> None:
     class Text(str):
         """A string that is more than one."""
 
-    news, known = News(), dict[str, Any]()
+    news, known = Deltas(), dict[str, Any]()
     told(news, {"loud": Loud(), "deep": [[Loud()]], "text": Text("x"), "plain": (1, None)}, known)
     assert known == {"plain": (1, None)}
 
@@ -68,8 +68,8 @@ def test_what_could_not_be_sent_comes_whole_or_not_at_all(monkeypatch: pytest.Mo
             raise EncodeError("too much")
         return data
 
-    monkeypatch.setattr("nnsight_engine.vllm_backend.traces.news.encode", limited)
-    news, known = News(), dict[str, Any]()
+    monkeypatch.setattr("nnsight_engine.vllm_backend.traces.deltas.encode", limited)
+    news, known = Deltas(), dict[str, Any]()
     rows: list[Any] = [1]
     later: list[list[Any]] = [[2], [torch.zeros(1000)], [3], [4]]
     for step, new in enumerate(later):
@@ -83,7 +83,7 @@ def test_what_could_not_be_sent_comes_whole_or_not_at_all(monkeypatch: pytest.Mo
 
 
 def test_inference_tensors_are_told_once() -> None:
-    news, known = News(), dict[str, Any]()
+    news, known = Deltas(), dict[str, Any]()
     with torch.inference_mode():
         value = torch.ones(2)
     assert told(news, {"value": value}, known)

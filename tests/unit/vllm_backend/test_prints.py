@@ -13,7 +13,7 @@ import pytest
 from nnsight_engine.remote_backend.prints import Prints
 from nnsight_engine.vllm_backend.traces.entry import TraceEntry
 from nnsight_engine.vllm_backend.traces.prints import BlockStdout
-from nnsight_engine.vllm_backend.traces.telling import Telling
+from nnsight_engine.vllm_backend.traces.reporting import Reporting
 
 
 def on_thread(act: Callable[[], Any]) -> None:
@@ -35,7 +35,7 @@ def entry(**options: Any) -> TraceEntry:
 
 def test_only_what_a_blocks_own_thread_writes_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     real = instead(monkeypatch)
-    telling = Telling()
+    telling = Reporting()
     enter = telling.open("request", entry())
 
     def block() -> None:
@@ -53,7 +53,7 @@ def test_only_what_a_blocks_own_thread_writes_is_its_own(monkeypatch: pytest.Mon
 
 def test_lines_are_told_when_they_have_ended_and_the_rest_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     instead(monkeypatch)
-    telling = Telling()
+    telling = Reporting()
     enter = telling.open("request", entry())
 
     def block() -> None:

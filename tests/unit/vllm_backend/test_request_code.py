@@ -9,10 +9,10 @@ import torch
 
 from api_schemas.errors import ApiError, ErrorCode
 from api_schemas.request_traces import Trace
-from nnsight_engine.core.cells import content
+from nnsight_engine.core.closure_cells import content
+from nnsight_engine.serialization import decode_trace
 from nnsight_engine.tracing.tracer import Tracer
 from nnsight_engine.vllm_backend.request_code import encoded_code, filename_of
-from nnsight_engine.wire import decode_trace
 
 VECTOR = {"dtype": "bfloat16", "shape": [2], "data": "gD8AQA==", "encoding": "base64"}
 

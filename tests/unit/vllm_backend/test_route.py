@@ -6,8 +6,8 @@ from types import CodeType
 
 import pytest
 
-from nnsight_engine.vllm_backend.traces.habits import Habits
-from nnsight_engine.vllm_backend.traces.route import Route
+from nnsight_engine.vllm_backend.traces.module_order import ModuleOrder
+from nnsight_engine.vllm_backend.traces.tier_predictor import TierPredictor
 
 ORDER = [
     "model.input",
@@ -30,7 +30,7 @@ EXITS = ["model.layers.0.output", "model.layers.1.output"]
 
 
 def test_what_is_passed_on_the_way_to_each_tap_is_known() -> None:
-    route = Route("model", ORDER, EXITS, range(3), ENTRY)
+    route = ModuleOrder("model", ORDER, EXITS, range(3), ENTRY)
     ways = [list(route.order[: route.ahead[tap]]) for tap in range(3)]
     passed = [*ORDER[:4], ENTRY, *ORDER[4:]]
     assert ways == [passed[:4], passed[:7], passed[:11]]
@@ -39,12 +39,12 @@ def test_what_is_passed_on_the_way_to_each_tap_is_known() -> None:
 
 
 def test_layers_outputs_and_what_follows_the_model_need_no_modules() -> None:
-    route = Route("model", ORDER, EXITS, range(3), ENTRY)
+    route = ModuleOrder("model", ORDER, EXITS, range(3), ENTRY)
     assert route.served == {ENTRY, *EXITS, "result", "model.logits.output", "model.samples.output"}
 
 
 def test_a_layer_without_a_tap_is_not_served() -> None:
-    route = Route("model", ORDER, EXITS, [2], ENTRY)
+    route = ModuleOrder("model", ORDER, EXITS, [2], ENTRY)
     assert EXITS[0] not in route.served
     assert EXITS[1] in route.served
     assert route.ahead == {2: 11}
@@ -53,7 +53,7 @@ def test_a_layer_without_a_tap_is_not_served() -> None:
 @pytest.mark.parametrize("order", [ORDER[:6], [*ORDER[10:], *ORDER[:10]]])
 def test_a_model_that_does_not_run_its_layers_in_order_has_no_route(order: list[str]) -> None:
     with pytest.raises(ValueError, match="in order"):
-        Route("model", order, EXITS, range(3), ENTRY)
+        ModuleOrder("model", order, EXITS, range(3), ENTRY)
 
 
 def code(number: int) -> CodeType:
@@ -61,7 +61,7 @@ def code(number: int) -> CodeType:
 
 
 def test_equal_blocks_are_expected_to_want_the_same() -> None:
-    habits = Habits()
+    habits = TierPredictor()
     habits.note(code(1), elsewhere=True)
     habits.note(code(2), elsewhere=False)
     assert habits.expects_elsewhere(code(1))
@@ -71,7 +71,7 @@ def test_equal_blocks_are_expected_to_want_the_same() -> None:
 
 
 def test_the_oldest_blocks_are_forgotten() -> None:
-    habits = Habits()
+    habits = TierPredictor()
     for number in range(1000):
         habits.note(code(number), elsewhere=True)
     assert not habits.expects_elsewhere(code(0))

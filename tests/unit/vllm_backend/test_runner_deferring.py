@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from nnsight_engine.vllm_backend.compat import detach_results
-from nnsight_engine.vllm_backend.kept_samples import KeptSamples
+from nnsight_engine.vllm_backend.replayed_samples import ReplayedSamples
 from nnsight_engine.vllm_backend.runner import InterventionRunnerMixin
 from nnsight_engine.vllm_backend.seeded_chunks import SeededChunksMixin
 from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
@@ -73,7 +73,7 @@ class _Vllm:
 class _Runner(InterventionRunnerMixin, SeededChunksMixin, _Vllm):
     def __init__(self, traces: WorkerTraces) -> None:
         self.traces = traces
-        self._samples = KeptSamples()
+        self._samples = ReplayedSamples()
         names = {"other": 0, "own": 1}
         generators = {row: torch.Generator().manual_seed(row) for row in names.values()}
         self.input_batch = SimpleNamespace(req_id_to_index=names, generators=generators, num_reqs=2)

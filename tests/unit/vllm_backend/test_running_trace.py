@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from nnsight_engine.remote_backend.unread import SlowReaderError, Unread
+from nnsight_engine.remote_backend.backpressure import Backpressure, SlowReaderError
 from nnsight_engine.vllm_backend.running_trace import Begun, Output, RunningTrace
-from nnsight_engine.vllm_backend.trace_router import Told, TraceRouter
+from nnsight_engine.vllm_backend.trace_router import TraceEvent, TraceRouter
 
 
 class Engine:
     """Makes requests whose outputs a test decides."""
 
     def __init__(self, max_bytes: int = 2**30) -> None:
-        self.router = TraceRouter(Unread(max_bytes))
+        self.router = TraceRouter(Backpressure(max_bytes))
         self.num_running = 0
 
     def request(
@@ -58,7 +58,7 @@ async def test_all_outputs_come_and_what_is_told_comes_before_its_output() -> No
     assert [type(event) for event in seen[:1]] == [Begun]
     assert sorted(event.block for event in seen if isinstance(event, Output)) == [0, 0, 1]
     first = [event for event in seen if not isinstance(event, Begun) and event.block == 0]
-    assert [event.news if isinstance(event, Told) else "output" for event in first] == [
+    assert [event.news if isinstance(event, TraceEvent) else "output" for event in first] == [
         *(b"one", "output"),
         *(b"two", "output"),
     ]
@@ -119,19 +119,19 @@ async def test_the_slowest_of_many_goes_so_that_all_together_keep_to_the_limit()
             await asyncio.sleep(0)
     assert engine.router._unread.num_bytes == 900
     seen = await events(RunningTrace(engine.router, "quick", [engine.request(*quick, key="quick")]))
-    assert [event.news for event in seen if isinstance(event, Told)] == [b"y" * 300] * 2
+    assert [event.news for event in seen if isinstance(event, TraceEvent)] == [b"y" * 300] * 2
     assert engine.num_running == 1, "the request of whom the most waited has ended"
     with pytest.raises(SlowReaderError, match="of all traces"):
         await anext(slow[0])
     rest = [event async for event in slow[1]]
-    assert len([event for event in rest if isinstance(event, Told)]) == 3
+    assert len([event for event in rest if isinstance(event, TraceEvent)]) == 3
     assert (engine.num_running, len(engine.router), engine.router._unread.num_bytes) == (0, 0, 0)
 
 
 async def test_what_is_told_of_other_traces_or_fails_to_be_taken_harms_nobody() -> None:
     router = TraceRouter()
 
-    def broken(told: Told) -> None:
+    def broken(told: TraceEvent) -> None:
         raise RuntimeError("a listener's fault")
 
     router.open("mine", broken, lambda _: None)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nnsight_engine.vllm_backend.traces.shards import EVERYWHERE, Layout, Piece, Place
+from nnsight_engine.vllm_backend.traces.shards import EVERYWHERE, Layout, ShardLocation, ShardPiece
 
 # Four heads of 2 columns; two key-value heads that two ranks have each; the same of values, 3 columns wide.
-QKV = Layout((Piece(2), Piece(2, copies=2), Piece(3, copies=2)))
+QKV = Layout((ShardPiece(2), ShardPiece(2, copies=2), ShardPiece(3, copies=2)))
 
 
 def parts_of(layout: Layout, whole: torch.Tensor, size: int) -> torch.Tensor:
@@ -35,7 +35,7 @@ def test_a_fused_projection_is_put_together_matrix_by_matrix() -> None:
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("size", [2, 4])
 def test_parts_of_a_whole_make_it_again(size: int, axis: int) -> None:
-    layout = Layout((Piece(3), Piece(2), Piece(4, copies=2)), axis=axis)
+    layout = Layout((ShardPiece(3), ShardPiece(2), ShardPiece(4, copies=2)), axis=axis)
     shape = [3, 4]
     shape[axis] = layout.width_over(size)
     whole = torch.randn(6, *shape)
@@ -50,7 +50,7 @@ def test_a_whole_of_another_width_is_refused() -> None:
 
 
 def test_a_place_leaves_alone_what_every_rank_has() -> None:
-    place = Place((None, Layout((Piece(2),))))
+    place = ShardLocation((None, Layout((ShardPiece(2),))))
     positions, queries = torch.arange(3), torch.randn(3, 4)
     cut = place.part(((positions, queries), {"scale": 2}), 1, 2)
     assert cut[0][0] is positions

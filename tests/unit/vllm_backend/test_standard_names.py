@@ -8,7 +8,7 @@ from nnsight_engine.core.model_spec import LeafSpec, ModelSpec
 from nnsight_engine.envoys.architectures.errors import UnknownPointError
 from nnsight_engine.envoys.envoy import Envoy
 from nnsight_engine.vllm_backend.families import UnsupportedModelError
-from nnsight_engine.vllm_backend.outline import outlined
+from nnsight_engine.vllm_backend.model_outline import outlined
 from nnsight_engine.vllm_backend.traces.points import EnginePoints, standard_name
 
 MODULES = {

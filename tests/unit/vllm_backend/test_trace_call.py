@@ -11,12 +11,12 @@ import torch
 
 from api_schemas.errors import ApiError, ErrorCode
 from nnsight_engine.plans.collected import TraceResult
-from nnsight_engine.remote_backend.unread import Unread
+from nnsight_engine.remote_backend.backpressure import Backpressure
 from nnsight_engine.sandbox.errors import SandboxUnavailableError
+from nnsight_engine.serialization import encode
+from nnsight_engine.serialization.failures import encode_error
 from nnsight_engine.vllm_backend.trace_call import TraceCall
 from nnsight_engine.vllm_backend.trace_router import TraceRouter
-from nnsight_engine.wire import encode
-from nnsight_engine.wire.failures import encode_error
 
 
 class Stream:
@@ -24,7 +24,7 @@ class Stream:
 
     def __init__(self, max_bytes: int = 2**20) -> None:
         self.call = TraceCall(b"", name="t", param="p", filename="f", streams=True, max_requests=1)
-        self.router = TraceRouter(Unread(max_bytes))
+        self.router = TraceRouter(Backpressure(max_bytes))
         self.traced = self.call.begin("request", 1)
         traced = self.traced
         traced.share = self.router.open(traced.key, traced.hear, traced.drop, max_bytes=max_bytes)

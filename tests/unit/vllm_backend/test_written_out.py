@@ -10,12 +10,12 @@ import torch
 from nnsight_engine.core.tensor_bytes import flat_bytes
 from nnsight_engine.interleaving.batching import Batcher
 from nnsight_engine.interleaving.threads import Threads
-from nnsight_engine.vllm_backend.traces.closing import Closing
+from nnsight_engine.serialization import decode, encode
 from nnsight_engine.vllm_backend.traces.errors import TraceBytesError
-from nnsight_engine.vllm_backend.traces.holdings import Holdings, num_bytes
-from nnsight_engine.vllm_backend.traces.rows import FlatBatcher, Place, zeros_of
+from nnsight_engine.vllm_backend.traces.memory_accounting import MemoryAccount, num_bytes
+from nnsight_engine.vllm_backend.traces.rows import FlatBatcher, RowSpan, zeros_of
 from nnsight_engine.vllm_backend.traces.sandboxed.messages import slot_of
-from nnsight_engine.wire import decode, encode
+from nnsight_engine.vllm_backend.traces.trace_end import TraceEnd
 
 HUGE = 2**40
 LARGE: dict[str, Any] = {
@@ -34,7 +34,7 @@ def test_what_is_saved_counts_as_what_it_will_be(name: str) -> None:
     assert num_bytes([value]) >= value.nbytes >= 2**38
     assert num_bytes([{"a": [value, value]}]) == num_bytes([value])
     with pytest.raises(TraceBytesError):
-        Holdings(2**32, lambda: [value]).check(is_last=True)
+        MemoryAccount(2**32, lambda: [value]).check(is_last=True)
 
 
 def test_views_that_are_no_larger_than_their_memory_count_it_once() -> None:
@@ -70,7 +70,7 @@ WRONG: dict[str, Any] = {
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("kind", ["worker", "local"])
 def test_what_is_written_is_looked_at_first(kind: str, name: str) -> None:
-    batcher: Batcher = FlatBatcher(Place()) if kind == "worker" else Batcher()
+    batcher: Batcher = FlatBatcher(RowSpan()) if kind == "worker" else Batcher()
     batcher.total_batch_size = 5
     batcher.groups = [(1, 3)]
     batcher.current_value = torch.ones(5, 4)
@@ -104,5 +104,5 @@ def test_one_number_with_a_stride_travels_as_any_other(dtype: torch.dtype) -> No
 def test_what_flows_between_blocks_is_no_larger_than_what_a_trace_may_save() -> None:
     block = {"saves": {}, "flows": {"x": torch.zeros(1).expand(2**30)}, "error": None}
     message: dict[str, Any] = {"blocks": [block], "before": None}
-    assert Closing(Threads(5.0), 2**20).encoded(message, 0, compress=False)
+    assert TraceEnd(Threads(5.0), 2**20).encoded(message, 0, compress=False)
     assert "bytes that a message may have" in message["blocks"][0]["error"]["message"]

@@ -1,1 +1,2 @@
-"""Blocks of strangers, in processes of their own: ``cells`` is the worker's side, ``inside`` the other."""
+"""Untrusted blocks in processes of their own: ``sandbox_pool`` is the worker's side, ``sandbox_main`` the
+process's."""

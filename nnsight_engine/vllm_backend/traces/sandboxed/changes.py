@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nnsight_engine.vllm_backend.traces.sandboxed.messages import Slot
+from nnsight_engine.vllm_backend.traces.sandboxed.messages import ValueSlot
 
 
 class Changes:
@@ -24,12 +24,12 @@ class Changes:
 
     def __init__(self, max_bytes: int) -> None:
         """Start with none."""
-        self.by_place: dict[str, tuple[Sequence[Slot], memoryview]] = {}
+        self.by_place: dict[str, tuple[Sequence[ValueSlot], memoryview]] = {}
         self.is_too_much = False
         self._max_bytes = max_bytes
         self._num_bytes = 0
 
-    def keep(self, place: str, slots: Sequence[Slot], content: memoryview) -> None:
+    def keep(self, place: str, slots: Sequence[ValueSlot], content: memoryview) -> None:
         """Keep what was changed at a place, unless it is too much, or the place was come to before."""
         self._num_bytes += len(content)
         self.is_too_much = self.is_too_much or self._num_bytes > self._max_bytes or place in self.by_place

@@ -46,7 +46,7 @@ _DTYPES: Final = {
 _NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-class Slot(msgspec.Struct, frozen=True, tag=True):
+class ValueSlot(msgspec.Struct, frozen=True, tag=True):
     """A tensor, whose bytes stand behind the head, in the order of the slots.
 
     Attributes:
@@ -61,7 +61,7 @@ class Slot(msgspec.Struct, frozen=True, tag=True):
 
 
 Plain = None | bool | int | float | str
-Argument = Slot | Plain
+Argument = ValueSlot | Plain
 
 
 # From the worker.
@@ -80,7 +80,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     arrived: list[tuple[str, Any]]
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class StepMessage(msgspec.Struct, frozen=True, tag=True):
     """A step begins.
 
     Attributes:
@@ -108,7 +108,7 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     provider: str
     passed: Passed
     is_behind: bool
-    slots: list[Slot] | None = None
+    slots: list[ValueSlot] | None = None
     is_tuple: bool = False
 
 
@@ -141,13 +141,13 @@ class Collect(msgspec.Struct, frozen=True, tag=True):
     finished: list[str]
 
 
-ToSandbox = Begin | Step | Offer | Broken | End | Returned | Collect
+ToSandbox = Begin | StepMessage | Offer | Broken | End | Returned | Collect
 
 
 # From the sandbox.
 
 
-class Told(msgspec.Struct, frozen=True):
+class SandboxReply(msgspec.Struct, frozen=True):
     """News of a request, see ``telling``."""
 
     request_id: str
@@ -169,14 +169,14 @@ class Go(msgspec.Struct, frozen=True, tag=True):
     """
 
     wanted: _Many[str] | None = None
-    changes: _Many[Slot] = []
+    changes: _Many[ValueSlot] = []
     ended: _Many[str] = []
-    told: _Many[Told] = []
+    told: _Many[SandboxReply] = []
     live: _Many[str] | None = None
     is_over: bool = False
 
 
-class Call(msgspec.Struct, frozen=True, tag=True):
+class CallRequest(msgspec.Struct, frozen=True, tag=True):
     """Call a module on values of a block's own."""
 
     path: str
@@ -192,7 +192,7 @@ class Collected(msgspec.Struct, frozen=True, tag=True):
 
 
 _to_sandbox = msgspec.msgpack.Decoder(ToSandbox)
-_to_worker = msgspec.msgpack.Decoder(Go | Call | Collected)
+_to_worker = msgspec.msgpack.Decoder(Go | CallRequest | Collected)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -208,7 +208,7 @@ def read_by_sandbox(data: bytes) -> tuple[ToSandbox, memoryview]:
     return _to_sandbox.decode(head), body
 
 
-def read_by_worker(data: bytes) -> tuple[Go | Call | Collected, memoryview]:
+def read_by_worker(data: bytes) -> tuple[Go | CallRequest | Collected, memoryview]:
     """Return what a sandbox said.
 
     Raises:
@@ -231,12 +231,12 @@ def _parted(data: bytes) -> tuple[memoryview, memoryview]:
 
 def slot_of(
     tensor: torch.Tensor, number: int = 0, *, max_bytes: int | None = None
-) -> tuple[Slot, memoryview]:
+) -> tuple[ValueSlot, memoryview]:
     """Return what stands for a tensor on the host, and its bytes.
 
     Args:
         tensor: The tensor.
-        number: See ``Slot``.
+        number: See ``ValueSlot``.
         max_bytes: How large it may be when it is written out.
 
     Raises:
@@ -251,10 +251,10 @@ def slot_of(
         raise TypeError(
             f"a tensor of {tensor.nbytes:,} bytes, and {max_bytes:,} may leave the sandbox at once"
         )
-    return Slot(name, list(tensor.shape), number), flat_bytes(tensor.cpu()).numpy().data
+    return ValueSlot(name, list(tensor.shape), number), flat_bytes(tensor.cpu()).numpy().data
 
 
-def slots_of(value: Any) -> tuple[list[Slot], bool, list[bytes | memoryview]] | None:
+def slots_of(value: Any) -> tuple[list[ValueSlot], bool, list[bytes | memoryview]] | None:
     """Return what stands for a tensor or a tuple of tensors, whether it is a tuple, and their bytes.
 
     None for anything else, and for what ``wire`` has to write because the tensors are one and the same.
@@ -290,7 +290,7 @@ class Tensors:
         if self._body:
             raise SandboxEndedError.broken("it sent bytes that nobody asked for")
 
-    def next(self, slot: Slot) -> torch.Tensor:
+    def next(self, slot: ValueSlot) -> torch.Tensor:
         """Return the next tensor.
 
         Raises:
@@ -312,7 +312,7 @@ __all__ = [
     "Argument",
     "Begin",
     "Broken",
-    "Call",
+    "CallRequest",
     "Collect",
     "Collected",
     "End",
@@ -320,11 +320,11 @@ __all__ = [
     "Offer",
     "Passed",
     "Returned",
-    "Slot",
-    "Step",
+    "SandboxReply",
+    "StepMessage",
     "Tensors",
     "ToSandbox",
-    "Told",
+    "ValueSlot",
     "packed",
     "read_by_sandbox",
     "read_by_worker",

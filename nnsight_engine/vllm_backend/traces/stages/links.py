@@ -1,7 +1,7 @@
 """Messages between two stages of one pipeline, one after the other, on the host.
 
 vLLM's own messages between stages use the same process group; a tag keeps the two apart. Whoever sends waits
-until the other side receives, so both must know from the engine's step alone what comes next; ``serving``
+until the other side receives, so both must know from the engine's step alone what comes next; ``last_stage``
 says how.
 """
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 from vllm.distributed import get_pp_group
 
-from nnsight_engine.wire import decode, encode
+from nnsight_engine.serialization import decode, encode
 
 _TAG: Final = 0x6E6E
 
@@ -23,7 +23,7 @@ Resolve = Callable[[tuple[str, ...]], Any]
 
 
 class Channel(Protocol):
-    """What messages go through, in order; a ``Link``, or a pair of queues in a test."""
+    """What messages go through, in order; a ``StageLink``, or a pair of queues in a test."""
 
     def send(self, *message: Any, reference: Reference | None = None) -> None:
         """Send values, tensors among them; ``reference`` names what stays here."""
@@ -32,7 +32,7 @@ class Channel(Protocol):
         """Wait for the next message; ``resolve`` gives what stayed on this side."""
 
 
-class Link:
+class StageLink:
     """The way to one other stage.
 
     Args:

@@ -13,7 +13,7 @@ from sqlalchemy import event
 
 from api_schemas.errors import ApiError
 from api_schemas.keys import CreatedKey, Limits, NewKey
-from app.admission.guesses import Guesses
+from app.admission.login_throttle import LoginThrottle
 from app.admission.rates import ThrottledError
 from app.auth import keys as keys_module
 from app.auth import secrets
@@ -202,7 +202,7 @@ async def test_slow_hashing_is_done_by_few_and_waited_for_by_not_too_many(
 
 def test_a_place_may_guess_again_after_a_while_and_at_other_ids_at_once():
     moment = 0.0
-    guesses = Guesses(lambda: moment)
+    guesses = LoginThrottle(lambda: moment)
     for _ in range(200):
         guesses.count("a", "10.0.0.1")
     with pytest.raises(ThrottledError) as caught:
@@ -218,7 +218,7 @@ def test_a_place_may_guess_again_after_a_while_and_at_other_ids_at_once():
 
 
 def test_a_network_of_ones_own_is_one_place_and_memory_has_an_end():
-    guesses = Guesses(lambda: 0.0)
+    guesses = LoginThrottle(lambda: 0.0)
     for count in range(200):
         guesses.count("a", f"2001:db8::{count:x}")
     with pytest.raises(ThrottledError):

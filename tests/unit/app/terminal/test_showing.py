@@ -14,7 +14,7 @@ from rich.text import Text
 from api_schemas.results import LogitLensResult
 from app.terminal.lens import heat, print_lens
 from app.terminal.showing import MARK, plain, visible, with_differences
-from app.terminal.steering import Asked, Comparison
+from app.terminal.steering import Comparison, SteeringRequest
 
 
 def marked(text: Text) -> list[str]:
@@ -60,7 +60,7 @@ def test_texts_are_compared_again_only_when_one_has_changed(monkeypatch: pytest.
         return with_differences(baseline, steered, is_done=is_done)
 
     monkeypatch.setattr("app.terminal.steering.with_differences", count)
-    shown = Comparison(Asked("I", is_chat=False, options={}, steers=[]), "joy")
+    shown = Comparison(SteeringRequest("I", is_chat=False, options={}, steers=[]), "joy")
     for text in (" think", " think", " am", " am"):
         shown.texts[1] = text
         shown.draw(100)

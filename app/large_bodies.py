@@ -1,0 +1,142 @@
+"""Large bodies, read beside the event loop: in processes, since parsing JSON in a thread stops the loop too.
+
+A process that takes too long, or whose client has left, is ended, and the next body gets another one.
+Tenants take turns, and none has more than its share of the processes. How many bodies may wait is bounded by
+their bytes, which are counted where they are received.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import struct
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+from starlette.types import Scope
+
+from api_schemas.errors import ApiError, ErrorCode
+from app.body_fields import FieldLimits
+from app.engine.slot_pool import SlotPool
+
+BODIES: Final = "nnsight_engine.bodies"
+"""Where the scope of a request has its server's ``LargeBodyReader``."""
+
+ASKED: Final = struct.Struct("<QQ")
+"""Bytes of the limits, and of the body, which follow."""
+ANSWERED: Final = struct.Struct("<?Q")
+"""Whether it is a body, or an error's code, message and field; and its bytes, which follow."""
+
+_MODULE: Final = "app.body_process"
+_AT_ONCE: Final = 2
+_CHUNK_BYTES: Final = 2**20
+_LIMIT_S: Final = 60.0
+_KEPT_BYTES: Final = 16 * 2**20
+"""A process that has read more is ended, since it may keep the memory."""
+
+
+class LargeBodyReader:
+    """Reads large bodies for one server.
+
+    Args:
+        limits: What one may hold.
+        environment: Of the processes.
+        share: The part of the processes which one tenant may have.
+    """
+
+    def __init__(self, limits: FieldLimits, environment: Mapping[str, str], *, share: float = 1.0) -> None:
+        """Start nothing before a body comes."""
+        self.limits = limits
+        self._environment = environment
+        self._places = SlotPool(_AT_ONCE, max_waiting=0, share=share, what="large bodies")
+        self._idle: list[asyncio.subprocess.Process] = []
+
+    async def read(self, body: bytes | bytearray, tenant: str = "") -> dict[str, Any]:
+        """Return a body's JSON object.
+
+        Args:
+            body: Whole.
+            tenant: Whose share of the processes reads it; nobody's if empty.
+
+        Raises:
+            ApiError: What ``body.read_object`` raises for it; ``rate_limit_exceeded`` if it takes too long.
+        """
+        async with self._places.ask(tenant, object(), is_patient=True):
+            try:
+                async with asyncio.timeout(_LIMIT_S):
+                    is_body, data = await self._answered(body)
+            except (OSError, asyncio.IncompleteReadError) as error:  # a timeout is one
+                raise ApiError(
+                    ErrorCode.RATE_LIMITED,
+                    "The server could not read so large a body in time; send it again later.",
+                ) from error
+        if is_body:
+            value: dict[str, Any] = await asyncio.to_thread(json.loads, data)
+            return value
+        code, message, param = json.loads(data)
+        raise ApiError(ErrorCode(code), message, param)
+
+    async def close(self) -> None:
+        """End the processes."""
+        while self._idle:
+            await _end(self._idle.pop())
+
+    async def _answered(self, body: bytes | bytearray) -> tuple[bool, bytes]:
+        """Return a process's answer: of an idle one, or of a new one, since an idle one may have died."""
+        if self._idle:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                return await self._answered_by(self._idle.pop(), body)
+        return await self._answered_by(await self._start(), body)
+
+    async def _answered_by(
+        self, process: asyncio.subprocess.Process, body: bytes | bytearray
+    ) -> tuple[bool, bytes]:
+        is_done = False
+        try:
+            answer = await self._asked(process, body)
+            is_done = True
+        finally:
+            if is_done and len(body) < _KEPT_BYTES:
+                self._idle.append(process)
+            else:
+                await _end(process)
+        return answer
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", _MODULE,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            env=self._environment, start_new_session=True,
+        )  # fmt: skip
+
+    async def _asked(
+        self, process: asyncio.subprocess.Process, body: bytes | bytearray
+    ) -> tuple[bool, bytes]:
+        if process.stdin is None or process.stdout is None:
+            raise RuntimeError("the process has pipes")
+        limits = msgspec.json.encode(self.limits)
+        process.stdin.write(ASKED.pack(len(limits), len(body)) + limits)
+        with memoryview(body) as view:
+            for start in range(0, len(body), _CHUNK_BYTES):
+                process.stdin.write(bytes(view[start : start + _CHUNK_BYTES]))
+                await process.stdin.drain()
+        is_body, num_bytes = ANSWERED.unpack(await process.stdout.readexactly(ANSWERED.size))
+        return is_body, await process.stdout.readexactly(num_bytes)
+
+
+def bodies_of(scope: Scope) -> LargeBodyReader | None:
+    """Return what reads large bodies of a request whose caller is known."""
+    bodies: LargeBodyReader | None = scope.get(BODIES)
+    return bodies
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
+
+
+__all__ = ["BODIES", "LargeBodyReader", "bodies_of"]

@@ -1,0 +1,256 @@
+"""Standard points that modules give: read as a view of a module's value, written by replacing that.
+
+``points`` makes one for each name. A value is what a module takes or returns, in whatever container; a point
+is one tensor in it, or a part of one.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from nnsight_engine.core.dtype_conversion import fitted
+from nnsight_engine.envoys.architectures.errors import PointValueError
+
+if TYPE_CHECKING:
+    from nnsight_engine.envoys.architectures.table import Side
+    from nnsight_engine.envoys.architectures.views import View
+    from nnsight_engine.envoys.envoy import Envoy
+    from nnsight_engine.interleaving.mediator import Mediator
+
+
+class PointAccess(Protocol):
+    """A place that blocks read and write by its name.
+
+    Attributes:
+        shape: Shape of one position's value; -1 is a size that grows.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one position's value; -1 is a size that grows."""
+
+    def read(self) -> torch.Tensor:
+        """Wait for the value and return it."""
+
+    def write(self, value: torch.Tensor) -> None:
+        """Wait for the value to come by, and replace it."""
+
+
+def check_fits(name: str, value: object, current: torch.Tensor) -> torch.Tensor:
+    """Return a value that may be written, with the dtype and on the device of the current one.
+
+    Raises:
+        PointValueError: It is no tensor, or of another shape.
+        ValueError: It has numbers beyond that dtype.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise PointValueError(
+            f"{name} takes a tensor of shape {tuple(current.shape)}, got {type(value).__name__}; "
+            f"to change some of it, edit in place: points[{name!r}][:] = ..."
+        )
+    if value.shape != current.shape:
+        raise PointValueError(
+            f"{name} takes a tensor of shape {tuple(current.shape)}, got one of {tuple(value.shape)}"
+        )
+    return fitted(value, current)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModulePoint:
+    """A part of what a module takes as its first argument, or returns.
+
+    Attributes:
+        name: The point's name.
+        envoy: The module.
+        side: Which of the two.
+        view: Which part.
+        shape: See ``PointAccess``.
+    """
+
+    name: str
+    envoy: Envoy
+    side: Side
+    view: View
+    shape: tuple[int, ...]
+
+    def read(self) -> torch.Tensor:
+        """Wait for the value and return the part, a view."""
+        value = self._value()
+        whole = first_tensor(value, self.side)
+        part = self.view.part(whole)
+        mediator = self.envoy.interleaver.current
+        if mediator is not None and part is not whole and part.requires_grad:
+            # A view is a branch beside the model's path: it gets a gradient if the path leads through it.
+            mediator.transform = lambda: self._value_with(value, self.view.joined(whole, part))
+        return part
+
+    def write(self, value: torch.Tensor) -> None:
+        """Wait for the value to come by, and replace the part."""
+        current = self._value()
+        whole = first_tensor(current, self.side)
+        part = check_fits(self.name, value, self.view.part(whole))
+        self._replace(self._value_with(current, self.view.joined(whole, part)))
+
+    def _value(self) -> Any:
+        return self.envoy.inputs if self.side == "input" else self.envoy.output
+
+    def _replace(self, value: Any) -> None:
+        if self.side == "input":
+            self.envoy.inputs = value
+        else:
+            self.envoy.output = value
+
+    def _value_with(self, value: Any, whole: torch.Tensor) -> Any:
+        return with_first_tensor(value, self.side, whole)
+
+
+class TokenShape:
+    """Sees how many rows and tokens the layers of the running step have; a watcher of their inputs."""
+
+    def __init__(self) -> None:
+        """Start before any step."""
+        self.shape: tuple[int, int] | None = None
+
+    def add(self, provider: str, iteration: int | None, value: Any) -> None:
+        """Take note of a layer's input, ``[batch, tokens, hidden]``."""
+        del provider, iteration
+        num_rows, num_tokens, *_ = first_tensor(value, "input").shape
+        self.shape = (num_rows, num_tokens)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlattenedPoint:
+    """What a module takes or returns with rows and tokens in one axis, ``[batch * tokens, width]``.
+
+    The batcher cannot tell whose rows are whose there, so this looks at the value at hand itself.
+
+    Attributes:
+        name: The point's name.
+        envoy: The module.
+        side: Its input or its output.
+        tokens: Knows rows and tokens.
+        shape: See ``PointAccess``.
+    """
+
+    name: str
+    envoy: Envoy
+    side: Side
+    tokens: TokenShape
+    shape: tuple[int, ...]
+
+    def read(self) -> torch.Tensor:
+        """Wait for the value and return this block's rows, ``[batch, tokens, width]``, a view."""
+        value = self.envoy.inputs if self.side == "input" else self.envoy.output
+        mediator = self.envoy.interleaver.current
+        if mediator is None:
+            return self._rows(first_tensor(value, self.side), None)
+        batcher = self.envoy.interleaver.batcher
+        whole = first_tensor(batcher.current_value, self.side)
+        batcher.trust(whole)
+        if self.side == "input":
+            # The layer may still need the tensor: it is the residual stream where norms come last.
+            whole = self._put(whole.clone())
+        rows = self._rows(whole, mediator)
+        if rows.requires_grad:
+            mediator.transform = lambda: self._given_back(whole, rows, mediator)
+        return rows
+
+    def write(self, value: torch.Tensor) -> None:
+        """Wait for the value to come by, and replace this block's rows."""
+        rows = self.read()
+        mediator = self.envoy.interleaver.current
+        fitting = check_fits(self.name, value, rows)
+        if mediator is None:
+            raise PointValueError(f"{self.name} is assigned inside `with model.trace(...):`")
+        mediator.transform = None
+        whole = first_tensor(self.envoy.interleaver.batcher.current_value, self.side)
+        self._put(self._with_rows(whole, fitting, mediator))
+
+    def _rows(self, whole: torch.Tensor, mediator: Mediator | None) -> torch.Tensor:
+        shape = self.tokens.shape
+        if shape is None or whole.shape[0] != shape[0] * shape[1]:
+            raise PointValueError(
+                f"{self.name} is for traces of the whole model: {self.envoy.path} works on the tokens of all "
+                f"rows in one axis, here {whole.shape[0]}, and only the layer around it shows whose they are"
+            )
+        rows: torch.Tensor = whole.unflatten(0, shape)
+        batcher = self.envoy.interleaver.batcher
+        group = None if mediator is None else mediator.batch_group
+        if group is None or batcher.sees_all(group) or shape[0] != batcher.total_batch_size:
+            return rows
+        first, num_rows = group
+        return rows.narrow(0, first, num_rows)
+
+    def _with_rows(self, whole: torch.Tensor, rows: torch.Tensor, mediator: Mediator) -> torch.Tensor:
+        new = whole.clone()
+        self._rows(new, mediator).copy_(rows)
+        return new
+
+    def _given_back(self, whole: torch.Tensor, rows: torch.Tensor, mediator: Mediator) -> Any:
+        """Lead the model's path through the rows, so that they get a gradient; returns the value at hand."""
+        self._put(self._with_rows(whole, rows, mediator))
+        return self.envoy.interleaver.batcher.narrow(mediator.batch_group)
+
+    def _put(self, whole: torch.Tensor) -> torch.Tensor:
+        batcher = self.envoy.interleaver.batcher
+        batcher.current_value = with_first_tensor(batcher.current_value, self.side, whole)
+        return whole
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogitsPoint:
+    """The logits in what the model itself returns, after scales and soft caps.
+
+    Attributes:
+        envoy: The model.
+        shape: See ``PointAccess``.
+    """
+
+    envoy: Envoy
+    shape: tuple[int, ...]
+
+    def read(self) -> torch.Tensor:
+        """Wait for the model's output and return its logits."""
+        return _logits(self.envoy.output)
+
+    def write(self, value: torch.Tensor) -> None:
+        """Wait for the model's output, and have other logits in it."""
+        output = self.envoy.output
+        replaced = copy.copy(output)
+        replaced.logits = check_fits("logits", value, _logits(output))
+        self.envoy.output = replaced
+
+
+def _logits(output: Any) -> torch.Tensor:
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, torch.Tensor):
+        raise PointValueError(
+            f"the model must return an output with logits, got {type(output).__name__}; "
+            "drop return_dict=False"
+        )
+    return logits
+
+
+def first_tensor(value: Any, side: Side) -> torch.Tensor:
+    """Return the first argument of ``(args, kwargs)``, or an output, of a tuple the first."""
+    if side == "input":
+        args, kwargs = value
+        found = args[0] if args else next(iter(kwargs.values()))
+    else:
+        found = value[0] if isinstance(value, tuple) else value
+    tensor: torch.Tensor = found
+    return tensor
+
+
+def with_first_tensor(value: Any, side: Side, tensor: torch.Tensor) -> Any:
+    """Return a value with another tensor where ``first_tensor`` finds it."""
+    if side == "output":
+        return (tensor, *value[1:]) if isinstance(value, tuple) else tensor
+    args, kwargs = value
+    if args:
+        return (tensor, *args[1:]), kwargs
+    return args, {**kwargs, next(iter(kwargs)): tensor}

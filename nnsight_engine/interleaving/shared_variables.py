@@ -1,0 +1,229 @@
+"""Variables between invokes: each sees what those before it assigned, as if they ran one after the other.
+
+Invokes are written one after the other but run side by side, so one cell for all would let a later invoke
+change a variable under an earlier one's hands. Each invoke therefore has cells of its own. What it finds in
+one that it has not assigned itself:
+
+- the surrounding code's value at the place where the invoke stands (in a loop, of that turn), if no invoke
+  before it may assign the variable;
+- otherwise what the nearest of those has assigned by now. While that one may still assign it and has not,
+  there is nothing: reading is a ``NameError``, since the surrounding code's value is not what it would be;
+- at a barrier, what a later invoke that met it there has assigned;
+- a later invoke's value without a barrier only if there would never be another.
+
+Once an invoke has assigned or deleted a variable, nobody changes it but itself. The surrounding code gets,
+in the end, what the last invoke in order of definition assigned.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from types import CellType
+from typing import Any, Final, Protocol
+
+from nnsight_engine.core.closure_cells import UNBOUND, Assignments, content
+
+
+class Sharer(Protocol):
+    """An invoke, as far as its variables are concerned.
+
+    Attributes:
+        identities: For each name, which variable it stands for: equal ones in two invokes are the same.
+        own: The invoke's cells, by name.
+        stored: The names it may assign.
+        assignments: What counts its stores.
+    """
+
+    @property
+    def identities(self) -> Mapping[str, Hashable]: ...  # noqa: D102 - see the class
+
+    @property
+    def own(self) -> Mapping[str, CellType]: ...  # noqa: D102
+
+    @property
+    def stored(self) -> Sequence[str]: ...  # noqa: D102
+
+    @property
+    def assignments(self) -> Assignments: ...  # noqa: D102
+
+
+class _Reader:
+    """An invoke's cell for a variable that some invoke assigns.
+
+    Attributes:
+        order: The invoke's place among all.
+        cell: The cell.
+        may_assign: Whether the invoke may assign it, or assign it again.
+        assigned: Whether it has.
+        passed: What those before it have for it; ``UNBOUND`` is nothing.
+        is_passed: Whether one of those has assigned, or deleted, what that is.
+        is_waiting: Whether one of those may assign the variable and has not.
+        later: The order of the later invoke that the value is of, if it is.
+        met: Whether that one was met at a barrier.
+        count: How often the invoke had assigned it when that was looked at.
+    """
+
+    __slots__ = (
+        "assigned", "cell", "count", "is_passed", "is_waiting", "later", "may_assign", "met", "order",
+        "passed",
+    )  # fmt: skip
+
+    def __init__(self, cell: CellType, order: int, *, may_assign: bool) -> None:
+        self.cell = cell
+        self.order = order
+        self.may_assign = may_assign
+        self.passed = content(cell)
+        self.count = 0
+        self.assigned = self.is_passed = self.is_waiting = self.met = False
+        self.later: int | None = None
+
+    @property
+    def value(self) -> Any:
+        """What those after it see."""
+        return content(self.cell) if self.assigned else self.passed
+
+    def hold(self, value: Any) -> None:
+        """Have a value that the invoke has not assigned."""
+        if value is not UNBOUND:
+            self.cell.cell_contents = value
+        elif content(self.cell) is not UNBOUND:
+            del self.cell.cell_contents
+
+
+class _Variable:
+    """A variable of the surrounding code, in all invokes that mention it, in order of definition."""
+
+    __slots__ = ("readers",)
+
+    def __init__(self) -> None:
+        self.readers: list[_Reader] = []
+
+    def begin(self) -> None:
+        """Take the surrounding code's value from those who are to see an earlier invoke's."""
+        is_waiting = False
+        for reader in self.readers:
+            if is_waiting:
+                reader.is_waiting, reader.passed = True, UNBOUND
+                reader.hold(UNBOUND)
+            is_waiting |= reader.may_assign
+
+    def pass_on(self, source: _Reader) -> None:
+        """Pass on what one invoke has, to those that see it: it assigned that, or will assign nothing."""
+        value, at = source.value, self.readers.index(source)
+        is_waiting = source.is_waiting and not source.assigned
+        is_passed = source.is_passed or source.assigned
+        for reader in self.readers[at + 1 :]:
+            if reader.assigned:
+                break
+            reader.passed, reader.is_waiting, reader.is_passed = value, is_waiting, is_passed
+            if reader.later is None:
+                reader.hold(value)
+            if reader.may_assign:
+                break
+        if source.assigned:
+            self._pass_back(source, value, at)
+
+    def _pass_back(self, source: _Reader, value: Any, at: int) -> None:
+        for reader in self.readers[:at]:
+            if reader.assigned or reader.is_waiting or reader.is_passed or reader.met:
+                continue
+            if reader.later == source.order or (reader.later is None and reader.passed is UNBOUND):
+                reader.later = source.order
+                reader.hold(value)
+
+    def meet(self, orders: Collection[int]) -> None:
+        """Give invokes that met at a barrier what the last of them has assigned, if none before them has."""
+        readers = [reader for reader in self.readers if reader.order in orders]
+        assigned = [reader for reader in readers if reader.assigned]
+        for reader in readers:
+            if not assigned or assigned[0].order <= reader.order:
+                return
+            reader.later, reader.met = assigned[-1].order, True
+            reader.hold(assigned[-1].value)
+
+
+class Exchange:
+    """What one invoke passes on, each time it hands over.
+
+    Attributes:
+        order: The invoke's place among all.
+        variables: All that are shared.
+    """
+
+    def __init__(self, order: int, sharer: Sharer, variables: Mapping[Hashable, _Variable]) -> None:
+        """Watch what the invoke may assign and others mention."""
+        self.order = order
+        self._total = 0
+        self._assignments = sharer.assignments
+        self.variables = variables
+        self._watched: list[tuple[str, _Reader, _Variable]] = []
+        for name in sharer.stored:
+            variable = variables.get(sharer.identities.get(name))
+            if variable is not None:
+                mine = next(one for one in variable.readers if one.order == order)
+                self._watched.append((name, mine, variable))
+
+    def publish(self) -> None:
+        """Pass on what the invoke has assigned since this was called last."""
+        assignments = self._assignments
+        if assignments.total == self._total:
+            return
+        self._total = assignments.total
+        for name, reader, variable in self._watched:
+            count = assignments[name]
+            if count != reader.count:
+                reader.count, reader.assigned = count, True
+                variable.pass_on(reader)
+
+    def close(self) -> None:
+        """Take note that the invoke has ended: what it has not assigned is as it found it."""
+        for _, reader, variable in self._watched:
+            reader.may_assign = False
+            if not reader.assigned:
+                variable.pass_on(reader)
+
+
+def meet(participants: Sequence[Exchange]) -> None:
+    """Take note that invokes of one trace meet at a barrier."""
+    orders = {one.order for one in participants}
+    for variable in participants[0].variables.values() if participants else ():
+        variable.meet(orders)
+
+
+def exchanges(sharers: Sequence[Sharer]) -> list[Exchange]:
+    """Return, for each invoke, what passes its assignments on; from now on they see each other's."""
+    stored = {sharer.identities.get(name) for sharer in sharers for name in sharer.stored}
+    found: dict[Hashable, _Variable] = {identity: _Variable() for identity in stored - {None}}
+    for order, sharer in enumerate(sharers):
+        for name, identity in sharer.identities.items():
+            if identity in found:
+                reader = _Reader(sharer.own[name], order, may_assign=name in sharer.stored)
+                found[identity].readers.append(reader)
+    shared = {identity: variable for identity, variable in found.items() if len(variable.readers) > 1}
+    for variable in shared.values():
+        variable.begin()
+    return [Exchange(order, sharer, shared) for order, sharer in enumerate(sharers)]
+
+
+def explain(error: NameError, stored: Iterable[Collection[str]]) -> None:
+    """Add what to do if one invoke used what another one had yet to assign.
+
+    Args:
+        error: What was raised in an invoke.
+        stored: The names that each invoke may assign.
+    """
+    found = _QUOTED.search(str(error))
+    name = error.name or (found.group(1) if found is not None else "")
+    if not hasattr(error, "__notes__") and any(name in names for names in stored):
+        error.add_note(
+            f"`{name}` is assigned in another invoke, which had not come that far; a value from before the "
+            "trace is not taken instead. If both ask for values of the same place, let them wait for each "
+            "other: barrier = tracer.barrier(2) before the invokes, and barrier() in each, after it is "
+            "assigned and before it is used."
+        )
+
+
+_QUOTED: Final = re.compile(r"'(\w+)'")
+
+__all__ = ["Exchange", "Sharer", "exchanges", "explain", "meet"]

@@ -1,0 +1,102 @@
+"""Modes of torch that belong to a thread, kept apart for the model and each block, which share one.
+
+A block may wait within ``torch.no_grad()``, ``torch.inference_mode()`` or ``torch.autocast()`` of its own,
+and the model may be within some while a block runs. Whoever has control has their own modes.
+
+Grad mode differs often (generation runs without) and is swapped in passing. The other two are seldom on, and
+take the longer way when they are on either side.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+_is_grad = torch.is_grad_enabled
+_set_grad = torch._C._set_grad_enabled  # noqa: SLF001 - the public class of the same use is slow
+_is_inference = torch.is_inference_mode_enabled
+_is_autocast = torch._C._is_any_autocast_enabled  # noqa: SLF001 - has no public name
+
+Autocast = tuple[tuple[str, bool, torch.dtype], ...]
+"""For each kind of device, whether autocast is on and to what; empty if it is on for none."""
+
+Modes = tuple[bool, bool, Autocast]
+"""Grad mode, inference mode, autocast."""
+
+
+def current() -> Modes:
+    """Return this thread's modes."""
+    autocast = tuple(
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES
+    )
+    return (_is_grad(), _is_inference(), autocast if _is_autocast() else ())
+
+
+class ModeKeeper:
+    """Keeps a block's modes while the model runs, and the model's while the block does.
+
+    Inference mode has no setter, only a guard that puts back what it found. A guard that lets the model run
+    without a block's inference mode is left when the block goes on.
+    """
+
+    __slots__ = ("_block", "_block_grad", "_entered", "_left", "_model", "_model_grad")
+
+    def __init__(self) -> None:
+        """Start in the block, with this thread's modes for it."""
+        self._block_grad = self._model_grad = _is_grad()
+        self._model: Modes | None = current() if _is_inference() or _is_autocast() else None
+        self._block: Modes | None = self._model
+        self._entered: Any = None
+        self._left: Any = None
+
+    def enter(self) -> None:
+        """Change from the model's modes to the block's."""
+        self._model_grad = _is_grad()
+        if self._block is not None or _is_inference() or _is_autocast():
+            self._enter_slowly()
+        elif self._model_grad is not self._block_grad:
+            _set_grad(self._block_grad)
+
+    def leave(self) -> None:
+        """Change from the block's modes back to the model's."""
+        self._block_grad = _is_grad()
+        if self._model is not None or _is_inference() or _is_autocast():
+            self._leave_slowly()
+        elif self._model_grad is not self._block_grad:
+            _set_grad(self._model_grad)
+
+    def _enter_slowly(self) -> None:
+        self._model = current()
+        block = self._block or (self._block_grad, False, ())
+        if self._left is not None:
+            self._left.__exit__(None, None, None)
+            self._left = None
+        if _is_inference() is not block[1]:
+            self._entered = torch.inference_mode(block[1])
+            self._entered.__enter__()
+        _set(block)
+
+    def _leave_slowly(self) -> None:
+        self._block = current()
+        model, self._model = self._model or (self._model_grad, False, ()), None
+        if self._entered is not None:
+            self._entered.__exit__(None, None, None)
+            self._entered = None
+        if _is_inference() is not model[1]:
+            self._left = torch.inference_mode(model[1])
+            self._left.__enter__()
+        _set(model)
+        if self._left is None and not self._block[1] and not self._block[2]:
+            self._block = None
+
+
+def _set(modes: Modes) -> None:
+    if modes[2] or _is_autocast():
+        for device, enabled, dtype in modes[2] or [(one, False, None) for one in _DEVICES]:
+            torch.set_autocast_enabled(device, enabled)
+            if dtype is not None:
+                torch.set_autocast_dtype(device, dtype)
+    _set_grad(modes[0])

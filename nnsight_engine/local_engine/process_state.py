@@ -1,0 +1,80 @@
+"""What a process has besides a model, and a block may leave changed: settings of torch, variables, a folder.
+
+``model_snapshot`` and the process of sessions have it as it was between any two traces.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from nnsight_engine.core.environment import set_environment
+
+_JOIN_S: Final = 0.1
+"""How long a thread that a block has left behind may take to end."""
+
+
+_SETTINGS: Final[tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...]] = (
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    (lambda: torch.is_autocast_enabled("cpu"), lambda value: torch.set_autocast_enabled("cpu", value)),
+    (lambda: torch.is_autocast_enabled("cuda"), lambda value: torch.set_autocast_enabled("cuda", value)),
+    (lambda: torch.backends.cudnn.allow_tf32, functools.partial(setattr, torch.backends.cudnn, "allow_tf32")),
+    (sys.gettrace, sys.settrace),
+    (sys.getprofile, sys.setprofile),
+    (sys.getrecursionlimit, sys.setrecursionlimit),
+    (os.getcwd, os.chdir),
+    (lambda: dict(os.environ), set_environment),
+    (lambda: list(sys.path), functools.partial(sys.path.__setitem__, slice(None))),
+)  # fmt: skip
+
+
+class ProcessState:
+    """A process's settings as they were."""
+
+    def __init__(self) -> None:
+        """Take note of them."""
+        self._known = [get() for get, _ in _SETTINGS]
+        self._threads = _running()
+
+    def restore(self) -> bool:
+        """Make it so again; False if threads run that did not."""
+        renew_globals()
+        for (get, put), known in zip(_SETTINGS, self._known, strict=True):
+            if get() != known:
+                put(known)
+        return not self._left()
+
+    def _left(self) -> set[int]:
+        left = _running() - self._threads
+        for thread in threading.enumerate() if left else ():
+            if thread.ident in left:
+                thread.join(_JOIN_S)
+        return _running() - self._threads if left else left
+
+
+def _running() -> set[int]:
+    return set(sys._current_frames())  # noqa: SLF001 - those that threading does not know count too
+
+
+def renew_globals() -> None:
+    """Have torch's settings as they are at first, and random numbers that nobody has begun."""
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(mode=True)
+    torch.seed()
+    random.seed()
+    np.random.seed()
+
+
+__all__ = ["ProcessState", "renew_globals"]

@@ -1,0 +1,158 @@
+"""Blocks that came from elsewhere: their variables, what they share, and what they leave behind.
+
+Whatever runs blocks for somebody else reads them with ``invokes_of``, runs them in its own way, and answers
+with ``outcome_pieces``, which ``outcomes`` reads on the other side.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final
+
+from nnsight_engine.core.closure_cells import UNBOUND, Assignments, content
+from nnsight_engine.core.saves import holds_marked
+from nnsight_engine.serialization import DecodeError, EncodeError, MessageLimits, encode_error
+from nnsight_engine.serialization.encoder import Reference
+from nnsight_engine.serialization.message import Piece
+from nnsight_engine.serialization.values import DEFAULT_LIMITS, encode_pieces
+from nnsight_engine.tracing.tracer import Info
+
+logger = logging.getLogger(__name__)
+
+SAVED: Final = "saved"
+"""Name, among a trace's shared values, of the list of containers that were saved before its blocks ran."""
+
+_MAX_SAID: Final = 2000
+"""Characters of an error in an event; the error itself is in the result."""
+
+
+class ReceivedInvoke:
+    """A block's variables, and the surrounding ones that they stand for; see ``interleaving.sharing``.
+
+    Attributes:
+        info: The block.
+        identities: The numbers of the surrounding variables, by name.
+        own: The block's own.
+        stored: The names that it may assign.
+        assignments: What counts its stores.
+        args: The input of its invoke, where it has one.
+        kwargs: Keyword arguments that belong to the input.
+        marked: What it has saved, by identity, if whoever runs it keeps that apart.
+    """
+
+    __slots__ = ("args", "assignments", "identities", "info", "kwargs", "marked", "own", "stored")
+
+    def __init__(self, info: Info, groups: Mapping[str, int]) -> None:
+        """Take a block; variables of one number are one."""
+        self.info = info
+        self.own = info.variables
+        self.identities = {name: groups[name] for name in info.variables if name in groups}
+        self.stored = info.block.stored
+        self.assignments = Assignments(self.own)
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+        self.marked: dict[int, Any] = {}
+
+    def saves(self, marked: Mapping[int, Any]) -> dict[str, Any]:
+        """Return the variables that were saved, by name; ``marked`` is what was, by identity."""
+        return {name: value for name, value in self._assigned().items() if holds_marked(value, marked)}
+
+    def flows(self, marked: Mapping[int, Any], wanted: Collection[str]) -> dict[str, Any]:
+        """Return variables that were not saved, and that later traces of a session use."""
+        values = {name: value for name, value in self._assigned().items() if name in wanted}
+        return {name: value for name, value in values.items() if not holds_marked(value, marked)}
+
+    def _assigned(self) -> dict[str, Any]:
+        values = {name: content(self.own[name]) for name in self.stored}
+        return {name: value for name, value in values.items() if value is not UNBOUND}
+
+    def finish(self) -> None:
+        """Keep the variables after the run, as whoever has run it reads them."""
+
+
+def invokes_of(blocks: Sequence[Info], groups: Sequence[Mapping[str, int]]) -> list[ReceivedInvoke]:
+    """Return the blocks with their variables.
+
+    Args:
+        blocks: The blocks.
+        groups: For each, its variables' names and the numbers of the surrounding variables they stand for.
+
+    Raises:
+        DecodeError: There are more of one than of the other.
+    """
+    if len(blocks) != len(groups):
+        raise DecodeError(
+            f"the trace is broken: it has {len(blocks)} blocks and says of {len(groups)} what they share"
+        )
+    return [ReceivedInvoke(info, names) for info, names in zip(blocks, groups, strict=True)]
+
+
+def outcome_of(
+    index: int,
+    saves: Mapping[str, Any],
+    error: dict[str, Any] | None,
+    *,
+    choice: int = 0,
+    flows: Mapping[str, Any] = MappingProxyType({}),
+    warnings: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return what came of a block, as a message has it; ``error`` is of ``encode_error``."""
+    return {
+        "index": index,
+        "choice": choice,
+        "saves": saves,
+        "error": error,
+        "shapes": {},
+        "flows": dict(flows),
+        "warnings": list(warnings),
+    }
+
+
+def failure_of(blocks: Sequence[Mapping[str, Any]]) -> str:
+    """Return what to say of the first block that failed, nothing if none did."""
+    told = next((block["error"] for block in blocks if block["error"] is not None), None)
+    if told is None:
+        return ""
+    said = f"{told['name']}: {told['message']}"[:_MAX_SAID]
+    return said.encode("utf-8", "backslashreplace").decode()  # it goes where lone surrogates cannot
+
+
+def outcome_pieces(
+    message: dict[str, Any],
+    reference: Reference,
+    *,
+    compress: bool = False,
+    limits: MessageLimits = DEFAULT_LIMITS,
+) -> list[Piece]:
+    """Return what blocks left behind as pieces of a message; one that saved what cannot travel fails alone.
+
+    Tensors on the host are pieces as they are, not copies of them.
+    """
+    write = partial(encode_pieces, reference=reference, limits=limits)
+    try:
+        return write(message, compress=compress)
+    except EncodeError:
+        logger.debug("something saved cannot be sent", exc_info=True)
+    for block in message["blocks"]:
+        try:
+            write([block["saves"], block["flows"]])
+        except EncodeError as error:
+            _failed(block, error)
+    try:
+        return write(message, compress=compress)
+    except EncodeError:
+        message["before"] = None
+    try:
+        return write(message, compress=compress)
+    except EncodeError as error:  # they are too much together
+        for block in message["blocks"]:
+            _failed(block, error)
+        return write(message)
+
+
+def _failed(block: dict[str, Any], error: EncodeError) -> None:
+    block["saves"] = block["flows"] = {}
+    block["error"] = block["error"] or encode_error(error)

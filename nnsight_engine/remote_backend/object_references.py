@@ -1,0 +1,203 @@
+"""What both sides have of a model in the transformers library, and the names by which it travels.
+
+A block mentions the model, parts of it and its tracer. None of that is sent: the client names it with
+``reference_of`` and the engine, which has a model of the same structure, finds its own with
+``ObjectReferences``. The client's model may lack its weights, so its modules and parameters go by name too.
+What comes home names places with ``place_of``, where a saved parameter is a value like any other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Final, NoReturn
+
+import torch
+
+from nnsight_engine.envoys.architectures.named_points import PointGroup
+from nnsight_engine.envoys.architectures.points import Points
+from nnsight_engine.envoys.cache import Cache, CacheView, Entry
+from nnsight_engine.envoys.envoy import Envoy
+from nnsight_engine.envoys.operations import OperationEnvoy, SourceEnvoy
+from nnsight_engine.interleaving.barrier import Barrier
+from nnsight_engine.interleaving.interleaver import Interleaver
+from nnsight_engine.serialization import EncodeError
+from nnsight_engine.tracing.tracer import Tracer
+
+Reference = tuple[str, ...]
+
+HOME_CLASSES: Final = (Cache, CacheView, Entry)
+"""What comes home beside data: these hold data, and places in the model."""
+
+
+def reference_of(value: Any, model: Envoy, barriers: list[Barrier]) -> Reference | None:
+    """Return the name of something that the engine has itself; None for what has to be sent.
+
+    Args:
+        value: Any object that a trace's message meets.
+        model: The client's model, or a part of it.
+        barriers: The trace's barriers; one that is not among them is added.
+
+    Raises:
+        EncodeError: It is a part of another model, which the engine does not have.
+    """
+    place = place_of(value, model)
+    if place is not None:
+        return place
+    if isinstance(value, Barrier):
+        number = next((at for at, one in enumerate(barriers) if one is value), len(barriers))
+        if number == len(barriers):
+            barriers.append(value)
+        return ("barrier", str(number), str(value.participants))
+    if isinstance(value, Tracer | Interleaver):
+        return ("tracer",) if isinstance(value, Tracer) else ("interleaver",)
+    return _part_of(value, model._root)  # noqa: SLF001 - an envoy of ours
+
+
+def place_of(value: Any, model: Envoy) -> Reference | None:
+    """Return the name of a place in the model; None for what is none.
+
+    Raises:
+        EncodeError: It is a place in another model.
+    """
+    if isinstance(value, Envoy):
+        if value._root is not model._root:  # noqa: SLF001 - envoys of ours
+            _refuse_other(str(value.path))
+        return ("envoy", str(value.path))
+    if isinstance(value, Points | PointGroup):
+        return _points_of(value, model)
+    if isinstance(value, SourceEnvoy | OperationEnvoy):
+        if value.interleaver is not model.interleaver:
+            _refuse_other(str(value.path))
+        return _operation_of(value, model)
+    if isinstance(value, torch.nn.Module):
+        envoy = model._root._by_module.get(id(value))  # noqa: SLF001 - an envoy of ours
+        return None if envoy is None else ("module", str(envoy.path))
+    return None
+
+
+def _points_of(value: Points | PointGroup, model: Envoy) -> Reference:
+    points = value if isinstance(value, Points) else value.__dict__["_points"]
+    if points is not model._root.__dict__.get("_points"):  # noqa: SLF001 - an envoy of ours
+        _refuse_other("points")
+    return ("points",) if points is value else ("point", str(value.__dict__["_prefix"]))
+
+
+def _operation_of(value: SourceEnvoy | OperationEnvoy, model: Envoy) -> Reference:
+    """Name a call inside a forward: the module, and the calls within each other."""
+    path = str(value.path)
+    modules = (str(envoy.path) for envoy in model._root._walk())  # noqa: SLF001 - an envoy of ours
+    module = max((one for one in modules if f"{path}.".startswith(f"{one}.")), key=len)
+    calls = [call for call in path.removeprefix(module).split(".") if call]
+    return ("source" if isinstance(value, SourceEnvoy) else "operation", module, *calls)
+
+
+def _part_of(value: Any, root: Envoy) -> Reference | None:
+    """Name what a model has beside its modules."""
+    if isinstance(value, torch.Tensor):
+        return _tensor_of(value, root)
+    tokenizer = root.__dict__.get("tokenizer")
+    return ("tokenizer",) if tokenizer is not None and value is tokenizer else None
+
+
+def _tensor_of(value: torch.Tensor, root: Envoy) -> Reference | None:
+    if not isinstance(value, torch.nn.Parameter) and not value.is_meta:
+        return None
+    module = root._module  # noqa: SLF001 - an envoy of ours
+    named = itertools.chain(module.named_parameters(), module.named_buffers())
+    return next((("tensor", name) for name, one in named if one is value), None)
+
+
+def _refuse_other(path: str) -> NoReturn:
+    raise EncodeError(
+        f"the block uses {path} of another model than the one it traces; the engine has that one alone. Save "
+        "the other model's values in a trace of its own, and use them here"
+    )
+
+
+class ObjectReferences:
+    """Finds what references name, in one trace.
+
+    Args:
+        model: The model.
+        tracer: What ``tracer`` is in the trace's blocks, if they may mention it.
+    """
+
+    def __init__(self, model: Envoy, tracer: Tracer | None = None) -> None:
+        """Know no barriers yet."""
+        self._model = model
+        self._tracer = tracer
+        self._barriers: dict[str, Barrier] = {}
+
+    def __call__(self, reference: Reference) -> Any:
+        """Return what a reference names.
+
+        Raises:
+            LookupError: There is nothing of that name here.
+        """
+        kind, *rest = reference
+        try:
+            return self._found(kind, rest)
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise LookupError(
+                f"the message names {reference!r}, which this model lacks: {error}. The client's model must "
+                "be the server's"
+            ) from error
+
+    def _found(self, kind: str, rest: list[str]) -> Any:
+        model = self._model
+        if kind == "envoy":
+            return self._envoy(*rest)
+        if kind == "module":
+            return self._envoy(*rest)._module  # noqa: SLF001 - an envoy of ours
+        if kind == "tensor":
+            return _tensor_named(model._root._module, *rest)  # noqa: SLF001 - the same
+        if kind in {"source", "operation"}:
+            return self._operation(kind, *rest)
+        if kind in {"points", "point"}:
+            points: Points = model._root.__dict__["_points"]  # noqa: SLF001 - the same
+            return points.group(*rest) if rest else points
+        return self._own(kind, rest)
+
+    def _own(self, kind: str, rest: list[str]) -> Any:
+        """Return what is the trace's own."""
+        if kind == "tracer" and self._tracer is not None:
+            return self._tracer
+        if kind == "barrier":
+            number, participants = rest
+            if number not in self._barriers:
+                self._barriers[number] = Barrier(self._model.interleaver, int(participants))
+            return self._barriers[number]
+        if kind == "interleaver":
+            return self._model.interleaver
+        if kind == "tokenizer":
+            return self._model.__dict__["tokenizer"]
+        raise KeyError(kind)
+
+    def _envoy(self, path: str) -> Envoy:
+        """Return the envoy at a path; the root is the model as it is traced, with its edits."""
+        model = self._model
+        if path == str(model.path):
+            return model
+        root = model._root  # noqa: SLF001 - an envoy of ours
+        found = root if path == str(root.path) else root.get(path)
+        if not isinstance(found, Envoy):
+            raise TypeError(f"{path} is no module")
+        return found
+
+    def _operation(self, kind: str, module: str, *calls: str) -> SourceEnvoy | OperationEnvoy:
+        found: SourceEnvoy | OperationEnvoy = self._envoy(module).source
+        for call in calls:
+            within = found.source if isinstance(found, OperationEnvoy) else found
+            found = within.operations[call]
+        return found.source if kind == "source" and isinstance(found, OperationEnvoy) else found
+
+
+def _tensor_named(module: torch.nn.Module, name: str) -> torch.Tensor:
+    owner, _, attribute = name.rpartition(".")
+    found = getattr(module.get_submodule(owner), attribute)
+    if not isinstance(found, torch.Tensor):
+        raise TypeError(f"{name} is no tensor")
+    return found
+
+
+__all__ = ["HOME_CLASSES", "ObjectReferences", "Reference", "place_of", "reference_of"]

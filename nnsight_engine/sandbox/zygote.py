@@ -1,0 +1,114 @@
+"""A clean process that others are forked from: it has loaded all that they need, and nothing of anybody's.
+
+It is started by ``ForkServer`` with an environment of its own, makes what its children are to have ready,
+gives up what they must not have, and then does what its engine says: fork one more, or take note that one was
+ended. It ends with its engine, and its children end with it.
+"""
+
+from __future__ import annotations
+
+import array
+import gc
+import os
+import socket
+import struct
+import traceback
+from collections.abc import Callable
+from typing import Final, NoReturn
+
+from nnsight_engine.sandbox.channel import Memory, SandboxSide
+from nnsight_engine.sandbox.confine import ProcessLimits, confine, die_with_parent, keep_only, leave_the_world
+
+FORK: Final = b"F"
+REAP: Final = b"R"
+ORDER: Final = struct.Struct("<cQ")
+"""What to do, and with which process, or with how many bytes of memory."""
+NUMBER: Final = struct.Struct("<q")
+READY: Final = b"ready"
+"""What a child says first, if it does not say what went wrong."""
+
+Child = Callable[[SandboxSide], None]
+"""Serves the engine until it is ended."""
+
+
+def raise_children(
+    orders: socket.socket, folder: str, share: ProcessLimits, grow_up: Callable[[], Child]
+) -> None:
+    """Fork processes as they are ordered, until there is nobody to order them.
+
+    Args:
+        orders: From the engine.
+        folder: An empty one.
+        share: What each may use.
+        grow_up: Called in each child before it is confined; returns what it does then.
+    """
+    die_with_parent()
+    lacks = leave_the_world(folder)
+    die_with_parent()  # the kernel forgets it when a process changes its user
+    gc.collect()
+    gc.freeze()
+    told = " ".join(lacks).encode()
+    orders.sendall(NUMBER.pack(len(told)) + told)
+    while True:
+        data, descriptors = _order(orders)
+        if not data:
+            return
+        kind, number = ORDER.unpack(data)
+        if kind == REAP:
+            _reap(number)
+            continue
+        connection, memory = descriptors
+        child = os.fork()
+        if child == 0:
+            _live(connection, memory, number, share, grow_up)
+        os.close(connection)
+        os.close(memory)
+        orders.sendall(NUMBER.pack(child))
+
+
+def _order(orders: socket.socket) -> tuple[bytes, list[int]]:
+    """Return the next order and the descriptors that came with it; nothing if the engine is gone."""
+    descriptors = array.array("i")
+    data, ancillary, _, _ = orders.recvmsg(ORDER.size, socket.CMSG_SPACE(2 * descriptors.itemsize))
+    for _, _, content in ancillary:
+        descriptors.frombytes(content)
+    while data and len(data) < ORDER.size:
+        more = orders.recv(ORDER.size - len(data))
+        if not more:
+            return b"", []
+        data += more
+    return data, list(descriptors)
+
+
+def _reap(process: int) -> None:
+    """Let go of a child that the engine has ended; until then its number is nobody else's."""
+    try:
+        os.waitpid(process, 0)
+    except ChildProcessError:
+        return
+
+
+def _live(
+    connection: int, descriptor: int, num_bytes: int, share: ProcessLimits, grow_up: Callable[[], Child]
+) -> NoReturn:
+    """Be a child: never return to what the parent was doing, whatever happens."""
+    try:
+        die_with_parent()
+        memory = Memory(descriptor, num_bytes)
+        keep_only({connection})
+        side = SandboxSide(connection, memory)
+        try:
+            serve = grow_up()
+            confine(share)
+        except Exception:
+            side.send([traceback.format_exc().encode()])
+            raise
+        side.send([READY])
+        serve(side)
+    except BaseException:  # noqa: BLE001 - nothing of a child's may come to what its parent was doing
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+__all__ = ["FORK", "NUMBER", "ORDER", "READY", "REAP", "Child", "raise_children"]

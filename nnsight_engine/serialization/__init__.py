@@ -1,0 +1,40 @@
+"""Values, traced blocks and errors as bytes, between processes that do not trust each other's bytes.
+
+A client sends blocks to a worker and gets results back; neither side uses pickle or anything that runs code
+from its input unasked. ``docs/wire-format.md`` says what a message looks like. ``trusted`` alone has pickle,
+for blocks of senders that an operator trusts with everything.
+"""
+
+from nnsight_engine.serialization.errors import BudgetError, DecodeError, EncodeError, FuelError, SandboxError
+from nnsight_engine.serialization.failures import encode_error, restore_error
+from nnsight_engine.serialization.import_resolution import register_by_value, unregister_by_value
+from nnsight_engine.serialization.limits import DATA_ONLY, TRUSTED, MessageLimits, Policy
+from nnsight_engine.serialization.rules import Rules
+from nnsight_engine.serialization.traces import ReceivedTrace, SentBlock, decode_trace, encode_trace
+from nnsight_engine.serialization.trusted import decode_trace_pickled, encode_trace_pickled
+from nnsight_engine.serialization.values import decode, encode
+
+__all__ = [
+    "DATA_ONLY",
+    "TRUSTED",
+    "BudgetError",
+    "DecodeError",
+    "EncodeError",
+    "FuelError",
+    "MessageLimits",
+    "Policy",
+    "ReceivedTrace",
+    "Rules",
+    "SandboxError",
+    "SentBlock",
+    "decode",
+    "decode_trace",
+    "decode_trace_pickled",
+    "encode",
+    "encode_error",
+    "encode_trace",
+    "encode_trace_pickled",
+    "register_by_value",
+    "restore_error",
+    "unregister_by_value",
+]

@@ -1,0 +1,118 @@
+"""How a traced block is written: the ``with`` statement that it is the block of, and what it may see.
+
+The statement goes as its lines stand in the file, since nested blocks are compiled from the same text, and
+lines and columns are to be the sender's own.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Mapping
+from types import CellType
+from typing import Any, Protocol
+
+from nnsight_engine.serialization.code_encoding import bindings, write_cells, write_namespace
+from nnsight_engine.serialization.encoder import Encoder
+from nnsight_engine.serialization.identity_cache import IdentityCache
+from nnsight_engine.serialization.node_kinds import NodeKind
+from nnsight_engine.serialization.source_fragments import (
+    WHOLE_LINES,
+    SourceFragment,
+    global_names,
+    mentioned_in,
+    statement_at,
+)
+from nnsight_engine.tracing.blocks import HELPERS, Block
+from nnsight_engine.tracing.counted_stores import BIND
+from nnsight_engine.tracing.sent_files import sent_name
+from nnsight_engine.tracing.tracer import Info
+
+
+class _Sent(Protocol):
+    """A block with its variables."""
+
+    @property
+    def info(self) -> Info: ...
+
+    @property
+    def cells(self) -> Mapping[str, CellType]: ...
+
+    @property
+    def left_out(self) -> frozenset[str]: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WrittenBlock:
+    """What is the same whenever a block is written.
+
+    Attributes:
+        piece: The whole statement, as it travels.
+        item: Which of its items the block belongs to.
+        variables: Names that it shares with its surroundings.
+        global_names: Names of the module that its code uses.
+        mentioned: Names of anything that its code uses.
+    """
+
+    piece: tuple[Any, ...]
+    item: int
+    variables: tuple[str, ...]
+    global_names: tuple[str, ...]
+    mentioned: frozenset[str]
+
+
+_KNOWN: IdentityCache[Block, WrittenBlock] = IdentityCache()
+"""The blocks that were written last: a loop sends the same one again and again."""
+
+
+def write_sent_block(encoder: Encoder, index: int, value: Any) -> None:
+    """Write a block with its variables and those globals that it mentions."""
+    sent: _Sent = value
+    block, globals_ = sent.info.block, sent.info.globals_
+    written = written_block(block)
+    cells = {name: sent.cells.get(name) or CellType() for name in written.variables}
+    encoder.mentioned |= written.mentioned
+    parts = [
+        encoder.node(globals_, index, "", writer=write_namespace),
+        encoder.node(written.piece, index, ""),
+        encoder.node((written.item, block.context.first_argument), index, ""),
+        encoder.node(tuple(cells), index, ""),
+        encoder.node(cells, index, "", writer=write_cells),
+    ]
+    names = [name for name in written.global_names if name not in sent.left_out]
+    encoder.emit(index, NodeKind.BLOCK, parts + bindings(encoder, index, globals_, names))
+
+
+def written_block(block: Block) -> WrittenBlock:
+    """Return what of a block travels, whatever it is written in."""
+    known = _KNOWN.get(block)
+    if known is not None:
+        return known
+    piece, item = _statement_of(block)
+    written = WrittenBlock(
+        piece=piece.parts(),
+        item=item,
+        variables=tuple(_variables_of(block)),
+        global_names=tuple(global_names(block.code)),
+        mentioned=frozenset(mentioned_in(block.code)),
+    )
+    return _KNOWN.put(block, written)
+
+
+def _variables_of(block: Block) -> list[str]:
+    helpers = {BIND, *HELPERS}
+    return sorted({*block.code.co_freevars, *block.stored} - helpers)
+
+
+def _statement_of(block: Block) -> tuple[SourceFragment, int]:
+    """Return the lines of the whole statement, and which of its items the block belongs to."""
+    node, source, context = block.origin.node, block.source, block.context
+    text = "".join(source.lines[node.lineno - 1 : node.end_lineno])
+    piece = SourceFragment(
+        filename=sent_name(source.filename), text=text, line=node.lineno, column=WHOLE_LINES,
+        name=context.name, qualname=context.name, class_name=context.class_name, flags=context.flags,
+    )  # fmt: skip
+    whole = statement_at(text, node.lineno, source.filename)
+    # A block in `with A, B:` may know the statement from its second item on.
+    num_before = len(whole.items) - len(node.items) if isinstance(whole, ast.With) else 0
+    return piece, num_before + block.origin.item

@@ -1,0 +1,236 @@
+"""How nodes of code become functions, classes and modules; the other side of ``code_encoding``.
+
+All of it runs what the sender wrote, sooner or later, and is open only to a policy that allows source. What
+is compiled here is compiled as on the sending side (``source_fragments``, ``received_code``), and its
+globals are those of a namespace that the policy's rules made for this message: CPython gives code whose
+globals name no builtins the reader's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from nnsight_engine.serialization.decoder import MISSING, Decoder, Maker
+from nnsight_engine.serialization.errors import DecodeError
+from nnsight_engine.serialization.import_resolution import RECEIVED
+from nnsight_engine.serialization.node_kinds import NodeKind
+from nnsight_engine.serialization.received_code import compile_received
+from nnsight_engine.serialization.source_fragments import (
+    FUTURE_FLAGS,
+    OURS,
+    WHOLE_LINES,
+    SourceFragment,
+    compile_class,
+    compile_function,
+)
+
+_LONGEST_SHOWN = 200
+_PIECE: tuple[Any, ...] = (str, str, int, int, str, str, (str, type(None)), int)
+
+
+def refuse_source(decoder: Decoder) -> None:
+    """Stop at the first piece of code if the policy wants none.
+
+    Raises:
+        DecodeError: It wants none.
+    """
+    if not decoder.policy.allow_source:
+        raise DecodeError("the message holds code, and this side takes data alone")
+
+
+def piece_of(decoder: Decoder, parts: Any) -> SourceFragment:
+    """Return a piece of source that was sent as its fields.
+
+    Raises:
+        DecodeError: They are no such fields.
+    """
+    if not isinstance(parts, tuple) or len(parts) != len(_PIECE):
+        raise DecodeError("the message is broken: a piece of source lacks parts")
+    if not all(isinstance(part, kind) for part, kind in zip(parts, _PIECE, strict=True)):
+        raise DecodeError("the message is broken: a piece of source has parts of other types")
+    piece = SourceFragment(*parts)
+    _check_names(decoder, piece)
+    if piece.flags & ~FUTURE_FLAGS:
+        raise DecodeError(
+            f"{piece.qualname}, {piece.filename}, line {piece.line}, uses a feature from __future__ that "
+            f"this side's Python does not have{decoder.between_versions}"
+        )
+    if not 1 <= piece.line <= decoder.limits.max_lines or not WHOLE_LINES <= piece.column < 2**20:
+        raise DecodeError(f"a piece of source claims line {piece.line} and column {piece.column}")
+    return piece
+
+
+def _check_names(decoder: Decoder, piece: SourceFragment) -> None:
+    most = decoder.limits.max_name_characters
+    longest = max(map(len, (piece.filename, piece.name, piece.qualname, piece.class_name or "")))
+    if longest > most:
+        raise DecodeError(f"a name of a piece of source has {longest:,} characters and may have {most:,}")
+    around = piece.class_name
+    if around is not None and (not around.isidentifier() or around.startswith(OURS)):
+        raise DecodeError(f"the message is broken: no class is called {around!r}")
+
+
+@contextlib.contextmanager
+def compiling(decoder: Decoder, piece: SourceFragment) -> Iterator[None]:
+    """Translate what the compiler says of a piece that is no Python, or none of this version.
+
+    Raises:
+        DecodeError: It is none.
+    """
+    try:
+        yield
+    except SyntaxError as error:
+        lines = piece.text.split("\n")
+        line = min(max(error.lineno or 0, piece.line), piece.line + len(lines) - 1)
+        raise DecodeError(
+            f"{piece.qualname} cannot be compiled: {error.msg} in {piece.filename}, line {line}: "
+            f"`{lines[line - piece.line].strip()[:_LONGEST_SHOWN]}`{decoder.between_versions}"
+        ) from error
+
+
+def globals_of(decoder: Decoder, module: Any) -> dict[str, Any]:
+    """Return the variables of a namespace of this message.
+
+    Raises:
+        DecodeError: It is something else.
+    """
+    if decoder.state.get(("namespace", id(module))) is not module:
+        raise DecodeError("the message is broken: code has no namespace")
+    found: dict[str, Any] = vars(module)
+    return found
+
+
+def bind_globals(decoder: Decoder, globals_: dict[str, Any], names: Any, values: list[Any]) -> None:
+    """Bind those globals of a namespace that are made by now."""
+    if not isinstance(names, tuple) or len(names) != len(values):
+        raise DecodeError("the message is broken: globals have other names than values")
+    decoder.policy.rules.check_names(names)
+    globals_.update((name, value) for name, value in zip(names, values, strict=True) if value is not MISSING)
+
+
+def cells_by_name(decoder: Decoder, names: Any, cells: Any) -> dict[str, CellType]:
+    """Return variables' cells by name.
+
+    Raises:
+        DecodeError: These are no cells.
+    """
+    decoder.policy.rules.check_names(names, of_cells=True)
+    found = dict(zip(names, cells, strict=True))
+    if not all(isinstance(cell, CellType) for cell in found.values()):
+        raise DecodeError("the message is broken: a variable has no cell")
+    return found
+
+
+def _namespace(decoder: Decoder, _index: int, parts: list[Any]) -> ModuleType:
+    refuse_source(decoder)
+    name, file, is_real = parts
+    if is_real and decoder.policy.rules.keeps_real_names:
+        decoder.import_name(name, "")
+    module = decoder.policy.rules.namespace(name, file, is_real=bool(is_real))
+    decoder.state["namespace", id(module)] = module
+    return module
+
+
+def _make_function(decoder: Decoder, _index: int, parts: list[Any]) -> FunctionType:
+    refuse_source(decoder)
+    module, fields, names, cells = parts
+    globals_ = globals_of(decoder, module)
+    piece = piece_of(decoder, fields)
+    by_name = cells_by_name(decoder, names, cells)
+    with compiling(decoder, piece):
+        code = compile_received(compile_function, piece, names, decoder.policy.rules.rewrite)
+    closure = tuple(by_name[name] for name in code.co_freevars)
+    return FunctionType(code, globals_, code.co_name, None, closure)
+
+
+def _fill_function(decoder: Decoder, value: FunctionType, parts: list[Any]) -> None:
+    called, defaults, keyword_defaults, attributes, names, *values = parts
+    if called is not MISSING:
+        value.__name__, value.__qualname__, value.__module__ = called
+    if defaults is not MISSING:
+        value.__defaults__ = defaults
+    if keyword_defaults is not MISSING:
+        value.__kwdefaults__ = keyword_defaults
+    if attributes is not MISSING and attributes:
+        decoder.policy.rules.check_names(attributes)
+        vars(value).update(attributes)
+    if names is not MISSING:
+        bind_globals(decoder, value.__globals__, names, values)
+
+
+def _make_class(decoder: Decoder, _index: int, parts: list[Any]) -> type:
+    refuse_source(decoder)
+    module, fields, names, cells, needed, values = parts
+    globals_ = globals_of(decoder, module)
+    piece = piece_of(decoder, fields)
+    by_name = cells_by_name(decoder, names, cells)
+    bind_globals(decoder, globals_, needed, list(values))
+    with compiling(decoder, piece):
+        code = compile_received(compile_class, piece, names, decoder.policy.rules.rewrite)
+    closure = tuple(by_name[name] for name in code.co_freevars)
+    made = FunctionType(code, globals_, code.co_name, None, closure)()
+    if not isinstance(made, type):
+        raise DecodeError(f"{piece.qualname} is a class there and {type(made).__name__} here")
+    decoder.policy.rules.check_class(made)
+    decoder.state["globals", id(made)] = globals_
+    RECEIVED.add(made)
+    return made
+
+
+def _fill_class(decoder: Decoder, value: type, parts: list[Any]) -> None:
+    attributes, names, *values = parts
+    if attributes is not MISSING:
+        decoder.policy.rules.check_names(attributes or ())
+        for name, item in (attributes or {}).items():
+            setattr(value, name, item)
+    if names is not MISSING:
+        bind_globals(decoder, decoder.state["globals", id(value)], names, values)
+
+
+def _make_sent_module(decoder: Decoder, _index: int, parts: list[Any]) -> ModuleType:
+    refuse_source(decoder)
+    module: ModuleType = parts[0]
+    globals_of(decoder, module)
+    return module
+
+
+def _fill_sent_module(decoder: Decoder, value: ModuleType, parts: list[Any]) -> None:
+    names, *values = parts
+    if names is not MISSING:
+        bind_globals(decoder, vars(value), names, values)
+
+
+def _make_method(decoder: Decoder, _index: int, parts: list[Any]) -> MethodType:
+    refuse_source(decoder)
+    function, owner = parts
+    decoder.policy.rules.check_method(function)
+    return MethodType(function, owner)
+
+
+def _make_member(decoder: Decoder, _index: int, parts: list[Any]) -> Any:
+    refuse_source(decoder)
+    owner, name = parts
+    return decoder.policy.rules.member(owner, name)
+
+
+def _make_cell(_decoder: Decoder, _index: int, _parts: list[Any]) -> CellType:
+    return CellType()
+
+
+def _fill_cell(_decoder: Decoder, value: CellType, parts: list[Any]) -> None:
+    if parts:
+        (value.cell_contents,) = parts
+
+
+CODE_MAKERS: dict[NodeKind, Maker] = {
+    NodeKind.CELL: Maker(_make_cell, num_first=0, fill=_fill_cell),
+    NodeKind.NAMESPACE: Maker(_namespace),
+    NodeKind.FUNCTION: Maker(_make_function, num_first=4, fill=_fill_function, partly=True, copies=True),
+    NodeKind.CLASS: Maker(_make_class, num_first=6, fill=_fill_class, partly=True, copies=True),
+    NodeKind.METHOD: Maker(_make_method),
+    NodeKind.MEMBER: Maker(_make_member),
+    NodeKind.SENT_MODULE: Maker(_make_sent_module, num_first=1, fill=_fill_sent_module, partly=True),
+}

@@ -1,0 +1,239 @@
+"""Finding the text of a function or class that is running here.
+
+A code object knows its file, its first line and the positions of its instructions, which tell even several
+lambdas on a line apart. A class knows less: its methods' code says where it is, or else its module's file.
+The text that is found is compiled and compared, so that a file edited since is not sent in its stead.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import linecache
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import CodeType, FunctionType
+from typing import Any
+
+from nnsight_engine.serialization.source_fragments import (
+    FUTURE_FLAGS,
+    WHOLE_LINES,
+    SourceFragment,
+    compile_function,
+    first_line,
+    nested_codes,
+)
+from nnsight_engine.tracing.errors import ChangedSourceError
+from nnsight_engine.tracing.loaded_code import defines
+from nnsight_engine.tracing.parsing import parse
+from nnsight_engine.tracing.sent_files import sent_name
+from nnsight_engine.tracing.source_text import SourceText
+from nnsight_engine.tracing.tracer import SITES
+
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
+_Found = tuple[_Definition, str | None, str]
+"""A definition, the class around it, and its qualified name."""
+_ALLOWS_AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+
+
+class NoSourceError(Exception):
+    """There is no text to send for a function or class; says why."""
+
+
+def piece_of_function(code: CodeType, globals_: dict[str, Any]) -> SourceFragment:
+    """Return the text of the function that ``code`` is of.
+
+    Raises:
+        NoSourceError: It is not to be had, or has changed.
+    """
+    try:
+        source = SITES.reader.read(code, globals_, lambda text: _piece_in(text, code, globals_) is not None)
+    except ChangedSourceError as error:
+        raise NoSourceError(f"its source was not found: {error}") from None
+    piece = None if source is None else _piece_in(source, code, globals_)
+    if piece is None:
+        raise NoSourceError(
+            f"its source, {code.co_filename!r}, is not to be had; define it in a file or a cell"
+        )
+    return piece
+
+
+def _piece_in(source: SourceText, code: CodeType, globals_: dict[str, Any]) -> SourceFragment | None:
+    """Return the text of a function from that of its file, if that says what was loaded."""
+    if code.co_name == "<lambda>":
+        near = [one for one in _beginning_at(source, code) if isinstance(one[0], ast.Lambda)]
+        # Python 3.12 does not say where constants that are returned stand.
+        found = [one for one in near if _is_body_of(one[0], code)] or near
+    else:
+        found = [one for one in _beginning_at(source, code) if _is_def_of(one[0], code)]
+    for node, class_name, _ in sorted(found, key=lambda one: _size(one[0])):
+        piece = _piece(source, node, code.co_name, code.co_qualname, class_name, code.co_flags)
+        if _defines(piece, code, exactly=len(found) > 1) and defines(source.tree, code, globals_, node):
+            return piece
+    return None
+
+
+def piece_of_class(kind: type) -> tuple[SourceFragment, CodeType, dict[str, Any]]:
+    """Return the text of a class, the code of its body, and the globals it was defined in.
+
+    Raises:
+        NoSourceError: It is not to be had.
+    """
+    for source, globals_ in _sources_of(kind):
+        every = itertools.chain.from_iterable(_by_first_line(source.tree).values())
+        nodes = [
+            node for node, _, name in every if name == kind.__qualname__ and isinstance(node, ast.ClassDef)
+        ]
+        if not nodes:
+            continue
+        node = _chosen(nodes, kind, source.filename)
+        body = _body_of(source, kind.__qualname__, first_line(node))
+        piece = _piece(source, node, node.name, kind.__qualname__, None, body.co_flags)
+        return piece, body, globals_
+    raise NoSourceError(
+        "its source is not to be had; define the class with a `class` statement in a file or a cell, or send "
+        "its data in a dict"
+    )
+
+
+def functions_of(kind: type) -> Iterator[FunctionType]:
+    """Yield the functions that a class's own attributes are made of."""
+    for value in vars(kind).values():
+        parts = (value.fget, value.fset, value.fdel) if isinstance(value, property) else (value,)
+        for part in parts:
+            inner: Any = getattr(part, "__func__", getattr(part, "func", part))
+            while isinstance(getattr(inner, "__wrapped__", None), FunctionType):
+                inner = inner.__wrapped__
+            if isinstance(inner, FunctionType):
+                yield inner
+
+
+def _beginning_at(source: SourceText, code: CodeType) -> Sequence[_Found]:
+    return _by_first_line(source.tree).get(code.co_firstlineno, ())
+
+
+@functools.lru_cache(maxsize=64)
+def _by_first_line(tree: ast.Module) -> Mapping[int, Sequence[_Found]]:
+    """Return the definitions of a file by their first line; files are large, and sent from many times."""
+    found: dict[int, list[_Found]] = {}
+    for one in _definitions(tree):
+        found.setdefault(first_line(one[0]), []).append(one)
+    return found
+
+
+def _definitions(tree: ast.Module) -> Iterator[_Found]:
+    """Yield every definition with the class around it and its qualified name."""
+    waiting: list[tuple[ast.AST, str | None, str]] = [(tree, None, "")]
+    while waiting:
+        node, class_name, prefix = waiting.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+            name = "<lambda>" if isinstance(node, ast.Lambda) else node.name
+            yield node, class_name, prefix + name
+            if isinstance(node, ast.ClassDef):
+                class_name, prefix = node.name, f"{prefix}{name}."
+            else:
+                prefix = f"{prefix}{name}.<locals>."
+        waiting.extend((child, class_name, prefix) for child in ast.iter_child_nodes(node))
+
+
+def _is_def_of(node: _Definition, code: CodeType) -> bool:
+    return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name
+
+
+def _is_body_of(node: _Definition, code: CodeType) -> bool:
+    """Tell whether one of the code's instructions is all of the lambda's body."""
+    body = node.body
+    if not isinstance(body, ast.expr):
+        return False
+    whole = (body.lineno, body.end_lineno, body.col_offset, body.end_col_offset)
+    return whole in list(code.co_positions())
+
+
+def _size(node: _Definition) -> tuple[int, int]:
+    return ((node.end_lineno or 0) - node.lineno, (node.end_col_offset or 0) - node.col_offset)
+
+
+def _defines(piece: SourceFragment, code: CodeType, *, exactly: bool) -> bool:
+    """Tell whether the text is that of the code, as far as can be told of code that a tool rewrote."""
+    try:
+        made = compile_function(piece, code.co_freevars)
+    except SyntaxError:
+        return False
+    signature = code.co_argcount + code.co_kwonlyargcount
+    return (
+        made.co_varnames[:signature] == code.co_varnames[:signature]
+        and made.co_argcount == code.co_argcount
+        and set(made.co_freevars) == set(code.co_freevars)
+        and (not exactly or _parts(made) == _parts(code))
+    )
+
+
+def _parts(code: CodeType) -> tuple[Any, ...]:
+    """Return what one piece of code has in common with another of the same text, wherever that stands."""
+    constants = [
+        _parts(one) if isinstance(one, CodeType) else (type(one), repr(one)) for one in code.co_consts
+    ]
+    return code.co_code, code.co_names, constants
+
+
+def _piece(
+    source: SourceText, node: _Definition, name: str, qualname: str, class_name: str | None, flags: int
+) -> SourceFragment:
+    first, column = first_line(node), WHOLE_LINES
+    lines = list(source.lines[first - 1 : node.end_lineno])
+    if isinstance(node, ast.Lambda):
+        column = node.col_offset
+        lines[-1] = lines[-1].encode()[: node.end_col_offset].decode()
+        lines[0] = lines[0].encode()[column:].decode()
+    return SourceFragment(
+        filename=sent_name(source.filename), text="".join(lines), line=first, column=column, name=name,
+        qualname=qualname, class_name=class_name, flags=flags & FUTURE_FLAGS,
+    )  # fmt: skip
+
+
+def _sources_of(kind: type) -> Iterator[tuple[SourceText, dict[str, Any]]]:
+    """Yield the texts that may hold a class, the likeliest first."""
+    for function in functions_of(kind):
+        code = function.__code__
+        # Enums have their bases' methods among their own.
+        is_own = function.__module__ == kind.__module__
+        if is_own and code.co_qualname.startswith(f"{kind.__qualname__}."):
+            source = SITES.reader.read(code, function.__globals__)
+            if source is not None:
+                yield source, function.__globals__
+                break
+    module = sys.modules.get(kind.__module__)
+    if module is None:
+        return
+    names = [getattr(module, "__file__", None)]
+    # Cells of a notebook are in no file; the newest that defines the class is the one.
+    names += [
+        name for name, entry in reversed(linecache.cache.items()) if len(entry) > 1 and entry[1] is None
+    ]
+    for name in names:
+        lines = linecache.getlines(name, vars(module)) if name else []
+        if lines:
+            try:
+                yield SourceText(str(name), tuple(lines), parse("".join(lines), str(name))), vars(module)
+            except (SyntaxError, ValueError):
+                continue
+
+
+def _chosen(nodes: list[ast.ClassDef], kind: type, filename: str) -> ast.ClassDef:
+    """Return the definition that the class's methods lie in; the last one if it has none."""
+    codes = [function.__code__ for function in functions_of(kind)]
+    lines = {code.co_firstlineno for code in codes if code.co_filename == filename}
+    holding = [node for node in nodes if any(node.lineno <= line <= (node.end_lineno or 0) for line in lines)]
+    return max(holding or nodes, key=lambda node: node.lineno)
+
+
+def _body_of(source: SourceText, qualname: str, line: int) -> CodeType:
+    try:
+        module = compile(source.tree, source.filename, "exec", flags=_ALLOWS_AWAIT, dont_inherit=True)
+    except SyntaxError as error:
+        raise NoSourceError(f"its source does not compile: {error}") from error
+    for code in nested_codes(module):
+        if code.co_qualname == qualname and code.co_firstlineno == line:
+            return code
+    raise NoSourceError("its source has changed; start again")

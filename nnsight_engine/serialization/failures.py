@@ -1,0 +1,269 @@
+"""Errors across the wire: an error in a block looks to the client as if it had happened there.
+
+It has the type, the message, the notes and the cause that it had, and a traceback whose entries are the
+remote ones: the user's file and line, and the server's where the error came from its code. An entry needs a
+frame, so each is made by a function of one line, compiled under the remote file's name, at its line and
+columns.
+
+The line that an entry shows is that of the code itself: what was received has its text with it, and no file
+is opened because a sender gave its name, nor is another sender's text shown that came under the same name.
+Files of Python and of packages are named from where they are installed on (``server_paths``).
+
+What arrives is data. A type is looked up among those that are loaded here and known to be harmless to make;
+any other becomes a new type of the same name, on the nearest of Python's own that it was based on.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import itertools
+import linecache
+import sys
+from types import CodeType, FunctionType, TracebackType
+from typing import Any
+
+import msgspec
+
+from nnsight_engine.serialization.errors import DecodeError
+from nnsight_engine.serialization.server_paths import without_places
+from nnsight_engine.serialization.source_cache import SHELF
+from nnsight_engine.tracing.sent_files import LinesFrom, SentFile, sent_name
+from nnsight_engine.tracing.tracebacks import is_ours
+
+_MAX_FRAMES = 64
+_MAX_CHAIN = 8
+_MAX_TEXT = 100_000
+_MAX_LINE = 1_000_000
+_TRUSTED_PACKAGES = frozenset({"nnsight_engine", "torch"})
+Plain = str | int | float | bool | None
+
+
+class _Entry(msgspec.Struct):
+    """One line of a traceback."""
+
+    file: str
+    line: int
+    name: str
+    source: str = ""
+    end_line: int | None = None
+    column: int | None = None
+    end_column: int | None = None
+
+
+class _Failure(msgspec.Struct):
+    """An error, as data."""
+
+    module: str
+    name: str
+    message: str
+    bases: list[str]
+    args: list[Plain]
+    attributes: dict[str, Plain]
+    notes: list[str]
+    entries: list[_Entry]
+    cause: _Failure | None = None
+    context: _Failure | None = None
+    hides_context: bool = False
+
+
+def encode_error(error: BaseException) -> dict[str, Any]:
+    """Return an error as dicts, lists, strings and numbers, fit for JSON and for ``encode``.
+
+    Entries of this package are left out of its traceback, as they are for errors here.
+    """
+    return dict(msgspec.to_builtins(_failure_of(error, _MAX_CHAIN)))
+
+
+def restore_error(plain: Any) -> BaseException:
+    """Return the error that ``encode_error`` described, ready to be raised.
+
+    Raises:
+        DecodeError: This describes no error.
+    """
+    try:
+        failure = msgspec.convert(plain, _Failure)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise DecodeError(f"this describes no error: {error}") from error
+    return _restored(failure, _MAX_CHAIN)
+
+
+def _failure_of(error: BaseException, num_left: int) -> _Failure:
+    kind = type(error)
+    cause, context = error.__cause__, error.__context__
+    return _Failure(
+        module=kind.__module__,
+        name=kind.__qualname__,
+        message=_text(error),
+        bases=[base.__name__ for base in kind.__mro__ if base.__module__ == "builtins"],
+        args=[_plain(argument) for argument in error.args[:_MAX_CHAIN]],
+        attributes=_attributes(error),
+        notes=[without_places(str(note)[:_MAX_TEXT]) for note in getattr(error, "__notes__", ())],
+        entries=_entries_of(error.__traceback__),
+        cause=_failure_of(cause, num_left - 1) if cause is not None and num_left else None,
+        context=_failure_of(context, num_left - 1)
+        if context is not None and cause is None and num_left
+        else None,
+        hides_context=error.__suppress_context__,
+    )
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return without_places(str(error)[:_MAX_TEXT])
+    except Exception as failed:  # noqa: BLE001 - of a user's own error
+        return f"<{type(error).__name__}, whose text cannot be had: {type(failed).__name__}>"
+
+
+def _plain(value: Any) -> Plain:
+    if value is None or type(value) in {bool, float}:
+        return value  # type: ignore[no-any-return] # of these types
+    if type(value) is int and -(2**63) <= value < 2**63:
+        return value
+    try:
+        return without_places((value if type(value) is str else repr(value))[:_MAX_TEXT])
+    except Exception:  # noqa: BLE001 - of a user's own object
+        return f"<{type(value).__name__}>"
+
+
+def _attributes(error: BaseException) -> dict[str, Plain]:
+    found = {name: value for name, value in vars(error).items() if not name.startswith("_")}
+    if isinstance(error, (NameError, AttributeError, ImportError)):
+        found["name"] = error.name
+    kept = {name: value for name, value in found.items() if type(value) in {str, int, float, bool}}
+    return {name: _plain(value) for name, value in kept.items()}
+
+
+def _entries_of(tb: TracebackType | None) -> list[_Entry]:
+    every = []
+    while tb is not None:
+        code = tb.tb_frame.f_code
+        if not is_ours(code.co_filename):
+            every.append(_entry_of(tb, code))
+        tb = tb.tb_next
+    half = _MAX_FRAMES // 2
+    return every if len(every) <= _MAX_FRAMES else [*every[:half], *every[-half:]]
+
+
+def _entry_of(tb: TracebackType, code: CodeType) -> _Entry:
+    place = next(itertools.islice(code.co_positions(), max(tb.tb_lasti, 0) // 2, None), (None,) * 4)
+    file = code.co_filename
+    if isinstance(file, SentFile):
+        text = file.line(tb.tb_lineno)
+    else:
+        text = linecache.getline(file, tb.tb_lineno, tb.tb_frame.f_globals)
+    return _Entry(
+        file=without_places(sent_name(file)),
+        line=tb.tb_lineno, name=code.co_name, source=text.rstrip("\n")[:_MAX_TEXT],
+        end_line=place[1], column=place[2], end_column=place[3],
+    )  # fmt: skip
+
+
+def _restored(failure: _Failure, num_left: int) -> BaseException:
+    error = _made(failure)
+    for note in failure.notes:
+        error.add_note(note)
+    if num_left:
+        error.__context__ = _restored(failure.context, num_left - 1) if failure.context is not None else None
+        if failure.cause is not None:
+            error.__cause__ = _restored(failure.cause, num_left - 1)
+    error.__suppress_context__ = failure.hides_context
+    return error.with_traceback(_traceback_of(failure.entries[:_MAX_FRAMES]))
+
+
+def _made(failure: _Failure) -> BaseException:
+    kind = _known_type(failure)
+    if kind is not None:
+        error = _instance(kind, failure)
+        if error is not None and _text(error) == failure.message:
+            return error
+    for base in filter(
+        None, map(_builtin_type, [*failure.bases, "RuntimeError"])
+    ):  # the nearest may want arguments of its own
+        error = _instance(_named_after(failure, base), failure)
+        if error is not None:
+            return error
+    return RuntimeError(f"{failure.name}: {failure.message}")
+
+
+def _named_after(failure: _Failure, base: type[BaseException]) -> type[BaseException]:
+    """Return a type that looks like the one that this side does not have."""
+    body = {
+        "__module__": failure.module,
+        "__qualname__": failure.name,
+        "__doc__": "An error of a type that this side does not have.",
+        "__str__": lambda _self: failure.message,
+    }
+    return type(failure.name.rpartition(".")[2] or base.__name__, (base,), body)
+
+
+def _known_type(failure: _Failure) -> type[BaseException] | None:
+    """Return the type if it is Python's, torch's or ours, and loaded; nothing is imported."""
+    if failure.module == "builtins":
+        return _builtin_type(failure.name)
+    if failure.module.partition(".")[0] not in _TRUSTED_PACKAGES:
+        return None
+    found = getattr(sys.modules.get(failure.module), failure.name, None)
+    return found if isinstance(found, type) and issubclass(found, Exception) else None
+
+
+def _builtin_type(name: str) -> type[BaseException] | None:
+    found = getattr(builtins, name, None)
+    if not isinstance(found, type) or not issubclass(found, Exception):
+        return None  # one that is none, or would end the program that only hears of it
+    return None if issubclass(found, ExceptionGroup) else found
+
+
+def _instance(kind: type[BaseException], failure: _Failure) -> BaseException | None:
+    try:
+        if kind.__init__ is BaseException.__init__ or kind.__module__ == "builtins":
+            error = kind(*failure.args)
+        else:  # its own __init__ may want anything, and what it did is in the attributes
+            error = kind.__new__(kind, *failure.args)
+            error.args = tuple(failure.args)
+    except Exception:  # noqa: BLE001 - arguments that were not plain, or of another version
+        return None
+    for name, value in failure.attributes.items():
+        if name != "args" and not name.startswith("_"):
+            try:
+                setattr(error, name, value)
+            except (AttributeError, TypeError):
+                continue
+    return error
+
+
+def _traceback_of(entries: list[_Entry]) -> TracebackType | None:
+    result: TracebackType | None = None
+    for entry in reversed(entries):
+        line = min(max(entry.line, 1), _MAX_LINE)
+        if entry.source:
+            SHELF.put(entry.file, line, entry.source)
+        made = _entered(_code_of(entry, line))
+        result = TracebackType(result, made.tb_frame, made.tb_lasti, made.tb_lineno)
+    return result
+
+
+def _code_of(entry: _Entry, line: int) -> CodeType:
+    """Return code that fails at the entry's place."""
+    end = min(max(entry.end_line or line, line), _MAX_LINE)
+    place: dict[str, Any] = {"lineno": line, "end_lineno": end, "col_offset": 0, "end_col_offset": 0}
+    if entry.column is not None and entry.end_column is not None and 0 <= entry.column < _MAX_LINE:
+        place |= {"col_offset": entry.column, "end_col_offset": min(max(entry.end_column, 0), _MAX_LINE)}
+    body: list[ast.stmt] = [ast.Raise(exc=ast.Name(id="__nnsight_stop__", ctx=ast.Load(), **place), **place)]
+    file = SentFile(entry.file.replace("\0", "?"), LinesFrom(line, entry.source))
+    code = compile(ast.Module(body=body, type_ignores=[]), file, "exec", dont_inherit=True)
+    return code.replace(co_name=entry.name, co_qualname=entry.name)
+
+
+class _Stop(Exception):  # noqa: N818 - it is none
+    """Makes a frame."""
+
+
+def _entered(code: CodeType) -> TracebackType:
+    try:
+        FunctionType(code, {"__nnsight_stop__": _Stop, "__name__": "remote"})()
+    except _Stop as stop:
+        entry = stop.__traceback__
+        if entry is not None and entry.tb_next is not None:
+            return entry.tb_next
+    raise AssertionError("code that raises does")

@@ -1,0 +1,368 @@
+"""Pieces of source: the text of one function, class or ``with`` statement, and where it stands in its file.
+
+Python versions differ in their byte code and their syntax trees, not in what a text means, so text is what
+travels. Both sides compile a piece here, under its file's name and at its own lines and columns: tracebacks,
+debuggers and ``inspect.getsource`` see the sender's file. The sender compiles too, to learn which variables
+the text uses, and compares with the code that it has.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import dataclasses
+import dis
+from collections.abc import Iterator, Sequence
+from types import CodeType
+from typing import Any
+
+from nnsight_engine.serialization.rules import Rewrite
+from nnsight_engine.tracing.parsing import parse
+from nnsight_engine.tracing.sent_files import sent_name
+
+FUTURE_FLAGS = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
+OURS = "__nnsight_"
+"""Begins the names of what is put around a text to compile it."""
+_OWNER = f"{OURS}owner__"
+_MAKER = f"{OURS}maker__"
+_READS_GLOBAL = frozenset(
+    {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"}
+)
+_RUNS_AT_ONCE = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "__annotate__"})
+"""Names of code that runs with the code around it. From 3.14 on a class's annotations wait to be asked for,
+but a reader of an older Python evaluates them."""
+_TYPE_PARAMETERS = "<generic parameters of "
+"""Begins the name of the code around a generic class or function, from 3.12 on; it runs at once too."""
+WHOLE_LINES = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SourceFragment:
+    """The source of one definition.
+
+    Attributes:
+        filename: The file it stands in, as its code objects call it.
+        text: The lines, or for a lambda the expression alone.
+        line: Line of the text's beginning, from 1.
+        column: Where on that line a lambda begins, in bytes; ``WHOLE_LINES`` for anything else.
+        name: What it is called there; ``<lambda>`` for a lambda.
+        qualname: The same with what is around it.
+        class_name: The class around it, which decides what ``self.__x`` means, or None.
+        flags: ``from __future__`` features of the file.
+    """
+
+    filename: str
+    text: str
+    line: int
+    column: int
+    name: str
+    qualname: str
+    class_name: str | None
+    flags: int
+
+    def parts(self) -> tuple[Any, ...]:
+        """Return the fields in order, which is how a piece travels."""
+        return tuple([getattr(self, name) for name in self.__slots__])
+
+    @property
+    def num_characters(self) -> int:
+        """How long all of it is, names included."""
+        return sum(map(len, (self.text, self.filename, self.name, self.qualname, self.class_name or "")))
+
+
+def statement_at(text: str, line: int, filename: str) -> ast.stmt:
+    """Return the one statement that whole lines hold, at its own lines and columns.
+
+    Raises:
+        SyntaxError: They hold none, or more.
+    """
+    indented = text[:1] in {" ", "\t", "\f"}
+    try:
+        tree = parse("if 1:\n" + text if indented else text, filename)
+    except SyntaxError as error:
+        _move(error, line - (2 if indented else 1))
+        raise
+    body = tree.body
+    if indented and len(body) == 1 and isinstance(body[0], ast.If):
+        body = body[0].body
+    if len(body) != 1:
+        raise SyntaxError(f"one statement is wanted, not {len(body)}")
+    moved = ast.increment_lineno(body[0], line - (2 if indented else 1))
+    if isinstance(moved, ast.stmt):
+        return moved
+    raise AssertionError("a statement that was moved is still one")
+
+
+def compile_function(
+    piece: SourceFragment, variables: Sequence[str], rewrite: Rewrite | None = None
+) -> CodeType:
+    """Return the code of a function or lambda whose free variables are among ``variables``.
+
+    Args:
+        piece: Its source.
+        variables: The variables around it.
+        rewrite: Changes its tree before it is compiled.
+
+    Raises:
+        SyntaxError: The text does not define one.
+    """
+    node = definition_of(piece)
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        raise SyntaxError(f"a function is wanted, not {type(node).__name__}")  # noqa: TRY004 - the text is wrong, not an argument
+    first = first_line(node)
+    _prepare(node, piece, rewrite)
+    body: list[ast.stmt] = [ast.Expr(value=node)] if isinstance(node, ast.Lambda) else [node]
+    if not isinstance(node, ast.Lambda) and node.name not in variables:
+        body.insert(0, ast.Global(names=[node.name]))  # its own name in it is not the owner's variable
+    code = _only(_compiled(body, piece, variables), piece.name)
+    return _renamed(code, code.co_qualname, piece.qualname).replace(co_firstlineno=first)
+
+
+def compile_class(
+    piece: SourceFragment, variables: Sequence[str], rewrite: Rewrite | None = None
+) -> CodeType:
+    """Return the code of a function that defines a class and returns it.
+
+    Args:
+        piece: Its source.
+        variables: The variables around it.
+        rewrite: Changes its tree before it is compiled.
+
+    Raises:
+        SyntaxError: The text does not define one.
+    """
+    node = statement_at(piece.text, piece.line, piece.filename)
+    if not isinstance(node, ast.ClassDef):
+        raise SyntaxError(f"a class is wanted, not {type(node).__name__}")  # noqa: TRY004 - the text is wrong, not an argument
+    _prepare(node, piece, rewrite)
+    body: list[ast.stmt] = [node, ast.Return(value=ast.Name(id=node.name, ctx=ast.Load()))]
+    if node.name in variables:
+        body.insert(0, ast.Nonlocal(names=[node.name]))
+    elif "<locals>" not in piece.qualname:
+        body.insert(0, ast.Global(names=[node.name]))
+    maker = ast.FunctionDef(name=_MAKER, args=_arguments([]), body=body, decorator_list=[])
+    code = _only(_compiled([maker], piece, variables), _MAKER)
+    return _renamed(code, _inner(code, node.name).co_qualname, piece.qualname)
+
+
+def tree_of(piece: SourceFragment, rewrite: Rewrite | None) -> ast.Module:
+    """Return a definition's text, parsed, and changed by ``rewrite`` as what was compiled of it."""
+    node = definition_of(piece)
+    if rewrite is not None and isinstance(
+        node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
+    ):
+        _prepare(node, piece, rewrite)
+    body: ast.stmt = ast.Expr(value=node) if isinstance(node, ast.Lambda) else node
+    return ast.Module(body=[ast.copy_location(body, node)], type_ignores=[])
+
+
+def definition_of(piece: SourceFragment) -> ast.stmt | ast.Lambda:
+    """Return what a piece defines, at its own lines and columns.
+
+    Raises:
+        SyntaxError: The text is no single statement, or no lambda where it is to be one.
+    """
+    if piece.column != WHOLE_LINES:
+        return _lambda_at(piece)
+    return statement_at(piece.text, piece.line, piece.filename)
+
+
+def named_bases(piece: SourceFragment) -> dict[str, int]:
+    """Return the bases that a class statement spells as plain names, with their place among the bases."""
+    node = statement_at(piece.text, piece.line, piece.filename)
+    bases = node.bases if isinstance(node, ast.ClassDef) else []
+    if any(isinstance(base, ast.Starred) for base in bases):
+        return {}
+    return {base.id: at for at, base in enumerate(bases) if isinstance(base, ast.Name)}
+
+
+def class_body(maker: CodeType, name: str) -> CodeType:
+    """Return the code of the class's body within ``compile_class``'s."""
+    return _inner(maker, name)
+
+
+def global_names(code: CodeType, *, at_once: bool = False) -> list[str]:
+    """Return the global names that code uses, in order.
+
+    Args:
+        code: Of a function or class body, those in it included.
+        at_once: Leave out functions in it, which run later if at all.
+    """
+    found: dict[str, None] = {}
+    for one in nested_codes(code, at_once=at_once):
+        for instruction in dis.get_instructions(one):
+            if instruction.opname in _READS_GLOBAL:
+                found[str(instruction.argval)] = None
+    return list(found)
+
+
+def mentioned_in(code: CodeType) -> set[str]:
+    """Return every name and string of the code, which may be an attribute of a module."""
+    found: set[str] = set()
+    for one in nested_codes(code):
+        found.update(one.co_names)
+        found.update(constant for constant in one.co_consts if isinstance(constant, str))
+    return found
+
+
+def nested_codes(code: CodeType, *, at_once: bool = False) -> Iterator[CodeType]:
+    """Yield a code object and those in it."""
+    waiting = [code]
+    while waiting:
+        one = waiting.pop()
+        yield one
+        waiting.extend(
+            constant
+            for constant in one.co_consts
+            if isinstance(constant, CodeType) and (not at_once or _runs_at_once(constant.co_name))
+        )
+
+
+def _runs_at_once(name: str) -> bool:
+    return name in _RUNS_AT_ONCE or name.startswith(_TYPE_PARAMETERS)
+
+
+def first_line(node: ast.stmt | ast.expr) -> int:
+    """Return the line that a definition begins on, decorators included."""
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+
+
+def _move(error: SyntaxError, num_lines: int) -> None:
+    """Let the error of a text's own line be one of the file's."""
+    if error.lineno is not None:
+        error.lineno += num_lines
+    if error.end_lineno is not None:
+        error.end_lineno += num_lines
+
+
+def type_parameters(piece: SourceFragment) -> frozenset[str]:
+    """Return the names of a generic class's own parameters, which are no variables around it."""
+    node = statement_at(piece.text, piece.line, piece.filename)
+    return frozenset(one.name for one in getattr(node, "type_params", ()))
+
+
+def _lambda_at(piece: SourceFragment) -> ast.Lambda:
+    try:
+        body = parse(f"({piece.text}\n)", piece.filename).body
+    except SyntaxError as error:
+        _move(error, piece.line - 1)
+        raise
+    node = body[0].value if len(body) == 1 and isinstance(body[0], ast.Expr) else None
+    if not isinstance(node, ast.Lambda):
+        raise SyntaxError("a lambda is wanted")  # noqa: TRY004 - the text is wrong, not an argument
+    for child in ast.walk(node):
+        if isinstance(child, (ast.expr, ast.arg, ast.keyword)):
+            if child.end_lineno == 1:
+                child.end_col_offset = (child.end_col_offset or 0) + piece.column - 1
+            if child.lineno == 1:
+                child.col_offset += piece.column - 1
+    ast.increment_lineno(node, piece.line - 1)
+    return node
+
+
+def _prepare(
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef,
+    piece: SourceFragment,
+    rewrite: Rewrite | None,
+) -> None:
+    """Make of a definition what is compiled.
+
+    Raises:
+        SyntaxError: The piece is called otherwise.
+    """
+    name = "<lambda>" if isinstance(node, ast.Lambda) else node.name
+    if name != piece.name:
+        raise SyntaxError(f"the text defines {name}, not {piece.name}")
+    if not isinstance(node, ast.ClassDef):
+        _leave_values_out(node)
+    if rewrite is not None:
+        rewrite(node, sent_name(piece.filename))
+
+
+def _leave_values_out(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
+    """Drop what runs where a function is defined: it was run there, and its results travel."""
+    arguments = node.args
+    arguments.defaults, arguments.kw_defaults = [], [None] * len(arguments.kwonlyargs)
+    every = [
+        *arguments.posonlyargs,
+        *arguments.args,
+        *arguments.kwonlyargs,
+        arguments.vararg,
+        arguments.kwarg,
+    ]
+    for one in every:
+        if one is not None:
+            one.annotation = None
+    if not isinstance(node, ast.Lambda):
+        node.decorator_list, node.returns = [], None
+        if hasattr(node, "type_params"):  # from Python 3.12 on
+            node.type_params = []
+
+
+def _compiled(body: list[ast.stmt], piece: SourceFragment, variables: Sequence[str]) -> CodeType:
+    """Return the code of a function around the statements, which owns the variables."""
+    owner = ast.FunctionDef(name=_OWNER, args=_arguments(variables), body=body, decorator_list=[])
+    top: ast.stmt = owner
+    if piece.class_name is not None:
+        top = ast.ClassDef(name=piece.class_name, bases=[], keywords=[], body=[owner], decorator_list=[])
+    tree = ast.Module(body=[top], type_ignores=[])
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.stmt, ast.expr, ast.arg)) and not hasattr(node, "lineno"):
+            node.lineno = node.end_lineno = piece.line
+            node.col_offset = node.end_col_offset = 0
+    code: CodeType = compile(
+        tree, piece.filename, "exec", flags=piece.flags & FUTURE_FLAGS, dont_inherit=True
+    )
+    return _only(code if piece.class_name is None else _only(code, piece.class_name), _OWNER)
+
+
+def _arguments(names: Sequence[str]) -> ast.arguments:
+    arguments = [ast.arg(arg=name) for name in names]
+    return ast.arguments(posonlyargs=[], args=arguments, kwonlyargs=[], kw_defaults=[], defaults=[])
+
+
+def _only(code: CodeType, name: str) -> CodeType:
+    """Return the one code within another, which has this name: not one that is deeper in it.
+
+    Those of comprehensions and class bodies trust whoever calls them with arguments and places to store that
+    no caller of a function gives.
+    """
+    found = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    if len(found) != 1 or found[0].co_name != name:
+        raise SyntaxError(f"the text does not define {name}, and nothing else")
+    return found[0]
+
+
+def _inner(code: CodeType, name: str) -> CodeType:
+    """Return the code called ``name`` within another, its own functions' ones last."""
+    waiting = [code]
+    while waiting:
+        found = [constant for one in waiting for constant in one.co_consts if isinstance(constant, CodeType)]
+        for one in found:
+            if one.co_name == name:
+                return one
+        waiting = found
+    raise SyntaxError(f"the text does not define {name}")
+
+
+def _renamed(code: CodeType, before: str, after: str) -> CodeType:
+    """Return the code, and those in it, called as if nothing had been put around the text."""
+    constants = tuple(
+        _renamed(constant, before, after)
+        if isinstance(constant, CodeType)
+        else (
+            after + constant[len(before) :]
+            if isinstance(constant, str) and _within(constant, before)
+            else constant
+        )
+        for constant in code.co_consts
+    )
+    name = code.co_qualname
+    return code.replace(
+        co_consts=constants, co_qualname=after + name[len(before) :] if _within(name, before) else name
+    )
+
+
+def _within(name: str, around: str) -> bool:
+    return name == around or name.startswith(f"{around}.")

@@ -1,0 +1,152 @@
+"""Traces to bytes and back: blocks with the variables and globals that they mention.
+
+Many blocks may travel in one message, and what they share is shared on the other side: a list that two
+invokes append to is one list there. The variables are read from the cells given with each block, since a
+block's own may be copied or not filled yet. The client calls ``encode_trace``, the worker ``decode_trace``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from types import CellType
+from typing import Any
+
+import torch
+
+from nnsight_engine.serialization.block_encoding import write_sent_block
+from nnsight_engine.serialization.decoder import Resolve
+from nnsight_engine.serialization.encoder import Encoder, Reference
+from nnsight_engine.serialization.errors import DecodeError
+from nnsight_engine.serialization.limits import TRUSTED, MessageLimits, Policy
+from nnsight_engine.serialization.node_kinds import NodeKind
+from nnsight_engine.serialization.values import DEFAULT_LIMITS, decode, finished, new_encoder
+from nnsight_engine.tracing.tracer import Info
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SentBlock:
+    """A block and the variables that it is to see.
+
+    Attributes:
+        info: The block.
+        cells: Its variables by name; one that is missing or unbound starts unbound.
+        left_out: Names of the module that are not sent, although the block mentions them.
+    """
+
+    info: Info
+    cells: Mapping[str, CellType]
+    left_out: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReceivedTrace:
+    """A trace as it arrived.
+
+    Attributes:
+        blocks: The blocks, each on cells of its own; ``Tracer.compile_on(info)`` makes one a function.
+        shared: The values that were sent beside them.
+        saved: Those objects in the message that the sender had marked as saved.
+    """
+
+    blocks: list[Info]
+    shared: dict[str, Any]
+    saved: list[Any]
+
+
+def encode_trace(
+    blocks: Sequence[SentBlock],
+    shared: Mapping[str, Any] | None = None,
+    *,
+    reference: Reference | None = None,
+    saved: Collection[int] = (),
+    limits: MessageLimits = DEFAULT_LIMITS,
+    compress: bool = False,
+) -> bytes:
+    """Return blocks as a message.
+
+    Args:
+        blocks: The blocks and their variables.
+        shared: More values, such as the inputs; identity is kept between them and the blocks' variables.
+        reference: Asked for every object but numbers and strings; names those that the other side has.
+        saved: The ``id`` of every object that was marked as saved; ``SAVES.marked`` is such a collection.
+        limits: What the message may cost, uncompressed.
+        compress: See ``encode``.
+
+    Raises:
+        EncodeError: Something in it cannot travel; says where it is and why.
+    """
+    encoder = new_encoder(reference, limits)
+    parts: list[Any] = [list(blocks), dict(shared or {}), list[Any]()]
+    root = encoder.node(parts, -1, "", writer=_write_trace)
+    marks = encoder.node(parts[2], root, "", writer=_write_marks)
+
+    def finish() -> bool:
+        encoder.emit(marks, NodeKind.LIST, sorted(set(encoder.numbers_of(saved)) - {marks}))
+        return False
+
+    encoder.finishers.append(finish)
+    return b"".join(finished(encoder, root, compress=compress))
+
+
+def decode_trace(
+    data: bytes | bytearray | memoryview,
+    *,
+    resolve: Resolve | None = None,
+    policy: Policy = TRUSTED,
+    limits: MessageLimits = DEFAULT_LIMITS,
+    device: torch.device | str = "cpu",
+) -> ReceivedTrace:
+    """Return the blocks of a message, compiled.
+
+    Reading runs code: the bodies of classes that came as source, and what imported classes do to be made.
+
+    Raises:
+        DecodeError: It is no such message, costs too much, or asks for what the policy refuses.
+    """
+    parts = decode(data, resolve=resolve, policy=policy, limits=limits, device=device)
+    if not isinstance(parts, list) or len(parts) != 3:
+        raise DecodeError("the message holds a value, not a trace")
+    blocks, shared, saved = parts
+    if not (isinstance(blocks, list) and isinstance(shared, dict) and isinstance(saved, list)):
+        raise DecodeError("the message holds a value, not a trace")
+    if not all(isinstance(block, Info) for block in blocks):
+        raise DecodeError("the message holds a block that is none")
+    return ReceivedTrace(blocks, shared, saved)
+
+
+def _write_trace(encoder: Encoder, index: int, value: list[Any]) -> None:
+    blocks, shared, saved = value
+    encoder.emit(
+        index,
+        NodeKind.LIST,
+        [
+            encoder.node(blocks, index, "", writer=_write_blocks),
+            encoder.node(shared, index, "", writer=_write_shared),
+            encoder.node(saved, index, "", writer=_write_marks),
+        ],
+    )
+
+
+def _write_blocks(encoder: Encoder, index: int, value: list[SentBlock]) -> None:
+    encoder.emit(
+        index,
+        NodeKind.LIST,
+        [
+            encoder.node(block, index, "block {}", at, writer=write_sent_block)
+            for at, block in enumerate(value)
+        ],
+    )
+
+
+def _write_shared(encoder: Encoder, index: int, value: dict[str, Any]) -> None:
+    children = [
+        node
+        for name, item in value.items()
+        for node in (encoder.node(name, index, ""), encoder.node(item, index, "shared value `{}`", name))
+    ]
+    encoder.emit(index, NodeKind.DICT, children)
+
+
+def _write_marks(_encoder: Encoder, _index: int, _value: list[Any]) -> None:
+    """Leave it to the end, when every object is known."""

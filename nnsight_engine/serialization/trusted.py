@@ -1,0 +1,302 @@
+"""Traces as pickles, for a reader whose operator trusts the sender with everything.
+
+The wire format refuses what it cannot send as data or as source; cloudpickle takes more: functions whose
+source is gone, sparse tensors, objects of C. Reading a pickle runs whatever its sender liked, before a block
+does, so a reader calls ``decode_trace_pickled`` only for senders that it was told to trust, and results never
+come this way. No other module of ours imports pickle or anything like it.
+
+The contract is that of ``traces``: blocks go as source, what is one object stays one, a variable that two
+blocks or functions share stays shared. Functions go as code of this version of Python, which no other one
+reads.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import io
+import pickle
+import struct
+import sys
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from types import CellType, CodeType, FunctionType
+from typing import Any, Final
+
+import cloudpickle
+import torch
+
+from nnsight_engine.core.closure_cells import UNBOUND, content
+from nnsight_engine.serialization.block_decoding import block_of
+from nnsight_engine.serialization.block_encoding import written_block
+from nnsight_engine.serialization.code_encoding import bound_globals
+from nnsight_engine.serialization.decoder import Resolve
+from nnsight_engine.serialization.encoder import Reference
+from nnsight_engine.serialization.errors import DecodeError, EncodeError
+from nnsight_engine.serialization.import_resolution import is_importable
+from nnsight_engine.serialization.limits import MessageLimits
+from nnsight_engine.serialization.source_fragments import SourceFragment
+from nnsight_engine.serialization.tensors import unsendable
+from nnsight_engine.serialization.traces import ReceivedTrace, SentBlock
+from nnsight_engine.serialization.values import DEFAULT_LIMITS, decode, encode
+from nnsight_engine.tracing.sent_files import SentFile
+from nnsight_engine.tracing.tracer import Info
+
+MAGIC: Final = b"NNSP"
+VERSION: Final = 1
+_HEAD: Final = struct.Struct("<4sBBBx")
+"""Magic, version, and the sender's version of Python, major and minor."""
+_PROTOCOL: Final = 5
+_HERE: Final = (sys.version_info.major, sys.version_info.minor)
+_NOT_ASKED: Final = frozenset({str, int, float, bool, bytes, type(None)})
+_OF_A_NAMESPACE: Final = ("__package__", "__name__", "__path__", "__file__")
+_one_at_a_time = threading.Lock()
+"""Which modules travel by value is a setting of cloudpickle's, for the process."""
+
+
+def encode_trace_pickled(
+    blocks: Sequence[SentBlock],
+    shared: Mapping[str, Any] | None = None,
+    *,
+    reference: Reference | None = None,
+    saved: Collection[int] = (),
+    limits: MessageLimits = DEFAULT_LIMITS,
+) -> bytes:
+    """Return blocks as a pickle; the arguments are those of ``encode_trace``.
+
+    Raises:
+        EncodeError: Something in it cannot travel; says which variable it is, where that can be told.
+    """
+    with _one_at_a_time:
+        try:
+            data = _pickled((list(blocks), dict(shared or {})), reference, saved)
+        except Exception as error:
+            raise EncodeError(_culprit(blocks, shared or {}, reference, error)) from error
+    if len(data) > limits.max_bytes:
+        raise EncodeError(
+            f"the message would have {len(data):,} bytes and may have {limits.max_bytes:,}; send less at once"
+        )
+    return data
+
+
+def decode_trace_pickled(
+    data: bytes | bytearray | memoryview,
+    *,
+    resolve: Resolve | None = None,
+    limits: MessageLimits = DEFAULT_LIMITS,
+) -> ReceivedTrace:
+    """Return the blocks of a pickle, compiled. Runs any code that its sender has put in.
+
+    Raises:
+        DecodeError: It is no such message, or cannot be read here.
+    """
+    view = memoryview(data).cast("B")
+    if len(view) < _HEAD.size or bytes(view[: len(MAGIC)]) != MAGIC:
+        raise DecodeError(f"these {len(view):,} bytes are no pickled trace: one begins with {MAGIC!r}")
+    if len(view) > limits.max_bytes:
+        raise DecodeError(f"the message has {len(view):,} bytes and may have {limits.max_bytes:,}")
+    _, version, major, minor = _HEAD.unpack_from(view)
+    if version != VERSION:
+        raise DecodeError(f"the pickled trace has version {version}, and this side reads version {VERSION}")
+    try:
+        unpickler = _Unpickler(io.BytesIO(view[_HEAD.size :]), resolve)
+        blocks, shared = unpickler.load()
+        marked = unpickler.load()
+    except DecodeError:
+        raise
+    except (Exception, RecursionError) as error:
+        raise DecodeError(
+            f"the pickled trace of Python {major}.{minor} cannot be read by Python {_HERE[0]}.{_HERE[1]}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not all(isinstance(block, Info) for block in blocks):
+        raise DecodeError("the message holds a block that is none")
+    return ReceivedTrace(list(blocks), dict(shared), list(marked))
+
+
+def _pickled(value: Any, reference: Reference | None, saved: Collection[int]) -> bytes:
+    file = io.BytesIO()
+    file.write(_HEAD.pack(MAGIC, VERSION, *_HERE))
+    pickler = _Pickler(file, reference, saved)
+    try:
+        pickler.dump(value)
+        pickler.dump(list(pickler.marked.values()))
+    finally:
+        pickler.close()
+    return file.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
+    """Pickles one trace.
+
+    Attributes:
+        marked: The saved objects that were met, by identity.
+    """
+
+    def __init__(self, file: io.BytesIO, reference: Reference | None, saved: Collection[int]) -> None:
+        super().__init__(file, protocol=_PROTOCOL)
+        self.marked: dict[int, Any] = {}
+        self._reference = reference
+        self._saved = saved
+        self._shells: dict[int, CellType] = {}
+        self._seen: set[str] = set()
+        self._by_value: list[Any] = []
+
+    def close(self) -> None:
+        """Undo what was set for the process."""
+        for module in self._by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+
+    def persistent_id(self, value: Any) -> tuple[str, ...] | None:
+        """Name what the other side has; called with every object."""
+        if type(value) in _NOT_ASKED:
+            return None
+        if id(value) in self._saved:
+            self.marked[id(value)] = value
+        return None if self._reference is None else self._reference(value)
+
+    def reducer_override(self, value: Any) -> Any:
+        """Say how an object is made again."""
+        kind = type(value)
+        if kind is SentBlock:
+            return self._block(value)
+        if kind is CellType:
+            return self._cell(value)
+        if isinstance(value, torch.Tensor) and unsendable(value) is None:
+            return decode, (encode(value),)
+        if kind is CodeType:
+            return _code, (_HERE, self.dispatch_table[CodeType](value)[1])
+        if isinstance(value, (type, FunctionType)):
+            self._decide(value.__module__)
+        reduced = super().reducer_override(value)
+        by_value = kind is FunctionType and isinstance(reduced, tuple)
+        return self._on_own_cells(value, reduced) if by_value else reduced
+
+    def _decide(self, name: Any) -> None:
+        """Let what is defined in a module go by value if the other side cannot be expected to have it."""
+        if name in self._seen or not isinstance(name, str):
+            return
+        self._seen.add(name)
+        module = sys.modules.get(name)
+        by_value = cloudpickle.list_registry_pickle_by_value()
+        if module is not None and name not in by_value and not is_importable(name):
+            cloudpickle.register_pickle_by_value(module)
+            self._by_value.append(module)
+
+    def _cell(self, cell: CellType) -> tuple[Any, ...]:
+        if id(cell) in self._shells:  # filled by whose variable it is, and may lead back to that
+            return CellType, ()
+        return CellType, (), _held([cell]), None, None, _fill_cell
+
+    def _shell(self, cell: CellType) -> CellType:
+        self._shells[id(cell)] = cell
+        return cell
+
+    def _on_own_cells(self, function: FunctionType, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Keep the function's cells, which cloudpickle would copy: others may share the variables."""
+        make, (*args, _), (state, slots), _, _, restore = reduced
+        cells = tuple(map(self._shell, function.__closure__ or ()))
+        rest = (restore, (state, {**slots, "__closure__": None}), cells, _held(cells))
+        return make, (*args, cells or None), rest, None, None, _fill_function
+
+    def _block(self, sent: SentBlock) -> tuple[Any, ...]:
+        written = written_block(sent.info.block)
+        first_argument, globals_ = sent.info.block.context.first_argument, sent.info.globals_
+        cells = {name: self._shell(sent.cells.get(name) or CellType()) for name in written.variables}
+        module, namespace = str(globals_.get("__name__", "__main__")), None
+        if not is_importable(module):
+            # Shared with the functions of the module, which cloudpickle gives the same one.
+            namespace = self.globals_ref.setdefault(id(globals_), {})
+            if not namespace:
+                namespace.update({key: globals_[key] for key in _OF_A_NAMESPACE if key in globals_})
+        place = (written.piece, written.item, first_argument)
+        names = [name for name in written.global_names if name not in sent.left_out]
+        rest = (tuple(cells.values()), _held(cells.values()), bound_globals(globals_, names))
+        return _block, (module, namespace, place, cells), rest, None, None, _fill_block
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, resolve: Resolve | None) -> None:
+        super().__init__(file)
+        self._resolve = resolve
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self._resolve is None:
+            raise DecodeError("the message refers to something of this side, and nothing here can say what")
+        return self._resolve(pid)
+
+
+def _held(cells: Collection[CellType]) -> list[tuple[Any, ...]]:
+    """Return what cells hold: one item each, or none where a variable is unbound."""
+    return [() if content(cell) is UNBOUND else (content(cell),) for cell in cells]
+
+
+def _culprit(
+    blocks: Sequence[SentBlock], shared: Mapping[str, Any], reference: Reference | None, error: Exception
+) -> str:
+    """Return which variable cannot be sent, and why."""
+    places = [(f"shared value `{name}`", value) for name, value in shared.items()]
+    for number, block in enumerate(blocks):
+        places += [
+            (f"block {number}, variable `{name}`", content(cell))
+            for name, cell in block.cells.items()
+            if content(cell) is not UNBOUND
+        ]
+    for place, value in places:
+        try:
+            _pickled(value, reference, ())
+        except Exception as found:  # noqa: BLE001 - whatever the object's own code raises
+            return f"{place} cannot be sent: it is of type {type(value).__qualname__}; {found}"
+    return f"the trace cannot be sent: {type(error).__name__}: {error}"
+
+
+# What a pickle calls on the other side, by these names.
+
+
+def _code(version: tuple[int, int], args: tuple[Any, ...]) -> CodeType:
+    if version != _HERE:
+        raise DecodeError(
+            f"a function was sent as code of Python {version[0]}.{version[1]}, and this side runs Python "
+            f"{_HERE[0]}.{_HERE[1]}, which reads no such code: use the codec 'wire', which sends source"
+        )
+    code = CodeType(*args)
+    return code.replace(co_filename=SentFile(code.co_filename))
+
+
+def _fill_cell(cell: CellType, held: list[tuple[Any, ...]]) -> None:
+    _fill([cell], held)
+
+
+def _fill(cells: Collection[CellType], held: list[tuple[Any, ...]]) -> None:
+    for cell, contents in zip(cells, held, strict=True):
+        if contents:
+            (cell.cell_contents,) = contents
+
+
+def _fill_function(function: FunctionType, rest: tuple[Any, ...]) -> None:
+    restore, state, cells, held = rest
+    restore(function, state)
+    _fill(cells, held)
+
+
+def _block(
+    module: str,
+    namespace: dict[str, Any] | None,
+    place: tuple[tuple[Any, ...], int, str | None],
+    cells: dict[str, CellType],
+) -> Info:
+    fields, item, first_argument = place
+    block = block_of(SourceFragment(*fields), item, first_argument, frozenset(cells))
+    if namespace is None:
+        namespace = vars(importlib.import_module(module))
+    namespace.setdefault("__builtins__", builtins)
+    return Info(block, cells, None, namespace)
+
+
+def _fill_block(info: Info, rest: tuple[Any, ...]) -> None:
+    cells, held, globals_ = rest
+    _fill(cells, held)
+    info.globals_.update(globals_)
+
+
+__all__ = ["MAGIC", "decode_trace_pickled", "encode_trace_pickled"]

@@ -1,0 +1,342 @@
+"""Trace sites: the places in a program where a ``with`` statement opens a trace.
+
+A site is one instruction of one code object, so nothing can confuse two of them: not two contexts on a line,
+not a loop, not the same line of another function. Finding the statement in the source and compiling its block
+is done once per site and kept; running the site again costs a dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import dis
+import itertools
+import linecache
+from collections import OrderedDict
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Final, Generic, TypeVar
+
+from nnsight_engine.tracing.block_names import mangled, names_in
+from nnsight_engine.tracing.block_skipping import WayOut
+from nnsight_engine.tracing.blocks import (
+    WITH_MARKER,
+    Block,
+    Nested,
+    compile_block,
+    context_of,
+)
+from nnsight_engine.tracing.errors import ChangedSourceError, TraceSyntaxError, WithBlockNotFoundError
+from nnsight_engine.tracing.frames import is_function, own_names, read_variables
+from nnsight_engine.tracing.loaded_code import says
+from nnsight_engine.tracing.sent_files import SentFile, sent_name
+from nnsight_engine.tracing.source_text import SourceReader, SourceText
+
+_ENTERS = frozenset({"BEFORE_WITH", "SETUP_WITH"})
+_FRAMES_LOOKED_AT = 8
+"""How far up a ``with`` is looked for: subclasses may wrap ``__enter__``."""
+
+_MAX_RECEIVED: Final = 256
+_LONGEST_RECEIVED: Final = 16 * 1024
+"""Characters of a piece of received code about which something is kept."""
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+Span = tuple[int | None, int | None, int | None, int | None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TraceSite:
+    """One place that opens a trace.
+
+    Attributes:
+        code: The code object, kept alive so that its identity stays its own.
+        block: The compiled block.
+        names: The block's variables that live in the surrounding frame.
+        module_names: Names that the block assigns and the function around it declares ``global``.
+        does_nothing: Whether the block is ``pass`` or the like, which need not be skipped.
+        way_out: How the block is skipped.
+    """
+
+    code: CodeType
+    block: Block
+    names: frozenset[str]
+    module_names: frozenset[str]
+    does_nothing: bool
+    way_out: WayOut
+
+
+class _OfCode(Generic[Key, Value]):
+    """What is known of pieces of code, the oldest dropped beyond a bound.
+
+    Code that was received has a smaller one, and is not to push out the program's own: senders choose how
+    much of it there is, and what is kept of it outlives their requests.
+    """
+
+    def __init__(self, max_entries: int) -> None:
+        self.own: OrderedDict[Key, Value] = OrderedDict()
+        self.received: OrderedDict[Key, Value] = OrderedDict()
+        self._max_entries = max_entries
+
+    def get(self, key: Key) -> Value | None:
+        found = self.own.get(key)
+        return found if found is not None else self.received.get(key)
+
+    def put(self, key: Key, code: CodeType, value: Value) -> None:
+        table, most, file = self.own, self._max_entries, code.co_filename
+        if isinstance(file, SentFile):
+            if file.lines.num_characters > _LONGEST_RECEIVED:
+                return
+            table, most = self.received, _MAX_RECEIVED
+        table[key] = value
+        if len(table) > most:
+            table.popitem(last=False)
+
+    def clear(self) -> None:
+        self.own.clear()
+        self.received.clear()
+
+
+class TraceSites:
+    """Every site seen by this process, the least recently used ones dropped beyond a bound."""
+
+    def __init__(self, reader: SourceReader, *, max_sites: int = 8192) -> None:
+        """Start empty; sources are read through ``reader``."""
+        self.reader = reader
+        self._sites: _OfCode[tuple[int, int], TraceSite] = _OfCode(max_sites)
+        self._layouts: _OfCode[int, _Layout] = _OfCode(max_sites)
+
+    def clear(self) -> None:
+        """Forget every site; each is found and compiled again when it next runs."""
+        self._sites.clear()
+        self._layouts.clear()
+        self.reader.clear()
+
+    def known(self, frame: FrameType) -> TraceSite | None:
+        """Return the site that ``frame`` is entering now, if it has run before."""
+        return self._sites.get((id(frame.f_code), frame.f_lasti))
+
+    def find(self, frame: FrameType) -> TraceSite:
+        """Return the site that ``frame`` is entering now.
+
+        Raises:
+            WithBlockNotFoundError: The source is not to be had, or does not hold this statement.
+            SyntaxError: The block cannot be compiled as one.
+        """
+        site = self.known(frame)
+        if site is None:
+            site = self._compile(frame)
+            if is_function(frame.f_code) or frame.f_locals is frame.f_globals:
+                self._sites.put((id(frame.f_code), frame.f_lasti), frame.f_code, site)
+        return site
+
+    def entering(self, frame: FrameType | None) -> FrameType:
+        """Return the frame, this one or one that called it, which is at a ``with`` statement right now."""
+        looked_at = frame
+        for _ in range(_FRAMES_LOOKED_AT):
+            if looked_at is None:
+                break
+            if self.layout(looked_at.f_code).enters(looked_at.f_lasti):
+                return looked_at
+            looked_at = looked_at.f_back
+        raise WithBlockNotFoundError(
+            "A trace is opened by a `with` statement of its own: write `with model.trace(...):`. "
+            "It cannot be entered by a call to __enter__ or through contextlib.ExitStack, because its block "
+            f"would not be known.{_excerpt_of(frame)}"
+        )
+
+    def feeds_with(self, frame: FrameType) -> bool:
+        """Tell whether the call that ``frame`` is making hands its result to a ``with`` statement."""
+        return frame.f_lasti in self.layout(frame.f_code).feeding
+
+    def result_is_dropped(self, frame: FrameType) -> bool:
+        """Tell whether the call that ``frame`` is making is a statement of its own, its result unused."""
+        return frame.f_lasti in self.layout(frame.f_code).dropped
+
+    def layout(self, code: CodeType) -> _Layout:
+        """Return what the instructions of ``code`` say about its ``with`` statements."""
+        layout = self._layouts.get(id(code))
+        if layout is None:
+            layout = _Layout(code)
+            self._layouts.put(id(code), code, layout)
+        return layout
+
+    def _compile(self, frame: FrameType) -> TraceSite:
+        code = frame.f_code
+        try:
+            source = self.reader.read(code, frame.f_globals, lambda text: self._fits(text, frame))
+        except ChangedSourceError as error:
+            raise WithBlockNotFoundError(
+                f"With block not found at line {frame.f_lineno} of {sent_name(code.co_filename)}: {error}\n"
+                f"We looked here:\n\n{_excerpt(code.co_filename, frame.f_lineno)}"
+            ) from None
+        if source is None:
+            raise WithBlockNotFoundError(
+                f"The source of {sent_name(code.co_filename)!r} is not to be had, so the block under the "
+                f"`with` at line {frame.f_lineno} cannot be read. For code made at run time, register its "
+                "text: linecache.cache[filename] = (len(text), None, text.splitlines(True), filename) "
+                "before exec"
+            )
+        nested = self._statement(frame, source)
+        assert nested is not None  # noqa: S101 - the source fits
+        context = context_of(code)
+        mentioned = mangled(names_in(nested.body), context.class_name)
+        if is_function(code):
+            shared = mentioned & own_names(code)
+        elif frame.f_locals is frame.f_globals:
+            shared = frozenset()
+        else:
+            shared = mentioned & frozenset(read_variables(frame))
+        block = compile_block(nested, source, shared, context)
+        return TraceSite(
+            code=code,
+            block=block,
+            names=shared | frozenset(block.stored),
+            module_names=frozenset(block.stored) - own_names(code) if is_function(code) else frozenset(),
+            does_nothing=all(map(_is_nothing, nested.body)),
+            way_out=self.layout(code).way_out(frame.f_lasti, nested),
+        )
+
+    def _fits(self, source: SourceText, frame: FrameType) -> bool:
+        """Tell whether a text has the statement that ``frame`` is entering, as it was loaded."""
+        nested = self._statement(frame, source)
+        return nested is not None and says(source.tree, frame.f_code, frame.f_globals, nested.node)
+
+    def _statement(self, frame: FrameType, source: SourceText) -> Nested | None:
+        wanted = self.layout(frame.f_code).expression_before(frame.f_lasti)
+        found = _matching(source.tree, wanted, frame.f_lineno)
+        return min(found, key=lambda nested: _lines(nested.node), default=None)
+
+
+class _Layout:
+    """What a code object's instructions say about ``with`` statements, read once.
+
+    While a call is being made, a frame's position is somewhere within the call's instruction: on its first
+    unit, or on the last of the units that cache what it calls. So all of an instruction's offsets count.
+    """
+
+    def __init__(self, code: CodeType) -> None:
+        self.code = code  # kept alive, so that its identity stays its own
+        self.feeding: set[int] = set()
+        self.dropped: set[int] = set()
+        self._before: dict[int, Span] = {}
+        instructions = list(dis.get_instructions(code))
+        for index, instruction in enumerate(instructions[1:], start=1):
+            before = instructions[index - 1]
+            if instruction.opname in _ENTERS:
+                self.feeding.update(range(before.offset, instruction.offset))
+                self._before[instruction.offset] = _instruction_span(before)
+            elif instruction.opname == "POP_TOP":
+                self.dropped.update(range(before.offset, instruction.offset))
+            elif instruction.opname.startswith("STORE_") and str(instruction.argval).startswith(WITH_MARKER):
+                end = _expression_end(instructions, index)
+                self.feeding.update(range(instructions[end].offset, instructions[end + 1].offset))
+
+    def enters(self, offset: int) -> bool:
+        return offset in self._before
+
+    def expression_before(self, offset: int) -> Span:
+        return self._before[offset]
+
+    def way_out(self, offset: int, nested: Nested) -> WayOut:
+        """Find where an error raised in the block of the ``with`` at ``offset`` reaches its ``__exit__``.
+
+        That is anywhere in the block but at statements that the compiler turned into nothing, such as the
+        line of a ``try:``. A block that begins with one is left sooner, before ``as target`` is stored.
+        """
+        target = nested.node.items[nested.item].optional_vars
+        following = [one for one in dis.get_instructions(self.code) if one.offset > offset]
+        stores = following[:1]  # a store, or a POP_TOP
+        if target is not None and not isinstance(target, ast.Name):
+            stores = [*itertools.takewhile(lambda one: _holds(target, _instruction_span(one), 0), following)]
+        bound_until = stores[-1].offset
+        first = following[len(stores)].offset
+        handlers = {
+            covered: entry.target
+            for entry in dis.Bytecode(self.code).exception_entries  # type: ignore[attr-defined] # not in typeshed
+            for covered in range(entry.start, entry.end, 2)
+        }
+        if handlers.get(first) == handlers.get(bound_until):
+            return WayOut(after=bound_until, at_once=_shares_line(nested), binds=None)
+        if target is not None and not isinstance(target, ast.Name):
+            raise TraceSyntaxError(
+                f"a traced block cannot begin with this statement (line {nested.body[0].lineno}) while "
+                "`as` binds more than a name; use a plain name, or put another statement first"
+            )
+        return WayOut(after=offset, at_once=True, binds=target.id if target is not None else None)
+
+
+def _expression_end(instructions: list[dis.Instruction], store: int) -> int:
+    """Return the index of the last instruction of EXPR in ``with (marker := bind(…, EXPR))``."""
+    index = store - 1  # COPY, for the value that goes on to be entered
+    while "CALL" not in instructions[index].opname:
+        index -= 1
+    while instructions[index - 1].opname in {"PRECALL", "KW_NAMES"}:
+        index -= 1
+    return index - 1
+
+
+def _instruction_span(instruction: dis.Instruction) -> Span:
+    positions = instruction.positions
+    if positions is None:
+        return (None, None, None, None)
+    return (positions.lineno, positions.end_lineno, positions.col_offset, positions.end_col_offset)
+
+
+def _span(node: ast.expr) -> Span:
+    return (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)
+
+
+def _matching(tree: ast.AST, wanted: Span, line: int) -> Iterator[Nested]:
+    """Yield the ``with`` items whose expression is, or holds, the instruction at ``wanted``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.With):
+            for index, item in enumerate(node.items):
+                if _holds(item.context_expr, wanted, line):
+                    yield Nested(node, index)
+
+
+def _holds(node: ast.expr, wanted: Span, line: int) -> bool:
+    first, last, column, end_column = wanted
+    if first is None or last is None or column is None or end_column is None:
+        return node.lineno <= line <= (node.end_lineno or node.lineno)  # run with -X no_debug_ranges
+    start, end = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
+    return start <= (first, column) and (last, end_column) <= end
+
+
+def _shares_line(nested: Nested) -> bool:
+    expression = nested.node.items[nested.item].context_expr
+    rest = nested.node.items[nested.item + 1 :]
+    following = rest[0].context_expr.lineno if rest else nested.node.body[0].lineno
+    target = nested.node.items[nested.item].optional_vars
+    last = target.end_lineno if target is not None else expression.end_lineno
+    return following <= (last or expression.lineno)
+
+
+def _is_nothing(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Pass) or (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    )
+
+
+def _lines(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _excerpt(filename: str, line: int, around: int = 4) -> str:
+    first = max(1, line - around)
+    shown = linecache.getlines(filename)[first - 1 : line + around]
+    return "\n".join(
+        f"    {text.rstrip()}{'  <--- HERE' if number == line else ''}"
+        for number, text in enumerate(shown, start=first)
+    )
+
+
+def _excerpt_of(frame: FrameType | None) -> str:
+    return "" if frame is None else f" Called at {sent_name(frame.f_code.co_filename)}:{frame.f_lineno}."

@@ -1,0 +1,94 @@
+"""What a request's block has written, kept for positions that are computed anew.
+
+After a preemption everything so far is computed again, and keys and values that lack a write would be wrong.
+The block is not asked again: what it left at these positions is put there, by absolute position.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from nnsight_engine.core.trees import map_pairs, map_tensors
+from nnsight_engine.vllm_backend.traces.memory_accounting import num_bytes
+
+if TYPE_CHECKING:
+    from nnsight_engine.vllm_backend.traces.request import TracedRequest
+
+_WRITES: Final = "writes"
+"""What they are called among what a request holds."""
+
+
+class ReplayedWrites:
+    """The writes of one request so far."""
+
+    def __init__(self, request: TracedRequest) -> None:
+        """Start with none."""
+        self._request = request
+        self._written: dict[str, list[tuple[int, Any]]] = {}
+        self._again: tuple[int, int, int] | None = None
+
+    def begin(self, row: int, start: int, num_rows: int) -> None:
+        """Begin a step that computes so many rows anew, the first of them here and of this position."""
+        self._again = (row, start, num_rows) if num_rows else None
+        for provider in self._written if num_rows else ():
+            self._request.board.want(provider, self._request)
+
+    def end(self) -> None:
+        """End the step."""
+        if self._again is not None:
+            self._again = None
+            for provider in self._written:
+                self._request.release(provider)
+
+    def clear(self) -> None:
+        """Forget all: nothing is computed anew any more."""
+        self._written.clear()
+        self._request.holdings.let_go(_WRITES)
+
+    def has_use_for(self, provider: str) -> bool:
+        """Tell whether something is to be written again here in this step."""
+        return self._again is not None and provider in self._written
+
+    def put_back(self, provider: str) -> None:
+        """Write again, into the value at hand, what was written at positions that are computed anew."""
+        if self._again is None or provider not in self._written:
+            return
+        row, start, num_rows = self._again
+        batcher = self._request.batcher
+        value = batcher.current_value
+        for position, rows in self._written[provider]:
+            value = self._with(value, rows, row + position - start, start, num_rows, position)
+        batcher.current_value = value
+
+    def _with(self, value: Any, rows: Any, row: int, start: int, num_rows: int, position: int) -> Any:
+        def again(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+            axis = self._request.batcher.axis(whole)
+            if axis is None:
+                return whole
+            first = max(start - position, 0)
+            length = min(part.shape[axis], start + num_rows - position) - first
+            if length <= 0:
+                return whole
+            written = whole.clone()
+            written.narrow(axis, row + first, length).copy_(part.narrow(axis, first, length))
+            return written
+
+        return map_pairs(value, rows, again)
+
+    def note(self, provider: str) -> None:
+        """Keep what the block has left in the value at hand, at its own positions."""
+        request, batcher = self._request, self._request.batcher
+        first, num_rows = batcher.group
+
+        def kept(tensor: torch.Tensor) -> torch.Tensor:
+            axis = batcher.axis(tensor)
+            return tensor if axis is None else tensor.narrow(axis, first, num_rows).clone()
+
+        entries = self._written.setdefault(provider, [])
+        if entries and entries[-1][0] == request.start:
+            request.holdings.keep(_WRITES, -num_bytes([entries.pop()[1]]))
+        written = map_tensors(batcher.current_value, kept)
+        entries.append((request.start, written))
+        request.holdings.keep(_WRITES, num_bytes([written]))

@@ -1,0 +1,179 @@
+"""Which modules the worker calls for a stranger's block, and with what: those that only compute on rows.
+
+vLLM's kernels trust their callers: an index out of range, a width that does not fit, and they read or write
+memory of somebody else's. So a module is called only if all in it is known to be harmless (linear layers,
+norms, activations, embeddings), with one tensor of rows (and the residual that a norm may add), of the width
+and type that the model gives it, and no more rows than a step of the engine may have. What it gives must fit
+into a message, and is computed in parts, for which the engine waits as it does for the block
+(``wait_budget``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from nnsight_engine.vllm_backend.families import ModelPoints
+from nnsight_engine.vllm_backend.traces.errors import SandboxedError
+from nnsight_engine.vllm_backend.traces.model import WorkerModel
+from nnsight_engine.vllm_backend.traces.sandboxed.module_call import ModuleCall, rows_at_once
+
+_NUMBER_BYTES: Final = 4
+"""Of a number that a module gives, at the most."""
+_NORMS: Final = (RMSNorm, GemmaRMSNorm, torch.nn.LayerNorm)
+_GATES: Final = (SiluAndMul, GeluAndMul)
+_ELEMENTWISE: Final = (torch.nn.GELU, torch.nn.SiLU, torch.nn.ReLU, torch.nn.Tanh, torch.nn.Identity)
+
+
+class CallableModules:
+    """Calls modules of one model for sandboxed blocks.
+
+    Args:
+        model: The worker's tree of envoys.
+        points: The model's points.
+        max_rows: Of a step of the engine.
+        max_bytes: That a call may give.
+    """
+
+    def __init__(self, model: WorkerModel, points: ModelPoints, max_rows: int, max_bytes: int) -> None:
+        """Look up what there is: a path that a process sends is a name in a table, and leads nowhere else."""
+        self._envoys = {str(envoy.path): envoy for envoy in model.modules()}
+        entry = model.entry
+        self._beside_modules = frozenset([entry] if entry else [])
+        self._max_rows = max_rows
+        self._max_bytes = max_bytes
+        self._max_width = 2 * max(points.hidden_size, points.intermediate_size or 0)
+        self._mlps = {
+            id(points.layers[layer].get_submodule(points.family.mlp))
+            for layer in points.local_layers
+            if points.family.mlp
+        }
+        self._hidden_size = points.hidden_size
+        weight = next(points.model.parameters())
+        self._dtype, self._device = weight.dtype, weight.device
+
+    @property
+    def places(self) -> frozenset[str]:
+        """Where values can be asked for."""
+        of_modules = (f"{path}.{side}" for path in self._envoys for side in ("input", "output"))
+        return self._beside_modules.union(of_modules)
+
+    @property
+    def call_bytes(self) -> int:
+        """The most that a call can need: two tensors of as many and as wide rows as there may be."""
+        return 2 * self._max_rows * self._max_width * _NUMBER_BYTES
+
+    def begin(self, path: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ModuleCall:
+        """Begin a call of the module at ``path``.
+
+        Raises:
+            SandboxedError: It is none that is called for strangers, or not with that.
+        """
+        envoy = self._envoys.get(path)
+        if envoy is None:
+            raise SandboxedError.uncalled(path, "the model has no such module")
+        module = envoy._module  # noqa: SLF001 - an envoy of ours
+        if kwargs or not args or not all(isinstance(one, torch.Tensor) for one in args):
+            raise SandboxedError.uncalled(path, "it takes tensors of rows, in order and without names")
+        rows = [one.to(self._device) for one in args]
+        self._check(path, module, rows)
+        embeds = isinstance(module, VocabParallelEmbedding) and not rows[0].is_floating_point()
+        row_bytes, row_work = self._cost(module, rows[0], embeds=embeds)
+        num_axes = rows[0].ndim if embeds else rows[0].ndim - 1
+        call = ModuleCall(path, envoy._apply_apart, rows, num_axes, rows_at_once(row_work))  # noqa: SLF001 - as above
+        if call.num_rows * row_bytes > self._max_bytes:
+            raise SandboxedError.uncalled(
+                path,
+                f"{call.num_rows:,} rows would give {call.num_rows * row_bytes:,} bytes, and a sandbox takes "
+                f"{self._max_bytes:,} at once; call it with {self._max_bytes // row_bytes:,} rows or fewer",
+            )
+        return call
+
+    def _cost(self, module: torch.nn.Module, first: torch.Tensor, *, embeds: bool) -> tuple[int, int]:
+        """Return how many bytes a row gives at the most, and how many multiplications it takes."""
+        width = self._hidden_size if embeds else int(first.shape[-1])
+        given: Any = module
+        if isinstance(module, VocabParallelEmbedding):
+            width = width if embeds else int(given.num_embeddings)
+        elif isinstance(module, LinearBase):
+            width = max(width, int(given.output_size))
+        elif isinstance(module, torch.nn.Linear):
+            width = max(width, int(given.out_features))
+        work = width if embeds else max(width, sum(one.numel() for one in module.parameters()))
+        takes = 2 if isinstance(module, RMSNorm | GemmaRMSNorm) else 1
+        return width * takes * _NUMBER_BYTES, work
+
+    def _check(self, path: str, module: torch.nn.Module, rows: Sequence[torch.Tensor]) -> None:
+        first = rows[0]
+        if isinstance(module, VocabParallelEmbedding) and not first.is_floating_point():
+            self._check_tokens(path, module, rows)
+            return
+        width = self._width(path, module)
+        takes = 2 if isinstance(module, RMSNorm | GemmaRMSNorm) else 1
+        if len(rows) > takes:
+            raise SandboxedError.uncalled(path, f"it takes {takes} tensors at most here, got {len(rows)}")
+        for one in rows:
+            if one.dtype is not self._dtype or one.ndim == 0 or (width and one.shape[-1] != width):
+                raise SandboxedError.uncalled(
+                    path,
+                    f"it takes {self._dtype} of shape [..., {width or 'any'}], got {one.dtype} of "
+                    f"{list(one.shape)}",
+                )
+            if one.shape != first.shape:
+                raise SandboxedError.uncalled(path, "its tensors must be of one shape")
+            if one.shape[-1] > self._max_width:
+                raise SandboxedError.uncalled(
+                    path, f"its rows have {self._max_width:,} numbers at most, got {one.shape[-1]:,}"
+                )
+            if one.shape[:-1].numel() > self._max_rows:
+                raise SandboxedError.uncalled(
+                    path, f"it takes {self._max_rows:,} rows at once, as many as a step of the engine has"
+                )
+
+    def _check_tokens(self, path: str, module: Any, rows: Sequence[torch.Tensor]) -> None:
+        tokens = rows[0]
+        vocabulary = int(module.org_vocab_size)
+        is_of_numbers = tokens.dtype in {torch.int32, torch.int64} and len(rows) == 1
+        if not is_of_numbers or not 0 < tokens.numel() <= self._max_rows:
+            raise SandboxedError.uncalled(
+                path, f"it embeds 1 to {self._max_rows:,} tokens, of int32 or int64"
+            )
+        if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
+            raise SandboxedError.uncalled(path, f"tokens are from 0 to {vocabulary - 1}")
+
+    def _width(self, path: str, module: Any) -> int:
+        """Return the width of the rows that a module takes, 0 for any.
+
+        Raises:
+            SandboxedError: It is none that is called for strangers.
+        """
+        if isinstance(module, VocabParallelEmbedding):
+            return int(module.embedding_dim)
+        if isinstance(module, LinearBase):
+            return int(module.input_size)
+        if isinstance(module, _NORMS):
+            return self._hidden_size if module.weight is None else int(module.weight.shape[-1])
+        if isinstance(module, torch.nn.Linear):
+            return int(module.in_features)
+        if isinstance(module, _ELEMENTWISE):
+            return 0
+        if id(module) in self._mlps and _is_harmless(module):
+            return self._hidden_size
+        raise SandboxedError.uncalled(
+            path, "modules that compute on rows are: norms, linear layers, MLPs, and the (un)embedding"
+        )
+
+
+def _is_harmless(module: torch.nn.Module) -> bool:
+    """Tell whether all that a module is made of only computes on rows."""
+    known = (*_NORMS, *_GATES, *_ELEMENTWISE, LinearBase, torch.nn.Linear)
+    return all(isinstance(one, known) for one in module.modules() if next(one.children(), None) is None)
+
+
+__all__ = ["CallableModules"]

@@ -1,0 +1,66 @@
+"""What a worker needs to have sandboxes: a description of its model, and the process that has it."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Final
+
+from nnsight_engine.sandbox.forkserver import ForkServer
+from nnsight_engine.serialization import encode
+from nnsight_engine.vllm_backend.traces.sandboxed.module_policy import CallableModules
+from nnsight_engine.vllm_backend.traces.stages.remote_modules import described
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from nnsight_engine.vllm_backend.compat import EngineLimits
+    from nnsight_engine.vllm_backend.families import ModelPoints
+    from nnsight_engine.vllm_backend.traces.model import WorkerModel
+    from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_pool import SandboxPool
+
+_NURSERY: Final = "nnsight_engine.vllm_backend.traces.sandboxed.zygote"
+_NUM_SPARE: Final = 4
+
+
+def open_sandbox_pool(
+    cells: SandboxPool, model: WorkerModel, points: ModelPoints, config: VllmConfig, limits: EngineLimits
+) -> None:
+    """Begin to start what a worker's sandboxed traces need.
+
+    Args:
+        cells: The worker's.
+        model: The worker's tree of envoys.
+        points: The model's points.
+        config: vLLM's.
+        limits: What blocks may use.
+    """
+    half_bytes = limits.sandbox_message_bytes
+    max_rows = config.scheduler_config.max_num_batched_tokens
+    served = CallableModules(model, points, max_rows, half_bytes)
+    setup = {
+        "call_bytes": served.call_bytes,
+        "modules": described(points.model),
+        "class_name": type(points.model).__name__,
+        "architectures": list(config.model_config.hf_text_config.architectures or []),
+        "sizes": {
+            "hidden_size": points.hidden_size,
+            "num_heads": points.num_heads,
+            "num_kv_heads": points.num_kv_heads,
+            "head_dim": points.head_dim,
+            "intermediate_size": points.intermediate_size,
+            "vocab_size": points.vocab_size,
+            "tensor_parallel_size": points.tensor_parallel_size,
+        },
+        "limits": dataclasses.asdict(limits),
+        "entry": model.entry,
+    }
+    command = [sys.executable, "-m", _NURSERY]
+    server = ForkServer(
+        command, encode(setup), half_bytes, _NUM_SPARE, needs_namespaces=limits.sandbox_needs_namespaces
+    )
+    server.start()
+    cells.open(server, served, half_bytes)
+
+
+__all__ = ["open_sandbox_pool"]

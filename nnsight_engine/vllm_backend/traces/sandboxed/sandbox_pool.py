@@ -1,0 +1,274 @@
+"""All sandboxed traces of a worker: who has a process, and what becomes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from nnsight_engine.core.engine_counts import SANDBOX_EVENTS
+from nnsight_engine.sandbox.errors import SandboxUnavailableError
+from nnsight_engine.serialization.message import Piece
+from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from nnsight_engine.vllm_backend.traces.reporting import Parcel
+from nnsight_engine.vllm_backend.traces.sandboxed.idle_processes import IdleProcesses
+from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_session import Opened, SandboxSession
+from nnsight_engine.vllm_backend.traces.sandboxed.wait_budget import WaitBudget
+
+if TYPE_CHECKING:
+    from nnsight_engine.sandbox.forkserver import ForkServer
+    from nnsight_engine.vllm_backend.compat import EngineLimits
+    from nnsight_engine.vllm_backend.traces.request import TraceSpan
+    from nnsight_engine.vllm_backend.traces.sandboxed.module_policy import CallableModules
+    from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
+
+_LOOK_S: Final = 1.0
+"""How often whoever waits for a process looks whether it is late."""
+
+
+class SandboxPool:
+    """All sandboxed traces of a worker.
+
+    Args:
+        board: Where the model's calls and the requests meet.
+        limits: What blocks may use.
+
+    Attributes:
+        counts: What has happened, see ``SANDBOX_EVENTS``.
+        last_step_s: Seconds for which the worker has waited for them in the step that ended last.
+        is_alone: Whether the engine has requests of one tenant only.
+        bound: Requests whose rows of a step cannot be computed again.
+        undone: Requests whose rows of the running step count for nothing: it goes on without their blocks.
+    """
+
+    def __init__(self, board: TraceDispatcher, limits: EngineLimits) -> None:
+        """Start without any, and with no process to run one in before ``open``."""
+        self._board = board
+        self._limits = limits
+        self._open: Opened | None = None
+        self._by_key: dict[str, SandboxSession] = {}
+        self._by_request: dict[str, SandboxSession] = {}
+        self._left: dict[str, tuple[str, str]] = {}
+        self._active: list[SandboxSession] = []
+        self._parked = IdleProcesses(limits.sandbox_cpu_s)
+        self.counts = dict.fromkeys(SANDBOX_EVENTS, 0)
+        self.last_step_s = 0.0
+        self.undone: list[str] = []
+        self.bound: Collection[str] = ()
+        self.is_alone = False
+        self._waiting = WaitBudget(limits.sandbox_wait_s, limits.sandbox_step_s)
+
+    def open(self, server: ForkServer, served: CallableModules, max_bytes: int) -> None:
+        """Run traces from now on.
+
+        Args:
+            server: Gives out processes.
+            served: Calls modules for them.
+            max_bytes: Of an answer.
+        """
+        self._open = Opened(server, served, served.places, max_bytes)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether traces are run."""
+        return self._open is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a process waits for work.
+
+        Raises:
+            SandboxUnavailableError: They cannot be started.
+        """
+        return self._open is not None and self._open.server.is_ready
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._by_key)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is running."""
+        return all(cell.is_idle for cell in self._by_key.values())
+
+    def arrive(self, request_id: str, entry: TraceEntry, order: int) -> None:
+        """Let a request's blocks begin.
+
+        Raises:
+            SandboxUnavailableError: There is no process for it.
+        """
+        cell = self._by_key.get(entry.key)
+        if cell is None:
+            try:
+                cell = self._by_key[entry.key] = self._started(entry.sandbox_of, order)
+            except Exception:
+                self.counts["refused"] += 1
+                raise
+            self.counts["started"] += 1
+        self._by_request[request_id] = cell
+        cell.begin([(request_id, msgspec.structs.replace(entry, sandbox_of=""))])
+
+    def _started(self, tenant: str, order: int) -> SandboxSession:
+        if len(self._by_key) >= self._limits.max_sandboxes:
+            raise SandboxUnavailableError(
+                f"{len(self._by_key)} sandboxes are at work, as many as may be: send the request again"
+            )
+        if self._open is None:
+            raise SandboxUnavailableError("no sandbox has been started: send the request again")
+        sandbox = self._parked.take(tenant) or self._open.server.take()
+        step_s, trace_s = self._limits.sandbox_step_s, self._limits.sandbox_cpu_s
+        return SandboxSession(self._board, sandbox, self._open, order, tenant, step_s, trace_s)
+
+    def begin(self, finished: set[str]) -> None:
+        """Begin a step: let go of requests that have ended, and hear what has been answered meanwhile."""
+        self._waiting.begin(is_alone=self.is_alone)
+        self.undone = []
+        for cell in self._by_key.values():
+            ended = finished & cell.live
+            cell.live -= ended
+            cell.finished |= ended
+        self.wait_for_any(0.0)
+
+    def wait_for_any(self, wait_s: float) -> None:
+        """Wait for so long until a process has answered that keeps its requests from going on."""
+        if self.resting and not self.waiting:
+            time.sleep(wait_s)  # for what comes of itself
+        self._waiting.wait_for_any(list(self._by_key.values()), wait_s)
+
+    @property
+    def waiting(self) -> frozenset[str]:
+        """The requests that cannot go on before their process has answered."""
+        return frozenset().union(*(cell.waiting for cell in self._by_key.values()))
+
+    @property
+    def resting(self) -> frozenset[str]:
+        """The tenants whose requests are not to be in a step now, see ``WaitBudget``; none without others."""
+        return frozenset() if self.is_alone else self._waiting.resting
+
+    def has(self, request_id: str) -> bool:
+        """Tell whether a request is one of these, and its block still of use."""
+        cell = self._by_request.get(request_id)
+        return cell is not None and request_id in cell.live
+
+    def knows(self, key: str) -> bool:
+        """Tell whether a trace is one of these."""
+        return key in self._by_key
+
+    def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
+        """Begin a step for these requests; returns whether some block takes part in it."""
+        by_cell: dict[SandboxSession, list[TraceSpan]] = {}
+        for span in spans:
+            by_cell.setdefault(self._by_request[span.request_id], []).append(span)
+        self._active = list(by_cell)
+        for cell, own in by_cell.items():
+            cell.prepare(own, is_bound=any(span.request_id in self.bound for span in own))
+        self._waiting.wait(self._active)
+        for cell, own in by_cell.items():
+            cell.step(own, num_rows)
+        self.gather()
+        self._board.gather = self.gather
+        return bool(self._active)
+
+    def gather(self) -> None:
+        """Wait for those that were asked something; who takes too long is left out of the step."""
+        self._waiting.wait(self._active)
+        for cell in self._active:
+            cell.defer()
+        self.undone = [request_id for cell in self._active for request_id in cell.undone]
+
+    @property
+    def in_step(self) -> bool:
+        """Whether some block takes part in the running step."""
+        return bool(self._active)
+
+    @property
+    def active(self) -> list[SandboxSession]:
+        """Those that take part in the running step."""
+        return self._active
+
+    def again(self) -> None:
+        """The step is run again from its first layer."""
+        for cell in self._active:
+            cell.again()
+
+    def after_model(self, num_requests: int) -> None:
+        """From here on, values have one row per request."""
+        for cell in self._active:
+            cell.after_model(num_requests)
+
+    def end(self) -> tuple[list[str], dict[str, Parcel]]:
+        """End the step; returns the requests that are to end, and what is to be told of any."""
+        self._board.gather = None
+        for cell in self._active:
+            cell.finish()
+        self._waiting.wait([cell for cell in self._active if not cell.is_deferred])
+        for cell in self._active:
+            cell.end()
+        self.last_step_s = self._waiting.waited_s
+        self._active = []
+        ended: list[str] = []
+        news: dict[str, Parcel] = {}
+        for cell in self._by_key.values():
+            over, told = cell.take_news()
+            ended += over
+            news |= told
+        return ended, news
+
+    def tier(self, key: str) -> str:
+        """Return how the steps of a trace ran, see ``TracedRequest``."""
+        return self._by_key[key].tier
+
+    def has_collected(self, key: str, results: Mapping[str, Any], index: int | None, wait_s: float) -> bool:
+        """Ask what a trace or one of its blocks has saved; returns whether that is known after so long."""
+        cell = self._by_key[key]
+        cell.stop_waiting()
+        end = time.monotonic() + wait_s
+        while not cell.has_collected:
+            cell.ask_saved(key, results, index)
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                break
+            self._waiting.wait_for_any([cell], left_s)
+        return cell.has_collected
+
+    def collect(self, key: str, results: Mapping[str, Any], index: int | None) -> tuple[list[Piece], float]:
+        """Return what a trace or one of its blocks has saved, and the seconds that it took since last asked.
+
+        Without a block the trace is over.
+        """
+        cell = self._by_key[key]
+        while not self.has_collected(key, results, index, _LOOK_S):
+            pass  # whoever takes too long is ended
+        pieces, left = cell.saved(index)
+        spent_s = cell.talk.take_spent()
+        if index is None:
+            self._left[key] = left
+            self._forget(key)
+        return pieces, spent_s
+
+    def drop(self, key: str) -> float:
+        """End a trace that nobody will collect; returns the seconds that it took."""
+        cell = self._by_key.get(key)
+        spent_s = 0.0 if cell is None else cell.talk.take_spent()
+        if cell is not None:
+            self._forget(key)
+        self._left.pop(key, None)
+        return spent_s
+
+    def take_left(self, key: str) -> tuple[str, str] | None:
+        """Return what a trace printed last and how it failed; None of one that is not of these."""
+        return self._left.pop(key, None)
+
+    def _forget(self, key: str) -> None:
+        cell = self._by_key.pop(key)
+        for request_id in cell.entries:
+            self._by_request.pop(request_id, None)
+        self.counts["killed"] += cell.error is not None
+        sandbox = cell.close()
+        if sandbox is not None:
+            self._parked.put(cell.tenant, sandbox)
+
+
+__all__ = ["SandboxPool"]

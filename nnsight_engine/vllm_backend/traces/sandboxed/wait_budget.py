@@ -1,0 +1,134 @@
+"""How long a step of the engine waits for sandboxes: for all together, and for each tenant only so long.
+
+A step is everybody's. Processes that are asked something at the same place compute at once, and the worker
+waits for all of them; a tenant has one allowance per step, however many traces it has. Whoever has not
+answered by then is left out of the step, which goes on for the others. What cannot be left out holds up
+everybody, so its tenant *rests* afterwards: none of its sandboxed requests is in a step for nine times as
+long.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_session import SandboxSession
+
+_ALONE: Final = 8
+"""How many times as long a step waits in which, as far as is known, there is nobody else."""
+
+
+_REST: Final = 9.0
+"""How many times as long as its traces have held others up a tenant rests: they do so a tenth of the time."""
+
+
+class WaitBudget:
+    """The allowances of one step.
+
+    Args:
+        wait_s: Of each tenant.
+        most_s: Of each tenant, for traces that cannot be left out of a step.
+
+    Attributes:
+        waited_s: Seconds that the running step has waited, for whomever.
+    """
+
+    def __init__(self, wait_s: float, most_s: float) -> None:
+        """Start before the first step."""
+        self._wait_s = wait_s
+        self._most_s = most_s
+        self._left_s = wait_s
+        self._used_s: dict[str, float] = {}
+        self._is_alone = False
+        self._rests_until: dict[str, float] = {}
+        self.waited_s = 0.0
+
+    def begin(self, *, is_alone: bool = False) -> None:
+        """Begin a step; with one tenant alone nobody else waits for it, so it may wait longer."""
+        self._is_alone = is_alone
+        self._left_s = min(self._wait_s * (_ALONE if is_alone else 1), self._most_s)
+        self._used_s.clear()
+        self.waited_s = 0.0
+
+    def wait(self, cells: Sequence[SandboxSession]) -> None:
+        """Wait until all have answered, or had their time; those that cannot be left out then are ended."""
+        self._wait([cell for cell in cells if cell.talk.is_pending], self._left_s)
+        stubborn = [cell for cell in cells if cell.talk.is_pending and not cell.can_be_deferred]
+        used_before = {cell.tenant: self._used(cell) for cell in stubborn}
+        self._wait(stubborn, self._most_s)
+        for cell in stubborn:
+            if cell.talk.is_pending:
+                cell.talk.end_if_late(at_once=True)
+        if not self._is_alone:
+            for tenant, used_s in used_before.items():
+                self._rest(tenant, self._used_s.get(tenant, 0.0) - used_s)
+
+    def _rest(self, tenant: str, held_s: float) -> None:
+        moment = time.monotonic()
+        self._rests_until[tenant] = max(self._rests_until.get(tenant, 0.0), moment) + _REST * held_s
+
+    @property
+    def resting(self) -> frozenset[str]:
+        """The tenants whose traces have held others up and rest for it."""
+        moment = time.monotonic()
+        self._rests_until = {one: until for one, until in self._rests_until.items() if until > moment}
+        return frozenset(self._rests_until)
+
+    def wait_for_any(self, cells: Sequence[SandboxSession], wait_s: float) -> None:
+        """Wait for so long until some has answered, outside of a step: there is nothing else to do."""
+        pending = [cell for cell in cells if cell.talk.is_pending]
+        end = time.monotonic() + wait_s
+        left_s = wait_s
+        while pending:
+            self._pump(pending, left_s)
+            left_s = end - time.monotonic()
+            if left_s <= 0 or not all(cell.talk.is_pending for cell in pending):
+                break
+        for cell in pending:
+            if cell.talk.is_pending:
+                cell.talk.end_if_late()
+
+    def _wait(self, cells: list[SandboxSession], most_s: float) -> None:
+        while cells:
+            left_s = max(most_s - self._used(cell) for cell in cells)
+            self._pump(cells, max(left_s, 0.0), most_s)
+            cells = [
+                cell
+                for cell in cells
+                if cell.talk.is_pending and self._used(cell) < most_s and not cell.talk.end_if_late()
+            ]
+
+    def _used(self, cell: SandboxSession) -> float:
+        return self._used_s.get(cell.tenant, 0.0)
+
+    def _pump(self, cells: Sequence[SandboxSession], wait_s: float, most_s: float | None = None) -> None:
+        """Read what has come from any of them, waiting for it so long, and go on with calls of modules."""
+        begin = time.monotonic()
+        most_s = self._left_s if most_s is None else most_s
+        calling = [cell for cell in cells if cell.talk.is_calling]
+        _read([cell for cell in cells if not cell.talk.is_calling], 0.0 if calling else wait_s)
+        for cell in calling:
+            if self._used(cell) + time.monotonic() - begin < most_s:
+                cell.talk.call_on()
+        took_s = time.monotonic() - begin
+        self.waited_s += took_s
+        for tenant in {cell.tenant for cell in cells}:
+            self._used_s[tenant] = self._used_s.get(tenant, 0.0) + took_s
+        for cell in cells:
+            cell.talk.waited_s += took_s / len(cells)
+
+
+def _read(cells: Sequence[SandboxSession], wait_s: float) -> None:
+    """Read what has come from any of them, waiting for it so long."""
+    by_descriptor = {cell.talk.sandbox.side.fileno(): cell for cell in cells}
+    poll = select.poll()
+    for descriptor in by_descriptor:
+        poll.register(descriptor, select.POLLIN)
+    for descriptor, _ in poll.poll(wait_s * 1000):
+        by_descriptor[descriptor].talk.pump()
+
+
+__all__ = ["WaitBudget"]

@@ -1,0 +1,78 @@
+"""A trace that every sandbox runs before it is confined: what is used the first time is slow, or needs files.
+
+A forked process shares its parent's memory until it writes to it, page by page, and Python writes wherever it
+looks. So each child runs the parts of a small trace once, while nobody waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final
+
+import torch
+
+from api_schemas.request_traces import Trace
+from nnsight_engine.vllm_backend.families import ModelPoints
+from nnsight_engine.vllm_backend.request_code import encoded_code
+from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+from nnsight_engine.vllm_backend.traces.sandboxed.messages import (
+    Begin,
+    Collect,
+    End,
+    Offer,
+    Passed,
+    StepMessage,
+    slots_of,
+)
+from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_main import SandboxTraces
+
+_CODE: Final = """
+first = model.layers[0].output.save()
+model.layers[0].output[:] *= 2
+last = model.layers[-1].output[-1].float().softmax(-1).topk(2).values.sum().save()
+print("ready", first.shape)
+"""
+_KEY: Final = "rehearsal"
+_REQUEST: Final = "rehearsal-0"
+_ROWS: Final = 2
+_MAX_OFFERS: Final = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Warmup:
+    """The trace, ready to be run.
+
+    Attributes:
+        entry: Its request.
+        value: What a layer gives, as the model has it, without anything in it.
+    """
+
+    entry: dict[str, Any]
+    value: Any
+
+    @staticmethod
+    def of(points: ModelPoints) -> Warmup:
+        """Prepare one for a model."""
+        data = encoded_code(Trace(op="trace", code=_CODE), "rehearsal")
+        entry = TraceEntry(_KEY, 0, 1, data, [{}], streams=True, prints=True)
+        rows = torch.zeros(_ROWS, points.hidden_size, dtype=torch.bfloat16)
+        whole = rows[None] if points.family.is_batched else rows
+        return Warmup(entry.to_plain(), (whole, whole) if points.returns_residual else whole)
+
+    def run(self, traces: SandboxTraces) -> None:
+        """Run it; what is saved is thrown away."""
+        traces.answer(Begin([(_REQUEST, self.entry)]), memoryview(b""))
+        traces.answer(StepMessage([(_REQUEST, _ROWS, 0, True)], [], Passed()), memoryview(b""))
+        for _ in range(_MAX_OFFERS):
+            wanted = next(iter(traces.board.wanted), None)
+            if wanted is None:
+                break
+            slots, is_tuple, body = slots_of(self.value) or ([], False, [])
+            offer = Offer(wanted, Passed(), is_behind=False, slots=slots, is_tuple=is_tuple)
+            traces.answer(offer, memoryview(b"".join(body)))
+        else:
+            traces.answer(End(Passed()), memoryview(b""))
+        traces.answer(Collect(_KEY, {}, None, []), memoryview(b""))
+
+
+__all__ = ["Warmup"]

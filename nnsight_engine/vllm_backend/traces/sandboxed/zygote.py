@@ -1,0 +1,105 @@
+"""The clean process of a worker: it has vLLM's classes and the model's outline, and no weight of it.
+
+Started by ``provisioning``; ``sandbox.nursery`` does the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from nnsight_engine.sandbox.channel import read_exactly
+from nnsight_engine.sandbox.confine import ProcessLimits
+from nnsight_engine.sandbox.zygote import NUMBER, raise_children
+from nnsight_engine.serialization import decode
+from nnsight_engine.vllm_backend.compat import EngineLimits
+from nnsight_engine.vllm_backend.families import ModelPoints, family_named
+from nnsight_engine.vllm_backend.traces.errors import SandboxedError
+from nnsight_engine.vllm_backend.traces.model import WorkerModel
+from nnsight_engine.vllm_backend.traces.names import Names
+from nnsight_engine.vllm_backend.traces.sandboxed.sandbox_main import SandboxTraces
+from nnsight_engine.vllm_backend.traces.sandboxed.warmup import Warmup
+from nnsight_engine.vllm_backend.traces.stages.remote_modules import RemoteModuleEnvoy, tree
+
+
+class SandboxEnvoy(RemoteModuleEnvoy):
+    """Stands for a module of the worker's."""
+
+    @property
+    def source(self) -> Any:
+        """Refuse: the operations inside a forward are met in the worker, and their values are not rows."""
+        raise SandboxedError.source(str(self.path))
+
+
+def main(orders: socket.socket, folder: str) -> None:
+    """Learn what the model is like, and fork sandboxes of it."""
+    (num_bytes,) = NUMBER.unpack(read_exactly(orders.recv, NUMBER.size))
+    setup = decode(read_exactly(orders.recv, num_bytes))
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    limits = EngineLimits(**setup["limits"])
+    limits = dataclasses.replace(limits, trace_step_s=limits.sandbox_step_s)
+    points = _points(setup)
+    traces = SandboxTraces(points, limits, partial(_new_model, points))
+    traces.board.entry = setup["entry"]
+    traces.max_call_bytes = min(limits.sandbox_message_bytes, setup["call_bytes"])
+    rehearsal = Warmup.of(points)
+    share = ProcessLimits(limits.sandbox_bytes - 2 * limits.sandbox_message_bytes, limits.sandbox_cpu_s)
+    _warm_up()
+    raise_children(orders, folder, share, partial(traces.grow_up, limits.sandbox_blocks, rehearsal.run))
+
+
+class _Outside:
+    """Hands calls on to the traces, which are there once the model is."""
+
+    traces: SandboxTraces
+
+    def call(self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a module gives."""
+        return self.traces.call(stage, path, args, kwargs)
+
+    def lacking(self, stage: int, path: str, name: str) -> Exception:
+        """Return the error for what is not here."""
+        return self.traces.lacking(stage, path, name)
+
+
+_OUTSIDE = _Outside()
+
+
+def _points(setup: Mapping[str, Any]) -> ModelPoints:
+    """Return the points of a tree of stand-ins."""
+    model = tree([tuple(entry) for entry in setup["modules"]], 0, _OUTSIDE, {})
+    family = family_named(setup["class_name"], setup["architectures"])
+    layers = tuple(model.get_submodule(family.layers).children())
+    has_norm = family.final_norm in dict(model.named_modules(remove_duplicate=False))
+    return ModelPoints(
+        model=model,
+        family=family,
+        layers=layers,
+        local_layers=range(len(layers)),
+        final_norm=model.get_submodule(family.final_norm) if has_norm else None,
+        project_out=None,
+        **setup["sizes"],
+    )
+
+
+def _new_model(points: ModelPoints, traces: SandboxTraces, names: Names) -> WorkerModel:
+    _OUTSIDE.traces = traces
+    return WorkerModel(points, None, traces.board, names=names, calls=SandboxEnvoy)
+
+
+def _warm_up() -> None:
+    """Have loaded what is otherwise loaded when it is first used: later there are no files."""
+    value = torch.ones(4, 4, dtype=torch.bfloat16)
+    torch.einsum("ij,jk->ik", value, value).float().softmax(-1).topk(2).values.tolist()
+    repr(torch.linalg.svd(value.float()))
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

@@ -1,0 +1,236 @@
+"""The last stage of a pipeline: blocks run here, and are given what the stages before it offer.
+
+There is one copy of each block, so nothing has to be repeated alike on several stages, and what it saves and
+raises is there once. Before the last stage begins its own part of a step with traced requests, it serves the
+others in the order in which the step passes them: each says whose rows are whose, is told what is wanted,
+offers what it reaches of that, goes on with what it gets back, and says when it is done. Whether a step has
+such requests both sides know from what the engine schedules: there is always one who speaks and one who
+listens. Steps may follow each other closely in the pipeline: a stage that is ahead waits until it is heard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nnsight_engine.core.trees import map_tensors
+from nnsight_engine.serialization import EncodeError, restore_error
+from nnsight_engine.vllm_backend.model_outline import OutlineEntry, outline_of
+from nnsight_engine.vllm_backend.traces.errors import SandboxedError, StageError
+from nnsight_engine.vllm_backend.traces.model import WorkerModel
+from nnsight_engine.vllm_backend.traces.names import Names
+from nnsight_engine.vllm_backend.traces.request import TraceSpan
+from nnsight_engine.vllm_backend.traces.rows import plain
+from nnsight_engine.vllm_backend.traces.stages.remote_modules import (
+    RemoteModule,
+    SpanningEnvoy,
+    stand_ins,
+)
+from nnsight_engine.vllm_backend.traces.stages.row_payloads import (
+    Form,
+    RemoteStageValue,
+    RowKeeper,
+    RowPayloads,
+)
+from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from nnsight_engine.vllm_backend.compat import EngineLimits
+    from nnsight_engine.vllm_backend.families import ModelPoints
+    from nnsight_engine.vllm_backend.traces.stages.links import Channel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Listening:
+    """A stage that has spoken and waits for an answer: a new one each time."""
+
+    stage: int
+    link: Channel
+
+
+class PipelineModel(SpanningEnvoy, WorkerModel):
+    """What ``model`` is in a block on the last stage: the modules of all of them."""
+
+
+class LastStageTraces(WorkerTraces):
+    """The traced requests of a pipeline, on its last stage.
+
+    Args:
+        points: The points of the model, of which this stage has the last part.
+        config: vLLM's.
+        links: The ways to the stages before, in order.
+        limits: What blocks may use.
+    """
+
+    def __init__(
+        self, points: ModelPoints, config: VllmConfig, links: Sequence[Channel], limits: EngineLimits
+    ) -> None:
+        """Learn what modules the others have."""
+        self._links = links
+        self._listening: _Listening | None = None
+        self._exchange = threading.Lock()
+        self._registered: set[str] = set()
+        self._begun: list[TraceSpan] = []
+        self._device = next(points.model.parameters()).device
+        stages = [link.receive()[0] for link in links]
+        self.elsewhere = stand_ins(points.model, stages, self)
+        super().__init__(points, config, limits)
+
+    def _new_model(self, names: Names) -> WorkerModel:
+        return PipelineModel(self._points, self._config, self.board, self.elsewhere, names)
+
+    def _open_sandbox_pool(self) -> None:
+        raise SandboxedError.spread()
+
+    def outline(self) -> list[OutlineEntry]:
+        """List the modules of all stages."""
+        return outline_of(self.model._module, self.elsewhere)  # noqa: SLF001 - an envoy of ours
+
+    # A step.
+
+    @torch.inference_mode()
+    def before(
+        self, scheduled: Collection[str], arrived: Sequence[tuple[str, Any]], finished: set[str]
+    ) -> None:
+        """Serve the stages before this one, if traced requests are in the step.
+
+        Args:
+            scheduled: All requests in it.
+            arrived: Those that are traced and new.
+            finished: All that have ended.
+        """
+        self._registered -= finished
+        self._registered.update(request_id for request_id, _ in arrived)
+        if self._registered.isdisjoint(scheduled):
+            return
+        for stage, link in enumerate(self._links):
+            _, told, num_rows = self._hear(stage, link)
+            if stage == 0:
+                self.begin(arrived, finished)  # now that modules of this stage can be called
+                self._begun = [span for span in map(_span, told) if self.takes_part(span.request_id)]
+                super().step(self._begun, num_rows)
+            live = [span for span in map(_span, told) if self.takes_part(span.request_id)]
+            self._say([span.request_id for span in live])
+            if live:
+                self._serve(stage, link, RowPayloads(live, num_rows))
+
+    def _serve(self, stage: int, link: Channel, parcels: RowPayloads) -> None:
+        """Let blocks have what they want of a stage, until it has done its part of the step."""
+        while True:
+            kind, passed, *rest = self._hear(stage, link)
+            self.board.calls.update(dict.fromkeys(passed, 1))
+            if kind == "done":
+                return
+            changes: list[Any] = []
+            if kind == "offer":
+                changes = self._offered(parcels, *rest)
+            else:
+                self.board.fail(rest[0], StageError(rest[1]))
+            try:
+                self._say(changes)
+            except EncodeError as error:
+                self.board.fail(rest[0], error)
+                self._say([])
+
+    def _hear(self, stage: int, link: Channel) -> tuple[Any, ...]:
+        """Wait for what a stage says; until it is answered, it can be asked to call modules."""
+        message = link.receive(resolve=lambda name: RemoteStageValue(name, stage))
+        self._listening = None if message[0] == "done" else _Listening(stage, link)
+        return message
+
+    def _say(self, what: Any) -> None:
+        """Answer the stage that listens, with all that is wanted now and the modules that are looked into."""
+        with self._exchange:
+            listening = self._listening
+            assert listening is not None  # noqa: S101 - it has just spoken
+            looked_into = [
+                str(one.source.path)
+                for one in self.model._sources  # noqa: SLF001 - an envoy of ours
+                if isinstance(one.module, RemoteModule) and one.module.stage == listening.stage
+            ]
+            listening.link.send("go", what, list(self.board.wanted), looked_into)
+            self._listening = None
+
+    def _offered(self, parcels: RowPayloads, provider: str, packed: Any, forms: Sequence[Form]) -> list[Any]:
+        """Let blocks have a value of another stage; returns what they replaced in it."""
+        if provider not in self.board.wanted:
+            return []
+        try:
+            value = parcels.unpack(packed, forms, self._device)
+            return parcels.changes(value, self.board.offer(provider, None, value))
+        except Exception as error:
+            logger.exception("a value of another stage could not be shared with traced requests")
+            self.board.fail(provider, error)
+            return []
+
+    def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
+        """Go on with the step that the first stage has begun."""
+        del num_rows
+        begun, self._begun = self._begun, []
+        if list(spans) != begun:
+            for request in self._active:
+                request.failed(StageError.unlike())
+                request.wanted.clear()
+        return self.in_step
+
+    # Calls that blocks make of modules elsewhere.
+
+    def call(self, stage: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a module of another stage gives, which must be the one that is being served.
+
+        Raises:
+            StageError: It is not, or the code that calls is not the running block's own, or it is called with
+                something that does not travel.
+            BaseException: What the module raised.
+        """
+        listening, mediator = self._listening, self.board.current
+        worker = None if mediator is None else mediator.worker
+        if listening is None or listening.stage != stage or worker is None or not worker.is_current():
+            raise StageError.call(path, stage)
+        refused = RowKeeper.refusal((args, kwargs))
+        if refused is not None:
+            raise StageError.argument(path, refused)
+        args, kwargs = map_tensors((args, kwargs), plain)
+        answers: list[tuple[Any, ...]] = []
+        refusals: list[EncodeError] = []
+
+        def exchange() -> None:
+            with self._exchange:
+                if self._listening is not listening:
+                    return  # the block was given up meanwhile, and the stage has been answered
+                try:
+                    listening.link.send("call", (path, args, kwargs), reference=RemoteStageValue.reference)
+                except EncodeError as error:
+                    refusals.append(error)
+                else:
+                    answers.append(listening.link.receive(resolve=lambda name: RemoteStageValue(name, stage)))
+
+        # On a thread of its own: the block's may be interrupted, and half a message would confuse both sides.
+        thread = threading.Thread(target=exchange, daemon=True)
+        thread.start()
+        thread.join()
+        if refusals:
+            raise StageError.argument(path, str(refusals[0]))
+        if not answers:
+            raise StageError.call(path, stage)
+        _, value, error = answers[0]
+        if error is not None:
+            raise restore_error(error)
+        return map_tensors(value, lambda tensor: tensor.to(self._device))
+
+    def lacking(self, stage: int, path: str, name: str) -> Exception:
+        """Return the error for something that a module has on another stage alone."""
+        return StageError.attribute(path, name, stage)
+
+
+def _span(told: Sequence[Any]) -> TraceSpan:
+    return TraceSpan(*told)

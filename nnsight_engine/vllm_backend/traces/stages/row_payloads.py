@@ -1,0 +1,206 @@
+"""What one stage sends another of a value: the rows of traced requests, and nothing of their neighbours.
+
+The other side puts the rows back where they lie in the step, in tensors that are otherwise empty, so that a
+value looks to it as it does here. What it changes comes back as rows again, and only those are replaced.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nnsight_engine.core.trees import map_tensors, tensors
+from nnsight_engine.vllm_backend.traces.errors import StageError
+from nnsight_engine.vllm_backend.traces.rows import plain, row_axis
+
+if TYPE_CHECKING:
+    from nnsight_engine.vllm_backend.traces.request import TraceSpan
+
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+"""What travels by itself, beside tensors; of subclasses the other side may know nothing."""
+
+Form = tuple[int, bool]
+"""Of a tensor: the axis of its rows, -1 for none, and whether it is on the host."""
+
+Change = tuple[int, torch.Tensor]
+"""Of a value: the number of a tensor in it, and the rows that take the place of those it has."""
+
+
+class RowPayloads:
+    """Packs and unpacks values of one step.
+
+    Args:
+        spans: The requests' rows.
+        num_rows: Rows of the step, all requests' together.
+    """
+
+    def __init__(self, spans: Sequence[TraceSpan], num_rows: int) -> None:
+        """Note where the rows lie."""
+        ranges = [torch.arange(span.row, span.row + span.num_rows) for span in spans]
+        self._index = torch.cat(ranges) if ranges else torch.arange(0)
+        self._num_rows = num_rows
+        self._is_all = len(self._index) == num_rows
+
+    @property
+    def is_all(self) -> bool:
+        """Whether all rows of the step are these requests'."""
+        return self._is_all
+
+    def shape_of(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
+        """Return the shape of the requests' rows of a tensor; None if it has none of single requests."""
+        axis = row_axis(tensor, self._num_rows)
+        if axis is None:
+            return None
+        return (*tensor.shape[:axis], len(self._index), *tensor.shape[axis + 1 :])
+
+    def pack(self, value: Any) -> tuple[Any, list[Form]]:
+        """Return a value with only the requests' rows in it, on the host, and what its tensors were like."""
+        forms: list[Form] = []
+
+        def packed(tensor: torch.Tensor) -> torch.Tensor:
+            axis = row_axis(tensor, self._num_rows)
+            forms.append((-1 if axis is None else axis, tensor.device.type == "cpu"))
+            return self._rows(tensor, axis)
+
+        return map_tensors(value, packed), forms
+
+    def unpack(self, value: Any, forms: Sequence[Form], device: torch.device) -> Any:
+        """Return the value as it was, but for the rows of neighbours."""
+        expected = iter(forms)
+
+        def unpacked(tensor: torch.Tensor) -> torch.Tensor:
+            axis, on_host = next(expected)
+            tensor = tensor if on_host else tensor.to(device)
+            if axis < 0 or self._is_all:
+                return tensor
+            whole = tensor.new_zeros((*tensor.shape[:axis], self._num_rows, *tensor.shape[axis + 1 :]))
+            return whole.index_copy_(axis, self._index.to(whole.device), tensor)
+
+        return map_tensors(value, unpacked)
+
+    def changes(self, before: Any, after: Any) -> list[Change]:
+        """Return what of a value has been replaced."""
+        return [
+            (number, self._rows(new, row_axis(new, self._num_rows)))
+            for number, (old, new) in enumerate(zip(tensors(before), tensors(after), strict=True))
+            if old is not new
+        ]
+
+    def changed(self, value: Any, changes: Sequence[Change]) -> Any:
+        """Return the value with what was replaced; the rows of neighbours are the same, bit by bit."""
+        if not changes:
+            return value
+        rows, numbers = dict(changes), itertools.count()
+
+        def replaced(tensor: torch.Tensor) -> torch.Tensor:
+            part = rows.get(next(numbers))
+            axis = row_axis(tensor, self._num_rows)
+            if part is None or axis is None:
+                return tensor
+            index = self._index.to(tensor.device)
+            return tensor.clone().index_copy_(axis, index, part.to(tensor))
+
+        return map_tensors(value, replaced)
+
+    def _rows(self, tensor: torch.Tensor, axis: int | None) -> torch.Tensor:
+        tensor = plain(tensor)
+        if axis is None or self._is_all:
+            return tensor.cpu()
+        return tensor.index_select(axis, self._index.to(tensor.device)).cpu()
+
+
+class KeptRows:
+    """Stands, in a value that travels, for an object that does not."""
+
+    __slots__ = ("name", "value")
+
+    def __init__(self, value: Any, number: int) -> None:
+        """Give the object a name."""
+        self.value = value
+        self.name = (str(number), type(value).__qualname__)
+
+    @staticmethod
+    def reference(value: Any) -> tuple[str, ...] | None:
+        """Name what does not travel."""
+        return value.name if isinstance(value, KeptRows) else None
+
+
+class RowKeeper:
+    """The objects that stay on this stage while others have names for them."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._objects: list[Any] = []
+
+    def keep(self, value: Any) -> Any:
+        """Return a value with all that does not travel replaced by ``KeptRows``."""
+        if type(value) in _PLAIN or isinstance(value, torch.Tensor):
+            return value
+        if type(value) is dict and all(type(key) in _PLAIN for key in value):
+            return {key: self.keep(item) for key, item in value.items()}
+        if type(value) in {tuple, list}:
+            return type(value)(self.keep(item) for item in value)
+        self._objects.append(value)
+        return KeptRows(value, len(self._objects) - 1)
+
+    def give_back(self, value: Any) -> Any:
+        """Return a value that ``keep`` made as it was."""
+        if isinstance(value, KeptRows):
+            return value.value
+        if type(value) is dict:
+            return {key: self.give_back(item) for key, item in value.items()}
+        if type(value) in {tuple, list}:
+            return type(value)(self.give_back(item) for item in value)
+        return value
+
+    def resolve(self, name: tuple[str, ...]) -> Any:
+        """Return what has a name."""
+        return self._objects[int(name[0])]
+
+    @staticmethod
+    def refusal(value: Any) -> str | None:
+        """Return the name of a type in a value of another stage's that does not travel; None if all does."""
+        if type(value) in _PLAIN or isinstance(value, torch.Tensor | RemoteStageValue):
+            return None
+        if type(value) is dict:
+            return next(filter(None, map(RowKeeper.refusal, [*value, *value.values()])), None)
+        if type(value) in {tuple, list}:
+            return next(filter(None, map(RowKeeper.refusal, value)), None)
+        return type(value).__qualname__
+
+    def clear(self) -> None:
+        """Forget all: the step is over, and with it every name."""
+        self._objects.clear()
+
+
+class RemoteStageValue:
+    """Stands, where blocks run, for an object that stays on another stage."""
+
+    def __init__(self, name: tuple[str, ...], stage: int = 0) -> None:
+        """Keep its name there."""
+        self.name = name
+        self._stage = stage
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse: only special names, which Python itself asks for, are simply missing."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._refusal()
+
+    def _refusal(self) -> Exception:
+        return StageError.value(self.name[1], self._stage)
+
+    def _place(self) -> str:
+        return f"on pipeline stage {self._stage}"
+
+    def __repr__(self) -> str:
+        """Say what it stands for."""
+        return f"<{self.name[1]} {self._place()}>"
+
+    @staticmethod
+    def reference(value: Any) -> tuple[str, ...] | None:
+        """Name what the other side has itself."""
+        return value.name if isinstance(value, RemoteStageValue) else None

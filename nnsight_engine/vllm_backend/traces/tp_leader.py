@@ -1,0 +1,217 @@
+"""The first tensor-parallel rank: it runs the blocks, and tells the others what to do.
+
+A block sees wholes. Where it waits for a value that is spread over ranks, all of them stop there and put the
+value together; what the block leaves changed is sent to all, and each goes on with its part of it. If it has
+only read, each goes on with the very tensors that it had. A module that a block calls is called on all ranks.
+
+Ranks stop only at places that they were told of, so steps without a block say nothing to each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nnsight_engine.core.trees import map_tensors, tensors
+from nnsight_engine.interleaving.threads import ThreadMediator
+from nnsight_engine.serialization.message import Piece
+from nnsight_engine.vllm_backend.traces.errors import SandboxedError, SpreadModuleError
+from nnsight_engine.vllm_backend.traces.ranks import (
+    CallMessage,
+    Fetch,
+    GatherMessage,
+    GoOn,
+    Ranks,
+    TensorSlot,
+)
+from nnsight_engine.vllm_backend.traces.rows import plain
+from nnsight_engine.vllm_backend.traces.tp_collectives import Presence, TpCollectives
+from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
+from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from nnsight_engine.vllm_backend.compat import EngineLimits
+    from nnsight_engine.vllm_backend.families import ModelPoints
+    from nnsight_engine.vllm_backend.traces.request import TraceSpan
+
+
+@dataclasses.dataclass(slots=True)
+class _Turn:
+    """What is said when the others may go on: the tensors that blocks replaced, and whether any take part."""
+
+    changed: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    traced: bool = False
+
+
+class TpLeaderDispatcher(TraceDispatcher):
+    """The board of the rank that runs the blocks."""
+
+    spread: TpCollectives
+
+    def __init__(self) -> None:
+        """Start without requests."""
+        super().__init__()
+        self._depth = 0
+        self._announced: frozenset[str] = frozenset()
+
+    @contextlib.contextmanager
+    def leading(self) -> Iterator[_Turn]:
+        """Lead the other ranks, which listen until this is left."""
+        turn = _Turn()
+        self._depth += 1
+        try:
+            yield turn
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._let_go_on(turn)
+
+    def _let_go_on(self, turn: _Turn) -> None:
+        self._announced = frozenset(
+            provider
+            for provider, requests in self.wanted.items()
+            if any(request.in_step for request in requests)
+        )
+        changed = tuple((number, TensorSlot.of(tensor)) for number, tensor in turn.changed.items())
+        self.spread.ranks.tell(GoOn(self._announced, changed, turn.traced), list(turn.changed.values()))
+
+    # What blocks wait for.
+
+    def refusal(self, provider: str) -> Exception | None:
+        """Return why no block can have a provider's value; None if they can."""
+        return self.spread.refusal(provider)
+
+    def offer(self, provider: str, number: int | None, value: Any) -> Any:
+        """Let the requests that wait for a value have their rows of the whole; returns this rank's part."""
+        if self.current is not None:
+            raise SpreadModuleError.direct_call(provider)
+        if provider not in self._announced:
+            return value  # of requests that take no part in this step
+        with self.leading() as turn:
+            if not any(request.uses(provider) for request in self.wanted.get(provider, ())):
+                return value
+            try:
+                whole = self._whole(provider, value)
+            except SpreadModuleError as error:
+                self.fail(provider, error)
+                return value
+            turn.changed = _changed(whole, super().offer(provider, number, whole))
+            return self.spread.with_parts(provider, value, turn.changed) if turn.changed else value
+
+    def _whole(self, provider: str, value: Any) -> Any:
+        if not self.spread.is_spread(provider):
+            return value
+        self.spread.check(provider, value)
+        self.spread.ranks.tell(GatherMessage())
+        return self.spread.whole(provider, value)
+
+    # What blocks do with modules.
+
+    def applied(
+        self,
+        path: str,
+        apply: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        method: str = "",
+    ) -> Any:
+        """Apply the module at ``path``, or a method of it, on all ranks if it is spread over them."""
+        if not self.spread.shards.needs_all(path):
+            return super().applied(path, apply, args, kwargs, method)
+        self.spread.check_call(path, method)
+        return self._on_models_thread(lambda: self._call(path, method, args, kwargs), path)
+
+    def _call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        sent: list[torch.Tensor] = []
+        args, kwargs = map_tensors((args, kwargs), lambda tensor: plain(tensor).clone())
+        arguments = self.spread.ranks.packed((args, kwargs), sent)
+        self.spread.ranks.tell(CallMessage(path, method, arguments), sent)
+        return self.spread.call(path, method, args, kwargs)
+
+    def called_directly(self, path: str) -> None:
+        """Refuse a call that only this rank would make, while the others are elsewhere.
+
+        Raises:
+            SpreadModuleError: The module is spread.
+        """
+        if self.spread.shards.needs_all(path):
+            raise SpreadModuleError.direct_call(path)
+        super().called_directly(path)
+
+    def held(self, path: str, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that the module at ``path`` has, the whole if it has a part."""
+        if not self.spread.shards.has_parts(path):
+            return value
+        if not self.spread.shards.held(path, name, value).is_spread:
+            return value
+
+        def fetch() -> torch.Tensor:
+            self.spread.ranks.tell(Fetch(path, name))
+            return self.spread.fetch(path, name)
+
+        whole: torch.Tensor = self._on_models_thread(fetch, f"{path}.{name}")
+        return whole
+
+    def _on_models_thread(self, act: Callable[[], Any], what: str) -> Any:
+        """Do something with all ranks, which listen while a block runs."""
+        mediator = self.current
+        if not isinstance(mediator, ThreadMediator) or not self._depth:
+            raise SpreadModuleError.outside(what)
+        return mediator.on_models_thread(act, what)
+
+
+def _changed(before: Any, after: Any) -> dict[int, torch.Tensor]:
+    """Return the tensors of a value that were replaced, by number."""
+    pairs = zip(tensors(before), tensors(after), strict=True)
+    return {number: new for number, (old, new) in enumerate(pairs) if new is not old}
+
+
+class TpLeaderTraces(Presence, WorkerTraces):
+    """The traced requests of a model, on the rank that runs their blocks."""
+
+    board: TpLeaderDispatcher
+
+    def __init__(self, points: ModelPoints, config: VllmConfig, ranks: Ranks, limits: EngineLimits) -> None:
+        """Start without requests."""
+        super().__init__(points, config, limits, board=TpLeaderDispatcher())
+        self.board.spread = TpCollectives(ranks, self.model, points)
+
+    def _open_sandbox_pool(self) -> None:
+        raise SandboxedError.spread()
+
+    def adopt(self, data: bytes) -> dict[str, Any] | None:
+        """Take over a client's names and classes, before any trace; returns what went wrong, if anything."""
+        failure = super().adopt(data)
+        self.board.spread = TpCollectives(self.board.spread.ranks, self.model, self._points)
+        return failure
+
+    def begin(self, arrived: Sequence[tuple[str, Any]], finished: set[str]) -> None:
+        """Open the blocks of requests that arrived, and let go of those that finished."""
+        if self._met(arrived, finished):
+            with self.board.leading():
+                super().begin(arrived, finished)
+
+    def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
+        """Begin a step for these requests; False if no block takes part in it."""
+        if not spans:
+            return False
+        with self.board.leading() as turn:
+            live = [span for span in spans if span.request_id in self._live]
+            turn.traced = super().step(live, num_rows)
+            return turn.traced
+
+    def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
+        """Close a trace whose requests have ended, and return what it saved."""
+        with self.board.leading():
+            return super().collect(key, results, index)
+
+    def drop(self, key: str) -> float | None:
+        """Close a trace that nobody will collect."""
+        with self.board.leading():
+            return super().drop(key)

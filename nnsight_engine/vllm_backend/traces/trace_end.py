@@ -1,0 +1,120 @@
+"""The end of a trace in the worker: its blocks end, and what they saved becomes a message."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Final
+
+from nnsight_engine.remote_backend.incoming_blocks import outcome_of, outcome_pieces
+from nnsight_engine.serialization import encode, encode_error
+from nnsight_engine.serialization.limits import MessageLimits
+from nnsight_engine.serialization.message import Piece
+from nnsight_engine.vllm_backend.traces.errors import TraceBytesError
+from nnsight_engine.vllm_backend.traces.results import Result, checked, home_reference
+from nnsight_engine.vllm_backend.traces.scans import first_values
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from nnsight_engine.interleaving.threads import Threads
+    from nnsight_engine.vllm_backend.traces.caches import RequestCache
+    from nnsight_engine.vllm_backend.traces.context import TraceContext
+    from nnsight_engine.vllm_backend.traces.entry import TraceEntry
+    from nnsight_engine.vllm_backend.traces.request import TracedRequest
+
+_MOST_BYTES: Final = MessageLimits().max_bytes
+_BESIDE_BYTES: Final = 2**24
+"""For what stands beside tensors in a message, such as errors."""
+_BYTES_WRITTEN_A_SECOND: Final = 100e6
+"""How fast results are written at the least, beside the time that a block has."""
+
+
+@dataclasses.dataclass(slots=True)
+class TraceMember:
+    """A request of a trace."""
+
+    request: TracedRequest | None
+    context: TraceContext | None
+    entry: TraceEntry
+    choice: int
+    error: BaseException | None = None
+    shapes: RequestCache | None = None
+    is_known: bool = False
+
+
+class TraceEnd:
+    """Ends traces.
+
+    Args:
+        threads: Run what the blocks have left to do: their objects have code of their own.
+        max_bytes: Of what one block has saved.
+        most_bytes: Of what all blocks of a trace have.
+    """
+
+    def __init__(self, threads: Threads, max_bytes: int, most_bytes: int = _MOST_BYTES) -> None:
+        """Run code of blocks on these threads."""
+        self._threads = threads
+        self._max_bytes = max_bytes
+        self._most_bytes = most_bytes
+
+    def failed(self, members: Sequence[TraceMember], error: BaseException) -> bytes:
+        """Tell of a trace one of whose requests never came into the process that the others are in."""
+        blocks = [
+            outcome_of(one.entry.index, {}, self.told(one.error or error), choice=one.choice)
+            for one in members
+        ]
+        return encode({"blocks": blocks, "before": None})
+
+    def closed(self, member: TraceMember, results: Mapping[str, Any]) -> dict[str, Any]:
+        """End a block, and return what came of it."""
+        error = member.error
+        if member.request is not None:
+            member.request.close(Result(results.get(f"{member.entry.index}/{member.choice}")))
+            error = member.request.error
+        saves: dict[str, Any] = {}
+        flows: dict[str, Any] = {}
+        if member.context is not None and member.request is not None and not is_too_much(error):
+            saves = member.context.saves(member.entry.index)
+            flows = member.context.flows(member.entry.index)
+        if member.entry.plain:
+            saves, error = ({}, error) if error is not None else checked(saves)
+        told = None if error is None else self.told(error)
+        warnings = [] if member.request is None or told is not None else member.request.warnings()
+        outcome = outcome_of(
+            member.entry.index, saves, told, choice=member.choice, flows=flows, warnings=warnings
+        )
+        return outcome | {"shapes": {} if member.shapes is None else first_values(member.shapes)}
+
+    def encoded(self, message: dict[str, Any], num_bytes: int, *, compress: bool) -> list[Piece]:
+        """Return a trace's results as pieces of a message.
+
+        On a thread of blocks: writing them runs code of the objects saved.
+        """
+        max_bytes = min(self._max_bytes * len(message["blocks"]), self._most_bytes) + _BESIDE_BYTES
+        limits = MessageLimits(max_bytes=max_bytes)
+        stack = self._threads.take()
+        stack.left_s += num_bytes / _BYTES_WRITTEN_A_SECOND
+        pieces: list[Piece] | None
+        pieces, error = stack.start(
+            lambda: outcome_pieces(message, home_reference, compress=compress, limits=limits)
+        ).empty()
+        if pieces is not None:
+            return pieces
+        for block in message["blocks"]:
+            block["saves"] = block["flows"] = {}
+            block["error"] = block["error"] or self.told(error)
+        return [encode({**message, "before": None})]
+
+    def told(self, error: BaseException) -> dict[str, Any]:
+        """Return an error as data; telling runs code of its class, so on a thread."""
+        try:
+            told: dict[str, Any] = self._threads.run(lambda: encode_error(error))
+        except BaseException as failed:  # noqa: BLE001 - whatever that code does
+            name, why = type(error).__name__, type(failed).__name__
+            return encode_error(RuntimeError(f"the block raised {name}, which cannot be told: {why}"))
+        return told
+
+
+def is_too_much(error: BaseException | None) -> bool:
+    """Tell whether a request has failed because it held too much."""
+    return isinstance(error, TraceBytesError)

@@ -1,0 +1,380 @@
+"""Invokes run side by side, and their variables behave as if they ran one after the other."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from types import CellType
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight_engine import CONFIG, NNsight, save
+from nnsight_engine.core.closure_cells import Assignments
+from nnsight_engine.tracing.block_names import stored_in
+from nnsight_engine.tracing.counted_stores import OWN, count_stores
+
+
+class Batching(NNsight):
+    """Stacks the rows of its invokes."""
+
+    def _batch(self, batched_input: Any, *inputs: Any, **kwargs: Any) -> Any:
+        return (torch.cat([batched_input[0][0], inputs[0]]),), {}
+
+
+@pytest.fixture
+def net() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)).requires_grad_(False)
+
+
+@pytest.fixture
+def model(net: torch.nn.Sequential) -> Batching:
+    return Batching(net)
+
+
+X = torch.tensor([[1.0, 2.0, 3.0]])
+
+
+def test_a_later_invoke_does_not_change_an_earlier_ones_variable(model: Batching, net: Any) -> None:
+    with model.trace() as tracer:
+        with tracer.invoke(X):
+            hidden = model[0].output
+            _ = model[1].output  # both have assigned `hidden` by now
+            first = save(hidden.clone())
+        with tracer.invoke(2 * X):
+            hidden = model[0].output
+            _ = model[1].output
+            second = save(hidden.clone())
+    torch.testing.assert_close(first, net[0](X))
+    torch.testing.assert_close(second, net[0](2 * X))
+
+
+def test_each_turn_of_a_loop_keeps_its_values(model: Batching, net: Any) -> None:
+    seen = []
+    with model.trace() as tracer:
+        for factor in range(3):
+            scaled = factor * X
+            with tracer.invoke(scaled):
+                output = model[0].output
+                seen.append((factor, scaled, output.clone()))
+                last = save(output)
+    assert [factor for factor, _, _ in seen] == [0, 1, 2]
+    for factor, scaled, output in seen:
+        torch.testing.assert_close(scaled, factor * X)
+        torch.testing.assert_close(output, net[0](scaled))
+    torch.testing.assert_close(last, net[0](2 * X))
+
+
+def test_a_later_invoke_sees_what_an_earlier_one_assigned(model: Batching, net: Any) -> None:
+    with model.trace() as tracer:
+        with tracer.invoke(X):
+            hidden = model[0].output.clone()
+        with tracer.invoke(5 * X):
+            _ = model[1].input  # comes after both have had the first layer
+            model[1].input = hidden
+            patched = save(model.output)
+    torch.testing.assert_close(patched, net(X))
+
+
+def test_an_earlier_invoke_sees_a_later_ones_variable_after_a_barrier(model: Batching, net: Any) -> None:
+    hidden: Any
+    with model.trace() as tracer:
+        barrier = tracer.barrier(2)
+        with tracer.invoke(X):
+            barrier()
+            model[1].input = hidden  # noqa: F821 - assigned by the invoke below, which comes to the barrier
+            patched = save(model.output)
+        with tracer.invoke(5 * X):
+            hidden = model[0].output.clone()
+            barrier()
+    torch.testing.assert_close(patched, net(5 * X))
+
+
+def test_the_surrounding_code_gets_what_the_last_invoke_assigned(model: Batching, net: Any) -> None:
+    with model.trace() as tracer:
+        with tracer.invoke(X):
+            _ = model[1].output
+            result = save(model.output)  # assigned last in time
+        with tracer.invoke(2 * X):
+            result = save(model[0].output)  # assigned last as written
+    torch.testing.assert_close(result, net[0](2 * X))
+
+
+def test_a_running_value_is_passed_on(model: Batching) -> None:
+    total = 0
+    with model.trace() as tracer:
+        for _ in range(4):
+            with tracer.invoke(X):
+                _ = model[0].output
+                total = save(total + 1)
+    assert total == 4
+
+
+def test_too_early_is_a_name_error_that_tells_of_barriers(model: Batching) -> None:
+    with pytest.raises(NameError, match="later_on") as caught, model.trace() as tracer:
+        with tracer.invoke(X):
+            later_on = model[0].output
+        with tracer.invoke(X):
+            model[0].output = later_on
+    assert "tracer.barrier(2)" in caught.value.__notes__[0]
+
+
+def test_invokes_can_be_kept_apart(model: Batching) -> None:
+    CONFIG.APP.CROSS_INVOKER = False
+    try:
+        with pytest.raises(NameError), model.trace() as tracer:
+            with tracer.invoke(X):
+                mine = model[0].output
+            with tracer.invoke(X):
+                _ = model[1].input
+                model[1].input = mine
+        with model.trace() as tracer:
+            with tracer.invoke(X):
+                one = save(model[0].output)
+            with tracer.invoke(X):
+                two = save(model[1].output)
+    finally:
+        CONFIG.APP.CROSS_INVOKER = True
+    assert one.shape == (1, 4)
+    assert two.shape == (1, 2)
+
+
+def test_invokes_written_in_a_function_of_their_own(model: Batching, net: Any) -> None:
+    kept: dict[int, torch.Tensor] = {}
+
+    def add(tracer: Any, factor: int) -> None:
+        with tracer.invoke(factor * X):
+            output = model[0].output
+            kept[factor] = output
+
+    with model.trace() as tracer:
+        add(tracer, 1)
+        add(tracer, 3)
+    torch.testing.assert_close(kept[1], net[0](X))
+    torch.testing.assert_close(kept[3], net[0](3 * X))
+
+
+def test_what_an_invoke_has_assigned_itself_stays_though_it_is_the_same_object(model: Batching) -> None:
+    with model.trace() as tracer:
+        with tracer.invoke(X):
+            i = 1
+            _ = model[0].output
+            i = 2
+            _ = model[1].output
+        with tracer.invoke(X):
+            i = 1
+            _ = model[0].output
+            seen = save([i])
+    assert seen == [1]
+
+
+def test_invokes_that_loop_over_the_same_modules(model: Batching, net: Any) -> None:
+    with model.trace() as tracer:
+        first, second = save([]), save([])
+        with tracer.invoke(X):
+            for layer in model:
+                first.append((layer.path, layer.output))
+        with tracer.invoke(2 * X):
+            for layer in model:
+                output = layer.output
+                second.append((layer.path, output))
+    for factor, found in ((1, first), (2, second)):
+        hidden = net[0](factor * X)
+        assert [path for path, _ in found] == ["model.0", "model.1"]
+        torch.testing.assert_close(found[0][1], hidden)
+        torch.testing.assert_close(found[1][1], net[1](hidden))
+
+
+def test_an_assignment_that_changes_nothing_is_one(model: Batching) -> None:
+    with model.trace() as tracer:
+        with tracer.invoke(X):
+            name = None
+            _ = model[0].output
+            name = "first"
+            _ = model[1].output
+        with tracer.invoke(X):
+            name = name  # noqa: PLW0127 - what the first invoke has assigned so far
+            _ = model[0].output
+            seen = save([name])
+    assert seen == [None]
+
+
+def test_a_value_left_over_is_never_taken_for_one_that_comes_later(model: Batching) -> None:
+    clean = torch.zeros(1, 4)
+    with pytest.raises(NameError, match="clean") as caught, model.trace() as tracer:
+        with tracer.invoke(X):
+            clean = model[0].output
+        with tracer.invoke(X):
+            model[0].output = clean
+    assert "a value from before the trace is not taken instead" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["assigned in the first", "assigned in the second"])
+def test_a_value_left_over_gives_way_at_a_barrier(model: Batching, net: Any, *, first: bool) -> None:
+    clean = torch.zeros(1, 4)
+    with model.trace() as tracer:
+        barrier = tracer.barrier(2)
+        for is_source in (first, not first):
+            if is_source:
+                with tracer.invoke(5 * X):
+                    clean = model[0].output
+                    barrier()
+            else:
+                with tracer.invoke(X):
+                    barrier()
+                    model[1].input = clean
+                    patched = save(model.output)
+    torch.testing.assert_close(patched, net(5 * X))
+
+
+def test_pairs_of_invokes_that_meet_have_each_other_s_values(model: Batching, net: Any) -> None:
+    hidden: Any
+    with model.trace() as tracer:
+        found = save([])
+        for factor in (2, 3):
+            barrier = tracer.barrier(2)
+            with tracer.invoke(X):
+                barrier()
+                model[1].input = hidden  # noqa: F821 - assigned by the one that it meets
+                found.append(model.output)
+            with tracer.invoke(factor * X):
+                hidden = model[0].output.clone()
+                barrier()
+    torch.testing.assert_close(found[0], net(2 * X))
+    torch.testing.assert_close(found[1], net(3 * X))
+
+
+def test_the_surrounding_value_counts_where_no_invoke_before_has_assigned(model: Batching) -> None:
+    scale = 3
+    with model.trace() as tracer:
+        with tracer.invoke(X):
+            before = save([scale])
+            if scale == 4:
+                scale = 5
+        with tracer.invoke(X):
+            _ = model[0].output  # the first invoke has ended by now
+            after = save([scale])
+            scale = 6
+    assert (before, after) == ([3], [3])
+
+
+def test_code_between_invokes_assigns_for_those_after_it(model: Batching) -> None:
+    with model.trace() as tracer:
+        seen = save([])
+        for turn in range(3):
+            count = 10 * turn
+            with tracer.invoke(X):
+                _ = model[0].output
+                seen.append(count)
+                count += 1
+        last = save([count])
+    assert seen == [0, 10, 20]
+    assert last == [20]
+
+
+def test_the_nearest_invoke_before_counts_whenever_the_others_assign(model: Batching) -> None:
+    with model.trace() as tracer:
+        with tracer.invoke(X):
+            _ = model[1].input
+            name = "first"
+        with tracer.invoke(X):
+            name = "second"
+        with tracer.invoke(X):
+            _ = model[1].output
+            seen = save([name])
+    assert seen == ["second"]
+
+
+def test_a_function_in_an_invoke_assigns_its_variables(model: Batching) -> None:
+    count = 0
+    with model.trace() as tracer:
+        with tracer.invoke(X):
+
+            def add() -> None:
+                nonlocal count
+                _ = model[0].output
+                count += 1
+
+            add()
+        with tracer.invoke(X):
+            _ = model[1].output
+            seen = save([count])
+    assert seen == [1]
+
+
+def test_an_invoke_that_did_not_assign_leaves_what_another_has(model: Batching) -> None:
+    result: Any = "left over"
+    with model.trace() as tracer:
+        for is_wanted in (True, False):
+            with tracer.invoke(X):
+                output = model[0].output
+                if is_wanted:
+                    result = save(output)
+    assert result.shape == (1, 4)
+
+
+def test_a_function_that_adds_invokes_is_the_code_around_them(model: Batching) -> None:
+    seen = save([])
+
+    def run() -> Any:
+        with model.trace() as tracer:
+            total = 0
+
+            def add(count: int, *, start: int = 0) -> int:
+                """Add invokes."""
+                nonlocal total
+                for number in range(start, start + count):
+                    name = f"n{number}"
+
+                    def once() -> None:
+                        nonlocal total, name
+                        total += 1
+                        name += "!"
+
+                    once()
+                    with tracer.invoke(X):
+                        _ = model[0].output
+                        name += "?"
+                        total *= 10
+                        _ = model[1].output
+                        seen.append((name, total))
+                return number
+
+            counted = save([add(2), add(1, start=7), add.__doc__])
+        return counted
+
+    assert run() == [1, 7, "Add invokes."]
+    assert seen == [("n0!?", 10), ("n1!?", 20), ("n7!?", 30)]
+
+
+def test_names_assigned_in_what_a_definition_computes_at_once_are_the_codes_around(model: Batching) -> None:
+    with model.trace() as tracer:
+        seen = save([])
+        for turn in range(2):
+            _ = lambda one=(first := turn): one  # noqa: E731 - a lambda is what it is about
+
+            def two(one: int = (second := 10 * turn)) -> int:
+                return one
+
+            class Three(third := (int, str)[turn]): ...  # type: ignore[misc] # a class known late
+
+            with tracer.invoke(X):
+                _ = model[0].output
+                first, second = first + 1, second + 1
+                third = (third,)  # type: ignore[has-type]  # noqa: F821 - assigned among the bases
+                _ = model[1].output
+                seen.append((first, second, third))
+    assert seen == [(1, 1, (int,)), (2, 11, (str,))]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="there are no type aliases")
+def test_a_type_alias_is_an_assignment() -> None:
+    body = ast.parse("type X = int\ntype Y[T] = list[T]").body
+    assert stored_in(body) == {"X", "Y"}
+    module = ast.Module(body=count_stores(body, stored_in(body), str), type_ignores=[])
+    cells = {name: CellType() for name in ("X", "Y")}
+    assignments = Assignments(cells)
+    exec(compile(ast.fix_missing_locations(module), "aliases", "exec"), {OWN: assignments})
+    assert (assignments["X"], assignments["Y"], assignments.total) == (1, 1, 2)

@@ -1,0 +1,221 @@
+"""Whatever a block does to the model or its process, the next one finds both as they were."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+
+from nnsight_engine.local_engine.runner import TraceRunner
+from nnsight_engine.local_engine.tensor_checksums import TensorChecksums
+from nnsight_engine.modeling.language import LanguageModel
+from tests.unit.local_engine.bench import TEXT, Bench
+
+Change = Callable[[LanguageModel, Any], None]
+
+
+def attribute(model: LanguageModel, _: Any) -> None:
+    model.layers[0].self_attn._module.scaling = 3.0
+
+
+def envoy_attribute(model: LanguageModel, _: Any) -> None:
+    model.layers[0].self_attn.scaling = 3.0
+
+
+def new_attribute(model: LanguageModel, module: Any) -> None:
+    module.model.layers[0].mine = 1
+    model.layers[0].mine = 1
+
+
+def added_module(model: LanguageModel, module: Any) -> None:
+    model.layers[0].mlp.probe = torch.nn.Linear(2, 2)
+    module.model.layers[0].mlp.probe = torch.nn.Linear(2, 2)
+
+
+def replaced_module(_: LanguageModel, module: Any) -> None:
+    module.model.layers[0].mlp = torch.nn.Identity()
+
+
+def fewer_modules(_: LanguageModel, module: Any) -> None:
+    del module.model.layers[-1]
+
+
+def replaced_weight(_: LanguageModel, module: Any) -> None:
+    module.lm_head.weight = torch.nn.Parameter(torch.zeros_like(module.lm_head.weight))
+
+
+def weight_elsewhere(_: LanguageModel, module: Any) -> None:
+    module.lm_head.weight.data = torch.zeros_like(module.lm_head.weight)
+
+
+def buffer(_: LanguageModel, module: Any) -> None:
+    module.model.rotary_emb.inv_freq.mul_(2)
+
+
+def buffer_behind_torchs_back(_: LanguageModel, module: Any) -> None:
+    module.model.rotary_emb.inv_freq.data.zero_()
+
+
+def modes(_: LanguageModel, module: Any) -> None:
+    module.train()
+    module.requires_grad_(requires_grad=False)
+
+
+def hooks(_: LanguageModel, module: Any) -> None:
+    module.model.layers[0].register_forward_hook(lambda *_: None)
+    module.model.layers[0].mlp.register_forward_pre_hook(lambda *_: (torch.zeros(()),))
+    module.lm_head.weight.register_hook(lambda grad: grad * 2)
+    module.lm_head.weight.register_post_accumulate_grad_hook(lambda one: one.grad.zero_())
+    torch.nn.modules.module.register_module_forward_hook(cast("Any", lambda *_: torch.zeros(())))
+
+
+def configuration(_: LanguageModel, module: Any) -> None:
+    module.config.num_hidden_layers = 1
+    module.generation_config.max_new_tokens = 1
+    module.model.config._attn_implementation = "eager"
+
+
+def tokens(model: LanguageModel, _: Any) -> None:
+    model.tokenizer.padding_side = "right"
+    model.tokenizer.model_max_length = 1
+
+
+def methods(_: LanguageModel, module: Any) -> None:
+    mlp: Any = type(module.model.layers[0].mlp)
+    mlp.forward = mlp.__call__ = lambda self, x: x
+    torch.nn.functional.silu = torch.nn.functional.relu
+
+
+def kind(_: LanguageModel, module: Any) -> None:
+    module.model.layers[0].mlp.__class__ = torch.nn.Identity
+
+
+def surroundings(_: LanguageModel, module: Any) -> None:
+    torch.use_deterministic_algorithms(mode=True)
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    os.environ["TEXT_OF_SOMEBODY"] = "1"
+    os.chdir("/")
+
+
+@pytest.fixture(scope="module")
+def runner(bench: Bench) -> TraceRunner:
+    return TraceRunner(LanguageModel(bench.path, dispatch=True))
+
+
+def state(model: LanguageModel) -> Any:
+    module: Any = model._module
+    values = [*module.state_dict(keep_vars=True).items(), *module.named_buffers()]
+    return (
+        [name for name, _ in values],
+        torch.cat([value.detach().reshape(-1).clone() for _, value in values]),
+        [(name, len(vars(one)), one.training, type(one).forward) for name, one in module.named_modules()],
+        [one.requires_grad for one in module.parameters()],
+        module.config.to_dict(),
+        module.config._attn_implementation,
+        module.generation_config.to_dict(),
+        module.model.layers[0].self_attn.scaling,
+        [(str(one.path), sorted(set(vars(one)) - {"_probes"}), type(one)) for one in model._walk()],
+        (torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype(), torch.get_num_threads()),
+        (os.environ.get("TEXT_OF_SOMEBODY"), os.getcwd(), model.tokenizer.padding_side),
+    )
+
+
+def same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def logits(model: LanguageModel) -> tuple[torch.Tensor, torch.Tensor]:
+    with model.trace(TEXT):
+        out = model.lm_head.output.save()
+        out.sum().backward()
+        grad = model.lm_head.weight.grad.clone().save()
+    return out, grad
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        attribute, envoy_attribute, new_attribute, added_module, replaced_module, fewer_modules,
+        replaced_weight, weight_elsewhere, buffer, buffer_behind_torchs_back, modes, hooks, configuration,
+        tokens, methods, kind, surroundings,
+    ],
+)  # fmt: skip
+def test_what_can_be_undone_is(bench: Bench, runner: TraceRunner, change: Change) -> None:
+    model = runner._model
+    assert runner._pristine.restore()
+    before, expected = state(model), logits(bench.local)
+    bench.local.lm_head.weight.grad = None
+    with torch.no_grad():
+        change(model, model._module)
+    assert runner._pristine.restore()
+    assert all(map(same, before, state(model)))
+    assert all(map(torch.equal, logits(model), expected))
+
+
+@pytest.mark.parametrize("way", ["counted", "data", "numpy", "swapped rows"])
+def test_weights_that_were_written_to_are_noticed(bench: Bench, way: str) -> None:
+    runner = TraceRunner(LanguageModel(bench.path, dispatch=True))
+    module: Any = runner._model._module
+    weight = module.model.layers[1].mlp.down_proj.weight
+    assert not runner._pristine.is_suspect
+    assert runner._pristine.restore()
+    with torch.no_grad():
+        if way == "counted":
+            weight[0, 0] += 1
+        elif way == "data":
+            weight.data[-1, -1] += 1
+        elif way == "numpy":
+            weight.detach().numpy()[3, 4] += 1
+        else:
+            weight.data[[0, 1]] = weight.data[[1, 0]]
+    assert runner._pristine.is_suspect is (way == "counted")
+    assert not runner._pristine.restore()
+
+
+def test_weights_that_a_block_put_back_are_what_they_were(bench: Bench) -> None:
+    model = bench.client
+    with model.trace(TEXT, backend=bench.elsewhere()):
+        with torch.no_grad():
+            before = model.lm_head.weight.clone()
+            model.lm_head.weight.zero_()
+            zeros = model.lm_head.output.abs().sum().save()
+            model.lm_head.weight.copy_(before)
+    assert zeros == 0
+    assert bench.runner.settle()
+
+
+def test_what_a_block_leaves_running_is_noticed_and_what_ends_is_not(bench: Bench) -> None:
+    pristine = TraceRunner(LanguageModel(bench.path, dispatch=True))._pristine
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    assert not pristine.restore()
+    end.set()
+    thread.join()
+    threading.Thread(target=lambda: time.sleep(0.01)).start()
+    assert pristine.restore()
+
+
+def test_what_cannot_be_undone_wears_the_model_out(bench: Bench) -> None:
+    runner = TraceRunner(LanguageModel(bench.path, dispatch=True))
+    module: Any = runner._model._module
+    weight = module.lm_head.weight.requires_grad_(requires_grad=False)
+    weight.mul_(torch.ones((), requires_grad=True))  # no leaf any more: its flag cannot be set
+    runner._tidy()
+    assert not runner.settle()
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (5, 7), (1000, 1000)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float64])
+def test_any_byte_counts(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    weight = torch.nn.Parameter(torch.full(shape, float("nan")).to(dtype), requires_grad=False)
+    contents = TensorChecksums([weight, torch.nn.Parameter(weight.data, requires_grad=False)])
+    assert contents.restore()
+    weight.data.reshape(-1)[-1] = 0
+    assert not contents.restore()

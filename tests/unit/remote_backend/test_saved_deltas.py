@@ -1,0 +1,50 @@
+"""Streamed outputs over a wire: each has everything saved so far, and a server reads none of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nnsight_engine.remote_backend.saved_deltas import OutputReader, output_data
+from nnsight_engine.serialization import DecodeError, encode
+
+
+def news(**changes: Any) -> bytes:
+    return encode({"whole": {}, "grown": {}, **changes})
+
+
+def output(told: list[tuple[int, bytes]], *, invoke: int = 0, num_choices: int = 1) -> bytes:
+    choice = {"index": 0, "text": "a", "token_ids": [1], "finish_reason": None}
+    return output_data(invoke, num_choices, [choice], told, finished=False)
+
+
+def test_saves_grow_from_output_to_output() -> None:
+    reader = OutputReader()
+    first = reader.read(output([(0, news(whole={"tokens": [1]}))]))
+    second = reader.read(output([(0, news(grown={"tokens": [2]})), (0, news(grown={"tokens": [3]}))]))
+    third = reader.read(output([]))
+    assert first.saves == {"tokens": [1]}
+    assert second.saves == third.saves == {"tokens": [1, 2, 3]}
+    assert first.choices == [{"index": 0, "text": "a", "token_ids": [1], "finish_reason": None}]
+
+
+def test_blocks_and_choices_are_kept_apart() -> None:
+    reader = OutputReader()
+    reader.read(output([(0, news(whole={"x": 1}))], invoke=0))
+    both = reader.read(
+        output([(0, news(whole={"x": 2})), (1, news(whole={"x": 3}))], invoke=1, num_choices=2)
+    )
+    assert both.saves == {"x": [2, 3]}
+
+
+def test_news_that_a_hostile_block_broke_change_nothing() -> None:
+    reader = OutputReader()
+    read = reader.read(output([(0, b"garbage"), (0, encode([1])), (0, news(whole={"x": 1}))]))
+    assert read.saves == {"x": 1}
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage", encode(3), encode({"invoke": 0, "news": [1]})])
+def test_what_is_no_output_is_an_error(data: bytes) -> None:
+    with pytest.raises(DecodeError):
+        OutputReader().read(data)

@@ -1,0 +1,327 @@
+"""Functions, classes and modules arrive as they were written, whether the other side has them or not."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import importlib.util
+import inspect
+import linecache
+import sys
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight_engine.serialization import (
+    TRUSTED,
+    EncodeError,
+    decode,
+    encode,
+    register_by_value,
+    unregister_by_value,
+)
+
+SCALE = 3
+NOTES: list[str] = []
+
+
+def sent(value: Any) -> Any:
+    return decode(encode(value), policy=TRUSTED)
+
+
+def scaled(value: float, *, by: float = 2.0) -> float:
+    """Scale."""
+    return value * by * SCALE
+
+
+def even(number: int) -> bool:
+    return number == 0 or odd(number - 1)
+
+
+def odd(number: int) -> bool:
+    return number != 0 and even(number - 1)
+
+
+def note(text: str) -> None:
+    NOTES.append(text)
+
+
+def notes() -> list[str]:
+    return NOTES
+
+
+def failing(value: int) -> float:
+    return 1 / value
+
+
+def logged(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        note(function.__name__)
+        return function(*args)
+
+    return wrapper
+
+
+@logged
+def doubled(value: int) -> int:
+    return value * 2
+
+
+@functools.lru_cache
+def fibonacci(number: int) -> int:
+    return number if number < 2 else fibonacci(number - 1) + fibonacci(number - 2)
+
+
+class Base:
+    def describe(self) -> str:
+        return "base"
+
+
+class Derived(Base):
+    count: Any = 0
+    __hidden = "hidden"
+
+    def describe(self) -> str:
+        return f"{super().describe()} {self.__hidden} {self.shout('x')}"
+
+    @staticmethod
+    def shout(text: str) -> str:
+        return text.upper()
+
+    @classmethod
+    def make(cls) -> Derived:
+        return cls()
+
+    @property
+    def twice(self) -> float:
+        return scaled(1)
+
+    class Inner:
+        value = 5
+
+
+@dataclasses.dataclass(order=True)
+class Record:
+    name: str
+    values: list[int] = dataclasses.field(default_factory=lambda: [SCALE])
+
+
+class Colour(enum.Enum):
+    RED = enum.auto()
+    BLUE = enum.auto()
+
+    def other(self) -> Colour:
+        return Colour.BLUE if self is Colour.RED else Colour.RED
+
+
+class Probe(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        scaled_rows: torch.Tensor = self.inner(rows) * SCALE
+        return scaled_rows
+
+
+def test_a_function_brings_its_defaults_and_globals() -> None:
+    arrived = sent(scaled)
+    assert arrived is not scaled
+    assert arrived(1) == 6
+    assert arrived(1, by=1) == 3
+    assert arrived.__name__ == "scaled"
+
+
+def test_functions_that_call_each_other_and_share_globals_still_do() -> None:
+    there_even, there_note, there_notes = sent([even, note, notes])
+    assert there_even(10)
+    assert not there_even(7)
+    there_note("there")
+    assert there_notes() == ["there"]
+    assert NOTES == []
+
+
+def test_lambdas_on_one_line_are_told_apart_by_position() -> None:
+    first, second, outer = (lambda x: x + 1), (lambda x: x + 2), (lambda: lambda y=1: y + SCALE)
+    arrived = sent([second, outer, first, outer()])
+    assert [arrived[0](0), arrived[1]()(2), arrived[2](0), arrived[3]()] == [2, 5, 1, 4]
+
+
+def test_closures_share_their_cells() -> None:
+    count = 0
+
+    def increase() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    def current() -> int:
+        return count
+
+    there_increase, there_current = sent((increase, current))
+    there_increase()
+    there_increase()
+    assert there_current() == 2
+    assert current() == 0
+
+
+def test_a_recursive_closure_and_an_unbound_variable() -> None:
+    def countdown(number: int) -> list[int]:
+        return [number, *countdown(number - 1)] if number else []
+
+    def unbound() -> Any:
+        return later
+
+    there_countdown, there_unbound = sent([countdown, unbound])
+    assert there_countdown(3) == [3, 2, 1]
+    with pytest.raises(NameError, match="later"):
+        there_unbound()
+    later = 1
+
+
+def test_decorated_and_cached_functions_and_partials() -> None:
+    arrived = sent([doubled, fibonacci, functools.partial(scaled, by=1), torch.no_grad()(scaled)])
+    assert [arrived[0](4), arrived[1](20), arrived[2](2), arrived[3](1)] == [8, 6765, 6, 6]
+    assert arrived[0].__wrapped__(1) == 2
+
+
+def test_a_class_keeps_super_private_names_and_every_kind_of_member() -> None:
+    arrived = sent(
+        {"class": Derived, "object": Derived(), "bound": Derived().describe, "function": Derived.describe}
+    )
+    kind = arrived["class"]
+    assert kind.__mro__[1].__name__ == "Base"
+    assert arrived["bound"]() == kind.make().describe() == arrived["function"](kind()) == "base hidden X"
+    assert type(arrived["object"]) is kind
+    assert (arrived["object"].twice, kind.Inner.value) == (6, 5)
+    assert kind.describe.__qualname__ == "Derived.describe"
+    assert isinstance(sent(Derived.Inner()), object)
+
+
+def test_data_of_a_class_that_changed_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Derived, "count", 7)
+    assert sent(Derived).count == 7
+
+
+def test_dataclasses_enums_and_modules_of_ones_own() -> None:
+    record, colour, probe = sent([Record("a"), Colour.RED, Probe()])
+    assert (record.values, record < type(record)("b")) == ([3], True)
+    assert colour.other() is type(colour).BLUE
+    assert probe(torch.zeros(1, 2)).shape == (1, 2)
+
+
+def test_classes_made_in_functions_see_what_is_around_them() -> None:
+    def make(base: type, step: int) -> Any:
+        class Local(base):
+            def advance(self) -> Any:
+                return Local, step
+
+        return Local
+
+    arrived = sent(make(Base, 4))
+    assert arrived().advance() == (arrived, 4)
+    assert arrived().describe() == "base"
+
+
+def test_a_class_body_that_needs_a_gone_variable_is_refused() -> None:
+    def make(step: int) -> Any:
+        class Local:
+            size = step
+
+        return Local
+
+    with pytest.raises(EncodeError, match="`step` of the function around it"):
+        encode(make(1))
+
+
+def test_tracebacks_and_inspect_show_the_senders_lines() -> None:
+    arrived = sent(failing)
+    assert inspect.getsource(arrived) == inspect.getsource(failing)
+    assert list(arrived.__code__.co_positions()) == list(failing.__code__.co_positions())
+    with pytest.raises(ZeroDivisionError) as caught:
+        arrived(0)
+    last = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert (last.filename, last.line) == (__file__, "return 1 / value")
+
+
+@pytest.fixture
+def user_module(tmp_path: Path) -> Iterator[types.ModuleType]:
+    """A module of the user's own, which the other side would not have."""
+    path = tmp_path / "users_helpers.py"
+    path.write_text(
+        "import threading\nlock = threading.Lock()\nfactor = 10\n"
+        "def times(x):\n    return x * factor\nclass Thing:\n    size = 2\n"
+    )
+    spec = importlib.util.spec_from_file_location("users_helpers", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["users_helpers"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["users_helpers"]
+
+
+def test_a_module_of_ones_own_travels_as_far_as_code_mentions_it(user_module: types.ModuleType) -> None:
+    def use() -> Any:
+        return user_module.times(user_module.Thing().size), user_module
+
+    del sys.modules["users_helpers"]  # so that nothing can be found by name
+    try:
+        sys.modules["users_helpers"] = user_module
+        data = encode(use)
+    finally:
+        sys.modules["users_helpers"] = types.ModuleType("users_helpers")
+    result, module = decode(data, policy=TRUSTED)()
+    assert result == 20
+    assert module is not user_module
+    assert not hasattr(module, "lock")
+    module.factor = 100
+    assert module.times(1) == 100
+
+
+def test_an_installed_module_can_be_sent_by_value() -> None:
+    register_by_value("hypothesis.errors")
+    try:
+        from hypothesis.errors import Flaky  # noqa: PLC0415 - after it was registered
+
+        assert sent(Flaky) is not Flaky
+    finally:
+        unregister_by_value("hypothesis.errors")
+    assert sent(Flaky) is Flaky
+
+
+def test_code_from_a_cell_has_its_text_in_linecache() -> None:
+    text = "def cell_function(x):\n    return [y + x for y in range(2)]\n"
+    linecache.cache["<cell 1>"] = (len(text), None, text.splitlines(keepends=True), "<cell 1>")
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(text, "<cell 1>", "exec"), namespace)
+    data = encode(namespace["cell_function"])
+    del linecache.cache["<cell 1>"]
+    arrived = decode(data, policy=TRUSTED)
+    assert arrived(5) == [5, 6]
+    assert inspect.getsource(arrived) == text
+
+
+def test_code_without_a_text_is_refused() -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec("def lost(): pass", namespace)
+    with pytest.raises(EncodeError, match=r"\(lost\).*not to be had"):
+        encode(namespace["lost"])
+
+
+def test_the_path_to_what_cannot_travel_goes_through_globals_and_closures() -> None:
+    handle = open(__file__)  # noqa: SIM115 - what the test is about
+
+    def reader() -> str:
+        return handle.read()
+
+    with handle, pytest.raises(EncodeError, match=r"item \['f'\], variable `handle` cannot be sent"):
+        encode({"f": reader})

@@ -1,0 +1,267 @@
+"""Bytes from anyone: a value, or ``DecodeError``; never another error, never room or time without end."""
+
+from __future__ import annotations
+
+import random
+import struct
+import sys
+import tracemalloc
+from typing import Any
+
+import pytest
+import torch
+import zstandard
+
+from nnsight_engine.serialization import (
+    DATA_ONLY,
+    TRUSTED,
+    DecodeError,
+    MessageLimits,
+    Policy,
+    decode,
+    encode,
+)
+from nnsight_engine.serialization.message import MAGIC, VERSION, Table, pack
+from nnsight_engine.serialization.node_kinds import NodeKind
+
+HEAD = struct.Struct("<4sBBBxIIIIIIQQ")
+
+
+def message(*nodes: tuple[NodeKind, list[int], Any], tensors: dict[str, torch.Tensor] | None = None) -> bytes:
+    """Return a message of nodes that no sender would write; the first is the root."""
+    kinds, children, payloads = [list(column) for column in zip(*nodes, strict=True)]
+    return b"".join(pack(Table([*map(int, kinds)], children, payloads, tensors or {}), MessageLimits()))
+
+
+def refused(data: bytes, match: str = "", **options: Any) -> None:
+    with pytest.raises(DecodeError, match=match):
+        decode(data, **options)
+
+
+class Thing:
+    def __init__(self) -> None:
+        self.data = [1, "two", {3: (4.0, b"5")}]
+
+
+def function(value: int) -> int:
+    return value + 1
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_broken_messages_are_decode_errors(trusted: bool) -> None:
+    values: list[Any] = [
+        [1, 2.5, "text", {"a": (None, {1, 2})}, torch.ones(2), torch.Size([1])],
+        {"x": [range(3), slice(1)]},
+    ]
+    if trusted:  # source that was changed may do anything, so names are all that this policy allows
+        values += [Thing, [Thing(), function]]
+    policy = Policy(lambda module, _name: False, allow_source=True) if trusted else DATA_ONLY
+    generator = random.Random(7)
+    for data in [*map(encode, values), encode(values[0], compress=True)]:
+        for _ in range(400):
+            broken = bytearray(data)
+            for _ in range(generator.randrange(1, 4)):
+                broken[generator.randrange(len(broken))] = generator.randrange(256)
+            cut = broken[: generator.randrange(len(broken))] if generator.random() < 0.2 else broken
+            try:
+                decode(cut, policy=policy)
+            except DecodeError:
+                continue
+
+
+def test_random_tables_are_values_or_decode_errors() -> None:
+    generator = random.Random(11)
+    data_kinds = [kind for kind in NodeKind if kind < NodeKind.NAME]
+    scalars = {
+        NodeKind.INT: 3, NodeKind.FLOAT: 0.5, NodeKind.STR: "float32", NodeKind.DTYPE: "float32",
+        NodeKind.DEVICE: "cpu",
+    }  # fmt: skip
+    for _ in range(3000):
+        size = generator.randrange(1, 12)
+        nodes = []
+        for _ in range(size):
+            kind = generator.choice(data_kinds)
+            arity = generator.choice([0, 0, 1, 2, 3, 7])
+            children = [generator.randrange(size) for _ in range(arity)]
+            nodes.append((kind, children, scalars.get(kind, b"ab")))
+        try:
+            decode(message(*nodes))
+        except DecodeError:
+            continue
+
+
+def test_what_is_no_message_and_what_is_of_another_version() -> None:
+    refused(b"", "no message")
+    refused(b"\x80\x04}.", "no message")
+    data = bytearray(encode(1))
+    data[4] = VERSION + 1
+    refused(bytes(data), "this side is older")
+    data[4] = VERSION - 1
+    refused(bytes(data), "the sender is older")
+    data[4:6] = bytes([VERSION, 1])
+    refused(bytes(data), "flags 0x1")
+
+
+def test_sizes_are_believed_only_if_they_fit() -> None:
+    refused(HEAD.pack(MAGIC, VERSION, 0, 0, 2**32 - 1, 0, 0, 0, 0, 0, 0, 0), "other sizes")
+    refused(encode([1] * 100), "may have", limits=MessageLimits(max_bytes=10))
+    refused(encode(list(range(100))), "101 objects", limits=MessageLimits(max_nodes=10))
+    refused(encode("x" * 100), "a string", limits=MessageLimits(max_text_bytes=10))
+
+
+def test_a_compressed_message_unpacks_to_what_it_says_or_not_at_all() -> None:
+    bomb = encode(torch.zeros(16 * 2**20, dtype=torch.uint8), compress=True)
+    assert len(bomb) < 100_000
+    stream = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(16 * 2**20))
+    tracemalloc.start()
+    try:
+        refused(bomb, "may to", limits=MessageLimits(max_bytes=2**20))
+        # One that is smaller than its frame: neither the frame's own size nor its content is believed.
+        head = bytearray(encode([0], compress=True)[: HEAD.size])
+        refused(bytes(head) + bomb[HEAD.size :], "another size")
+        refused(bytes(head) + stream, "cannot be unpacked|other sizes")
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+    refused(bomb[:-1], "cannot be unpacked")
+    refused(bomb + b"more", "broken")
+    refused(bomb[: HEAD.size] + b"nothing like it", "cannot be unpacked")
+
+
+def test_a_tensor_of_any_claimed_size_takes_no_room() -> None:
+    def tensor(*shape: int, name: bool = True) -> bytes:
+        sizes: list[tuple[NodeKind, list[int], Any]] = [(NodeKind.INT, [], size) for size in shape]
+        return message(
+            (NodeKind.TENSOR, [1 if name else 5, 2, 3, 4, 6, 7, 5], None),
+            (NodeKind.STR, [], "0"),
+            (NodeKind.DTYPE, [], "float32"),
+            (NodeKind.TUPLE, list(range(8, 8 + len(sizes))), None),
+            (NodeKind.DEVICE, [], "cpu"),
+            (NodeKind.NONE, [], None),
+            (NodeKind.FALSE, [], None),
+            (NodeKind.STR, [], "tensor"),
+            *sizes,
+            tensors={"0": torch.ones(2)},
+        )
+
+    assert decode(tensor(2)).tolist() == [1, 1]
+    tracemalloc.start()
+    refused(tensor(2**40), "bytes, not 8")
+    refused(tensor(2**61, 2**61), "bytes, not 8")
+    refused(tensor(-1, -2), "impossible")
+    refused(tensor(2**40, name=False), "no values")
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+
+
+def test_cycles_that_nothing_can_be_made_from() -> None:
+    refused(message((NodeKind.TUPLE, [0], None)), "need each other")
+    refused(message((NodeKind.TUPLE, [1], None), (NodeKind.FROZENSET, [0], None)), "need each other")
+    refused(message((NodeKind.LIST, [1], None), (NodeKind.TUPLE, [1, 0], None)), "need each other")
+
+
+def test_keys_that_would_hash_forever() -> None:
+    deep: Any = 1
+    for _ in range(100_000):
+        deep = (deep,)
+    node = decode(encode([deep]))  # as a value it is fine
+    assert node
+    nodes: list[tuple[NodeKind, list[int], Any]] = [(NodeKind.SET, [1], None)]
+    nodes += [(NodeKind.TUPLE, [at + 2], None) for at in range(100_000)]
+    refused(message(*nodes, (NodeKind.INT, [], 1)), "tuples deep")
+    doubling: list[tuple[NodeKind, list[int], Any]] = [
+        (NodeKind.TUPLE, [at + 2] * 2, None) for at in range(100)
+    ]
+    refused(message((NodeKind.SET, [1], None), *doubling, (NodeKind.INT, [], 1)), "steps")
+    huge: tuple[NodeKind, list[int], Any] = (NodeKind.BIG_INT, [], b"\1" * 10_000_000)
+    refused(message((NodeKind.FROZENSET, [1] * 1000, None), huge), "steps")
+    colliding = [at * sys.hash_info.modulus for at in range(5000)]
+    refused(encode(dict.fromkeys(colliding[:1500])), "same hash")
+    refused(encode(set(colliding[:1500])), "same hash")
+    refused(message((NodeKind.SET, [1], None), (NodeKind.LIST, [], None)), "unhashable")
+
+
+def test_long_chains_that_would_be_freed_by_recursion() -> None:
+    size = 100_000
+    slices: list[tuple[NodeKind, list[int], Any]] = [
+        (NodeKind.SLICE, [at + 1] * 3, None) for at in range(size)
+    ]
+    refused(message(*slices, (NodeKind.NONE, [], None)), "others deep")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os:system",
+        "builtins:eval",
+        "builtins:exec",
+        "subprocess:Popen",
+        "torch:load",
+        "tempfile:NamedTemporaryFile",
+    ],
+)
+def test_results_import_nothing_but_data(name: str) -> None:
+    refused(message((NodeKind.NAME, [], name)), "does not take")
+
+
+def test_results_call_no_function_and_no_class_that_makes_room() -> None:
+    call = (NodeKind.CALL, [1, 2, 4, 4, 4, 4, 4], None)
+    rest: list[tuple[NodeKind, list[int], Any]] = [
+        (NodeKind.TUPLE, [3], None),
+        (NodeKind.INT, [], 2**40),
+        (NodeKind.NONE, [], None),
+    ]
+    refused(message(call, (NodeKind.NAME, [], "builtins:bytes"), *rest), "asks to call")
+    refused(message(call, (NodeKind.NAME, [], "torch:zeros"), *rest), "does not take")
+    refused(
+        message((NodeKind.ENUM_MEMBER, [1, 3], None), (NodeKind.NAME, [], "builtins:bytes"), *rest), "no enum"
+    )
+    walk: list[tuple[NodeKind, list[int], Any]] = [
+        (NodeKind.TUPLE, [3], None),
+        (NodeKind.RANGE, [5, 6, 5], None),
+        rest[2],
+    ]
+    walk += [(NodeKind.INT, [], 1), (NodeKind.INT, [], 2**40)]
+    refused(message(call, (NodeKind.NAME, [], "collections:Counter"), *walk), "never made from")
+    new = (NodeKind.NEW, call[1], None)
+    refused(message(new, (NodeKind.NAME, [], "builtins:bytes"), *rest), "asks to call")
+    refused(message(new, (NodeKind.NAME, [], "collections:OrderedDict.fromkeys"), *rest), "does not take")
+    for wanted in (call, new):  # the class may be mentioned alone; made so, it is memory of a stranger's size
+        refused(message(wanted, (NodeKind.NAME, [], "torch:Tensor"), *rest), "asks to call")
+    assert decode(encode(torch.Tensor), policy=DATA_ONLY) is torch.Tensor
+
+
+def test_results_hold_no_code() -> None:
+    refused(encode(function), "holds code")
+    refused(encode(Thing()), "holds code")
+    refused(encode(len), "does not take")
+    refused(encode(torch), "does not take")
+    refused(encode(torch.nn.Linear(1, 1)), "does not take")
+
+
+def test_a_client_may_allow_its_own_classes() -> None:
+    arrived = decode(encode(Thing()), policy=TRUSTED)  # there, where the class came as source
+    back = encode(arrived)
+    refused(back, "does not take")
+
+
+def test_a_policy_is_asked_before_anything_is_imported() -> None:
+    asked: list[tuple[str, str]] = []
+
+    def may_import(module: str, name: str) -> bool:
+        asked.append((module, name))
+        return False
+
+    refused(
+        message((NodeKind.NAME, [], "antigravity:x")),
+        "antigravity",
+        policy=Policy(may_import, allow_source=True),
+    )
+    refused(message((NodeKind.MODULE, [], "this")), "this", policy=Policy(may_import, allow_source=True))
+    assert asked == [("antigravity", "x"), ("this", "")]
+    assert "antigravity" not in sys.modules
+
+
+def test_what_is_not_installed_here_says_what_to_do() -> None:
+    refused(message((NodeKind.NAME, [], "no_such_package:thing")), "register_by_value", policy=TRUSTED)
+    refused(message((NodeKind.NAME, [], "math:nothing")), "math.nothing", policy=TRUSTED)

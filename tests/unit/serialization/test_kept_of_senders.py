@@ -1,0 +1,110 @@
+"""What senders choose, and a reader keeps when their message is long read, has a bound."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import tracemalloc
+from typing import Any
+
+import pytest
+
+from nnsight_engine.serialization import TRUSTED, DecodeError, decode
+from nnsight_engine.serialization.code_cache import CodeCache
+from nnsight_engine.serialization.node_kinds import NodeKind
+from nnsight_engine.serialization.source_cache import SourceCache
+from tests.unit.serialization.test_hostile import message
+
+Node = tuple[NodeKind, list[int], Any]
+
+
+def functions(
+    num: int, *, file: str = "/nowhere/{}.py", line: int = 1, text: str = "def f(): return {}\n"
+) -> bytes:
+    """Return a message of functions, as no sender writes one."""
+    nodes: list[Node] = [(NodeKind.LIST, [], None)]
+
+    def add(kind: NodeKind, *children: int, payload: Any = None) -> int:
+        nodes.append((kind, list(children), payload))
+        return len(nodes) - 1
+
+    none, nothing = add(NodeKind.NONE), add(NodeKind.TUPLE)
+    namespace = add(NodeKind.NAMESPACE, add(NodeKind.STR, payload="mine"), none, add(NodeKind.FALSE))
+    for number in range(num):
+        strings = [add(NodeKind.STR, payload=one.format(number)) for one in (file, text)]
+        place = [add(NodeKind.INT, payload=line), add(NodeKind.INT, payload=-1)]
+        named = add(NodeKind.STR, payload="f")
+        source = add(NodeKind.TUPLE, *strings, *place, named, named, none, add(NodeKind.INT, payload=0))
+        called = add(NodeKind.TUPLE, named, named, named)
+        nodes[0][1].append(
+            add(NodeKind.FUNCTION, namespace, source, nothing, nothing, called, none, none, none, nothing)
+        )
+    return message(*nodes)
+
+
+def test_lines_far_down_take_no_room() -> None:
+    decode(functions(1), policy=TRUSTED)
+    tracemalloc.start()
+    try:
+        found = decode(functions(100, line=1_000_000), policy=TRUSTED)
+        assert tracemalloc.get_traced_memory()[1] < 4 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert [one() for one in found] == list(range(100))
+    assert inspect.getsource(found[99]) == "def f(): return 99\n"
+    with pytest.raises(DecodeError, match="claims line"):
+        decode(functions(1, line=1_000_001), policy=TRUSTED)
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_names_of_a_piece_are_short(at: int) -> None:
+    names = ["file", "name", "qualname", "kind"]
+    names[at] = "x" * 5000
+    fields = (names[0], "def f(): pass\n", 1, -1, names[1], names[2], names[3], 0)
+    nodes: list[Node] = [(NodeKind.FUNCTION, [1, 2, 3, 3, 4, 4, 4, 4, 3], None)]
+    nodes += [
+        (NodeKind.NAMESPACE, [5, 4, 6], None),
+        (NodeKind.TUPLE, list(range(7, 15)), None),
+        (NodeKind.TUPLE, [], None),
+    ]
+    nodes += [(NodeKind.NONE, [], None), (NodeKind.STR, [], "mine"), (NodeKind.FALSE, [], None)]
+    nodes += [(NodeKind.STR if type(one) is str else NodeKind.INT, [], one) for one in fields]
+    with pytest.raises(DecodeError, match=r"5,000 characters and may have 4,096"):
+        decode(message(*nodes), policy=TRUSTED)
+
+
+def test_code_is_kept_by_the_characters_that_it_came_with() -> None:
+    made: list[str] = []
+    kept: CodeCache[str] = CodeCache(3, longest=10, max_characters=20)
+
+    def get(key: str, length: int) -> str:
+        def make() -> str:
+            made.append(key)
+            return key
+
+        return kept.get(key, length, make)
+
+    assert [get(one, 5) for one in "abab"] == list("abab")
+    assert made == ["a", "b"]
+    get("long", 11)
+    get("long", 11)
+    assert made[2:] == ["long", "long"]
+    get("c", 10)  # together 20 characters
+    get("d", 1)  # one entry and one character too many: `a` goes
+    made.clear()
+    assert [get(one, 5) for one in "bcda"] == list("bcda")
+    assert made == ["a"]
+
+
+def test_the_shelf_has_room_for_so_much() -> None:
+    shelf = SourceCache(max_files=3, max_characters=1900)
+    names = [f"/nowhere/shelf-{number}.py" for number in range(5)]
+    for name in names:
+        shelf.put(name, 10, "    one\n    two\n")
+    assert [linecache.getline(name, 11) for name in names] == ["", "", *["    two\n"] * 3]
+    assert linecache.getlines(names[4])[8:] == ["if 1:\n", "    one\n", "    two\n"]
+    shelf.put(names[4], 1, "import this\n" * 11)
+    assert linecache.getline(names[4], 11) == "import this\n"
+    assert [name for name in names if linecache.getline(name, 10)] == [names[4]]
+    shelf.put(names[4], 1, "x" * 3000)
+    assert not any(name in linecache.cache for name in names)

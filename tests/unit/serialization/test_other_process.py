@@ -1,0 +1,111 @@
+"""A trace and its results between two processes, of which one has none of the user's code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from nnsight_engine.serialization import DATA_ONLY, decode, restore_error
+
+PROJECT = Path(__file__).resolve().parents[3]
+USER = """
+import sys
+import helpers_of_mine
+from helpers_of_mine import Scaler, offset
+from nnsight_engine.tracing.tracer import Info, Tracer
+from nnsight_engine.serialization import SentBlock, encode_trace
+
+class Config:
+    def __init__(self, steps):
+        self.steps = steps
+
+class Sender(Tracer):
+    def execute(self, function):
+        sys.stdout.buffer.write(encode_trace([SentBlock(self.info, self.info.variables)]))
+
+def main():
+    scaler, config, results = Scaler(3), Config(4), []
+    with Sender():
+        for step in range(config.steps):
+            with Tracer():
+                results.append(scaler(step) + offset)
+        results.append(helpers_of_mine.describe(config))
+        results.append(config)
+        results[99]
+
+if __name__ == "__main__":
+    main()
+"""
+HELPERS = """
+import torch
+offset = 1
+
+class Scaler(torch.nn.Module):
+    def __init__(self, by):
+        super().__init__()
+        self.by = by
+
+    def forward(self, value):
+        return torch.tensor(value * self.by)
+
+def describe(config):
+    return f"{type(config).__name__} of {config.steps}"
+"""
+WORKER = """
+import sys
+from nnsight_engine.tracing.tracer import Tracer
+from nnsight_engine.serialization import decode_trace, encode, encode_error
+(info,) = decode_trace(sys.stdin.buffer.read()).blocks
+try:
+    Tracer().compile_on(info)()
+except Exception as error:
+    failure = encode_error(error)
+results = info.variables["results"].cell_contents
+sys.stdout.buffer.write(encode({"results": results, "failure": failure}))
+"""
+
+
+def python(folder: Path, *arguments: str, given: bytes = b"") -> bytes:
+    done = subprocess.run(  # noqa: PLW1510 - what it printed says more than that it failed
+        [sys.executable, *arguments],
+        input=given,
+        capture_output=True,
+        cwd=folder,
+        env={"PYTHONPATH": str(PROJECT)},
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout
+
+
+def test_a_script_and_its_modules_run_where_they_are_not_installed(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    (here / "script.py").write_text(USER)
+    (here / "helpers_of_mine.py").write_text(HELPERS)
+    trace = python(here, "script.py")
+    (here / "script.py").rename(here / "moved.py")  # as if on another machine
+    answer = python(there, "-c", WORKER, given=trace)
+
+    class Config:
+        steps: int
+
+    Config.__module__, Config.__qualname__ = "__main__", "Config"
+    main: Any = sys.modules["__main__"]
+    main.Config = Config
+    try:
+        arrived = decode(answer, policy=DATA_ONLY.allowing([Config]))
+    finally:
+        del main.Config
+    *numbers, described, config = arrived["results"]
+    assert [int(number) for number in numbers] == [1, 4, 7, 10]
+    assert described == "Config of 4"
+    assert isinstance(config, Config)
+    assert config.steps == 4
+    error = restore_error(arrived["failure"])
+    assert isinstance(error, IndexError)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    assert (last.filename, last.lineno, last.line) == (str(here / "script.py"), 24, "results[99]")

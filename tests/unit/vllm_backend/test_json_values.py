@@ -1,0 +1,81 @@
+"""What a request's code may answer with: JSON's types and tensors; anything else is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nnsight_engine.vllm_backend.json_values import NotPlainError, plain_saves
+
+
+def _never(*_: Any) -> Any:
+    raise AssertionError("no code of a value's own is to run")
+
+
+class Mine:
+    __iter__ = __len__ = __float__ = __int__ = __str__ = __eq__ = __array__ = _never
+    __hash__ = None  # type: ignore[assignment] # nor is it asked for one
+
+
+def plain(value: Any) -> Any:
+    return plain_saves({"v": value}, lambda tensor: ("tensor", *tensor.shape))["v"]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, None),
+        (True, True),
+        (2**80, 2**80),
+        (float("nan"), None),
+        (float("-inf"), None),
+        ("é\ud800", "é\\ud800"),
+        ((1, [2.5, {"a": frozenset({3})}]), [1, [2.5, {"a": [3]}]]),
+        ({1: 2, "b": None}, {"1": 2, "b": None}),
+        (torch.ones(2, 3), ("tensor", 2, 3)),
+        ([torch.nn.Parameter(torch.ones(1))], [("tensor", 1)]),
+        (np.zeros((2, 2)), ("tensor", 2, 2)),
+        (np.float32(1.5), 1.5),
+        (torch.float32, "torch.float32"),
+        (torch.Size([1, 2]), [1, 2]),
+    ],
+)
+def test_what_has_a_place(value: Any, expected: Any) -> None:
+    assert plain(value) == expected
+
+
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
+
+
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        (Mine(), "type Mine"),
+        ([{"a": Mine()}], "type Mine"),
+        (Mine, "type type"),
+        (b"bytes", "bytes"),
+        (1j, "complex"),
+        ({(1, 2): 3}, "key of type tuple"),
+        ({1: 2, "1": 3}, "one in JSON"),
+        (CYCLE, "32 lists and dicts deep"),
+        ([0] * 100_001, "100,000 values"),
+        (1 << 5000, "type int"),
+        (np.array(["a"]), "array of"),
+        (np.array([None]), "array of"),
+    ],
+)
+def test_what_has_none_is_named(value: Any, match: str) -> None:
+    with pytest.raises(NotPlainError, match=rf"`v` was saved.*{match}"):
+        plain(value)
+
+
+def test_a_tensor_that_does_not_fit_is_named_too() -> None:
+    def refuse(_: torch.Tensor) -> None:
+        raise ValueError("it is odd")
+
+    with pytest.raises(NotPlainError, match=r"`v` was saved.*it is odd"):
+        plain_saves({"a": 1, "v": torch.ones(1)}, refuse)

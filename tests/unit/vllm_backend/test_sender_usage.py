@@ -1,0 +1,107 @@
+"""Who is light and who heavy, and how long short steps are."""
+
+from __future__ import annotations
+
+import pytest
+
+from nnsight_engine.vllm_backend.sender_usage import SenderUsage, StepTimes
+
+
+class Clock:
+    """Tells what it was set to."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def run(sharing: SenderUsage, clock: Clock, seconds: float, tokens: dict[str, int]) -> None:
+    """Let steps of 10 ms pass."""
+    for _ in range(round(seconds / 0.01)):
+        clock.now += 0.01
+        sharing.charge(tokens, 0.01)
+
+
+def test_who_keeps_an_engine_busy_is_heavy_and_light_again_after_a_pause(clock: Clock) -> None:
+    sharing = SenderUsage(5.0, 1.25, clock)
+    sharing.arrive("many")
+    sharing.arrive("few")
+    assert sharing.light() == {"many", "few"}
+    run(sharing, clock, 2.0, {"many": 7, "few": 1})
+    assert sharing.light() == {"few"}
+    clock.now += 1.2
+    assert sharing.light() == {"few"}, "a moment is not enough"
+    clock.now += 0.8
+    assert sharing.light() == {"many", "few"}
+
+
+def test_who_uses_less_than_their_share_stays_light_however_long(clock: Clock) -> None:
+    sharing = SenderUsage(5.0, 1.25, clock)
+    sharing.arrive("a")
+    sharing.arrive("b")
+    for _ in range(1000):
+        run(sharing, clock, 0.04, {"a": 1})
+        run(sharing, clock, 0.04, {"b": 1})
+        clock.now += 0.02
+    assert sharing.light() == {"a", "b"}
+
+
+def test_a_newcomer_who_floods_is_heavy_beside_the_other(clock: Clock) -> None:
+    sharing = SenderUsage(5.0, 1.25, clock)
+    sharing.arrive("first")
+    for _ in range(300):
+        clock.now += 0.01
+        sharing.charge(sharing.all_to_one(), 0.01)
+    sharing.arrive("second")
+    assert sharing.light() == {"second"}
+    run(sharing, clock, 5.0, {"first": 1, "second": 9})
+    assert sharing.light() == {"first"}
+
+
+def test_who_is_away_for_long_does_not_count(clock: Clock) -> None:
+    sharing = SenderUsage(5.0, 1.25, clock)
+    sharing.arrive("many")
+    sharing.arrive("few")
+    clock.now += 4.0
+    sharing.keep({"many"})
+    assert len(sharing) == 2
+    clock.now += 4.0
+    sharing.keep({"many"})
+    assert len(sharing) == 1
+
+
+@pytest.mark.parametrize(("sender", "window_s"), [("", 5.0), ("tenant", 0.0)])
+def test_without_tenants_and_without_a_window_nobody_is_known(sender: str, window_s: float) -> None:
+    sharing = SenderUsage(window_s, 1.25)
+    sharing.arrive(sender)
+    assert not sharing
+
+
+def test_a_short_step_takes_little_longer_than_the_shortest() -> None:
+    times = StepTimes(1.25)
+    for _ in range(50):
+        for num_tokens in (1, 4, 16, 64, 256):
+            times.add(num_tokens, 0.016 + 0.0005 * num_tokens)
+    assert 4 <= times.short <= 10
+
+
+def test_where_long_steps_are_as_quick_short_ones_may_be_long() -> None:
+    times = StepTimes(1.25)
+    for _ in range(50):
+        for num_tokens in (1, 4, 16, 64, 256):
+            times.add(num_tokens, 0.01)
+    assert times.short >= 256
+
+
+def test_nothing_is_made_of_long_steps_alone_or_of_single_ones() -> None:
+    times = StepTimes(1.25)
+    times.add(1, 2.0)
+    for _ in range(50):
+        times.add(512, 0.2)
+    assert times.short == 8

@@ -1,0 +1,64 @@
+"""Large results as files in memory, from a worker to the server."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from nnsight_engine.vllm_backend.shared_memory_results import LARGE_BYTES, SharedMemoryResults, leave
+
+KEY = "trace-7f"
+PIECES: list[bytes | memoryview] = [b"head", memoryview(b"\x01\x02" * LARGE_BYTES), b"", b"tail"]
+
+
+def test_what_was_left_is_taken_once(tmp_path: Path) -> None:
+    handover = SharedMemoryResults(tmp_path)
+    assert leave(PIECES, handover.path(KEY))
+    taken = handover.take(KEY)
+    assert bytes(taken) == b"".join(PIECES)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(FileNotFoundError):
+        handover.take(KEY)
+    assert bytes(taken[-4:]) == b"tail"
+
+
+def test_what_is_taken_is_the_readers_own_to_write(tmp_path: Path) -> None:
+    handover = SharedMemoryResults(tmp_path)
+    leave(PIECES, handover.path(KEY))
+    os.link(handover.path(KEY), tmp_path / "other")
+    handover.take(KEY)[:4] = b"HEAD"
+    assert (tmp_path / "other").read_bytes()[:4] == b"head"
+
+
+def test_small_results_are_not_worth_a_file(tmp_path: Path) -> None:
+    assert not leave([b"small"], SharedMemoryResults(tmp_path).path(KEY))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_worker_of_another_machine_leaves_nothing(tmp_path: Path) -> None:
+    assert not leave(PIECES, SharedMemoryResults(tmp_path / "elsewhere").path(KEY))
+
+
+def test_a_full_file_system_leaves_nothing(tmp_path: Path) -> None:
+    limit = os.pathconf(tmp_path, "PC_FILESIZEBITS")
+
+    class Huge(bytes):
+        def __len__(self) -> int:
+            return int(2 ** (limit - 1) - 1)
+
+    assert not leave([Huge()], SharedMemoryResults(tmp_path).path(KEY))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_nobody_takes_is_removed(tmp_path: Path) -> None:
+    handover = SharedMemoryResults(tmp_path)
+    leave(PIECES, handover.path(KEY))
+    handover.forget(KEY)
+    handover.forget(KEY)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_trace_of_any_name_stays_in_the_folder(tmp_path: Path) -> None:
+    assert Path(SharedMemoryResults(tmp_path).path("../../etc/passwd")).parent == tmp_path
