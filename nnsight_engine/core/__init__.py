@@ -1,1 +1,1 @@
-"""What every layer may use: points, the model's description, errors. Imports nothing of ours."""
+"""Building blocks of every layer: points, the model's description, errors. Imports no other package of ours."""

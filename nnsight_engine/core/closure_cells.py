@@ -1,8 +1,8 @@
-"""Cells, which hold the variables that a block shares, and may hold nothing yet.
+"""Closure cells that hold the variables a block shares with the code around it; a cell may be unbound.
 
-Blocks are compiled onto them, invokes get copies of them, and saved values are read from them. Where
-it matters whether a block has assigned a variable, and not only what it holds, it stores through
-``Assignments``.
+Blocks are compiled onto these cells, invokes get copies of them, and saved values are read from them. Where
+it matters whether a block has assigned a variable, and not only which value it holds, the block stores
+through ``Assignments``.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from types import CellType, FunctionType
 from typing import Any, Final
 
 UNBOUND: Final = object()
-"""What ``content`` gives for a variable that was never assigned."""
+"""The result of ``content`` for a variable that was never assigned."""
 
 
 def content(cell: CellType) -> Any:
-    """Return what a cell holds, or ``UNBOUND``."""
+    """Return the value of a cell, or ``UNBOUND``."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -24,7 +24,7 @@ def content(cell: CellType) -> Any:
 
 
 def copied(cells: Mapping[str, CellType]) -> dict[str, CellType]:
-    """Return cells of their own, by the same names, holding what these hold."""
+    """Return new cells with the same names and values."""
     try:
         return {name: CellType(cell.cell_contents) for name, cell in cells.items()}
     except ValueError:  # one of them is unbound
@@ -32,11 +32,11 @@ def copied(cells: Mapping[str, CellType]) -> dict[str, CellType]:
 
 
 _TOTAL: Final = 0
-"""A key that is no cell's identity."""
+"""The key of the total; never the ``id`` of a cell."""
 
 
 class Assignments:
-    """A block's variables, which its code assigns through this, see ``tracing.counted_stores``.
+    """The variables of a block, with a count of the assignments to each (see ``tracing.counted_stores``).
 
     Attributes:
         cells: The variables, by name.
@@ -45,48 +45,48 @@ class Assignments:
     __slots__ = ("_counts", "cells")
 
     def __init__(self, cells: MutableMapping[str, CellType], counts: dict[int, int] | None = None) -> None:
-        """Count from nothing, or on with the counts of the code around the block."""
+        """Start counting at zero, or continue with the counts of the code around the block."""
         self.cells = cells
         self._counts: dict[int, int] = {} if counts is None else counts
 
     def inside(self, cells: MutableMapping[str, CellType]) -> Assignments:
-        """Return the same for a block inside this one, which has cells of this one and may have others."""
+        """Return the assignments of a block nested in this one; it shares this one's counts."""
         return Assignments(cells, self._counts)
 
     def lent(self, capture: FunctionType) -> Assignments:
-        """Return the same for a function defined in this block.
+        """Return the assignments of a function defined in this block.
 
         Args:
-            capture: Is not called; it captures the cells of those of the function's own variables that are to
-                be counted.
+            capture: A function that is never called. Its closure holds the cells of the function's own
+                variables whose assignments are to be counted.
         """
         own = dict(zip(capture.__code__.co_freevars, capture.__closure__ or (), strict=True))
         return Assignments({**self.cells, **own}, self._counts)
 
     @property
     def total(self) -> int:
-        """How often anything has been assigned or deleted."""
+        """The number of assignments and deletions of all variables."""
         return self._counts.get(_TOTAL, 0)
 
     def __getitem__(self, name: str) -> int:
-        """Return how often a variable has been assigned or deleted."""
+        """Return the number of assignments and deletions of a variable."""
         cell = self.cells.get(name)
         return 0 if cell is None else self.of(cell)
 
     def of(self, cell: CellType) -> int:
-        """Return how often the variable in a cell has been assigned or deleted."""
+        """Return the number of assignments and deletions of the variable in a cell."""
         return self._counts.get(id(cell), 0)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Assign."""
+        """Assign the variable and count the assignment."""
         self.cells[name].cell_contents = value
         self.count(name)
 
     def __delitem__(self, name: str) -> None:
-        """Delete.
+        """Delete the variable and count the deletion.
 
         Raises:
-            NameError: There is nothing.
+            NameError: The variable is unbound.
         """
         cell = self.cells[name]
         if content(cell) is UNBOUND:
@@ -95,12 +95,12 @@ class Assignments:
         self.count(name)
 
     def assign(self, name: str, value: Any) -> Any:
-        """Assign, and return the value."""
+        """Assign the variable and return the value."""
         self[name] = value
         return value
 
     def count(self, *names: str) -> bool:
-        """Count what has been stored to the cells themselves; true, so that a pattern's guard may ask."""
+        """Count stores made to the cells directly; return True, so that it can stand in a pattern's guard."""
         counts = self._counts
         for name in names:
             key = id(self.cells[name])

@@ -1,10 +1,10 @@
-"""What a person sets once for the library, kept in a file of theirs: ``CONFIG.APP.DEBUG = True``.
+"""Persistent options of the library, kept in a file of the user's: ``CONFIG.APP.DEBUG = True``.
 
-Options are read on hot paths, so each is a plain attribute; the price is paid by whoever sets one, where a
-name or a type that is wrong is an error at once. The file holds a key: only its owner may read it, and no
-reader ever sees half of one. A file that cannot be used is worth a warning, never a failed import. The
-environment is not consulted: the server has settings of its own for that. ``CONFIG`` is the only instance
-that the library reads.
+Options are read on hot paths, so each is a plain attribute. Assignment does the checking: a wrong name or
+type raises at once. The file holds an API key, so only its owner may read it, and it is replaced atomically,
+so a reader never sees a partly written one. A file that cannot be used causes a warning, never a failed
+import. Environment variables are not consulted; the server has settings of its own for that. The library
+reads the instance ``CONFIG`` only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FILE_NAME: Final = "config.json"
 
 
 class _Section:
-    """Options of one subject; setting checks, reading costs nothing extra."""
+    """The options of one subject. Assignment checks name and type; reading is a plain attribute access."""
 
     __slots__ = ()
 
@@ -32,7 +32,7 @@ class _Section:
         """Set an option.
 
         Raises:
-            AttributeError: There is none of that name.
+            AttributeError: There is no option of that name.
             TypeError: The value is not of the option's type.
         """
         expected = _option_types(self).get(name)
@@ -61,7 +61,7 @@ class AppOptions(_Section):
 
     @property
     def TRACE_CACHING(self) -> bool:  # noqa: N802 - the name of an option
-        """Always True: compiled traces are kept. Setting it warns and changes nothing."""
+        """Always True: compiled traces are cached. Setting it warns and changes nothing."""
         return True
 
     @TRACE_CACHING.setter
@@ -84,10 +84,10 @@ class ApiOptions(_Section):
 
 
 class Config:
-    """The sections of options and the file that remembers them.
+    """The sections of options and the file that stores them.
 
     Args:
-        path: The file; it need not exist. What it says is in force at once, the rest has its default.
+        path: The file; it need not exist. Its options apply at once; all others have their defaults.
     """
 
     __slots__ = ("API", "APP", "_path")
@@ -97,7 +97,7 @@ class Config:
     _path: Path
 
     def __init__(self, path: Path) -> None:
-        """Read the file if there is one."""
+        """Read the file if it exists."""
         object.__setattr__(self, "APP", AppOptions())
         object.__setattr__(self, "API", ApiOptions())
         object.__setattr__(self, "_path", path)
@@ -105,28 +105,28 @@ class Config:
             self._apply(section, options)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
-        """Refuse: options live in the sections."""
+        """Reject the assignment: options live in the sections."""
         raise AttributeError(f"{name!r} cannot be set here; set an option of CONFIG.APP or CONFIG.API")
 
     def __repr__(self) -> str:
-        """Show the options, save for the key."""
+        """Show the options, but not the API key."""
         return f"Config({self.APP}, {self.API})"
 
     def save(self) -> None:
-        """Make all options as they are now the defaults of this user's later programs.
+        """Store all current options in the file, as defaults of this user's later programs.
 
         Raises:
-            OSError: The file cannot be written; its name is in the error.
+            OSError: The file cannot be written; the error names it.
         """
         self._write({name: dataclasses.asdict(section) for name, section in self._sections().items()})
 
     def set_default_api_key(self, key: str) -> None:
-        """Set ``API.KEY`` and remember it, and it alone, for later programs."""
+        """Set ``API.KEY`` and store this option alone in the file."""
         self.API.KEY = key
         self._write({"API": {"KEY": key}})
 
     def set_default_app_debug(self, debug: bool) -> None:  # noqa: FBT001 - the documented form of this call
-        """Set ``APP.DEBUG`` and remember it, and it alone, for later programs."""
+        """Set ``APP.DEBUG`` and store this option alone in the file."""
         self.APP.DEBUG = debug
         self._write({"APP": {"DEBUG": debug}})
 
@@ -161,12 +161,12 @@ class Config:
         return content
 
     def _write(self, changes: dict[str, dict[str, object]]) -> None:
-        """Replace the file by itself with changes; what a newer version put there stays."""
+        """Merge changes into the file and replace it atomically; unknown options in it are kept."""
         content = self._read()
         for name, options in changes.items():
             before = content.get(name)
             content[name] = (before if isinstance(before, dict) else {}) | options
-        target = self._path.resolve()  # a link stays one
+        target = self._path.resolve()  # a symbolic link stays one
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, prepared = tempfile.mkstemp(dir=target.parent, prefix=f".{_FILE_NAME}.")  # mode 0600
         try:
@@ -184,7 +184,7 @@ class Config:
 
 
 def _option_types(section: object) -> dict[str, type]:
-    """Return the options of a section with their types; a default tells its type."""
+    """Return the options of a section with their types, which are the types of the defaults."""
     if not isinstance(section, (AppOptions, ApiOptions)):
         return {}
     return {field.name: type(field.default) for field in dataclasses.fields(section)}

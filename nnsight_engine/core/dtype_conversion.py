@@ -1,4 +1,4 @@
-"""Values put into another dtype: numbers beyond it are an error, never infinity."""
+"""Dtype conversion that raises an error where a finite number would overflow to infinity."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def narrowed(value: torch.Tensor, dtype: torch.dtype, *, what: str) -> torch.Tensor:
-    """Return a tensor in another dtype; the same tensor where it has that already.
+    """Return a tensor in another dtype; the same tensor if it has that dtype already.
 
-    What is infinite already stays so. Only a dtype that holds smaller numbers than the value's is looked
-    at, for which a GPU is waited for.
+    Values that are infinite already stay infinite. The values are checked only if the new dtype's range is
+    smaller than the old one's; on a GPU this check synchronizes.
 
     Args:
         value: The tensor.
         dtype: The dtype.
-        what: What asks for it, for the error: "a cache keeps values in float16".
+        what: The reason for the conversion, for the error message: "a cache keeps values in float16".
 
     Raises:
         ValueError: A finite number would become infinite.
@@ -35,7 +35,7 @@ def narrowed(value: torch.Tensor, dtype: torch.dtype, *, what: str) -> torch.Ten
 
 
 def fitted(value: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
-    """Return a value in the dtype and on the device of the model's own, whose place it takes.
+    """Return a value converted to the dtype and device of the model's own value that it replaces.
 
     Raises:
         ValueError: A finite number would become infinite.

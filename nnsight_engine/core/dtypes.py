@@ -1,6 +1,6 @@
-"""Dtypes by torch's names, for code that must not load torch.
+"""Properties of dtypes by torch's names, for code that must not import torch.
 
-numpy has no bfloat16, but a bfloat16 is the upper half of a float32, so its bits widen exactly.
+numpy has no bfloat16. A bfloat16 is the upper half of a float32, so its bits widen exactly.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import numpy as np
 import numpy.typing as npt
 
 ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
-"""Bytes of one item."""
+"""Bytes per item."""
 
 LARGEST: Final = {
     "float32": float(np.finfo(np.float32).max),
     "bfloat16": float(np.array([0x7F7F0000], np.uint32).view(np.float32)[0]),
     "float16": float(np.finfo(np.float16).max),
 }
-"""The largest number of each dtype of floats."""
+"""The largest finite number of each float dtype."""
 
 WIDER: Final = {"float16": "bfloat16 or float32", "bfloat16": "float32"}
-"""Which dtypes hold larger numbers than one does."""
+"""The dtypes with a larger range than the key's, for error messages."""
 
 Floats = npt.NDArray[np.float32]
 
 
 def floats_from_bytes(dtype: str, data: bytes) -> Floats:
-    """Return the little-endian values as float32, flat; exact for each of the three float dtypes."""
+    """Return little-endian values as a flat float32 array; exact for each of the three float dtypes."""
     if dtype == "bfloat16":
         wide = np.frombuffer(data, "<u2").astype(np.uint32) << np.uint32(16)
         return wide.view(np.float32)

@@ -1,7 +1,7 @@
-"""What an engine has counted since it started: steps by how they ran, time of interventions, sandboxes.
+"""Counters of an engine since its start: steps by execution tier, time of interventions, sandbox events.
 
-A worker counts and tells it when asked, as plain values; whoever asks again gets larger numbers, or smaller
-ones where the engine was started again in between.
+A worker counts and returns its counters as plain values on request. Counters only grow; they become smaller
+only when the engine was restarted in between.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 TIERS: Final = ("plain", "tap", "eager")
-"""How a step ran: without interventions, with them at taps, with the model's modules called one by one."""
+"""How a step ran: without interventions, with interventions at taps, with the model's modules called one by one.
+"""
 
 SANDBOX_EVENTS: Final = ("started", "killed", "refused")
-"""What happens to sandboxes: a trace got a process, one was ended before its time, there was none."""
+"""Sandbox events: a trace got a process, a process was killed before its end, no process was available."""
 
 STEP_BUCKETS_S: Final = (
     0.0001,
@@ -32,7 +33,7 @@ STEP_BUCKETS_S: Final = (
     1.0,
     10.0,
 )
-"""Bounds by which seconds of interventions within one step are counted; the last bucket has no bound."""
+"""Upper bounds of the histogram of seconds that interventions took in one step; the last bucket has none."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -54,12 +55,12 @@ class EngineCounts:
     sandboxes: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SANDBOX_EVENTS, 0))
 
     def note_time(self, seconds: float) -> None:
-        """Count what interventions took in one step."""
+        """Record the duration of the interventions of one step."""
         self.intervention_buckets[bisect.bisect_left(STEP_BUCKETS_S, seconds)] += 1
         self.intervention_s += seconds
 
     def to_plain(self) -> dict[str, Any]:
-        """Return them as plain values."""
+        """Return the counters as plain values."""
         return dataclasses.asdict(self)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The variables of this process's environment, all of them at once."""
+"""Replacement of the whole environment of this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 
 def set_environment(variables: Mapping[str, str]) -> None:
-    """Have these variables and no others."""
+    """Replace all environment variables by these."""
     os.environ.clear()
     os.environ.update(variables)
 

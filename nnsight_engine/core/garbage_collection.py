@@ -1,4 +1,4 @@
-"""Imports without collecting garbage meanwhile: nearly all that they make stays for good."""
+"""Imports with garbage collection switched off: nearly all objects that they create are permanent."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Have nothing collected within the block, and what there is then never looked at again.
+    """Disable garbage collection within the block; afterwards, exempt all existing objects from collection.
 
-    A fifth of the time that importing vLLM takes goes into looking for garbage among what it makes.
+    A fifth of the time of importing vLLM goes into collection runs over the objects that the import creates.
     """
     was_enabled = gc.isenabled()
     gc.disable()

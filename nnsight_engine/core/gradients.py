@@ -1,7 +1,7 @@
-"""What blocks may say of gradients: ``tensor.requires_grad = True`` of any tensor, and why there are none.
+"""Gradients in blocks: ``tensor.requires_grad = True`` for any tensor, and explanations of missing gradients.
 
-Torch lets the attribute be set on leaves alone; ``requires_grad_(True)`` says the same of any tensor. Blocks,
-wherever they run, have their assignments go through here.
+Torch allows this assignment on leaves only; ``requires_grad_(True)`` does the same for any tensor.
+Assignments in blocks are routed through this module, wherever the block runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TORCH_SAYS: Final = {
 
 
 def set_requires_grad(value: Any, owner: Any) -> None:
-    """Assign ``owner.requires_grad``."""
+    """Assign ``owner.requires_grad``; on a tensor that is not a leaf, call ``requires_grad_()`` for True."""
     if value is True and isinstance(owner, torch.Tensor) and not owner.is_leaf:
         owner.requires_grad_()
     else:
@@ -35,7 +35,7 @@ def set_requires_grad(value: Any, owner: Any) -> None:
 
 
 class _NoLeaf:
-    """Stands for a tensor that is no leaf, where its ``requires_grad`` is assigned."""
+    """A proxy of a tensor that is not a leaf, as target of an assignment to its ``requires_grad``."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -50,12 +50,12 @@ class _NoLeaf:
 
 
 def asked_for_gradients(owner: Any) -> Any:
-    """Return that whose ``requires_grad`` can be assigned in place of the owner's."""
+    """Return the object on which ``requires_grad`` is to be assigned in place of the owner."""
     return _NoLeaf(owner) if isinstance(owner, torch.Tensor) and not owner.is_leaf else owner
 
 
 def why_no_graph(tensor: torch.Tensor) -> str | None:
-    """Return why there are no gradients of a tensor, and what to do; None if there are."""
+    """Return why a tensor has no gradients, and the remedy; None if it has them."""
     if tensor.requires_grad:
         return None
     if tensor.is_inference():
@@ -69,7 +69,7 @@ def why_no_graph(tensor: torch.Tensor) -> str | None:
 
 
 def explain(error: BaseException) -> None:
-    """Add what to do to an error of torch's about gradients that does not say it."""
+    """Add the remedy, as a note, to an error of torch about gradients."""
     if isinstance(error, RuntimeError) and not hasattr(error, "__notes__"):
         text = str(error)
         for part, remedy in _TORCH_SAYS.items():

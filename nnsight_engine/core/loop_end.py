@@ -1,4 +1,4 @@
-"""The end of a loop over generation steps, told to the loop from deep inside its body."""
+"""The exception that ends a loop over generation steps from within its body."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 class IterationOver(BaseException):
     """Generation is over while a loop over its steps waits for a value of the next one.
 
-    Not an ``Exception``, so that a block's own ``except Exception`` does not keep the loop alive.
+    Not an ``Exception``, so that an ``except Exception`` in the block does not keep the loop alive.
 
     Attributes:
-        loop: The object that the loop runs over; only that loop ends.
+        loop: The object that the loop iterates over; only that loop ends.
     """
 
     def __init__(self, loop: Any) -> None:
-        """Name the loop that ends."""
         super().__init__("generation is over")
         self.loop = loop

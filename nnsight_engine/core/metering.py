@@ -1,8 +1,8 @@
-"""What one request uses of an engine, for whoever counts it: tokens, bytes that leave, seconds of its time.
+"""Usage of the engine by one request: tokens, bytes sent to the client, seconds of engine time.
 
-Whoever serves a request sets ``METER`` in its context before the engine is asked; what runs on its behalf,
-tasks included, finds it there and notes what it used. Without a meter nothing is noted. Numbers only grow,
-and what was used stays used when the request fails or its client leaves.
+The request handler sets ``METER`` in its context before it calls the engine. Code that runs on behalf of the
+request, tasks included, finds the meter there and records its usage. Without a meter nothing is recorded.
+Numbers only grow; usage counts even if the request fails or its client disconnects.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from contextvars import ContextVar
 from typing import Any, Final
 
 _LATE_S: Final = 60.0
-"""What has not ended so long after its request is not counted."""
+"""Seconds after the end of a request within which late usage is still counted."""
 
 
 class UsageMeter:
-    """What one request has used so far.
+    """The usage of one request so far.
 
     Attributes:
-        key_id: The key that it came with; empty without one.
+        key_id: The id of the API key of the request; empty without one.
         captured_bytes: Bytes of captures and saves that left the engine.
-        intervention_s: Seconds that its operations and blocks had the engine to themselves.
+        intervention_s: Seconds during which the request's operations and blocks had the engine to
+            themselves.
     """
 
     __slots__ = ("_counters", "_late", "captured_bytes", "intervention_s", "key_id", "noted_tokens")
 
     def __init__(self, key_id: str = "") -> None:
-        """Begin with nothing."""
         self.key_id = key_id
         self.captured_bytes = 0
         self.intervention_s = 0.0
@@ -42,15 +42,15 @@ class UsageMeter:
         return self.noted_tokens + sum(count() for count in self._counters)
 
     def watch(self, num_tokens: Callable[[], int]) -> None:
-        """Count the tokens of something that goes on; it is asked when somebody wants to know."""
+        """Register a function that returns the tokens of an ongoing generation; it is called on each read."""
         self._counters.append(num_tokens)
 
     def expect(self, doing: asyncio.Future[Any]) -> None:
-        """Have whoever counts wait for something that may still add to it, after the request is over."""
+        """Register a future that may still add usage after the request is over; ``settled`` waits for it."""
         self._late.append(doing)
 
     async def settled(self) -> None:
-        """Wait until nothing is added any more, but not for ever; the request itself must be over."""
+        """Wait until no more usage can be added, for a limited time; call it after the request is over."""
         if self._late:
             await asyncio.wait(self._late, timeout=_LATE_S)
 

@@ -1,7 +1,7 @@
-"""What a loaded model offers to interventions: its points, their widths, its limits.
+"""The description of a loaded model for interventions: its points, their widths, its limits.
 
-The worker describes the model once, at start; admission checks requests against the
-description, and ``GET /v1/capabilities`` prints it. It travels as plain JSON values.
+The worker describes the model once, at start. Admission checks requests against the description, and ``GET
+/v1/capabilities`` returns it. It is transferred as plain JSON values.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import dataclasses
 from typing import Any
 
 RESIDUAL_LEAVES = ("input", "output")
-"""Leaves of a layer that are the residual stream itself, served by taps."""
+"""Leaves of a layer that are the residual stream itself; taps serve them."""
 
 PATTERN_LEAF = "attn.pattern"
-"""Leaf of a layer's attention probabilities, the one whose values grow with the position."""
+"""The leaf of a layer's attention probabilities, the only one whose values grow with the position."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class LeafSpec:
 
     @property
     def width(self) -> int:
-        """Numbers in one position's value, counted flat; an axis that grows counts as one."""
+        """Number of elements of one position's value; an axis that grows counts as one."""
         total = 1
         for size in self.shape:
             total *= abs(size)
@@ -47,7 +47,7 @@ class LeafSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The model as interventions see it; sizes are whole-model, not one rank's."""
+    """The model as interventions see it; sizes are of the whole model, not of one rank."""
 
     name: str
     architecture: str
@@ -70,7 +70,7 @@ class ModelSpec:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> ModelSpec:
-        """Rebuild what ``to_plain`` wrote, tuples again where JSON made lists."""
+        """Return the description from the result of ``to_plain``; lists become tuples again."""
         leaves = tuple(
             LeafSpec(
                 name=leaf["name"],

@@ -1,12 +1,16 @@
 """A method on every Python object, numbers and None included, such as ``hidden.save()``.
 
-Python refuses ``object.save = f``, so the method goes into the dict behind ``object.__dict__``, and the
-interpreter is told to forget what it remembers of attribute look-ups. Whoever opens traces mounts once and
-leaves it, so the rest of the program must not notice. Every class that has an attribute of that name keeps
-its own. Classes do not have the method, or a dataclass field of that name would get it as its default.
-``dir`` does not list it: torch, anyio and others loop over ``dir`` while they are imported and choke on a
-name they do not know. And ``when`` takes it away outside of traces, where mocks, proxies and lazy objects
-answer any name through ``__getattr__``.
+Python rejects ``object.save = f``, so the method is put into the dict behind ``object.__dict__``, and the
+interpreter's attribute cache is invalidated. The method is mounted once and stays, so it must not affect the
+rest of the program:
+
+- A class that has an attribute of that name keeps its own.
+- Classes themselves do not have the method; otherwise a dataclass field of that name would get it as its
+  default.
+- ``dir`` does not list it: torch, anyio and others loop over ``dir`` while they are imported and fail on
+  unknown names.
+- ``when`` hides it outside of traces, because mocks, proxies and lazy objects answer any name through
+  ``__getattr__``.
 """
 
 from __future__ import annotations
@@ -22,23 +26,23 @@ Method = Callable[[object], object]
 Condition = Callable[[], bool]
 
 _NEXT_STEP = "call the function itself instead of the method"
-# A prototype of our own: setting argtypes on ctypes.pythonapi.PyType_Modified would set them for everyone.
+# A prototype of our own: setting argtypes on ctypes.pythonapi.PyType_Modified would affect all its users.
 _forget_lookups = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("PyType_Modified", ctypes.pythonapi))
 _dir_of_value = object.__dir__
 _dir_of_class = type.__dir__
 
 
 class MountError(RuntimeError):
-    """The method could not be put on every object; the message says what is in the way."""
+    """The method could not be mounted on every object; the message names the reason."""
 
 
 def always() -> bool:
-    """Say that a mounted method is always there."""
+    """Return True: the condition of a method that is always visible."""
     return True
 
 
 class _Mounted:
-    """The descriptor in ``object``; no ``__set__``, so instances may have an attribute of that name."""
+    """The descriptor in ``object``; it has no ``__set__``, so instances may have an attribute of that name."""
 
     __slots__ = ("function", "name", "when")
 
@@ -49,7 +53,7 @@ class _Mounted:
 
     def __get__(self, instance: object, owner: type | None = None) -> Callable[[], object]:
         if instance is None and owner is not types.NoneType:
-            # Asked through a class. Through None itself the instance is None too, but its class NoneType.
+            # Looked up on a class. For None itself the instance is None too, but the owner is NoneType.
             raise AttributeError(f"type object {getattr(owner, '__name__', '?')!r} has no {self.name!r}")
         if owner is not _Probe and not self.when():
             raise AttributeError(f"{type(instance).__name__!r} object has no attribute {self.name!r}")
@@ -59,22 +63,23 @@ class _Mounted:
 
 
 class _Probe:
-    """Looked at before and after a change, to see whether the interpreter has noticed."""
+    """Looked up before and after a change, to check that the interpreter's attribute cache was invalidated."""
 
 
 def mount(name: str, function: Method, *, when: Condition = always) -> None:
     """Make ``value.name()`` call ``function(value)`` for every value whose class has no such attribute.
 
-    Mounting the same again does nothing; another function under a mounted name takes its place.
+    Mounting the same function again does nothing; another function under a mounted name replaces it.
 
     Args:
         name: An identifier that ``object`` does not have.
         function: Called with the value.
-        when: While it returns False, the attribute is not there; asked at every look-up, so keep it cheap.
+        when: While it returns False, the attribute is hidden. It is called at every look-up, so it must be
+            cheap.
 
     Raises:
         MountError: ``object`` has an attribute of that name that was not mounted here, or this interpreter
-            does not let us.
+            does not allow the change.
     """
     if not name.isidentifier():
         raise MountError(f"a mounted method needs an identifier as its name, got {name!r}")
@@ -88,7 +93,7 @@ def mount(name: str, function: Method, *, when: Condition = always) -> None:
             f"object already has {name!r} ({present!r}), which was not mounted here, "
             f"perhaps by another library that does the same; {_NEXT_STEP}"
         )
-    getattr(_Probe(), name, None)  # so that a look-up remembered from before the change would show below
+    getattr(_Probe(), name, None)  # so that a stale attribute cache is detected below
     _set(object, "__dir__", _list_value)
     _set(type, "__dir__", _list_class)
     _set(object, name, _Mounted(name, function, when))
@@ -98,7 +103,7 @@ def mount(name: str, function: Method, *, when: Condition = always) -> None:
 
 
 def unmount(name: str) -> None:
-    """Take a mounted method off again; nothing happens where none is mounted."""
+    """Remove a mounted method; do nothing if none is mounted."""
     namespace = _namespace_of(object)
     if not isinstance(namespace.get(name), _Mounted):
         return
@@ -110,13 +115,13 @@ def unmount(name: str) -> None:
 
 
 def _set(cls: type, name: str, value: object) -> None:
-    """Do what ``cls.name = value`` would, were ``cls`` not built in."""
+    """Do ``cls.name = value`` for a built-in class."""
     _namespace_of(cls)[sys.intern(name)] = value
     _forget_lookups(cls)
 
 
 def _namespace_of(cls: type) -> dict[str, object]:
-    """Return the dict itself behind the read-only view that is ``cls.__dict__``."""
+    """Return the dict behind the read-only view ``cls.__dict__``."""
     referents = gc.get_referents(cls.__dict__)
     if len(referents) != 1 or not isinstance(referents[0], dict):
         raise MountError(f"{_interpreter()} hides the dict of {cls.__name__}; {_NEXT_STEP}")
@@ -128,18 +133,18 @@ def _mounted_names() -> list[str]:
 
 
 def _list_value(self: object = None) -> Iterable[str]:
-    """Stand in for ``object.__dir__``; the default is for None, to which Python binds no function."""
+    """Replace ``object.__dir__``; the default is for None, to which Python does not bind functions."""
     own = getattr(self, "__dict__", {})
     return _without_mounted(_dir_of_value(self), type(self), own)
 
 
 def _list_class(cls: type) -> Iterable[str]:
-    """Stand in for ``type.__dir__``."""
+    """Replace ``type.__dir__``."""
     return _without_mounted(_dir_of_class(cls), cls, {})
 
 
 def _without_mounted(names: Iterable[str], cls: type, own: Iterable[str]) -> list[str]:
-    """Drop the names that nothing but ``object`` provides."""
+    """Drop the names that only ``object`` provides."""
     hidden = [
         name
         for name in _mounted_names()

@@ -1,4 +1,4 @@
-"""Memory of processes that work for a server, which is to outlive them when memory runs out."""
+"""Memory of a server's child processes; when memory runs out, they must be killed before the server."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Final
 
 _OOM_SCORE: Final = 500
-"""Of 1000, on top of the share of memory that the process has: far beyond any server's."""
+"""Score of 1000 that is added to the process's share of memory; it exceeds the score of any server."""
 
 
 def end_before_server() -> None:
-    """Have the kernel end this process before its server where memory runs out, if the system can."""
+    """Make the kernel's OOM killer prefer this process to its server, if the system supports it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE), encoding="ascii")
 
 
 def address_space_bytes() -> int:
-    """Return how much address space this process has; 0 where the system does not say."""
+    """Return the size of this process's address space in bytes; 0 if the system does not report it."""
     with contextlib.suppress(OSError):
         num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         return num_pages * resource.getpagesize()

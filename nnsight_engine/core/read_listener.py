@@ -1,4 +1,4 @@
-"""A listener to what blocks read, for the one mode of the library that has advice on it, see ``compat``."""
+"""The hook on attribute reads of blocks, used by the one mode that gives advice on them (see ``compat``)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 
 class ReadListener:
-    """Where the listener is kept; the process has one, as it has one ``import nnsight``.
+    """The holder of the process-wide listener; one suffices, as ``import nnsight`` is process-wide too.
 
     Attributes:
-        listener: Is told who read which property of what, and got which value.
+        listener: Called with the frame that reads, the owner, the property's name and the value.
     """
 
     listener: ClassVar[Callable[[FrameType, Any, str, Any], None] | None] = None

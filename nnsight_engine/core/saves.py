@@ -1,10 +1,11 @@
-"""Which values outlive a trace: the ones a block marked with ``save``.
+"""The values that outlive a trace: those that a block marked with ``save``.
 
-A block's variables end with the trace, so that a forward pass does not keep every activation that a block
-looked at. ``save(value)`` marks one; the outermost trace hands the marked ones back to the user's variables.
+A block's variables are dropped at the end of the trace, so that a forward pass does not keep every
+activation that a block read. ``save(value)`` marks a value; the outermost trace hands the marked values back
+to the user's variables.
 
-Marks belong to a thread: two threads tracing at once never see each other's. They hold the values
-themselves, because an ``id`` alone could be reused by the next object within the same trace.
+Marks are thread-local: two threads that trace at once never see each other's. They hold the values
+themselves, because an ``id`` alone could be reused by another object within the same trace.
 """
 
 from __future__ import annotations
@@ -17,17 +18,16 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _MAX_LOOKED_INTO = 4096
-"""Items of a container that are looked at for a marked one; a longer list is kept by marking it itself."""
+"""Number of items of a container that are searched for a mark; mark a longer list itself to keep it."""
 
 _MAX_DEPTH = 8
-"""Containers within containers that are looked into; a list may hold itself."""
+"""Depth to which nested containers are searched; a list may contain itself."""
 
 
 class Saves(threading.local):
-    """The marks of this thread's traces, nested ones together: they end with the outermost."""
+    """The marks of this thread's traces. Nested traces share them; they are dropped with the outermost one."""
 
     def __init__(self) -> None:
-        """Begin with no trace and no marks."""
         self.depth = 0
         self.marked: dict[int, Any] = {}
 
@@ -42,17 +42,17 @@ class Saves(threading.local):
             self.marked = {}
 
     def mark(self, value: Any) -> None:
-        """Keep ``value`` beyond the trace; outside of one there is nothing to outlive."""
+        """Keep ``value`` beyond the trace; do nothing outside of one."""
         if self.depth:
             self.marked[id(value)] = value
 
     def keeps(self, value: Any) -> bool:
-        """Tell whether ``value`` is marked, or is a plain container that holds a marked value."""
+        """Return whether ``value`` is marked, or is a plain container that holds a marked value."""
         return holds_marked(value, self.marked)
 
 
 def holds_marked(value: Any, marked: Mapping[int, Any], depth: int = _MAX_DEPTH) -> bool:
-    """Tell whether ``value`` is one of the marked, by identity, or is a plain container that holds one."""
+    """Return whether ``value`` is one of the marked objects, or is a plain container that holds one."""
     if id(value) in marked:
         return True
     kind = type(value)
@@ -65,7 +65,7 @@ def holds_marked(value: Any, marked: Mapping[int, Any], depth: int = _MAX_DEPTH)
 
 
 SAVES = Saves()
-"""The marks of whichever thread asks."""
+"""The marks of the calling thread."""
 
 
 def save(value: T) -> T:

@@ -1,7 +1,7 @@
-"""Which of the model's taps are in place, as an operator says it.
+"""The operator's choice of the taps that are compiled into the model.
 
-A tap is a cut in the compiled model, and each costs a little of every step, used or not. Whoever needs only
-some of them says which; the rest of the residual stream is served by hooks, in uncompiled steps.
+A tap is a cut in the compiled model, and each adds a small cost to every step, used or not. An operator who
+needs only some of them can choose these; hooks in uncompiled steps serve the rest of the residual stream.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _OFFSETS: Final = {"input": 0, "output": 1}
 
 
 def check_taps(text: str) -> None:
-    """Refuse what names no taps, before a model is loaded.
+    """Check the syntax of a choice of taps, before a model is loaded.
 
     Raises:
-        UnsupportedOptionError: It is no list of points of the residual stream.
+        UnsupportedOptionError: It is not a list of points of the residual stream.
     """
     _patterns(text)
 
 
 def chosen_taps(text: str, num_layers: int) -> frozenset[int]:
-    """Return the taps' numbers: 0 before the first layer, i + 1 behind layer i.
+    """Return the numbers of the chosen taps: 0 before the first layer, i + 1 after layer i.
 
     Args:
         text: ``all``, ``off``, or points of the residual stream such as ``layers.4:20.output``, separated by
             commas.
-        num_layers: How many layers the model has.
+        num_layers: The number of layers of the model.
 
     Raises:
         UnsupportedOptionError: It names no taps of this model.
@@ -49,7 +49,7 @@ def chosen_taps(text: str, num_layers: int) -> frozenset[int]:
 
 
 def tap_of(leaf: str, layer: int) -> int | None:
-    """Return the tap that lies at a point: the end of a layer and the start of the next are one; or None."""
+    """Return the number of the tap at a point, or None; a layer's output and the next one's input are one tap."""
     if leaf == _EMBED:
         return 0
     return layer + _OFFSETS[leaf] if leaf in _OFFSETS else None

@@ -1,7 +1,6 @@
-"""Tensors as little-endian bytes, the form in which they travel.
+"""Tensors as little-endian bytes, their wire format.
 
-numpy has no bfloat16, so two-byte floats pass through a 16-bit integer view; nothing is
-converted on the way.
+numpy has no bfloat16, so two-byte floats pass through a 16-bit integer view; no value is converted.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def tensor_from_bytes(dtype: str, shape: Sequence[int], data: bytes) -> torch.Tensor:
-    """Return a tensor of its own memory holding ``data``; ``dtype`` is a key of ``DTYPES``."""
+    """Return a tensor that owns a copy of ``data``; ``dtype`` is a key of ``DTYPES``."""
     if not data:
         # torch cannot reinterpret an empty tensor.
         return torch.empty(tuple(shape), dtype=DTYPES[dtype])
@@ -29,14 +28,14 @@ def tensor_from_bytes(dtype: str, shape: Sequence[int], data: bytes) -> torch.Te
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's content, row-major, as a tensor of bytes, without a copy if it lies like that."""
+    """Return a tensor's content as a flat uint8 tensor in row-major order; a view if it is contiguous."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    # A tensor of one number is contiguous whatever its stride, which then forbids looking at it as bytes.
+    # A tensor of one element is contiguous whatever its stride, and view(dtype) may reject that stride.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def tensor_to_bytes(tensor: torch.Tensor) -> bytes:
-    """Return the tensor's content, row-major, copied to the host first."""
+    """Return the tensor's content as bytes in row-major order, copied to the host first."""
     tensor = tensor.detach().to("cpu").contiguous()
     if tensor.dtype is torch.bfloat16:
         tensor = tensor.view(torch.int16)

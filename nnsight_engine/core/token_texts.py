@@ -1,18 +1,19 @@
 """The text of each token, and the token of a text: one is the other's inverse.
 
-A tokenizer's ``decode`` of one token is no name for it: it drops the blank before a word (SentencePiece),
-and makes U+FFFD of each part of a character. Its ``encode`` of a word is no lookup: it puts blanks before
-words and splits what the vocabulary has whole. So texts are made from the vocabulary's own entries:
+A tokenizer's ``decode`` of one token does not identify it: it drops the blank before a word (SentencePiece),
+and returns U+FFFD for each part of a character. Its ``encode`` of a word is not a lookup: it puts blanks
+before words and splits strings that the vocabulary has as one entry. So texts are made from the vocabulary's
+own entries:
 
-- the text that the token adds to a text that goes on, " Paris" for ``▁Paris`` and ``ĠParis``; bytes that
-  are no whole character as ``<0xE2><0x80>``;
-- where another token has that text, the vocabulary's entry, ``▁Paris``;
-- where that is another token's text too, the text is too long to send, or the vocabulary has no such token,
+- the text that the token adds in the middle of a text, " Paris" for ``▁Paris`` and ``ĠParis``; bytes that
+  form no whole character as ``<0xE2><0x80>``;
+- if another token has that text, the vocabulary's entry, ``▁Paris``;
+- if that is another token's text too, the text is too long to send, or the vocabulary has no such token,
   ``<token 7042>``.
 
-A text names the token whose text it is, else the token whose entry it is. Whatever a tokenizer's vocabulary
-is, the text shown for a token therefore names that token. Of tokens with one text, it names an added one (a
-special token), else one of more than a byte. Admission asks for tokens of texts, answers for texts of tokens.
+A text names the token whose text it is, else the token whose entry it is. So for any vocabulary, the text
+shown for a token names that token. Of several tokens with the same text, it names an added one (a special
+token), else one of more than a byte. Admission looks up tokens by text, responses look up texts by token.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, Protocol
 
 MAX_CHARACTERS: Final = 256
-"""Of a string in a request."""
+"""The maximum length of a token's text, in characters: the limit of a string in a request."""
 
 _BLANK: Final = "▁"
-"""A blank in vocabularies of SentencePiece's form."""
+"""A blank in vocabularies in SentencePiece's format."""
 
 _BYTE: Final = re.compile(r"<0x([0-9A-F]{2})>")
 _NUMBER: Final = re.compile(r"<token ([0-9]{1,18})>")
@@ -37,16 +38,16 @@ _UNKNOWN_BYTES: Final = "nnsight_engine.unknown_bytes"
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer of the transformers library."""
+    """The part of the interface of the tokenizers of the transformers library that is used here."""
 
     def get_vocab(self) -> dict[str, int]:
-        """Return ids by entry."""
+        """Return token ids by vocabulary entry."""
 
     def get_added_vocab(self) -> dict[str, int]:
-        """Return ids of tokens that were added to the vocabulary."""
+        """Return ids of the tokens that were added to the vocabulary."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return a text's tokens."""
+        """Return the token ids of a text."""
 
 
 class NoSuchTokenError(LookupError):
@@ -54,21 +55,21 @@ class NoSuchTokenError(LookupError):
 
 
 class TokenTexts:
-    """Tokens of one tokenizer by their texts, and the other way round.
+    """Texts and tokens of one tokenizer, in both directions.
 
     Args:
         tokenizer: The tokenizer; its vocabulary is read once.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Read nothing yet: large vocabularies take a while."""
+        """Defer reading the vocabulary: a large one takes a while."""
         self._tokenizer = tokenizer
 
     def text(self, token_id: int) -> str:
         """Return the text that names a token; see the module."""
         entry = self._entries.get(token_id)
         named = () if entry is None else (self._plain(token_id, entry), entry)
-        # With zeros before it, should another token have that text.
+        # With leading zeros if another token has that text.
         numbered = (f"<token {'0' * zeros}{token_id}>" for zeros in itertools.count())
         fitting = (one for one in itertools.chain(named, numbered) if 0 < len(one) <= MAX_CHARACTERS)
         return next(one for one in fitting if self._find(one) == token_id)
@@ -95,7 +96,7 @@ class TokenTexts:
         return int(numbered[1]) if numbered else None
 
     def _plain(self, token_id: int, entry: str) -> str:
-        """Return what a token adds to a text that goes on."""
+        """Return the text that a token adds in the middle of a text."""
         if token_id in self._added:
             return entry
         if self._is_byte_level:
@@ -109,7 +110,7 @@ class TokenTexts:
         return entry.replace(_BLANK, " ")
 
     def _candidates(self, text: str) -> Iterator[str]:
-        """Return the entries whose text this may be, those first that are to have it."""
+        """Yield the vocabulary entries whose text this may be, in order of precedence."""
         yield text  # an added token, or one without blanks
         if self._is_byte_level:
             yield _entry_of_bytes(text.encode("utf-8", "surrogatepass"))
@@ -120,7 +121,7 @@ class TokenTexts:
                 yield f"<0x{ord(text):02X}>"
 
     def _explained(self, text: str) -> str:
-        known = text.encode("utf-8", "replace").decode()  # a lone surrogate is none for tokenizers
+        known = text.encode("utf-8", "replace").decode()  # tokenizers reject a lone surrogate
         ids = self._tokenizer.encode(known, add_special_tokens=False)
         shown = ", ".join(repr(self.text(token_id)) for token_id in ids[:_MAX_SHOWN])
         more = ", …" if len(ids) > _MAX_SHOWN else ""
@@ -140,7 +141,7 @@ class TokenTexts:
 
     @functools.cached_property
     def _decoder(self) -> str:
-        """What the tokenizer makes texts with, as the ``tokenizers`` library describes it."""
+        """The tokenizer's decoder, in the serialized form of the ``tokenizers`` library."""
         backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         decoder = getattr(backend, "decoder", None)
         return "" if decoder is None else bytes(decoder.__getstate__()).decode()
@@ -171,7 +172,7 @@ def _character_bytes() -> Mapping[str, int]:
 
 
 def _text_of_bytes(entry: str) -> str:
-    """Return the text of an entry of a vocabulary of bytes; the entry itself if it is none."""
+    """Return the text of an entry of a byte-level vocabulary; the entry itself if it is not byte-level."""
     known = _character_bytes()
     if any(character not in known for character in entry):
         return entry

@@ -1,7 +1,7 @@
-"""Which distributed trace the running code is a part of, as W3C's headers say it.
+"""The W3C trace context (distributed tracing) of the running code.
 
-Whoever serves a request sets it in its context, where traces are kept; the engine hands it on with what the
-request has it do, so that its own spans are of the same trace.
+The request handler sets it in its context where spans are recorded. The engine passes it on with the work
+that it does for the request, so that the engine's spans belong to the same distributed trace.
 """
 
 from __future__ import annotations
@@ -13,6 +13,6 @@ from typing import Final
 TRACE_HEADERS: Final[ContextVar[Mapping[str, str] | None]] = ContextVar(
     "nnsight_engine_trace_headers", default=None
 )
-"""``traceparent``, and ``tracestate`` where there is one; None where no trace is kept."""
+"""``traceparent``, and ``tracestate`` where there is one; None where no spans are recorded."""
 
 __all__ = ["TRACE_HEADERS"]

@@ -1,10 +1,10 @@
-"""Tensors inside tuples, lists, dicts, namedtuples, dataclasses and model outputs, nested at will.
+"""Trees of tensors: tensors in nested tuples, lists, dicts, namedtuples, dataclasses and model outputs.
 
-What a module takes or returns is a tree like that, and an intervention sees or replaces only its own rows
-of it. Containers are never edited: a change makes new ones along its path, an unchanged part stays the very
-object it was, so that ``is`` tells whether anything happened. An object of a class that is no container
-(a cache, a module, a number) is a leaf that is handed on as it is. Interleaving calls this once or more per
-module and step, so a bare tensor and a flat tuple take a short way.
+The arguments and results of modules are such trees, and an intervention sees or replaces only its own rows
+of them. Containers are never edited: a change makes new containers along its path, and an unchanged part
+stays the same object, so ``is`` shows whether anything changed. An object of a class that is not a container
+(a cache, a module, a number) is a leaf that is passed on as it is. Interleaving calls this once or more per
+module and step, so a bare tensor and a flat tuple take a fast path.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class TreeDepthError(ValueError):
     """A tree is deeper than any that a model passes on, most likely because it contains itself."""
 
     def __init__(self) -> None:
-        """Say the limit."""
         super().__init__(
             f"containers of tensors may nest {MAX_DEPTH} deep, got deeper; does one of them contain itself?"
         )
@@ -43,12 +42,12 @@ class TreeMismatchError(ValueError):
     """Two trees that must have the same shape differ.
 
     Args:
-        path: Where they differ, such as ``[0].hidden_states``; empty at the root.
-        reason: What was expected there and what was found.
+        path: The place where they differ, such as ``[0].hidden_states``; empty at the root.
+        reason: The expected and the actual value there.
     """
 
     def __init__(self, path: str, reason: str) -> None:
-        """Keep both parts; ``str()`` gives the sentence."""
+        """Keep both parts; ``str()`` returns the sentence."""
         super().__init__(f"{path or 'the value'}: {reason}")
         self.path = path
         self.reason = reason
@@ -60,10 +59,10 @@ def map_tensors(tree: TreeT, fn: MapFunction, other: LeafFunction | None = None)
     Args:
         tree: The tree.
         fn: Called with each tensor.
-        other: Called with each leaf that is none.
+        other: Called with each leaf that is not a tensor.
 
     Raises:
-        TreeDepthError: The tree contains itself.
+        TreeDepthError: The tree is too deep; most likely it contains itself.
     """
     if isinstance(tree, Tensor):
         return cast("TreeT", fn(tree))
@@ -74,27 +73,27 @@ def map_pairs(full: TreeT, part: object, fn: PairFunction) -> TreeT:
     """Return ``full`` with ``fn(tensor, its counterpart in part)`` in place of every tensor.
 
     A sequence matches any sequence of its length and a mapping any mapping with its keys; the result has the
-    classes of ``full``. Leaves that are no tensors must be equal numbers or strings, or the same object,
-    because only tensors have rows of which one request can own some.
+    classes of ``full``. Leaves that are not tensors must be equal numbers or strings, or the same object,
+    because only tensors have rows that one request can own.
 
     Raises:
-        TreeMismatchError: The trees differ in shape; it names the place.
-        TreeDepthError: The tree contains itself.
+        TreeMismatchError: The trees differ in shape; the error names the place.
+        TreeDepthError: The tree is too deep; most likely it contains itself.
     """
     return cast("TreeT", _map_pair(full, part, fn, "", 0))
 
 
 def tensors(tree: object) -> Iterator[Tensor]:
-    """Yield the tensors of ``tree`` from left to right, one that occurs twice twice.
+    """Yield the tensors of ``tree`` from left to right; a tensor that occurs twice is yielded twice.
 
     Raises:
-        TreeDepthError: The tree contains itself.
+        TreeDepthError: The tree is too deep; most likely it contains itself.
     """
     return _walk(tree, 0)
 
 
 class _Container(Protocol):
-    """How to take the objects of one class apart and put them together again."""
+    """How to take objects of one class apart and rebuild them."""
 
     def values(self, tree: object) -> list[object]:
         """Return the children in order."""
@@ -106,7 +105,7 @@ class _Container(Protocol):
         """Return the part of a path that leads to the child at ``index``."""
 
     def align(self, tree: object, part: object, path: str) -> list[object]:
-        """Return the children of ``part`` in the order of ``tree``'s, or raise TreeMismatchError."""
+        """Return the children of ``part`` in the order of those of ``tree``, or raise TreeMismatchError."""
 
 
 class _Sequence:
@@ -139,8 +138,8 @@ class _Mapping:
         return list(cast("dict[object, object]", tree).values())
 
     def rebuild(self, tree: object, values: list[object]) -> object:
-        # A copy by protocol keeps what a subclass has beside its items: a default factory, the fields of a
-        # model output. Only changed keys are set, because setting one may cost a Python method.
+        # copy.copy keeps the state that a subclass has beside its items: a default factory, the fields of a
+        # model output. Only changed keys are set, because setting one may run a Python method.
         old = cast("dict[object, object]", tree)
         new = copy.copy(old)
         for (key, before), after in zip(old.items(), values, strict=True):
@@ -163,7 +162,7 @@ class _Mapping:
 
 
 class _Fields:
-    """Dataclasses that are nothing else."""
+    """Dataclasses that are no other kind of container."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
@@ -177,7 +176,7 @@ class _Fields:
         new = copy.copy(tree)
         for name, before, after in zip(self._names, self.values(tree), values, strict=True):
             if before is not after:
-                object.__setattr__(new, name, after)  # a frozen one too; nobody else has seen the copy
+                object.__setattr__(new, name, after)  # works for a frozen one too; the copy is not shared yet
         return new
 
     def label(self, _tree: object, index: int, /) -> str:
@@ -190,10 +189,10 @@ class _Fields:
 
 
 def _tuple_like(tree: object, values: list[object]) -> object:
-    """Build a tuple of the subclass of ``tree``, past a ``__new__`` that may take anything."""
+    """Build a tuple of the subclass of ``tree`` without its ``__new__``, whose arguments are unknown."""
     cls = cast("type[tuple[object, ...]]", type(tree))
     if hasattr(cls, "n_sequence_fields"):
-        return cls(values)  # a C structure, such as torch.return_types.max: only its own constructor may
+        return cls(values)  # a C structure, such as torch.return_types.max, needs its own constructor
     new = tuple.__new__(cls, values)
     if hasattr(tree, "__dict__"):
         new.__dict__.update(tree.__dict__)
@@ -221,12 +220,12 @@ _BASES: tuple[tuple[type, _Container], ...] = (
 
 
 def _find_container(cls: type) -> _Container | None:
-    """Return how objects of ``cls`` come apart, or None for a leaf."""
+    """Return how to take objects of ``cls`` apart, or None for a leaf."""
     builtin = _BUILTIN.get(cls)
     if builtin is not None:
         return builtin
     if issubclass(cls, torch.nn.Module):
-        return None  # even one that is a dataclass or a dict too: it must stay itself
+        return None  # even one that is a dataclass or a dict too: its identity must be kept
     for base, container in _BASES:
         if issubclass(cls, base):
             return container
@@ -235,7 +234,7 @@ def _find_container(cls: type) -> _Container | None:
     return None
 
 
-# Bounded, so that classes made in a loop do not pile up.
+# Bounded, so that classes made in a loop do not accumulate.
 _container: Callable[[type], _Container | None] = functools.lru_cache(maxsize=512)(_find_container)
 
 

@@ -1,9 +1,10 @@
-"""Whether code of somebody who is not trusted has led to a call, however it did: its frames' builtins tell.
+"""Detection of calls that untrusted code leads to, directly or through a library, by the frames' builtins.
 
-The sandbox's Python asks for each call that its own code makes. A library's code calls what it was given
-without asking anybody: a layer of torch made of the sender's functions and of the model's modules calls one
-after the other, and a module that is given an object of the sender's hands its weights to it. So what must
-not be called like that looks for itself. Envoys do; the sandbox marks what has looked at the arguments.
+The sandbox's Python checks each call that the untrusted code itself makes. A library's code calls the
+objects that it was given without a check: a torch layer made of the client's functions and the model's
+modules calls one after the other, and a module that is given an object of the client passes its weights to
+it. So functions that must not be called in this way check for themselves. Envoys do; the sandbox marks the
+functions that have checked the arguments (``vetting``).
 """
 
 from __future__ import annotations
@@ -15,26 +16,27 @@ from typing import Any, Final, TypeVar
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 REFUSE: Final = "refuse call!"
-"""The name of what refuses such a call, among the builtins of restricted code alone: it is no identifier."""
+"""The key of the function that rejects such a call, in the builtins of restricted code only; not an identifier.
+"""
 _VETTING: Final[set[CodeType]] = set()
 _OURS: Final = "nnsight_engine."
 
 
 def vetting(function: Function) -> Function:
-    """Mark a function that looks at the arguments before it calls an envoy."""
+    """Mark a function that checks the arguments before it calls an envoy."""
     code: CodeType = function.__code__
     _VETTING.add(code)
     return function
 
 
 def check_call(frame: FrameType | None) -> None:
-    """Refuse a call that restricted code leads to, unless the arguments were looked at.
+    """Reject a call that restricted code leads to, unless a function marked by ``vetting`` checked its arguments.
 
     Args:
         frame: The caller's.
 
     Raises:
-        Exception: What the restricted code's builtins say.
+        Exception: The error that the restricted code's builtins raise.
     """
     is_ours = True
     while frame is not None:
