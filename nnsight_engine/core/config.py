@@ -45,7 +45,7 @@ class _Section:
 
 @dataclasses.dataclass(slots=True)
 class AppOptions(_Section):
-    """How traces run and what they report.
+    """Options of how traces run and report.
 
     Attributes:
         DEBUG: Tracebacks also show the library's own frames.
@@ -67,16 +67,16 @@ class AppOptions(_Section):
     @TRACE_CACHING.setter
     def TRACE_CACHING(self, _value: bool) -> None:  # noqa: N802 - a setter's only form
         message = "TRACE_CACHING is deprecated and has no effect: compiled traces are always kept"
-        warnings.warn(message, DeprecationWarning, stacklevel=3)  # the line that sets it
+        warnings.warn(message, DeprecationWarning, stacklevel=3)  # report the line that sets the option
 
 
 @dataclasses.dataclass(slots=True)
 class ApiOptions(_Section):
-    """Which server runs remote traces.
+    """Options of the server that runs remote traces.
 
     Attributes:
-        HOST: Its address, such as ``http://127.0.0.1:8000``.
-        KEY: What it knows us by; empty for a server without keys.
+        HOST: The server's address, such as ``http://127.0.0.1:8000``.
+        KEY: The API key sent to the server; empty for a server without keys.
     """
 
     HOST: str = "http://127.0.0.1:8000"

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 TIERS: Final = ("plain", "tap", "eager")
-"""How a step ran: without interventions, with interventions at taps, with the model's modules called one by one.
-"""
+"""How a step ran: without interventions, with interventions at taps, or with uncompiled modules and hooks."""
 
 SANDBOX_EVENTS: Final = ("started", "killed", "refused")
 """Sandbox events: a trace got a process, a process was killed before its end, no process was available."""
@@ -38,13 +37,13 @@ STEP_BUCKETS_S: Final = (
 
 @dataclasses.dataclass(slots=True)
 class EngineCounts:
-    """Counts of one engine.
+    """Counters of one engine.
 
     Attributes:
-        steps: By tier.
-        intervention_buckets: Steps with interventions by the seconds that these took, see ``STEP_BUCKETS_S``.
-        intervention_s: Those seconds together.
-        sandboxes: What happened to sandboxes, by event.
+        steps: Number of steps by tier.
+        intervention_buckets: Number of steps with interventions by their duration, see ``STEP_BUCKETS_S``.
+        intervention_s: The sum of these durations, in seconds.
+        sandboxes: Number of sandbox events, by event.
     """
 
     steps: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(TIERS, 0))
@@ -65,7 +64,7 @@ class EngineCounts:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> EngineCounts:
-        """Return what ``to_plain`` returned."""
+        """Return the counters from the result of ``to_plain``."""
         return cls(**plain)
 
 

@@ -38,7 +38,7 @@ class UsageMeter:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of its prompts, and those generated for it."""
+        """Tokens of the request's prompts and of its generations."""
         return self.noted_tokens + sum(count() for count in self._counters)
 
     def watch(self, num_tokens: Callable[[], int]) -> None:

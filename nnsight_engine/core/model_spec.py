@@ -21,13 +21,13 @@ class LeafSpec:
     """One kind of point: ``attn.q`` of a layer, or a point of the whole model such as ``logits``.
 
     Attributes:
-        name: ``embed.output``, ``norm.output``, ``logits``, ``samples``, or a layer's leaf
-            (``input``, ``output``, ``attn.output``, ``attn.q``, …) without its layer.
-        shape: Shape of one position's value, ``(hidden,)`` or ``(heads, head_dim)``; empty for
-            ``samples``, where a value is one token id, and ``(heads, -1)`` for ``attn.pattern``,
-            whose last axis grows with the position.
-        tier: ``tap`` where the compiled step serves it, ``eager`` where the step must run
-            uncompiled with hooks.
+        name: ``embed.output``, ``norm.output``, ``logits``, ``samples``, or a layer's leaf (``input``,
+            ``output``, ``attn.output``, ``attn.q``, …) without its layer.
+        shape: Shape of one position's value, ``(hidden,)`` or ``(heads, head_dim)``; empty for ``samples``,
+            where a value is one token id, and ``(heads, -1)`` for ``attn.pattern``, whose last axis grows
+            with the position.
+        tier: ``tap`` where the compiled step serves it, ``eager`` where the step must run uncompiled with
+            hooks.
         operations: The operations that may name this point.
     """
 
@@ -61,7 +61,7 @@ class ModelSpec:
     max_capture_bytes: int
 
     def leaf(self, name: str) -> LeafSpec | None:
-        """Return the leaf called ``name``, or None where this model has none."""
+        """Return the leaf called ``name``, or None if this model has none."""
         return next((leaf for leaf in self.leaves if leaf.name == name), None)
 
     def to_plain(self) -> dict[str, Any]:

@@ -49,7 +49,10 @@ def chosen_taps(text: str, num_layers: int) -> frozenset[int]:
 
 
 def tap_of(leaf: str, layer: int) -> int | None:
-    """Return the number of the tap at a point, or None; a layer's output and the next one's input are one tap."""
+    """Return the number of the tap at a point, or None.
+
+    A layer's output and the next layer's input are the same tap.
+    """
     if leaf == _EMBED:
         return 0
     return layer + _OFFSETS[leaf] if leaf in _OFFSETS else None

@@ -157,9 +157,9 @@ class TokenTexts:
 
 @functools.cache
 def _byte_characters() -> Mapping[int, str]:
-    """Return the character that stands for each byte in vocabularies of bytes.
+    """Return the character that stands for each byte in byte-level vocabularies.
 
-    A byte that is a printable character of Latin-1 is that, the others follow from U+0100 on.
+    A byte that is a printable character of Latin-1 stands for itself; the others follow from U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)

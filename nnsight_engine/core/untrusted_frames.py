@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 REFUSE: Final = "refuse call!"
-"""The key of the function that rejects such a call, in the builtins of restricted code only; not an identifier.
+"""Key of the function that rejects such a call, in the builtins of restricted code only; not an identifier.
 """
 _VETTING: Final[set[CodeType]] = set()
 _OURS: Final = "nnsight_engine."
@@ -30,7 +30,7 @@ def vetting(function: Function) -> Function:
 
 
 def check_call(frame: FrameType | None) -> None:
-    """Reject a call that restricted code leads to, unless a function marked by ``vetting`` checked its arguments.
+    """Reject a call that restricted code leads to, unless its arguments were checked (see ``vetting``).
 
     Args:
         frame: The caller's.
