@@ -1,8 +1,8 @@
-"""Values, traced blocks and errors as bytes, between processes that do not trust each other's bytes.
+"""Serialization of values, traced blocks and errors between processes that do not trust each other's bytes.
 
-A client sends blocks to a worker and gets results back; neither side uses pickle or anything that runs code
-from its input unasked. ``docs/wire-format.md`` says what a message looks like. ``trusted`` alone has pickle,
-for blocks of senders that an operator trusts with everything.
+A client sends blocks to a worker and receives results. Neither side uses pickle or any other format that runs
+code from its input without the reader's consent. The one exception is ``trusted``, which uses pickle for
+blocks of senders that the operator trusts fully. The message format is specified in ``docs/wire-format.md``.
 """
 
 from nnsight_engine.serialization.errors import BudgetError, DecodeError, EncodeError, FuelError, SandboxError

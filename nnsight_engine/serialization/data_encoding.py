@@ -1,7 +1,7 @@
-"""How plain data is written: numbers, text, containers, tensors and arrays.
+"""Writers of plain data: numbers, text, containers, tensors and arrays.
 
-``WRITERS`` is asked with an object's exact type; an instance of a subclass is an object of its own class, and
-``object_encoding`` deals with it.
+``WRITERS`` is looked up by an object's exact type. Instances of subclasses are written as objects of their
+own class by ``object_encoding``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _complex(encoder: Encoder, index: int, value: complex) -> None:
 def _str(encoder: Encoder, index: int, value: str) -> None:
     try:
         value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 has no place for
+    except UnicodeEncodeError:  # a lone surrogate, which UTF-8 cannot encode
         encoder.emit(index, NodeKind.ODD_STR, payload=value.encode("utf-8", "surrogatepass"))
     else:
         encoder.emit(index, NodeKind.STR, payload=value)
@@ -78,12 +78,12 @@ def _members(kind: NodeKind) -> Writer:
 
 
 def write_dict(encoder: Encoder, index: int, value: dict[Any, Any]) -> None:
-    """Write a dict as its keys and values in turn."""
+    """Write a dict as alternating keys and values."""
     _pairs(encoder, index, value, "item [{}]", shown=repr)
 
 
 def write_attributes(encoder: Encoder, index: int, value: dict[str, Any]) -> None:
-    """Write an object's attributes, a dict whose keys an error spells as such."""
+    """Write an object's attribute dict; error messages show its keys as attribute names."""
     _pairs(encoder, index, value, "attribute `.{}`", shown=str)
 
 
@@ -118,7 +118,7 @@ def _device(encoder: Encoder, index: int, value: torch.device) -> None:
 
 
 def write_tensor(encoder: Encoder, index: int, value: torch.Tensor) -> None:
-    """Write a tensor: what it is, and the name of the segment with its values."""
+    """Write a tensor: its metadata and the name of the segment with its values."""
     why = unsendable(value)
     if why is not None:
         encoder.refuse(index, value, why)
@@ -147,7 +147,7 @@ def _write_array(encoder: Encoder, index: int, value: np.ndarray[Any, Any], kind
 
 
 def write_numpy_scalar(encoder: Encoder, index: int, value: np.generic) -> None:
-    """Write a numpy scalar, as an array without dimensions."""
+    """Write a numpy scalar as a zero-dimensional array."""
     array = np.asarray(value)
     if array.dtype.kind not in _ARRAY_KINDS:
         encoder.refuse(index, value, "send its fields by themselves")
@@ -155,7 +155,7 @@ def write_numpy_scalar(encoder: Encoder, index: int, value: np.generic) -> None:
 
 
 def write_enum(encoder: Encoder, index: int, value: enum.Enum) -> None:
-    """Write an enum's member by its class and value; a flag may be several members at once."""
+    """Write an enum member by its class and value; the value of a flag may combine several members."""
     parts = [encoder.node(type(value), index, "its class"), encoder.node(value.value, index, "its value")]
     encoder.emit(index, NodeKind.ENUM_MEMBER, parts)
 
@@ -183,4 +183,4 @@ WRITERS: dict[type, Writer] = {
     torch.device: _device,
     np.ndarray: _array,
 }
-"""What writes an object of exactly this type."""
+"""The writer for objects of exactly this type."""

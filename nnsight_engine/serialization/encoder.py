@@ -1,8 +1,9 @@
-"""Values become nodes here: each object once, in an order of their own, so that nothing recurses.
+"""Conversion of values to nodes: each object once, from a work list instead of by recursion.
 
-An object gets its number when it is first met and is written when its turn comes. So depth costs nothing, and
-an object that refers to itself is a node that refers to itself. What each type is written as is said by the
-writers (``data_encoding``, ``object_encoding``, ``code_encoding``); ``values`` and ``traces`` call this.
+An object receives its node number when it is first reached and is written later, when it is taken from the
+work list. So nesting depth is not limited by the stack, and an object that refers to itself becomes a node
+that refers to itself. Writers define how each type is written (``data_encoding``, ``object_encoding``,
+``code_encoding``). ``values`` and ``traces`` use the encoder.
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ _INT64 = range(-(2**63), 2**63)
 
 
 class Encoder:
-    """One message being written.
+    """Encodes one message.
 
     Attributes:
-        mentioned: Attribute names and strings in the code written so far, which say what of a module to send.
-        finishers: Called when all else is written; each may add more, and says whether it did.
+        mentioned: Attribute names and strings in the code written so far; they select which attributes of a
+            module
+        are sent.
+        finishers: Called when everything else is written; each may add nodes, and returns whether it did.
     """
 
     def __init__(self, write: Writer, reference: Reference | None, limits: MessageLimits) -> None:
-        """Begin with no nodes; ``write`` writes any object that no other writer was named for."""
+        """Create an encoder without nodes; ``write`` is the default writer of objects."""
         self.limits = limits
         self.mentioned: set[str] = set()
         self.finishers: list[Callable[[], bool]] = []
@@ -56,17 +59,17 @@ class Encoder:
     def node(
         self, value: Any, parent: int, step: str, key: Any = None, *, writer: Writer | None = None
     ) -> int:
-        """Return the number of the value's node, which is written later if it is new.
+        """Return the index of the value's node; a new node is written later.
 
         Args:
             value: Any object.
             parent: The node that refers to it.
-            step: How to say the way from there, with ``{}`` for ``key``.
-            key: Put into ``step`` if an error has to name the path.
-            writer: What writes it, if not what its type says.
+            step: Description of the step from the parent for error messages, with ``{}`` for ``key``.
+            key: Formatted into ``step`` if an error has to name the path.
+            writer: The writer to use instead of the default one.
         """
         kind = type(value)
-        if writer is None and kind is float:  # many, and nobody asks whether two are the same
+        if writer is None and kind is float:  # common, and their identity does not matter
             index = self._reserve(parent, step, key)
             self._write(self, index, value)
             return index
@@ -80,24 +83,24 @@ class Encoder:
         found = self._known.get((id(value), write))
         if found is None:
             found = self._known[(id(value), write)] = self._reserve(parent, step, key)
-            self._kept.append(value)  # its id is to stay its own
+            self._kept.append(value)  # keep it alive, so that its id is not reused
             self._turns.append((found, value, write))
         return found
 
     def emit(
         self, index: int, kind: NodeKind, children: list[int] | None = None, payload: Any = None
     ) -> None:
-        """Say what a node is."""
+        """Set the kind, children and payload of a node."""
         self._kinds[index] = kind
         self._payloads[index] = payload
         if children:
             self._children[index] = children
 
     def make_room(self, num_bytes: int) -> None:
-        """Count a tensor's bytes, before a contiguous copy of it is made.
+        """Account for a tensor's bytes before a contiguous copy of it is made.
 
         Raises:
-            EncodeError: They are too many.
+            EncodeError: The tensors' total exceeds the message limit.
         """
         self._num_tensor_bytes += num_bytes
         if self._num_tensor_bytes > self.limits.max_bytes:
@@ -107,7 +110,7 @@ class Encoder:
             )
 
     def add_tensor(self, segment: torch.Tensor | None) -> str | None:
-        """Put a tensor's values into the message; returns the name that its node gives for them."""
+        """Add a tensor segment to the message and return its name; return None for an empty segment."""
         if segment is None:
             return None
         name = str(len(self._tensors))
@@ -115,10 +118,10 @@ class Encoder:
         return name
 
     def run(self) -> None:
-        """Write what was met, and what that leads to.
+        """Write all pending objects, and the objects that these refer to.
 
         Raises:
-            EncodeError: Some of it cannot travel.
+            EncodeError: One of them cannot be serialized.
         """
         again = True
         while again:
@@ -134,15 +137,15 @@ class Encoder:
             again = any([finish() for finish in self.finishers]) or bool(self._turns)  # noqa: C419 - call each
 
     def table(self, root: int) -> Table:
-        """Return what was written."""
+        """Return the table of the nodes written so far."""
         return Table(self._kinds, self._children, self._payloads, self._tensors, root)
 
     def numbers_of(self, ids: Collection[int]) -> list[int]:
-        """Return the nodes of those objects met whose ``id`` is one of these."""
+        """Return the nodes of those objects whose ``id`` is in ``ids``."""
         return [number for (identity, _), number in self._known.items() if identity in ids] if ids else []
 
     def refuse(self, index: int, value: Any, why: str) -> NoReturn:
-        """Say that an object cannot travel, where it was found and why.
+        """Raise the error for an object that cannot be serialized, with its path and the reason.
 
         Raises:
             EncodeError: Always.
@@ -156,7 +159,7 @@ class Encoder:
         raise EncodeError(f"{self.path(index)} cannot be sent: it is of type {name}; {why}")
 
     def path(self, index: int) -> str:
-        """Return the way to a node from the message's root, in words."""
+        """Return a readable path from the root of the message to a node."""
         steps: list[str] = []
         while index >= 0:
             index, step, key = self._places[index]
@@ -187,11 +190,11 @@ def _shown(key: Any) -> str:
         return key
     try:
         shown = repr(key)
-    except Exception:  # noqa: BLE001 - a user's own, while an error is being made
+    except Exception:  # noqa: BLE001 - a user's __repr__ may raise anything
         shown = f"<{type(key).__name__}>"
     return shown if len(shown) <= _MAX_KEY_SHOWN else shown[:_MAX_KEY_SHOWN] + "…"
 
 
 def fits_in_64_bits(value: int) -> bool:
-    """Tell whether an integer can be a scalar of the table."""
+    """Return whether an integer fits into the table's 64-bit scalars."""
     return value in _INT64

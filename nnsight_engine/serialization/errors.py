@@ -1,34 +1,33 @@
-"""The two ways in which a message can fail: it cannot be written, or it cannot be trusted as read."""
+"""Exceptions of serialization: a value cannot be encoded, or a message is not accepted."""
 
 from __future__ import annotations
 
 
 class EncodeError(ValueError):
-    """A value cannot travel; the message names the path to it, its type, why, and what to do instead."""
+    """A value cannot be serialized; the message gives its path, its type, the reason and an alternative."""
 
 
 class DecodeError(ValueError):
-    """Bytes are no message that this side accepts: broken, beyond a limit, or refused by its policy."""
+    """A message is not accepted: it is malformed, exceeds a limit, or is refused by the reader's policy."""
 
 
 class SandboxError(DecodeError):
-    """Code asks for what the sandbox does not give; the message names it, its line and what there is instead.
+    """Code uses a feature that the sandbox does not offer; the message gives it, its line and an alternative.
 
-    Raised while a message is read, and by its code while that runs.
+    Raised while a message is decoded, and by the decoded code at run time.
 
     Attributes:
-        line: Line of the code, in the sender's own file; None if it is not known.
+        line: Line number in the sender's own file; None if it is not known.
     """
 
     def __init__(self, message: str, line: int | None = None) -> None:
-        """Keep the line; the message has it in words."""
         super().__init__(message)
         self.line = line
 
 
 class BudgetError(SandboxError):
-    """Code has used up what it may: steps of Python, bytes of tensors, bytes of saved values."""
+    """Code has exhausted a budget: execution steps, bytes of tensors, or bytes of saved values."""
 
 
 class FuelError(BudgetError):
-    """Code has made more steps of Python than it may; the same code ends at the same step each time."""
+    """Code has exceeded its budget of execution steps; the same code stops at the same step every time."""

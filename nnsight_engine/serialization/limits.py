@@ -1,7 +1,8 @@
-"""What one message may cost, and what it may make the reading side do.
+"""Resource limits of one message, and the policy for what decoding it may do.
 
-Both are arguments of ``decode``: a server that runs its users' blocks and a client that reads a server's
-results trust the other side differently. Nothing is imported, compiled or called without the policy's leave.
+Both are arguments of ``decode``, because readers trust their senders to different degrees: a server runs its
+users' blocks, while a client reads a server's results. Nothing is imported, compiled or called unless the
+policy allows it.
 """
 
 from __future__ import annotations
@@ -31,26 +32,27 @@ _DATA_NAMES = frozenset(
         ("uuid", "SafeUUID"),
     }
 )  # fmt: skip
-"""What results are made of, beside what has a kind of its own. Not ``deque``: freeing nested ones overflows
-the stack, at a depth that a message can have."""
+"""Classes that results consist of, in addition to the types that have a node kind of their own. ``deque``
+is excluded: freeing nested deques overflows the C stack, at a depth that a message can reach."""
 _OUTPUT_MODULES = ("transformers.modeling_outputs", "transformers.cache_utils", "torch.return_types")
 _MODEL_MODULES = ("transformers.models.", "transformers.generation.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MessageLimits:
-    """Bounds on one message; each is checked before the memory or the time is spent.
+    """Limits of one message; each is checked before the memory is allocated or the time is spent.
 
     Attributes:
-        max_bytes: The whole message, tensors included.
-        max_nodes: Objects in it.
-        max_text_bytes: One string, and one piece of source.
-        max_key_depth: Tuples within tuples in a key or a set's item: hashing one is recursion in C.
-        max_key_work: Objects that hashing the keys of one dict or set passes through, repeated ones counted.
-        max_equal_hashes: Keys of one dict or set that share a hash; filling it takes their number squared.
-        max_name_characters: The name of a piece of source, of its file, or of the class around it.
-        max_lines: Line number that a piece of source may claim.
-        compressed: Whether it may be compressed: a small message then becomes as large as it may be.
+        max_bytes: Size of the whole message, tensors included.
+        max_nodes: Number of objects in it.
+        max_text_bytes: Size of one string, and of one source fragment.
+        max_key_depth: Nesting depth of tuples in a dict key or set member; hashing one recurses in C.
+        max_key_work: Objects visited when the keys of one dict or set are hashed, repeated visits included.
+        max_equal_hashes: Keys of one dict or set that may share a hash; inserting n colliding keys takes n²
+            steps.
+        max_name_characters: Length of the name of a source fragment, of its file, or of its enclosing class.
+        max_lines: Highest line number that a source fragment may claim.
+        compressed: Whether compression is accepted. A small compressed message may expand to ``max_bytes``.
     """
 
     max_bytes: int = 16 * 2**30
@@ -66,13 +68,14 @@ class MessageLimits:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Policy:
-    """What a message may make the reader do.
+    """What decoding a message may do.
 
     Attributes:
-        may_import: Asked with a module and a qualified name before either is looked up.
-        allow_source: Whether functions, classes and blocks may come as source, and imported functions may
-            be called. Reading such a message may run its sender's code, class bodies for one.
-        rules: What code that comes as source may do, and what becomes of it.
+        may_import: Called with a module and a qualified name before either is looked up.
+        allow_source: Whether functions, classes and blocks may be sent as source, and imported functions may
+            be
+        called. Decoding such a message may run the sender's code, for example class bodies.
+        rules: What code that was sent as source may do, and how it is transformed.
     """
 
     may_import: Callable[[str, str], bool]
@@ -80,7 +83,7 @@ class Policy:
     rules: Rules = FREE
 
     def allowing(self, classes: Iterable[type[Any]]) -> Policy:
-        """Return the policy with these classes allowed too: a client's own, whose instances come back."""
+        """Return a copy of the policy that also allows these classes, such as a client's own ones."""
         names = frozenset((kind.__module__, kind.__qualname__) for kind in classes)
         before = self.may_import
         return dataclasses.replace(
@@ -99,7 +102,7 @@ def _anything(_module: str, _name: str) -> bool:
 
 
 DATA_ONLY = Policy(_is_data)
-"""For results: containers, tensors and what models give out; no code, whoever answers."""
+"""For results: containers, tensors and model output classes, but no code, whichever server sent them."""
 
 TRUSTED = Policy(_anything, allow_source=True)
-"""For blocks, by a reader that runs their code in any case."""
+"""For blocks, in a reader that runs their code anyway."""

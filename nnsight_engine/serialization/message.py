@@ -1,7 +1,7 @@
-"""A message as bytes: a table of nodes, their scalars, and the tensors as one safetensors file.
+"""The byte layout of a message: a table of nodes, their scalars, and the tensors as one safetensors file.
 
-The table is flat, so nothing about reading it is recursive, and every number in it is checked here, before
-anything is made of it. ``encoder`` fills a ``Table``; ``decoder`` reads one.
+The table is flat, so reading it needs no recursion. Every number in it is validated here before any object is
+built from it. ``encoder`` fills a ``Table`` and ``decoder`` reads one.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from nnsight_engine.serialization.node_kinds import PAYLOADS, NodeKind
 from nnsight_engine.serialization.tensor_segments import read_segments, write_segments
 
 Piece = bytes | memoryview
-"""A part of a message that is not put together yet."""
+"""A part of a message that has not been concatenated yet."""
 MAGIC = b"NNSW"
 VERSION = 1
 _NO_CODEC, _ZSTD = 0, 1
 _LEVEL = 1
-"""Of zstd: activations hold little to be found, and a faster network than the next level is common."""
+"""Compression level of zstd. Activations compress poorly, and most networks are faster than the next
+level."""
 _MAX_WINDOW_BYTES = 128 * 2**20
-"""Memory that decompressing may take beside its result."""
+"""Memory that decompression may use in addition to its output."""
 _HEAD = struct.Struct("<4sBBBBIIIIIIQQ")
-"""Magic, version, flags, codec, the sender's Python; nodes, root, edges, integers, floats, texts; bytes of
-texts, of tensors."""
+"""Magic, version, flags, codec, minor version of the sender's Python; numbers of nodes, root node, edges,
+integers, floats and texts; bytes of texts and of tensors."""
 HERE = sys.version_info.minor
-"""Which Python 3 this is."""
+"""Minor version of this process's Python 3."""
 _INTS, _FLOATS = (NodeKind.INT,), (NodeKind.FLOAT,)
 _TEXTS = tuple(kind for kind in PAYLOADS if kind not in {NodeKind.INT, NodeKind.FLOAT})
 _GROUPS = (_INTS, _FLOATS, _TEXTS)
@@ -43,7 +44,7 @@ _GROUP_OF = np.array(
         for kind in NodeKind
     ]
 )
-"""For each kind, the group of its scalars; one more for kinds without."""
+"""For each kind, the index of its scalar group; kinds without a scalar have an index past the last group."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -52,11 +53,11 @@ class Table:
 
     Attributes:
         kinds: The kind of each node.
-        children: The nodes that each refers to.
-        payloads: The scalar of each, of the type that ``PAYLOADS`` says; None for kinds without one.
-        tensors: Contiguous tensors on the host, by the name that nodes call them.
-        root: The node that is the message.
-        python: Which Python 3 the sender runs; 0 if it does not say.
+        children: For each node, the nodes that it refers to.
+        payloads: For each node its scalar, of the type given by ``PAYLOADS``; None for kinds without one.
+        tensors: Contiguous tensors in host memory, by the name that nodes use for them.
+        root: The index of the root node.
+        python: Minor version of the sender's Python 3; 0 if unknown.
     """
 
     kinds: list[int]
@@ -68,15 +69,15 @@ class Table:
 
 
 def pack(table: Table, limits: MessageLimits, *, compress: bool = False) -> list[Piece]:
-    """Return the table as pieces of a message; those of tensors share their memory.
+    """Return the table as pieces of a message; tensor pieces share the tensors' memory.
 
     Args:
-        table: What to write.
-        limits: What the message may cost, uncompressed.
-        compress: Whether what is behind the head is compressed.
+        table: The table to write.
+        limits: Limits of the uncompressed message.
+        compress: Whether everything after the head is compressed.
 
     Raises:
-        EncodeError: They would be too many.
+        EncodeError: A string or the whole message exceeds the limits.
     """
     parts: list[Piece] = [bytes(table.kinds)]
     arities = np.fromiter(map(len, table.children), "<u4", len(table.children))
@@ -111,7 +112,7 @@ def _payloads(table: Table, kinds: tuple[NodeKind, ...]) -> list[Any]:
 
 
 class _Cursor:
-    """Takes one part of the message after another; the sizes were checked against its length together."""
+    """Reads consecutive parts of a message; their total size was checked against its length beforehand."""
 
     def __init__(self, view: memoryview, at: int) -> None:
         self.view = view
@@ -128,10 +129,10 @@ class _Cursor:
 
 
 def unpack(data: bytes | bytearray | memoryview, limits: MessageLimits) -> Table:
-    """Return the table that ``pack`` made bytes of.
+    """Return the table from the bytes that ``pack`` wrote.
 
     Raises:
-        DecodeError: These are not such bytes, or more than the limits allow.
+        DecodeError: The bytes are not a message, are malformed, or exceed the limits.
     """
     view = memoryview(data).cast("B")
     if len(view) > limits.max_bytes:
@@ -160,7 +161,7 @@ def unpack(data: bytes | bytearray | memoryview, limits: MessageLimits) -> Table
 
 
 def _opened(view: memoryview, limits: MessageLimits) -> tuple[tuple[int, ...], memoryview]:
-    """Return what the head says of the rest, and that, which has the length it says."""
+    """Return the head's fields and the decompressed body, whose length was checked against the head."""
     if len(view) < _HEAD.size or bytes(view[:4]) != MAGIC:
         raise DecodeError(f"these {len(view):,} bytes are no message: one begins with {MAGIC!r}")
     _, version, flags, codec, python, *counts = _HEAD.unpack_from(view)
@@ -192,7 +193,7 @@ def _opened(view: memoryview, limits: MessageLimits) -> tuple[tuple[int, ...], m
 
 
 def _decompressed(body: memoryview, num_bytes: int) -> bytes:
-    """Return what was compressed, if it is as long as the head says: no more memory than that is taken."""
+    """Decompress the body into at most the ``num_bytes`` that the head declares."""
     try:
         size = zstandard.frame_content_size(body)
         if size not in {num_bytes, -1}:

@@ -1,7 +1,7 @@
-"""The kinds of node in a message, and the payload that each has of its own.
+"""The node kinds of a message, and the type of payload that each kind carries.
 
-The numbers are the format: a kind is added at the end, never renumbered. ``docs/wire-format.md`` lists the
-children of each.
+The numbers are part of the format: append new kinds and never renumber. ``docs/wire-format.md`` lists the
+children of each kind.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import enum
 
 
 class NodeKind(enum.IntEnum):
-    """What a node is."""
+    """The kind of a node."""
 
     NONE = 0
     TRUE = 1
@@ -67,4 +67,4 @@ PAYLOADS: dict[NodeKind, type] = {
     NodeKind.NAME: str,
     NodeKind.MODULE: str,
 }
-"""The type of the scalar that a node of this kind carries; the others carry none."""
+"""The type of the scalar that a node of this kind carries; other kinds carry none."""

@@ -1,9 +1,9 @@
-"""What code in a message may do while it is read, and what it becomes.
+"""Hooks that decide what code in a message may do while it is decoded, and how it is transformed.
 
-Reading a message with code imports names, compiles source, makes objects of classes and calls functions.
-``Rules`` is where each of these happens, and as it stands it does what it is asked. A reader that does not
-trust its senders gives a subclass with its policy (``nnsight_engine.sandbox.restricted``); only readers whose
-policy allows source come here.
+Decoding a message with code imports names, compiles source, instantiates classes and calls functions. Each of
+these operations goes through ``Rules``, whose base class permits all of them. A reader that does not trust
+its senders puts a subclass into its policy (``nnsight_engine.sandbox.restricted``). The rules are consulted
+only for policies that allow source.
 """
 
 from __future__ import annotations
@@ -17,33 +17,41 @@ from typing import Any, Final, TypeVar
 
 Node = TypeVar("Node", bound=ast.AST)
 Rewrite = Callable[[Any, str], None]
-"""Changes a definition or a block's statements, in place, before they are compiled; given their file too."""
+"""Transforms a definition or a block's statements in place before compilation; called with the node and
+its file."""
 
 
 class Rules:
-    """Rules that let everything be.
+    """Rules that permit everything.
 
     Attributes:
-        rewrite: What changes source before it is compiled; None leaves it as it is. Compiled code is kept by
-            it, so it is one function for all messages.
+        rewrite: Transforms source before it is compiled; None leaves it unchanged. It is part of the key
+            under
+        which compiled code is cached, so it must be the same function object for all messages.
     """
 
     rewrite: Rewrite | None = None
     stops: tuple[type[BaseException], ...] = ()
-    """What ends code that has used up its budget; ``told`` makes an error of it."""
+    """Exceptions that terminate code whose budget is exhausted; ``told`` converts them to an error."""
     keeps_real_names: bool = True
-    """Whether names are what the modules of this process have under them; ``find`` decides otherwise."""
+    """Whether names resolve to the actual modules of this process; if not, ``find`` resolves them."""
 
     def find(self, module: str, name: str) -> Any:
-        """Return what a message means by a name in a module, or by a module if there is no name.
+        """Return the object for a qualified name in a module, or for the module itself if the name is empty.
 
         Raises:
-            DecodeError: It means nothing here, or is not for messages.
+            DecodeError: The name is unknown, or messages may not use it.
         """
         raise NotImplementedError
 
     def namespace(self, name: str, file: str | None, *, is_real: bool) -> ModuleType:
-        """Return the module whose variables code is to have as its globals."""
+        """Return the module whose variables become the globals of received code.
+
+        Args:
+            name: The module's name.
+            file: Its file at the sender; None if unknown.
+            is_real: Whether the module is importable, and its actual namespace is to be used.
+        """
         if is_real:
             return importlib.import_module(name)
         module = ModuleType(name)
@@ -53,39 +61,39 @@ class Rules:
         return module
 
     def check_names(self, names: Iterable[Any], *, of_cells: bool = False) -> None:
-        """Refuse names that a message may not bind: globals, attributes, or variables."""
+        """Refuse names that a message may not bind as globals, attributes or variables (``of_cells``)."""
 
     def real(self, value: Any) -> Any:
-        """Return the class that a found name stands for; anything else as it is."""
+        """Return the class that a resolved name stands for; any other value unchanged."""
         return value
 
     def new(self, kind: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return an object of a class, not initialised."""
+        """Return an uninitialised instance of a class."""
         return kind.__new__(kind, *args, **kwargs)
 
     def member(self, owner: Any, name: str) -> Any:
-        """Return an attribute that a message names."""
+        """Return the attribute of ``owner`` that a message refers to."""
         return getattr(owner, name)
 
     def callee(self, function: Any) -> Any:
-        """Return what is called where a message asks to call this."""
+        """Return the callable to use where a message asks to call ``function``."""
         return function
 
     def told(self) -> Exception:
-        """Return the error that tells of the stop that is being handled."""
+        """Return the error that describes the stop that is currently being handled."""
         raise NotImplementedError
 
     def check_method(self, function: Any) -> None:
-        """Refuse to bind what is not to be called with a message's objects."""
+        """Refuse functions that must not be bound to a message's objects."""
 
     def check_class(self, kind: type) -> None:
-        """Refuse what source of a class made and is no new class."""
+        """Refuse the result of executing class source if it is not a newly created class."""
 
     def check_items(self, value: Any) -> None:
-        """Refuse objects to which a message may add no items."""
+        """Refuse objects to which a message may not add items."""
 
     def check_state(self, value: Any, state: Any) -> None:
-        """Refuse objects whose attributes a message may not set, or not to this."""
+        """Refuse objects whose attributes a message may not set, or not to this state."""
 
 
 FREE: Final = Rules()

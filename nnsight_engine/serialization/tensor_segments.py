@@ -1,9 +1,10 @@
-"""The tensors of a message as one safetensors file, with each byte copied once on either side.
+"""The tensors of a message as one safetensors file, with each byte copied only once on either side.
 
-safetensors' own functions copy two or three times, and saves are what messages are large for. The layout is
-theirs: the header's length (8 bytes), a header in JSON, the bytes of the tensors one after another. A reader
-gives each tensor memory of its own, so that keeping a small one does not keep the message; one that is most
-of the message keeps the message instead, where that may be written to.
+safetensors' own functions copy two or three times, and saved tensors dominate the size of large messages. The
+layout is that of safetensors: the header's length (8 bytes), a JSON header, then the tensors' bytes one after
+another. A reader copies each tensor into memory of its own, so that keeping a small tensor does not keep the
+whole message alive. A tensor that takes at least half of the data shares the message's memory instead, if
+that is writable and aligned.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from nnsight_engine.serialization.errors import DecodeError
 
 _LENGTH: Final = struct.Struct("<Q")
 _ALIGNMENT: Final = 16
-"""In bytes, as of all memory that is asked for; the largest of torch's numbers has as many."""
+"""In bytes, as memory allocators align; also the size of torch's largest number type."""
 _MAX_HEADER_BYTES: Final = 100_000_000
-"""What readers of safetensors take."""
+"""The limit of safetensors' own readers."""
 _NAMES: Final = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
     torch.bool: "BOOL",
 }  # fmt: skip
 DTYPES: Final = frozenset(_NAMES)
-"""Types that every reader of safetensors knows; the others travel as plain bytes."""
+"""Dtypes that every safetensors reader supports; tensors of other dtypes are sent as raw bytes."""
 _BY_NAME: Final = {name: dtype for dtype, name in _NAMES.items()}
 
 
 class _Entry(msgspec.Struct):
-    """One tensor, as the header says it."""
+    """The header entry of one tensor."""
 
     dtype: str
     shape: list[int]
@@ -47,11 +48,11 @@ _HEADER: Final = msgspec.json.Decoder(dict[str, _Entry])
 
 
 def write_segments(tensors: Mapping[str, torch.Tensor], start: int = 0) -> list[bytes | memoryview]:
-    """Return contiguous tensors on the host as pieces of a file, which share their memory.
+    """Return contiguous host tensors as pieces of a safetensors file; the pieces share the tensors' memory.
 
     Args:
         tensors: The tensors.
-        start: How many bytes are before the file, so that a reader finds the first tensor aligned.
+        start: Number of bytes before the file, used to align the first tensor in the message.
     """
     if not tensors:
         return []
@@ -67,10 +68,11 @@ def write_segments(tensors: Mapping[str, torch.Tensor], start: int = 0) -> list[
 
 
 def read_segments(view: memoryview) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file.
+    """Return the tensors of a safetensors file by name.
 
     Raises:
-        DecodeError: It is none, or its tensors are not all of it, one after another.
+        DecodeError: The header is malformed, or the tensors do not cover the data exactly, without gaps or
+            overlaps.
     """
     if not view:
         return {}
@@ -82,7 +84,7 @@ def read_segments(view: memoryview) -> dict[str, torch.Tensor]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DecodeError(f"the message is broken: its tensors cannot be read ({error})") from error
     data = view[_LENGTH.size + length :]
-    at = 0  # none may overlap: many that do would be more than what was sent
+    at = 0  # overlapping tensors could take far more memory than was sent
     for entry in sorted(entries.values(), key=lambda entry: entry.data_offsets):
         start, end = entry.data_offsets
         if start != at or not start <= end <= len(data):

@@ -1,7 +1,7 @@
-"""Tensors and arrays as segments of a message: contiguous, on the host, one for each distinct tensor.
+"""Conversion of tensors and arrays to message segments: contiguous, in host memory, one per tensor.
 
-A segment holds the values alone. Shape, type, device and whether a gradient is wanted stand in the node, and
-are checked against the segment before anything is made of them.
+A segment holds only the values. Shape, dtype, device and ``requires_grad`` are stored in the node, and are
+checked against the segment before a tensor is built from them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ARRAY_DTYPE = re.compile(r"[<>|=]?[biufcSUmM?]\d{0,6}(\[\w{1,8}\])?")
 
 
 def unsendable(tensor: torch.Tensor) -> str | None:
-    """Return why the tensor cannot travel, or None if it can."""
+    """Return why the tensor cannot be serialized, or None if it can."""
     if type(tensor) not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
         return "it is of a subclass of Tensor; send tensor.as_subclass(torch.Tensor)"
     if tensor.layout is not torch.strided:
@@ -40,7 +40,7 @@ def unsendable(tensor: torch.Tensor) -> str | None:
 
 
 def segment_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the values to send; None if there are none, as in an empty tensor or on the meta device."""
+    """Return the values to send; None if there are none, as for an empty tensor or one on the meta device."""
     if tensor.is_meta or not tensor.numel():
         return None
     values = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
@@ -52,10 +52,10 @@ def segment_of(tensor: torch.Tensor) -> torch.Tensor | None:
 def tensor_of(
     segment: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
 ) -> torch.Tensor:
-    """Return the tensor with the values of the segment.
+    """Return a tensor with the segment's values, shape and dtype on ``device``.
 
     Raises:
-        DecodeError: They do not make a tensor of this shape and type.
+        DecodeError: The segment's size does not match this shape and dtype.
     """
     _check_shape(shape)
     if segment is None:
@@ -77,7 +77,7 @@ def _check_shape(shape: tuple[int, ...]) -> None:
 
 
 def array_bytes(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
-    """Return an array's values as a segment; None if there are none."""
+    """Return an array's values as a segment of bytes; None if it is empty."""
     if not array.nbytes:
         return None
     raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -85,10 +85,10 @@ def array_bytes(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
 
 
 def array_of(segment: torch.Tensor | None, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Return the array with the values of the segment.
+    """Return an array with the segment's values.
 
     Raises:
-        DecodeError: They do not make an array of this shape and type.
+        DecodeError: The dtype is not supported, or the segment's size does not match shape and dtype.
     """
     if not _ARRAY_DTYPE.fullmatch(dtype):
         raise DecodeError(f"an array has the type {dtype!r}, which cannot travel")
@@ -99,7 +99,7 @@ def array_of(segment: torch.Tensor | None, dtype: str, shape: tuple[int, ...]) -
     if num_bytes != num_sent:
         raise DecodeError(f"an array of shape {shape} and {parsed} has {num_bytes} bytes, not {num_sent}")
     if segment is None or not num_bytes:
-        if 0 not in shape:  # text of no length, of which numpy would make room for some
+        if 0 not in shape:  # zero-length text, for which numpy would allocate memory
             raise DecodeError(f"an array of shape {shape} has no values")
         return np.empty(shape, parsed)
     array: np.ndarray[Any, Any] = segment.reshape(-1).view(torch.uint8).numpy().view(parsed).reshape(shape)

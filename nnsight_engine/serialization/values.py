@@ -1,7 +1,7 @@
-"""Values to bytes and back: the two functions that most callers need.
+"""``encode`` and ``decode``: conversion of values to bytes and back.
 
-``encode`` never runs code of the reading side, and ``decode`` runs what its policy allows and nothing else;
-by default it reads data alone. Neither uses pickle, marshal or anything like them.
+``encode`` never runs code of the reading side. ``decode`` runs only what its policy allows, and by default it
+reads data only. Neither uses pickle, marshal or similar formats.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ def encode(
     """Return the value as a message.
 
     Args:
-        value: Data, tensors, modules, functions, objects of one's own classes, cycles included.
-        reference: Asked for every object but numbers and strings; names those that the other side has.
-        limits: What the message may cost, uncompressed.
-        compress: Compress it, with zstd, if the other side has said that it takes that.
+        value: Data, tensors, modules, functions or instances of user classes; cycles are supported.
+        reference: Called for every object except numbers and strings; returns a name for objects that the
+            other
+        side already has, None for the rest.
+        limits: Limits of the uncompressed message.
+        compress: Compress with zstd; only for a receiver that has announced support.
 
     Raises:
-        EncodeError: Something in it cannot travel; says where it is and why.
+        EncodeError: Part of the value cannot be serialized; the message gives its path and the reason.
     """
     return b"".join(encode_pieces(value, reference=reference, limits=limits, compress=compress))
 
@@ -53,7 +55,7 @@ def encode_pieces(
     limits: MessageLimits = DEFAULT_LIMITS,
     compress: bool = False,
 ) -> list[Piece]:
-    """Return what ``encode`` does in pieces, those of tensors being their own memory, not copied yet."""
+    """Return the message of ``encode`` as pieces; tensor pieces share the tensors' memory without a copy."""
     encoder = new_encoder(reference, limits)
     root = encoder.node(value, -1, "")
     return finished(encoder, root, compress=compress)
@@ -67,17 +69,17 @@ def decode(
     limits: MessageLimits = DEFAULT_LIMITS,
     device: torch.device | str = _HOST,
 ) -> Any:
-    """Return the value that ``encode`` made a message of.
+    """Return the value from a message that ``encode`` wrote.
 
     Args:
-        data: The message, from anyone.
-        resolve: Gives the object that ``reference`` named.
+        data: The message; it may come from an untrusted sender.
+        resolve: Returns the object for a name that ``reference`` gave.
         policy: What the message may import and run.
-        limits: What it may cost.
-        device: Where tensors go; those on the meta device stay there.
+        limits: Limits of the message.
+        device: Target device of tensors; tensors on the meta device stay there.
 
     Raises:
-        DecodeError: It is no message, costs too much, or asks for what the policy refuses.
+        DecodeError: The bytes are not a message, exceed a limit, or need something that the policy refuses.
     """
     table = unpack(data, limits)
     decoder = Decoder(
@@ -87,15 +89,15 @@ def decode(
 
 
 def new_encoder(reference: Reference | None, limits: MessageLimits) -> Encoder:
-    """Return what writes one message."""
+    """Return an encoder for one message."""
     return Encoder(write, reference, limits)
 
 
 def finished(encoder: Encoder, root: int, *, compress: bool = False) -> list[Piece]:
-    """Write all that was met, and return the message in pieces.
+    """Write all pending objects and return the message as pieces.
 
     Raises:
-        EncodeError: Something in it cannot travel.
+        EncodeError: One of the objects cannot be serialized.
     """
     try:
         encoder.run()
