@@ -1,1 +1,1 @@
-"""What the server asks of an engine, and the engines that answer."""
+"""The engine interfaces that the server depends on, and their implementations."""

@@ -1,8 +1,8 @@
-"""What the server asks of an engine; routes know nothing else of it.
+"""The engine interface; routes and services use nothing else of an engine.
 
-Implementations: ``vllm_client`` over a real vLLM, ``fake`` for tests of everything above it.
-An implementation validates OpenAI's part of a request itself, so that it answers as its own
-server would, and raises ``ApiError`` for what our vocabulary names.
+Implementations: ``vllm_client`` over a real vLLM, ``fake`` for tests of the layers above.
+An implementation validates OpenAI's part of a request itself, so that its answers match those of its own
+server, and raises ``ApiError`` for the errors of our vocabulary.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from app.services.served_model import ServedModel
 from nnsight_engine.core.engine_counts import EngineCounts
 
 JsonObject = dict[str, Any]
-"""A JSON object as ``json.loads`` gives it."""
+"""A JSON object as returned by ``json.loads``."""
 
 
 @dataclasses.dataclass(slots=True)
 class EngineReply:
-    """An engine's answer: a whole body, or a stream of events; exactly one of the two is set.
+    """An engine's answer: a complete body or a stream of events; exactly one of the two is set.
 
     Attributes:
-        body: The JSON object of a whole answer.
+        body: The JSON object of a complete answer.
         stream: Complete server-sent events (``data: …`` and a blank line), the last one
-            ``data: [DONE]``. Ended early, it is closed with ``aclose`` where it has one, and must
-            then abort what it runs. It may raise ``ApiError`` at any event.
+            ``data: [DONE]``. A consumer that stops early calls ``aclose`` where the stream has one; the
+            stream must then abort the requests that it runs. It may raise ``ApiError`` at any event.
         headers: Extra response headers.
     """
 
@@ -43,11 +43,11 @@ class EngineReply:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DescribedModel:
-    """What blocks may name in a model.
+    """The modules and points of a model that blocks may name.
 
     Attributes:
-        outline: Its modules, parents first: path, class, description, and the path of the same module if it
-            was listed before, or nothing.
+        outline: The modules, parents first: path, class, description, and the path under which the same
+            module was listed before, or an empty string.
         spec: Sizes and standard points, ``ModelSpec`` as plain values.
     """
 
@@ -58,24 +58,26 @@ class DescribedModel:
 class EngineClient(Protocol):
     """An engine that serves one model.
 
-    ``completions`` and ``chat`` are cancelled when the client goes away, and then must abort the
-    request. ``body`` is the request's JSON without ``interventions``, which come checked for
-    shape and unresolved against the model; ``owner`` is the tenant whose the results are. With
-    ``inline`` a whole answer has its tensors in itself, however large: for callers within the server.
-    ``http``
-    is the request, its body already read; its ``receive`` belongs to the caller.
+    ``completions`` and ``chat`` are cancelled when the client disconnects, and must then abort the request.
+    Their arguments:
+
+    - ``body``: the request's JSON without ``interventions``.
+    - ``interventions``: validated for shape, not yet resolved against the model.
+    - ``http``: the request, its body already read; its ``receive`` belongs to the caller.
+    - ``owner``: the tenant that owns the results.
+    - ``inline``: whether a complete answer embeds its tensors, however large; for callers within the server.
     """
 
     @property
     def ready(self) -> bool:
-        """Whether requests are served; False while starting and after death."""
+        """Whether requests are served; False while the engine starts and after it has died."""
 
     @property
     def alive(self) -> bool:
-        """False once the engine has died; True before and while it starts."""
+        """Whether the engine has not died; True before and while it starts."""
 
     def capabilities(self) -> Capabilities:
-        """Return what this model offers to interventions; only called when ready."""
+        """Return the points and operations that this model supports; only called when ready."""
 
     async def models(self) -> JsonObject:
         """Return the body of ``/v1/models``; only called when ready."""
@@ -103,41 +105,44 @@ class EngineClient(Protocol):
         """Answer a chat completion request."""
 
     async def tokenize(self, wanted: TokenizeRequest, http: Request) -> EngineReply:
-        """Answer with the tokens of a text or a conversation; only called when ready."""
+        """Return the tokens of a text or a conversation; only called when ready."""
 
     def served(self) -> ServedModel:
-        """Return what the model is called; its fingerprint only when ready."""
+        """Return the served model's names and identity; the fingerprint only when ready."""
 
     async def describe_model(self) -> DescribedModel:
         """Return the model's modules and points; only called when ready."""
 
     def num_waiting(self) -> Mapping[str, int]:
-        """Return how much waits before it reaches the engine, by what it waits for; in every phase."""
+        """Return the number of requests that wait before the engine, by the resource they wait for.
+
+        May be called in every phase.
+        """
 
     def trace_engines(self) -> Mapping[str, TraceEngine]:
-        """Return what runs traces, by name; known before the start, used only when ready."""
+        """Return the trace engines by name; known before the start, used only when ready."""
 
     async def count_events(self) -> EngineCounts:
-        """Return what the engine has counted since it started; only when ready.
+        """Return the engine's counters since its start; only called when ready.
 
-        It answers between two steps, so it is asked rarely.
+        The engine answers between two steps, so poll rarely.
         """
 
     async def prepare_sandbox(self) -> None:
-        """Wait until code of sandboxed keys can run, which takes seconds the first time; only when ready.
+        """Wait until sandboxed code can run; takes seconds the first time. Only called when ready.
 
         Raises:
             ApiError: ``sandbox_missing``.
         """
 
     async def start(self) -> None:
-        """Load the model and generate a token; must not hold up the event loop, and raises where it fails.
+        """Load the model and generate one token; must not block the event loop. Raises if it fails.
 
-        Called again after ``close`` where the engine had died.
+        Called again after ``close`` if the engine has died.
         """
 
     async def died(self) -> None:
-        """Wait until the engine, which was started, has died; one that hangs is ended, and has died then."""
+        """Wait until the started engine has died; an engine that hangs is killed and counts as dead."""
 
     async def close(self) -> None:
-        """Stop and free everything; also after a start that failed or was cancelled."""
+        """Stop the engine and free all resources; also after a start that failed or was cancelled."""

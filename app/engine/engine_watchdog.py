@@ -1,8 +1,9 @@
-"""An engine that lives and does nothing: noticed because it leaves a question unanswered.
+"""Detection of a hanging engine, by a probe that it leaves unanswered.
 
-vLLM notices a process that ends. One that hangs, in a driver, a lock or a network, keeps its requests waiting
-for ever, and says nothing. It answers questions between two steps, so a step that takes too long shows, and
-an engine without requests answers at once. ``VLLMEngineClient`` asks, and ends one that has stalled.
+vLLM detects a process that ends. One that hangs, in a driver, a lock or a network, keeps its requests waiting
+forever without an error. The engine answers probes between two steps, so a step that takes too long shows,
+and an idle engine answers at once. ``VLLMEngineClient`` sends the probes and kills an engine that has
+stalled.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 _LOOKS: Final = 20
-"""The parts of the time that an engine has."""
+"""The number of intervals into which the time limit is divided."""
 
 
 async def stalled(ask: Callable[[], Awaitable[Any]], limit_s: Callable[[], float]) -> None:
-    """Wait until an engine has taken too long for an answer; for ever where it never does.
+    """Return once the engine has left a probe unanswered for too long; never return otherwise.
 
-    The time is counted in parts in which this ran itself: a machine that sleeps, or a container that is
-    frozen, stops both sides, and none has stalled.
+    Time is counted in intervals in which this task itself ran: a suspended machine or a frozen container
+    stops both sides, and neither has stalled.
 
     Args:
-        ask: Asks it something. What it answers, an error too, says that it lives.
-        limit_s: How long it may take now.
+        ask: Sends a probe. Any answer, an error included, shows that the engine is alive.
+        limit_s: Returns the current limit, in seconds.
     """
     while True:
         asking = asyncio.ensure_future(ask())
@@ -36,7 +37,7 @@ async def stalled(ask: Callable[[], Awaitable[Any]], limit_s: Callable[[], float
                 await asyncio.wait({asking}, timeout=limit / _LOOKS)
                 waited_s += limit / _LOOKS
             if not asking.cancelled():
-                asking.exception()  # it has been looked at
+                asking.exception()  # marks the exception as retrieved
         finally:
             asking.cancel()
         await asyncio.sleep(limit_s() / _LOOKS)

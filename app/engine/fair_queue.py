@@ -1,6 +1,6 @@
-"""Who is next: one of each sender in turn, so that whoever sends many waits for their own.
+"""A fair queue: senders take turns, so that a sender of many items delays only its own.
 
-One queue stands before something that takes one at a time, such as the local engine.
+Used before resources that serve one item at a time, such as the local engine.
 """
 
 from __future__ import annotations
@@ -14,30 +14,29 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Waiting items, by sender."""
+    """A queue of items by sender; one item of each sender in turn."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._senders: OrderedDict[str, deque[T]] = OrderedDict()
         self._come = asyncio.Event()
 
     def __len__(self) -> int:
-        """Return how many wait."""
+        """Return the number of waiting items."""
         return sum(map(len, self._senders.values()))
 
     def __iter__(self) -> Iterator[T]:
-        """Iterate over them in the order in which they will be taken, should nobody else come."""
+        """Iterate over the items in the order in which they will be taken if no others arrive."""
         left = [list(items) for items in self._senders.values()]
         for turn in range(max(map(len, left), default=0)):
             yield from (items[turn] for items in left if turn < len(items))
 
     def add(self, sender: str, item: T) -> None:
-        """Add an item behind the sender's own."""
+        """Append an item to the sender's queue."""
         self._senders.setdefault(sender, deque()).append(item)
         self._come.set()
 
     def remove(self, item: T) -> bool:
-        """Take an item out that need not wait any more; False if it does not wait."""
+        """Remove an item; return False if it was not waiting."""
         for sender, items in self._senders.items():
             if item in items:
                 items.remove(item)
@@ -47,23 +46,27 @@ class FairQueue(Generic[T]):
         return False
 
     async def take(self) -> T:
-        """Wait for an item, and take the one whose turn it is."""
+        """Wait for an item, remove the next one and return it."""
         while (item := self.pop()) is None:
             self._come.clear()
             await self._come.wait()
         return item
 
     def pop(self, may: Callable[[str], bool] = lambda _: True) -> T | None:
-        """Take the item out whose turn it is, of those senders who may have one; None where none waits."""
+        """Remove and return the next item among the allowed senders; None if there is none.
+
+        Args:
+            may: Whether a sender may have an item now.
+        """
         sender = next(filter(may, self._senders), None)
         if sender is None:
             return None
         items = self._senders.pop(sender)
         item = items.popleft()
         if items:
-            self._senders[sender] = items  # behind everybody else
+            self._senders[sender] = items  # behind all other senders
         return item
 
     def num_of(self, sender: str) -> int:
-        """Return how many of a sender's wait."""
+        """Return the number of a sender's waiting items."""
         return len(self._senders.get(sender, ()))

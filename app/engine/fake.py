@@ -1,7 +1,7 @@
-"""An engine without a model: words repeated after the prompt, results made up in the right shapes.
+"""An engine without a model: repeats the prompt's words and makes up results of the right shapes.
 
-For tests of everything above the engine, and for clients that want to be developed against
-a server that starts at once. Deterministic: the same request gets the same answer.
+For tests of the layers above the engine, and for developing clients against a server that starts at once.
+Deterministic: the same request gets the same answer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LOOK_S: Final = 0.01
 
 @dataclasses.dataclass(slots=True)
 class FakeBehaviour:
-    """What a test wants of the engine; may be changed while it runs.
+    """Settings of the fake engine; may be changed while it runs.
 
     Attributes:
         is_starting: The engine is not ready yet, as while a model loads.
@@ -47,11 +47,11 @@ class FakeBehaviour:
         error: Raised by every generation before its first event.
         stream_error: Raised by every stream after ``num_events_before_error`` events.
         num_events_before_error: See ``stream_error``.
-        delay_s: Waited before each token.
-        intervention_s: What each request that intervenes is said to have held the engine for.
-        counts: What it says that it has counted.
-        count_error: Raised instead.
-        pulls: By word: how far it pulls the first number of what is captured, a number for each layer.
+        delay_s: Sleep before each token.
+        intervention_s: The engine time that each request with interventions reports as used.
+        counts: The counters that it returns.
+        count_error: Raised instead of returning the counters.
+        pulls: By word: the amounts added to the first number of captured rows, one for each layer.
     """
 
     is_starting: bool = False
@@ -69,7 +69,7 @@ class FakeBehaviour:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Choice:
-    """One choice to be made: its prompt's words and the words that will follow."""
+    """One choice to be generated: its prompt's words and the words that follow."""
 
     index: int
     prompt: list[str]
@@ -79,7 +79,7 @@ class _Choice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Job:
-    """One request, read."""
+    """One parsed request."""
 
     kind: str
     model: str
@@ -112,21 +112,23 @@ class FakeEngineClient:
 
     Args:
         settings: Passed to the results.
-        store: Takes large results.
-        behaviour: Knobs; ready and healthy by default.
+        store: Stores large results.
+        behaviour: Settings of the fake; ready and healthy by default.
 
     Attributes:
-        traces: What runs traces; tests put others in.
-        fake_traces: What runs them otherwise; tests change how it behaves.
-        has_sandbox: Whether sandboxes were to be started.
-        num_counted: How often it was asked for its steps.
-        num_starts: How often it was started.
+        traces: The trace engines; tests replace them.
+        fake_traces: The default trace engine; tests change its behaviour.
+        num_running: The number of requests being generated.
+        num_calls: The number of completion and chat requests.
+        has_sandbox: Whether ``prepare_sandbox`` was called.
+        num_counted: The number of calls of ``count_events``.
+        num_starts: The number of successful starts.
     """
 
     def __init__(
         self, settings: Settings, store: ResultStore, behaviour: FakeBehaviour | None = None
     ) -> None:
-        """Make the engine; it serves after ``start``."""
+        """Create the engine; it serves after ``start``."""
         self.behaviour = behaviour or FakeBehaviour()
         self.num_running = 0
         self.num_calls = 0
@@ -172,11 +174,11 @@ class FakeEngineClient:
         return self.traces
 
     def num_waiting(self) -> Mapping[str, int]:
-        """Return that nothing waits."""
+        """Return zero for each resource."""
         return {"sandboxes": 0}
 
     async def count_events(self) -> EngineCounts:
-        """Return what the behaviour says."""
+        """Return the behaviour's counters, or raise its error."""
         self.num_counted += 1
         await asyncio.sleep(self.behaviour.delay_s)
         if self.behaviour.count_error is not None:
@@ -184,23 +186,23 @@ class FakeEngineClient:
         return dataclasses.replace(self.behaviour.counts)
 
     async def prepare_sandbox(self) -> None:
-        """Take note of it."""
+        """Record the call."""
         self.has_sandbox = True
 
     async def start(self) -> None:
-        """Become ready, unless the behaviour says otherwise."""
+        """Become ready, or raise the behaviour's error."""
         if self.behaviour.start_error is not None:
             raise self.behaviour.start_error
         self.num_starts += 1
         self._has_started, self._is_closed, self.behaviour.is_dead = True, False, False
 
     async def died(self) -> None:
-        """Look whether the behaviour says so."""
+        """Poll until the behaviour says that the engine has died, or it is closed."""
         while self.alive:  # noqa: ASYNC110 - a test sets a flag
             await asyncio.sleep(_LOOK_S)
 
     async def close(self) -> None:
-        """Serve no more."""
+        """Stop serving."""
         self._is_closed = True
 
     async def completions(
@@ -212,7 +214,7 @@ class FakeEngineClient:
         *,
         inline: bool = False,
     ) -> EngineReply:
-        """Repeat each prompt's words."""
+        """Answer by repeating each prompt's words."""
         prompts = _prompts(body.get("prompt"))
         return await self._generate(
             "text_completion", prompts, body, interventions, http, owner, inline=inline
@@ -227,7 +229,7 @@ class FakeEngineClient:
         *,
         inline: bool = False,
     ) -> EngineReply:
-        """Repeat the last message's words."""
+        """Answer by repeating the last message's words."""
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise ApiError(ErrorCode.INVALID_SHAPE, "'messages' must be a list with at least one message.")
@@ -307,7 +309,7 @@ class FakeEngineClient:
             "index": choice.index,
             "finish_reason": "length" if is_final else None,
         }
-        # The step that samples the first token has computed the prompt; a later one, the token before.
+        # The first step computes the whole prompt; each later step computes the token before the sampled one.
         stop = len(choice.prompt) + step
         start = 0 if step == 0 else stop - 1
         return part | await self._field(job, choice, (start, stop), is_final=is_final)
@@ -338,7 +340,7 @@ class FakeEngineClient:
             meter.intervention_s += self.behaviour.intervention_s if job.interventions else 0.0
 
     def _pull(self, choice: _Choice) -> Sequence[float]:
-        """Return how far the prompt's words pull what is captured of each layer."""
+        """Return the sum of the pulls of the prompt's words, for each layer."""
         pulls = [self.behaviour.pulls[word] for word in choice.prompt if word in self.behaviour.pulls]
         return [sum(layer) for layer in zip(*pulls, strict=True)]
 
@@ -374,7 +376,7 @@ def _max_tokens(body: JsonObject) -> int:
 
 
 def _number(body: JsonObject, name: str) -> int:
-    """Return a whole number of a request, 0 where it has none; as vLLM, refuse anything else."""
+    """Return an integer field of a request, 0 if absent; raise ApiError for other values, as vLLM does."""
     given = body.get(name) or 0
     try:
         return int(given)
@@ -399,7 +401,7 @@ def _choices(prompts: list[list[str]], num_each: int, num_words: int) -> list[_C
 
 
 def _turns(choices: list[_Choice]) -> Iterator[tuple[_Choice, int]]:
-    """Yield choices and steps as a batch makes them: every choice's first token, then every second."""
+    """Yield choices and steps in batch order: the first token of every choice, then the second of each."""
     for step in range(max(len(choice.words) for choice in choices)):
         for choice in choices:
             yield choice, step

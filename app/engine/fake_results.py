@@ -1,4 +1,4 @@
-"""What the fake engine's model offers, and what its reads bring back: right in shape, made up in value."""
+"""The fake engine's capabilities and results: right in shape, made up in value."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _READS: Final = (Capture, Probe, LogitLens)
 def collected(
     interventions: tuple[Intervention, ...], span: range, *, is_final: bool, pull: Sequence[float] = ()
 ) -> CollectedResults:
-    """Return results at the positions of ``span`` for every read, and say all were applied there.
+    """Return results at the positions of ``span`` for every read, and report all operations as applied there.
 
     Args:
         interventions: The request's.
-        span: Positions.
-        is_final: Whether nothing follows.
-        pull: Added to the first number of every row captured, by layer.
+        span: Positions of tokens.
+        is_final: Whether these are the choice's last results.
+        pull: Added to the first number of every captured row, by layer.
     """
     positions = list(span)
     traces = [op for op in interventions if isinstance(op, Trace)]
@@ -95,7 +95,7 @@ def _result(
 
 
 def _at(point: str, pull: Sequence[float]) -> float:
-    """Return what the words pull at a point's layer."""
+    """Return the pull at a point's layer."""
     layer = next((int(part) for part in point.split(".") if part.isdecimal()), len(pull))
     return pull[layer] if layer < len(pull) else 0.0
 

@@ -1,4 +1,4 @@
-"""A trace engine without a model: outcomes that were written beforehand, for tests of what is above it."""
+"""A trace engine without a model, with predefined outcomes, for tests of the layers above it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from nnsight_engine.serialization import encode
 
 @dataclasses.dataclass(slots=True)
 class FakeTraceBehaviour:
-    """What a test wants of every trace; may be changed while they run.
+    """The outcome of every trace; may be changed while they run.
 
     Attributes:
-        saves: What each block has saved in the end, by name.
-        logs: What is printed, one ``LOG`` each.
+        saves: The final saved values of each block, by name.
+        logs: Printed lines, one ``LOG`` event each.
         error: Raised before the first frame.
         late_error: Raised instead of the result.
-        hangs: Whether traces wait instead of giving a result, until they are cancelled.
-        delay_s: Waited before each frame.
-        tier: How each is said to have run.
-        num_tokens: What each is said to have used.
-        intervention_s: What each is said to have held the engine for.
+        hangs: Whether traces wait, instead of returning a result, until they are cancelled.
+        delay_s: Sleep before each frame.
+        tier: The execution tier that is reported for each trace.
+        num_tokens: The tokens that each trace reports as used.
+        intervention_s: The engine time that each trace reports as used.
     """
 
     saves: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -47,17 +47,16 @@ class FakeTraceEngine:
     """A ``TraceEngine`` that runs nothing.
 
     Args:
-        name: What clients ask for it by.
-        behaviour: Knobs; every trace succeeds by default.
+        name: The name under which clients select it.
+        behaviour: The outcome; every trace succeeds by default.
 
     Attributes:
-        num_running: Traces that run now.
-        heads: Of all traces that came.
-        sandboxes: In whose sandbox each of them was to run.
+        num_running: The number of traces that run now.
+        heads: The heads of all traces received.
+        sandboxes: The tenant in whose sandbox each trace was to run.
     """
 
     def __init__(self, name: str = "vllm", behaviour: FakeTraceBehaviour | None = None) -> None:
-        """Start without traces."""
         self.name = name
         self.behaviour = behaviour or FakeTraceBehaviour()
         self.num_running = 0
@@ -65,7 +64,7 @@ class FakeTraceEngine:
         self.sandboxes: list[str] = []
 
     async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:  # noqa: ARG002 - the protocol's
-        """Yield what the behaviour says."""
+        """Yield the frames that the behaviour defines."""
         behaviour = self.behaviour
         self.heads.append(request.head)
         self.sandboxes.append(request.sandbox_of)

@@ -1,8 +1,8 @@
-"""What a grammar may have, looked at before anything compiles it.
+"""Bounds on the text of a grammar, checked before anything compiles it.
 
-A short text can take minutes and gigabytes to compile: bounds on what is written refuse most of those at once
-and say why. Whatever they let through is compiled within limits of time and memory, see ``grammars``, so what
-is counted here may be approximate. All of it takes time in proportion to the text, which is bounded first.
+A short text can take minutes and gigabytes to compile. Bounds on the text refuse most of those at once, with
+a reason. Grammars that pass are compiled within limits of time and memory (see ``grammars``), so the counts
+here may be approximate. The checks take time linear in the text, whose length is checked first.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ FIELD: Final = "structured_outputs"
 _LISTS: Final = frozenset({"allOf", "anyOf", "enum", "oneOf"})
 _PATTERNS: Final = frozenset({"ebnf", "grammar", "pattern", "regex"})
 _VALUES: Final = frozenset({"const", "default", "examples"})
-"""Keywords of JSON Schema whose values are no schemas."""
+"""Keywords of JSON Schema whose values are not schemas."""
 
-# An escape, a class and a quoted string mean themselves; one that is left open goes on to the end, so that no
-# character is looked at twice.
+# An escape, a character class or a quoted string is one token; an unterminated one extends to the end of the
+# text, so that no character is scanned twice.
 _REGEX: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?|\{(\d*+),?(\d*+)\}|[|()]", re.DOTALL)
 _GRAMMAR: Final = re.compile(
     r'"(?:\\.|[^"\\])*"?|\\.|\[(?:\\.|[^\]\\])*\]?|\{(\d*+),?(\d*+)\}|~\s*(\d+)(?:\.\.(\d+))?|[|()]',
@@ -33,7 +33,14 @@ _GRAMMAR: Final = re.compile(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GrammarBounds:
-    """The most that one grammar has: bytes of text, a repetition's count, alternatives, levels of nesting."""
+    """The limits of one grammar.
+
+    Attributes:
+        max_bytes: Bytes of text, in UTF-8.
+        max_repeats: The count of one repetition.
+        max_alternatives: Alternatives of one list, or of one pattern as a whole.
+        max_nesting: Levels of nesting.
+    """
 
     max_bytes: int
     max_repeats: int
@@ -45,12 +52,12 @@ class GrammarBounds:
 
         Args:
             kind: ``json``, ``regex``, ``choice``, ``grammar`` or ``structural_tag``.
-            text: What vLLM compiles: JSON for ``json``, ``choice`` and ``structural_tag``.
+            text: The text that vLLM compiles: JSON for ``json``, ``choice`` and ``structural_tag``.
 
         Raises:
-            ApiError: ``invalid_value``: it goes beyond a bound.
+            ApiError: ``invalid_value``: the grammar exceeds a bound.
         """
-        # A character is a byte at least: what is far too long is not encoded to be measured.
+        # A character has at least one byte: a text that is far too long need not be encoded.
         num_bytes = len(text) if len(text) > self.max_bytes else len(text.encode("utf-8", "surrogatepass"))
         self._hold(kind, "bytes of text", num_bytes, self.max_bytes, "max_grammar_bytes")
         if kind in {"regex", "grammar"}:
@@ -59,7 +66,7 @@ class GrammarBounds:
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
-            return  # whoever compiles it says what is wrong
+            return  # the compiler reports the syntax error
         if kind == "choice" and isinstance(value, list):
             self._hold(kind, "alternatives", len(value), self.max_alternatives, "max_grammar_alternatives")
             return
@@ -100,7 +107,7 @@ class GrammarBounds:
 
 
 def _parts(value: Any) -> Iterator[tuple[int, str, Any]]:
-    """Yield what a schema is made of: how deep it lies, under which key, and itself."""
+    """Yield each part of a schema with its depth and its key."""
     left: list[tuple[int, str, Any]] = [(1, "", value)]
     while left:
         depth, key, part = entry = left.pop()

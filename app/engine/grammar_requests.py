@@ -1,7 +1,7 @@
-"""Requests of vLLM's whose grammars have been accepted before vLLM looks at them.
+"""Admission of the grammars of vLLM's requests, before vLLM validates the request.
 
 vLLM compiles some grammars while it validates a request: structural tags, and any grammar beside tools.
-Everything else waits in the engine's client, see ``Grammars.accept``.
+All other grammars are admitted in the engine's client, see ``Grammars.accept``.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Accept = Callable[[StructuredOutputsParams, str], Awaitable[None]]
 
 
 async def read_accepted(model: type[Any], body: JsonObject, accept: Accept) -> Any:
-    """Return a body as vLLM's request.
+    """Return a body as vLLM's request, its early-compiled grammars admitted.
 
     Args:
-        model: vLLM's.
-        body: The JSON; vLLM may change it.
-        accept: Refuses a grammar, for a sender.
+        model: vLLM's request model.
+        body: The JSON; vLLM may modify it.
+        accept: Admits a grammar for a sender, or raises ApiError.
 
     Raises:
-        ApiError: It is none, vLLM would take it, and fail, or a grammar is refused.
+        ApiError: The body is invalid, vLLM would accept it and fail later, or a grammar is refused.
     """
     tags = _structural_tags(body)
     for tag in tags:
@@ -53,7 +53,7 @@ def _structural_tags(body: Mapping[str, Any]) -> list[str]:
 
 
 def _beside_tools(request: Any) -> StructuredOutputsParams | None:
-    """Return the grammar that vLLM compiles before there are sampling parameters, if any."""
+    """Return the grammar that vLLM compiles before it creates sampling parameters, if any."""
     with contextlib.suppress(ValueError, TypeError, AssertionError, VLLMClientError):
         structured: StructuredOutputsParams | None = request.extract_structured_outputs()
         return structured
@@ -61,7 +61,7 @@ def _beside_tools(request: Any) -> StructuredOutputsParams | None:
 
 
 def setup_of(engine: InterventionAsyncLLM) -> GrammarSetup:
-    """Return what compiling an engine's grammars needs to know of it."""
+    """Return the engine's configuration that the compiling processes need."""
     model, config = engine.vllm_config.model_config, engine.vllm_config.structured_outputs_config
     return GrammarSetup(
         tokenizer=str(model.tokenizer),

@@ -1,9 +1,9 @@
-"""Grammars, accepted before the engine gets them: bounded, and compiled once in a process that can be ended.
+"""Admission of grammars before they reach the engine: bounded, and compiled first in a disposable process.
 
-vLLM checks grammars on the event loop and compiles them in the engine, both without limits that hold. Here a
-request's grammar, of whatever field it comes, waits until one process has compiled it within a time and a
-memory of its own; the engine then does what was seen to end. Verdicts are kept by content. The process is
-ended when nobody waits for it any more.
+vLLM validates grammars on the event loop and compiles them in the engine, both without effective limits.
+Here a request's grammar, from whichever field, waits until a separate process has compiled it within limits
+of CPU time and memory; the engine then only compiles grammars that are known to terminate. Verdicts are
+cached by content. A compiling process is killed when no request waits for it any more.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ logger = logging.getLogger(__name__)
 _AT_ONCE: Final = 2
 _START_S: Final = 180.0
 _WALL: Final = 10
-"""How much longer than its time a process may take on a machine that is busy with other things."""
+"""Factor from the CPU time limit to the wall-clock limit, for a machine that is busy with other work."""
 _MAX_KNOWN: Final = 1024
 
 
 class Grammars:
-    """Accepts grammars for one model.
+    """Compiles and admits grammars for one model.
 
     Args:
         settings: The server's.
-        environment: Of the processes that compile.
+        environment: Environment variables of the compiling processes.
     """
 
     def __init__(self, settings: Settings, environment: Mapping[str, str]) -> None:
-        """Start nothing before a grammar comes."""
+        """Store the limits; no process is started before the first grammar arrives."""
         self._bounds = GrammarBounds(
             settings.max_grammar_bytes,
             settings.max_grammar_repeats,
@@ -69,7 +69,7 @@ class Grammars:
         )
         self._cpu_s = settings.grammar_compile_s
         self._memory = settings.grammar_compile_bytes
-        # vLLM's own limit is of the time on the clock.
+        # vLLM's own limit counts wall-clock time; ours counts CPU time.
         self._environment = {**environment, "MALLOC_ARENA_MAX": "2", "VLLM_REGEX_COMPILATION_TIMEOUT_S": "0"}
         self._places = SlotPool(
             _AT_ONCE, max_waiting=settings.max_queued_traces, share=settings.tenant_share, what="grammars"
@@ -84,15 +84,15 @@ class Grammars:
 
     @property
     def num_waiting(self) -> int:
-        """How many grammars wait to be compiled."""
+        """The number of grammars that wait to be compiled."""
         return self._places.num_waiting
 
     def begin(self, setup: GrammarSetup) -> None:
-        """Accept grammars for an engine that has started."""
+        """Admit grammars for an engine that has started."""
         self._setup, self._backend = setup, ""
 
     async def close(self) -> None:
-        """End the processes."""
+        """Kill the process that forks compilers."""
         process, self._process = self._process, None
         if self._orders is not None:
             self._orders.close()
@@ -103,10 +103,15 @@ class Grammars:
             await process.wait()
 
     async def accept(self, structured: StructuredOutputsParams, sender: str) -> None:
-        """Wait until a grammar has been compiled; what vLLM would have made of it is set in it.
+        """Wait until a grammar has been compiled, and set the fields that vLLM's own validation would set.
+
+        Args:
+            structured: The request's grammar; modified in place.
+            sender: The tenant that sent it.
 
         Raises:
-            ApiError: ``invalid_value``: it goes beyond a bound, takes too long or is none; ``queue_full``.
+            ApiError: ``invalid_value``: the grammar exceeds a bound, takes too long or is malformed;
+                ``queue_full``; ``starting``.
         """
         if structured.all_constraints_none():
             return
@@ -119,12 +124,12 @@ class Grammars:
                 if field.init and getattr(structured, field.name) is not None
             }
             if "json" in given:
-                given["json"] = text  # which can hold any number
+                given["json"] = text  # not re-encoded, since it may hold integers of any size
             msgspec.msgpack.encode(given)
-        except (ValueError, TypeError, RecursionError) as error:  # a lone surrogate is one
+        except (ValueError, TypeError, RecursionError) as error:  # such as a lone surrogate
             raise ApiError(ErrorCode.INVALID_VALUE, f"The grammar cannot be used: {error}", FIELD) from error
         verdict = await self._verdict(given, sender)
-        if verdict.backend not in {"", self._backend}:  # the engine keeps to that of its first grammar
+        if verdict.backend not in {"", self._backend}:  # the engine keeps the backend of its first grammar
             self._backend = self._backend or verdict.backend
             verdict = await self._verdict(given, sender)
         if verdict.error:
@@ -150,7 +155,7 @@ class Grammars:
             return await asyncio.shield(compiling.task)
         finally:
             compiling.num_waiting -= 1
-            if not compiling.num_waiting:  # the last one who waited has left, or it is done
+            if not compiling.num_waiting:  # the last waiter has left, or the task is done
                 compiling.task.cancel()
                 del self._compiling[key]
 
@@ -159,7 +164,7 @@ class Grammars:
             try:
                 verdict = await self._asked(job)
             except OSError:
-                await self.close()  # whatever ended it, another one is started
+                await self.close()  # whatever ended the process, start another one
                 try:
                     verdict = await self._asked(job)
                 except OSError as error:
@@ -171,10 +176,11 @@ class Grammars:
         return verdict
 
     async def _asked(self, job: GrammarJob) -> GrammarVerdict:
-        """Have a process compile a grammar.
+        """Compile a grammar in a forked process.
 
         Raises:
-            OSError: None can be had.
+            ApiError: ``queue_full``: the machine is too busy.
+            OSError: No process could be started or forked.
         """
         async with await self._forked() as child:
             try:
@@ -205,11 +211,11 @@ class Grammars:
             writer.close()
             raise ConnectionResetError("the process that compiles grammars has ended") from error
         except BaseException:
-            writer.close()  # which the child takes for the end
+            writer.close()  # the child takes this for the end
             raise
 
     async def _started(self) -> socket.socket:
-        """Start the process that forks the others; raises OSError where that fails."""
+        """Start the process that forks the compilers; raises OSError if that fails."""
         if self._setup is None:
             raise ApiError(ErrorCode.STARTING, "The engine is loading the model; try again shortly.")
         ours, theirs = socket.socketpair()
@@ -237,14 +243,14 @@ class Grammars:
 
 @dataclasses.dataclass(slots=True)
 class _Compiling:
-    """A grammar on its way, and how many wait for it."""
+    """A grammar being compiled, and the number of requests that wait for it."""
 
     task: asyncio.Task[GrammarVerdict]
     num_waiting: int = 0
 
 
 class _Child:
-    """A process that compiles one grammar, ended at the block's end."""
+    """A process that compiles one grammar, killed at the end of the ``async with`` block."""
 
     def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._descriptor = os.pidfd_open(pid)
@@ -252,10 +258,10 @@ class _Child:
         self._writer = writer
 
     async def answer(self, job: bytes, timeout_s: float) -> bytes:
-        """Send it what to do, and return what it says to the end; nothing if it was too much for it.
+        """Send the job and return the complete answer; empty if the process exceeded its limits.
 
         Raises:
-            TimeoutError: It does not end.
+            TimeoutError: The process did not finish in time.
         """
         self._writer.write(job)
         self._writer.write_eof()
@@ -266,11 +272,11 @@ class _Child:
                 return b""
 
     async def __aenter__(self) -> _Child:
-        """Use it."""
+        """Return the process."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """End it."""
+        """Kill the process."""
         self._writer.close()
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)

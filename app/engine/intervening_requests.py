@@ -1,6 +1,6 @@
-"""vLLM's request models, able to carry a call's ticket to the engine.
+"""vLLM's request models, extended to carry a call's ticket to the engine.
 
-Only the sampling parameters reach ``generate``, so that is where the ticket travels.
+Only the sampling parameters reach ``generate``, so the ticket travels in them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class InterveningCompletionRequest(CompletionRequest):
     _ticket: str = PrivateAttr(default="")
 
     def set_ticket(self, ticket: str) -> None:
-        """Name the call."""
+        """Set the call's ticket."""
         self._ticket = ticket
 
     def to_sampling_params(self, *args: Any, **kwargs: Any) -> SamplingParams:
@@ -35,7 +35,7 @@ class InterveningChatRequest(ChatCompletionRequest):
     _ticket: str = PrivateAttr(default="")
 
     def set_ticket(self, ticket: str) -> None:
-        """Name the call."""
+        """Set the call's ticket."""
         self._ticket = ticket
 
     def to_sampling_params(self, *args: Any, **kwargs: Any) -> SamplingParams:

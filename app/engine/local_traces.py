@@ -22,9 +22,9 @@ class LocalTraceEngine(TraceProcesses):
     """Runs traces and sessions of ``LanguageModel``, one at a time.
 
     Args:
-        options: The model, and where it goes.
+        options: The model and its device.
         settings: The server's.
-        environment: Of the process.
+        environment: Environment variables of the process.
     """
 
     name = queue = "local"
@@ -32,16 +32,15 @@ class LocalTraceEngine(TraceProcesses):
     starts_ahead = True
 
     def __init__(self, options: ProcessOptions, settings: Settings, environment: Mapping[str, str]) -> None:
-        """Start nothing yet."""
         super().__init__("nnsight_engine.local_engine.process", options, settings, environment)
         self._timeout_s = settings.local_block_timeout_s
         self._asking: dict[ProcessJob, asyncio.Task[None]] = {}
 
     async def asked(self, child: TraceProcess, word: dict[str, Any], job: ProcessJob) -> None:
-        """Have a trace's client run a part of its block, beside listening to the trace.
+        """Have the trace's client run a part of its block, in a task of its own while the process is read.
 
         Raises:
-            DecodeError: Something else is asked for, or the last is not done.
+            DecodeError: The request is unknown, or the previous one is not done.
         """
         if LOCAL not in word:
             await super().asked(child, word, job)
@@ -54,7 +53,7 @@ class LocalTraceEngine(TraceProcesses):
         self._asking[job] = asyncio.create_task(self._ask(child, data, job))
 
     async def ended(self, job: ProcessJob) -> None:
-        """Ask no longer for a trace that has ended."""
+        """Cancel the request to the client of a trace that has ended."""
         asking = self._asking.pop(job, None)
         if asking is not None:
             asking.cancel()

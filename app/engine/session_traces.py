@@ -1,7 +1,8 @@
-"""Sessions on vLLM: plain code in a process without a model, whose traces vLLM runs.
+"""Sessions on vLLM: the session's code runs in a process without a model, its traces run in vLLM.
 
-The code around a session's traces must not run in this process nor in vLLM's workers. The process sends each
-trace here, and what vLLM answers goes back; what the traces' blocks print goes to the session's client.
+The code around a session's traces must run neither in this process nor in vLLM's workers. The session's
+process sends each trace here and receives vLLM's answer; prints of the traces' blocks go to the session's
+client.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _PASSED_ON = frozenset({FrameKind.OUTPUTS, FrameKind.RESULT})
 
 
 class SessionTraces(TraceProcesses):
-    """Runs sessions on another engine, which runs their traces.
+    """Runs sessions; forwards their traces to another engine.
 
     Args:
         engine: Runs the traces.
-        outline: Gives what clients are told of the model.
-        options: Of the processes.
+        outline: Returns the description of the model that clients get.
+        options: Start options of the processes.
         settings: The server's.
-        environment: Of the processes.
+        environment: Environment variables of the processes.
     """
 
     name = "vllm"
@@ -55,7 +56,6 @@ class SessionTraces(TraceProcesses):
         settings: Settings,
         environment: Mapping[str, str],
     ) -> None:
-        """Start nothing yet."""
         super().__init__(
             "nnsight_engine.local_engine.session_process",
             options,
@@ -68,17 +68,17 @@ class SessionTraces(TraceProcesses):
         self._asking: dict[ProcessJob, asyncio.Task[None]] = {}
 
     async def run_trace(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
-        """Run a session here, a trace on the engine; see ``TraceEngine``."""
+        """Run a session in a process, or a trace on the engine; see ``TraceEngine``."""
         run = super().run_trace if request.head.kind == "session" else self._engine.run_trace
         async with contextlib.aclosing(run(request, job_id)) as frames:
             async for frame in frames:
                 yield frame
 
     async def asked(self, child: TraceProcess, word: dict[str, Any], job: ProcessJob) -> None:
-        """Do what a session asks for, beside listening to it: run a trace, or describe the model.
+        """Serve a session's request in a task of its own: run a trace, or describe the model.
 
         Raises:
-            DecodeError: It is not known here, or the last is not done.
+            DecodeError: The request is unknown, or the previous one is not done.
         """
         if job in self._asking and not self._asking[job].done():
             raise DecodeError("a session asks for something while it waits for something else")
@@ -86,7 +86,8 @@ class SessionTraces(TraceProcesses):
             kind, data = await child.frame()
             if kind is not FrameKind.RESULT:
                 raise DecodeError("a session sends no trace where it says so")
-            # Listening is no request's; what the trace uses, its tier and its spans are the job's.
+            # This task reads the process for no request in particular; the trace's usage, tier and spans
+            # belong to the job's context.
             tracing = self._trace(child, data, job)
             self._asking[job] = asyncio.create_task(tracing, context=job.context.copy())
         elif OUTLINE in word:
@@ -95,7 +96,7 @@ class SessionTraces(TraceProcesses):
             await super().asked(child, word, job)
 
     async def ended(self, job: ProcessJob) -> None:
-        """End the trace of a session that has ended."""
+        """Cancel the trace of a session that has ended."""
         asking = self._asking.pop(job, None)
         if asking is not None:
             asking.cancel()
@@ -104,10 +105,10 @@ class SessionTraces(TraceProcesses):
     async def _trace(
         self, child: TraceProcess, data: bytes | bytearray | memoryview, job: ProcessJob
     ) -> None:
-        """Run a session's trace, and answer with what came of it."""
+        """Run a session's trace and answer with its result."""
         with contextlib.suppress(ProcessEndedError):
             try:
-                request = await asyncio.to_thread(TraceRequest.from_bytes, data)  # whoever wrote it
+                request = await asyncio.to_thread(TraceRequest.from_bytes, data)  # untrusted input
                 _check(request)
                 request.tenant = job.request.tenant
                 frames = self._engine.run_trace(request, f"session-{secrets.token_hex(16)}")
@@ -139,9 +140,9 @@ class SessionTraces(TraceProcesses):
 
 
 def _check(request: TraceRequest) -> None:
-    """Raise DecodeError for what is no trace of a session's model.
+    """Raise DecodeError unless the request is a trace for vLLM in the ``wire`` codec.
 
-    Nobody has checked a key for its codec, so there is one that needs none.
+    No key was checked for the right to use another codec, so only the one that needs no right is accepted.
     """
     head = request.head
     if (head.kind, head.dialect, head.codec) != ("trace", "vllm", "wire"):

@@ -1,8 +1,9 @@
-"""Places of what only so much of runs at once, such as sandboxes: whose turn it is, and how many may wait.
+"""A pool of slots for a limited resource, such as sandboxes, with a fair, bounded queue.
 
-Tenants take turns, and none has more than its share of the places, or of those who wait, so that whoever
-has filled theirs keeps nobody else waiting. Without keys there is one tenant, of no name, which has all. What
-asks for several places at once, as a completion of many prompts does, is a *group* and waits as one.
+Tenants take turns, and each is limited to its share of the slots and of the queue, so that a tenant that has
+used up its share delays no other. Without keys there is one tenant, with the empty name, which may use
+everything. A request that needs several slots at once, such as a completion of many prompts, is a *group* and
+counts as one in the queue.
 """
 
 from __future__ import annotations
@@ -18,17 +19,16 @@ from app.engine.fair_queue import FairQueue
 
 
 class SlotPool:
-    """Some places, and who waits for one.
+    """A number of slots and the queue for them.
 
     Args:
-        num: How many there are.
-        max_waiting: Most groups that wait.
-        share: The part of both which one tenant may have.
-        what: What wants one, for messages: ``trainings``.
+        num: The number of slots.
+        max_waiting: The maximum number of waiting groups.
+        share: The fraction of both that one tenant may use.
+        what: The users of the slots, for messages: ``trainings``.
     """
 
     def __init__(self, num: int, *, max_waiting: int, share: float, what: str) -> None:
-        """All are free."""
         self._num = num
         self._most = math.ceil(num * share)
         self._max_waiting = max_waiting
@@ -40,16 +40,16 @@ class SlotPool:
 
     @property
     def num_waiting(self) -> int:
-        """How many groups wait."""
+        """The number of waiting groups."""
         return sum(map(len, self._groups.values()))
 
     def ask(self, tenant: str, group: Hashable, *, is_patient: bool = False) -> Slot:
-        """Ask for a place, to be awaited, and left whatever happens.
+        """Request a slot; the caller awaits it, and must always leave it.
 
         Args:
-            tenant: Whose share it is of; nobody's if empty.
-            group: What it is for, together with others.
-            is_patient: Whether it waits however many do already.
+            tenant: The tenant whose share it counts against; no share applies if empty.
+            group: Identifies the slots that belong to one request.
+            is_patient: Whether to wait even if the queue is full.
 
         Raises:
             ApiError: ``queue_full``.
@@ -64,7 +64,7 @@ class SlotPool:
         return place
 
     def leave(self, place: Slot) -> None:
-        """Take a place back, or let it wait no more; ``Slot.leave`` calls this, once."""
+        """Release a slot, or remove it from the queue; ``Slot.leave`` calls this once."""
         if place.is_granted:
             self._taken[place.tenant] -= 1
             self._grant()
@@ -98,7 +98,7 @@ class SlotPool:
             place.grant()
 
     def _forget(self, place: Slot) -> None:
-        """Count a place no more that has waited."""
+        """Remove a slot from the count of waiting groups."""
         groups = self._groups[place.tenant]
         groups[place.group] -= 1
         if not groups[place.group]:
@@ -108,15 +108,15 @@ class SlotPool:
 
 
 class Slot:
-    """A place that was asked for; as a context, had for the length of the block.
+    """A requested slot; as an async context manager, held for the length of the block.
 
     Attributes:
-        tenant: Whose share it is of.
-        group: What it is for.
+        tenant: The tenant whose share it counts against.
+        group: The group it belongs to.
     """
 
     def __init__(self, places: SlotPool, tenant: str, group: Hashable) -> None:
-        """Wait; ``SlotPool`` makes them."""
+        """Create a waiting slot; only ``SlotPool`` does."""
         self.tenant = tenant
         self.group = group
         self._places: SlotPool | None = places
@@ -124,25 +124,25 @@ class Slot:
 
     @property
     def is_granted(self) -> bool:
-        """Whether it need not wait."""
+        """Whether the slot was granted."""
         return self._granted.is_set()
 
     def grant(self) -> None:
-        """Let it wait no more."""
+        """Grant the slot."""
         self._granted.set()
 
     async def taken(self) -> None:
-        """Wait for it."""
+        """Wait until the slot is granted."""
         await self._granted.wait()
 
     def leave(self) -> None:
-        """Give it to whoever is next; harmless when repeated."""
+        """Release the slot, or stop waiting for it; idempotent."""
         places, self._places = self._places, None
         if places is not None:
             places.leave(self)
 
     async def __aenter__(self) -> None:
-        """Wait for it; who gives up waiting has left it."""
+        """Wait for the slot; leave it if the wait is cancelled."""
         try:
             await self.taken()
         except BaseException:
@@ -152,7 +152,7 @@ class Slot:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave it."""
+        """Release the slot."""
         self.leave()
 
 

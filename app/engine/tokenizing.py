@@ -1,6 +1,6 @@
-"""vLLM's requests for tokens, bounded like those for completions.
+"""vLLM's tokenize requests, with the length limit of completions.
 
-vLLM tokenizes texts of any length for whoever asks, in the one thread that all requests wait for.
+vLLM tokenizes texts of any length, in the one thread that all requests share.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from nnsight_engine.core.model_spec import ModelSpec
 
 
 class _Text(TokenizeCompletionRequest):
-    """A text that could be a prompt."""
+    """A text that is short enough to be a prompt."""
 
     def build_tok_params(self, model_config: ModelConfig) -> TokenizeParams:
-        """Return vLLM's parameters, with the length that prompts may have."""
+        """Return vLLM's parameters, limited to the length of a prompt."""
         return _bounded(super().build_tok_params(model_config), model_config)
 
 
 class _Messages(TokenizeChatRequest):
-    """A conversation that could be a prompt."""
+    """A conversation that is short enough to be a prompt."""
 
     documents: list[dict[str, str]] | None = None
 
     def build_chat_params(
         self, default_template: str | None, default_template_content_format: ChatTemplateContentFormatOption
     ) -> ChatParams:
-        """Return vLLM's parameters, with the documents that its chat completions have."""
+        """Return vLLM's parameters with the documents, as vLLM's chat completions pass them."""
         params = super().build_chat_params(default_template, default_template_content_format)
         if self.documents is None:
             return params
@@ -50,22 +50,22 @@ class _Messages(TokenizeChatRequest):
         )
 
     def build_tok_params(self, model_config: ModelConfig) -> TokenizeParams:
-        """Return vLLM's parameters, with the length that prompts may have."""
+        """Return vLLM's parameters, limited to the length of a prompt."""
         return _bounded(super().build_tok_params(model_config), model_config)
 
 
 def ids_of(wanted: TokenizeRequest) -> list[int] | None:
-    """Return the ids that are asked about; None where a text or a conversation is."""
+    """Return the token ids of the request; None if it has a text or a conversation."""
     prompt = wanted.root.prompt if isinstance(wanted.root, TokenizePrompt) else None
     return prompt if isinstance(prompt, list) else None
 
 
 async def tokenize_request(wanted: TokenizeRequest, spec: ModelSpec) -> Any:
-    """Return vLLM's request of ours, for a text where ids are asked about.
+    """Return vLLM's request for ours: detokenization where token ids are given.
 
     Raises:
-        ApiError: ``unknown_token``, ``invalid_value``: the ids are none of the model's, or too many; or vLLM
-            refuses it.
+        ApiError: ``unknown_token`` for an id that is not the model's, ``invalid_value`` for too many ids, or
+            vLLM's refusal.
     """
     body = wanted.root.model_dump(exclude_none=True)
     ids = ids_of(wanted)

@@ -1,8 +1,8 @@
-"""Traces in processes of their own: who is next, for how long, and what is believed of what comes back.
+"""Traces in processes of their own: scheduling, time limits, and validation of what the processes send.
 
-A process runs one trace at a time. A trace that kills its process, or does not end when it is told to, costs
-itself alone: the process is started anew and the next trace runs. Nothing of a trace is read here. The local
-engine (``local_traces``) and vLLM's sessions (``session_traces``) are made of this.
+A process runs one trace at a time. A trace that kills its process, or does not stop when it is cancelled,
+costs only itself: the process is restarted and the next trace runs. The trace's payload is not decoded here.
+Base of the local engine (``local_traces``) and of vLLM's sessions (``session_traces``).
 """
 
 from __future__ import annotations
@@ -33,44 +33,43 @@ from nnsight_engine.serialization import DecodeError
 logger = logging.getLogger(__name__)
 
 CANCEL_GRACE_S: Final = 5.0
-"""How long a trace has to end that was told to, before its process is ended."""
+"""Grace period of a cancelled trace before its process is killed."""
 
 _LOAD_LIMIT_S: Final = 900.0
 _SETTLE_LIMIT_S: Final = 120.0
-"""How long a process may take to undo what a trace has done, before it is ended."""
+"""How long a process may take to undo a trace's effects before it is killed."""
 
 _PAUSE_S: Final = 30.0
-"""After a process that could not be started, how long traces are refused before it is tried again."""
+"""After a failed start of a process, how long traces are refused before the next attempt."""
 
 _MAX_EVENT_BYTES: Final = 2**21
 _MAX_UNREAD_BYTES: Final = 16 * 2**20
-"""Events of one trace that its client has not read."""
+"""Unread events of one trace."""
 _MAX_ALL_UNREAD_BYTES: Final = 256 * 2**20
-"""Those of all traces."""
+"""Unread events of all traces."""
 
 _MAX_TOLD: Final = 20_000
-"""Prints of one trace; what it may print in bytes is the process's own limit."""
+"""Prints of one trace; the process itself limits their bytes."""
 
 
 class ProcessJob:
-    """A trace on its way.
+    """A trace that is queued or running.
 
     Attributes:
         request: The trace.
-        engine: What runs it, as clients know that.
-        frames: What its client is to be told; an error, or None, is the last.
-        cancelled: Set when nobody waits for it any more.
-        is_late: Whether its time is over.
-        position: How many are before it, as its client was told last.
-        has_begun: Whether it was run; if not, another process may try.
-        context: That of the request which it is part of: what is done for it is noted there.
-        meter: What it uses, for whoever counts that.
-        over: Done when it uses nothing any more.
-        num_told: How often it has printed.
+        engine: The engine's name for clients.
+        frames: Frames for the client; an ApiError or None ends them.
+        cancelled: Set when the client has stopped waiting.
+        is_late: Whether its time limit has passed.
+        position: The number of traces ahead of it, as last reported to the client.
+        has_begun: Whether it has started to run; if not, another process may retry it.
+        context: The context of the request that it belongs to: usage, tier and spans are recorded there.
+        meter: Counts its usage, if usage is metered.
+        over: Resolved when it uses no resources any more.
+        num_told: The number of prints.
     """
 
     def __init__(self, request: TraceRequest, engine: str, unread: Backpressure) -> None:
-        """Begin with a trace that came."""
         self.request = request
         self.engine = engine
         self.frames: asyncio.Queue[Frame | ApiError | None] = asyncio.Queue()
@@ -87,16 +86,16 @@ class ProcessJob:
         self._share = unread.share(self._drop, _MAX_UNREAD_BYTES)
 
     def tell(self, status: JobStatus, message: str | None = None) -> None:
-        """Tell its client of an event."""
+        """Send an event to the client."""
         frame = event_frame(status, message=message, engine=self.engine)
         self.frames.put_nowait(frame)
         self._share.add(len(frame.data))
 
     async def told(self) -> AsyncGenerator[Frame, None]:
-        """Yield what its client is to be told.
+        """Yield the frames for the client.
 
         Raises:
-            ApiError: It failed.
+            ApiError: The trace failed.
         """
         try:
             while (item := await self.frames.get()) is not None:
@@ -109,12 +108,12 @@ class ProcessJob:
             self._share.close()
 
     def end(self) -> None:
-        """Say that it uses nothing any more; harmless when repeated."""
+        """Record that it uses no resources any more; idempotent."""
         if not self.over.done():
             self.over.set_result(None)
 
     def _drop(self, error: SlowReaderError) -> None:
-        """End it, and forget what waits: whoever reads next is told why."""
+        """Cancel the trace, discard its unread frames and leave the reason for the next read."""
         while not self.frames.empty():
             self.frames.get_nowait()
         self.frames.put_nowait(ApiError(ErrorCode.CAPTURE_TOO_LARGE, str(error)))
@@ -125,21 +124,21 @@ class TraceProcesses:
     """Runs traces in processes beside the server; a ``TraceEngine``.
 
     Args:
-        module: What the processes run.
-        options: What they are started with.
+        module: The module that the processes run.
+        options: Their start options.
         settings: The server's.
-        environment: Of the processes.
-        num_processes: How many there may be.
+        environment: Environment variables of the processes.
+        num_processes: The maximum number of processes.
     """
 
     name = ""
     queue = ""
     purpose = ""
-    """What the processes are, for messages."""
+    """The purpose of the processes, for messages."""
     starts_ahead = False
-    """Whether processes are started before there is a trace for them."""
+    """Whether processes are started before a trace arrives."""
     are_engines = True
-    """Whether a trace that runs in one holds an engine up."""
+    """Whether a trace that runs in one occupies an engine."""
 
     def __init__(
         self,
@@ -150,7 +149,6 @@ class TraceProcesses:
         *,
         num_processes: int = 1,
     ) -> None:
-        """Start nothing yet."""
         self.module = module
         self.options = options
         self.environment = environment
@@ -170,20 +168,20 @@ class TraceProcesses:
 
     @property
     def num_waiting(self) -> int:
-        """How many traces wait."""
+        """The number of queued traces."""
         return len(self._queue)
 
     def num_waiting_of(self, sender: str) -> int:
-        """Return how many of them are a sender's."""
+        """Return the number of a sender's queued traces."""
         return sum(job.request.sender == sender for job in self._queue)
 
     @property
     def num_running(self) -> int:
-        """How many traces run."""
+        """The number of running traces."""
         return sum(line.running is not None for line in self._lines)
 
     def start(self, after: Awaitable[Any] | None = None) -> None:
-        """Begin to take traces, once ``after`` is over; what they need is loaded in the background."""
+        """Begin to serve traces once ``after`` has completed; loading happens in the background."""
         after = None if after is None else asyncio.ensure_future(after)
         self._drivers = [
             asyncio.create_task(line.drive(after), name=f"{self.purpose} {index}")
@@ -191,7 +189,7 @@ class TraceProcesses:
         ]
 
     async def close(self) -> None:
-        """End the processes; traces that run or wait fail."""
+        """Kill the processes; running and queued traces fail."""
         for driver in self._drivers:
             driver.cancel()
         await asyncio.gather(*self._drivers, return_exceptions=True)
@@ -206,7 +204,7 @@ class TraceProcesses:
         """Run a trace; see ``TraceEngine``.
 
         Raises:
-            ApiError: Too many wait, the trace cannot be read, took too long or ended its process, or no
+            ApiError: The queue is full, the trace cannot be read, took too long or ended its process, or no
                 process can be started; ``sandbox_missing``.
         """
         if request.sandbox_of:
@@ -250,11 +248,11 @@ class TraceProcesses:
             )
 
     async def take(self) -> ProcessJob:
-        """Wait for a trace, and take the one whose turn it is."""
+        """Wait for a trace and remove the next one from the queue."""
         return await self._queue.take()
 
     def tell_positions(self) -> None:
-        """Tell waiting clients how many are before them, where that is news."""
+        """Send waiting clients their position in the queue if it has changed."""
         is_busy = self.num_running == len(self._lines)
         for index, job in enumerate(self._queue):
             position = index + is_busy
@@ -263,24 +261,24 @@ class TraceProcesses:
             job.position = position
 
     async def asked(self, child: TraceProcess, word: dict[str, Any], job: ProcessJob) -> None:
-        """Do what a trace's process asks for.
+        """Serve a request of a trace's process.
 
         Raises:
-            DecodeError: It is not known here.
+            DecodeError: The request is unknown here.
         """
         del child, job
         raise DecodeError(f"a process asks for what it cannot have: {', '.join(word)}")
 
     async def ended(self, job: ProcessJob) -> None:
-        """Undo what a trace has asked for; it has ended, in whatever way."""
+        """Release what a trace has requested; called however the trace ended."""
 
 
 class _Line:
-    """One process after another, and the trace that runs in it.
+    """A process slot: one process after another, and the trace that runs in it.
 
     Attributes:
         child: The process; None while there is none.
-        running: The trace that has been taken.
+        running: The trace taken from the queue.
     """
 
     def __init__(self, traces: TraceProcesses) -> None:
@@ -293,7 +291,7 @@ class _Line:
         self._num_runs = 0
 
     async def drive(self, after: Awaitable[Any] | None) -> None:
-        """Keep a process, and run one trace after the other in it."""
+        """Run one trace after another, and restart the process when needed."""
         if after is not None:
             await after
         while True:
@@ -315,7 +313,7 @@ class _Line:
             await self._settle()
 
     async def _settle(self) -> None:
-        """Wait until the process has undone what the trace did, which was answered; or end it."""
+        """Wait until the process has undone the effects of an answered trace; kill it if it does not."""
         child = self.child
         if child is None or self._is_settled:
             return
@@ -332,7 +330,7 @@ class _Line:
         """Return the process, started and loaded.
 
         Raises:
-            ApiError: It cannot be.
+            ApiError: It cannot be started.
         """
         if self.child is not None and not self.child.has_ended:
             return self.child
@@ -364,16 +362,16 @@ class _Line:
         )
 
     async def drop(self) -> None:
-        """End the process; the next trace gets another one."""
+        """Kill the process; the next trace gets another one."""
         child, self.child, self._is_settled = self.child, None, True
         if child is not None:
             await child.close()
 
     async def _serve(self, job: ProcessJob) -> None:
-        """Run a trace.
+        """Run a trace, on a second process if the first had ended before the trace began.
 
         Raises:
-            ApiError: There is no process for it, it has ended, or it refused the trace.
+            ApiError: No process could be started, the process ended, or it refused the trace.
         """
         if job.cancelled.is_set():
             return
@@ -384,13 +382,13 @@ class _Line:
             if job.has_begun or job.cancelled.is_set():
                 raise self._ended(job, error) from error
             try:
-                await self._serve_in(await self._ready(), job)  # that one had ended before
+                await self._serve_in(await self._ready(), job)  # the first process had ended before the trace
             except ProcessEndedError as again:
                 await self.drop()
                 raise self._ended(job, again) from again
 
     async def _serve_in(self, child: TraceProcess, job: ProcessJob) -> None:
-        """Run a trace in a process, and pass on what that says.
+        """Run a trace in a process and forward its frames.
 
         Raises:
             ApiError: The process refused the trace.
@@ -418,7 +416,7 @@ class _Line:
             await self._traces.ended(job)
 
     async def _watch(self, child: TraceProcess, job: ProcessJob, number: int) -> None:
-        """End a trace that nobody waits for or whose time is over; politely first."""
+        """Cancel a trace that nothing waits for or that exceeded its time, then kill the process."""
         try:
             async with asyncio.timeout(self._traces.time_limit_s):
                 await job.cancelled.wait()
@@ -431,11 +429,11 @@ class _Line:
         child.kill()
 
     async def _pass_on(self, child: TraceProcess, frame: Frame, job: ProcessJob) -> bool:
-        """Tell the client what the process says, as far as it is its to say; True if it was the last.
+        """Forward a frame of the process to the client, if it is valid; return True for the last one.
 
         Raises:
             ApiError: The trace failed.
-            DecodeError: The process says what it should not, on a block's behalf.
+            DecodeError: The process violates the protocol, which code of a block can make it do.
         """
         if frame.kind is FrameKind.RESULT:
             job.frames.put_nowait(frame)

@@ -1,7 +1,7 @@
-"""What runs traces: engines that take a client's message and answer with frames.
+"""The trace engine interface: takes a client's message and answers with frames.
 
 Implementations: vLLM's workers (``vllm_traces``), a ``LanguageModel`` in a process of its own
-(``local_traces``), and a fake for tests of what is above them.
+(``local_traces``), and a fake for tests of the layers above.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class TraceEngine(Protocol):
     """Runs traces.
 
     Attributes:
-        name: ``vllm`` or ``local``, as clients ask for it.
+        name: ``vllm`` or ``local``, the name under which clients select it.
     """
 
     name: str
@@ -26,13 +26,13 @@ class TraceEngine(Protocol):
         """Run a trace.
 
         Yields an ``EVENT`` frame for each ``RUNNING`` and ``LOG`` (JSON of ``JobEvent`` without ``id`` and
-        ``job``), ``OUTPUT`` frames if the request streams, then at most one ``OUTPUTS`` and just one
-        ``RESULT``. What a block raises is in the result, and an ``EVENT`` of ``ERROR`` before it says so.
-        Closed early, it ends what it runs.
+        ``job``), ``OUTPUT`` frames if the request streams, then at most one ``OUTPUTS`` and exactly one
+        ``RESULT``. A block's exception is part of the result, announced by an ``EVENT`` of ``ERROR`` before
+        it. Closing the generator early ends the trace.
 
         Args:
-            request: The trace; its bytes are hostile until an engine has read them.
-            job_id: Unguessable, and the trace's own.
+            request: The trace; its bytes are untrusted until an engine has read them.
+            job_id: Unguessable and unique to the trace.
 
         Raises:
             ApiError: The trace cannot be run.

@@ -1,4 +1,4 @@
-"""From the command line to vLLM's own arguments, with our defaults where none was given."""
+"""Conversion of the command line to vLLM's own arguments, with our defaults for those not given."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from app.engine.vllm_options import refuse_ignored
 from nnsight_engine.core.errors import UnsupportedOptionError
 
 _WITHOUT_BF16: Final = "AVX2"
-"""What torch calls x86 processors without AVX-512, where a matmul in bfloat16 is some ten times slower."""
+"""torch's name for x86 processors without AVX-512, where a matmul in bfloat16 is about ten times slower."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Return vLLM's parsed ``serve`` arguments.
 
-    ``--compile`` is ours. On CPU the engine is eager without it: compiling takes about a minute
-    at every start, more than most uses there win back. ``--dtype auto`` is float32 on processors that
-    have no kernels for bfloat16.
+    ``--compile`` is our own option. On CPU the engine is eager without it: compiling takes about a minute
+    at every start, more than most uses on CPU gain by it. ``--dtype auto`` is float32 on processors without
+    kernels for bfloat16.
 
     Args:
         arguments: The model, then options.
 
     Raises:
-        UnsupportedOptionError: One of them would be ignored, or take the place of what interventions need.
+        UnsupportedOptionError: An option would be ignored, or would replace what interventions need.
     """
     compiles = "--compile" in arguments
     options = [argument for argument in arguments if argument != "--compile"]

@@ -1,8 +1,8 @@
-"""The engine client over a real vLLM: vLLM's own serving classes, interventions around them.
+"""The engine client over a real vLLM: vLLM's own serving classes, extended with interventions.
 
 A request without interventions goes through vLLM's request models, serving classes and error
-handlers and nothing of ours. One with interventions takes the same way with a ticket in its
-sampling parameters, and its answer gets each choice's results.
+handlers and through no code of ours. One with interventions takes the same path with a ticket in its
+sampling parameters, and the results are added to each choice of its answer.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ from nnsight_engine.vllm_backend.trace_call import TraceCall
 logger = logging.getLogger(__name__)
 
 _WARM_UP_S: Final = 300.0
-"""How long an engine whose model is loaded may take to say what it is and to generate a token."""
+"""How long an engine whose model is loaded may take to describe itself and to generate a token."""
 
 Serve = Callable[[Any, Request], Awaitable[Any]]
 Call = InterventionCall | TraceCall
@@ -87,11 +87,11 @@ class VLLMEngineClient:
     Args:
         args: vLLM's own parsed ``serve`` arguments.
         settings: The server's settings.
-        store: Where large results go.
+        store: Stores large results.
     """
 
     def __init__(self, args: argparse.Namespace, settings: Settings, store: ResultStore) -> None:
-        """Keep the configuration; ``start`` loads the model."""
+        """Store the configuration; ``start`` loads the model."""
         self._args = args
         self._settings = settings
         self._store = store
@@ -120,7 +120,7 @@ class VLLMEngineClient:
 
     @property
     def ready(self) -> bool:
-        """Whether a token was generated and the engine lives."""
+        """Whether a token was generated and the engine is alive."""
         return self._is_ready and self.alive
 
     @property
@@ -130,20 +130,20 @@ class VLLMEngineClient:
 
     @property
     def engine(self) -> InterventionAsyncLLM:
-        """The engine; only after ``start``."""
+        """The engine; raises ApiError before it has started."""
         if self._engine is None:
             raise ApiError(ErrorCode.STARTING, "The engine is loading the model; try again shortly.")
         return self._engine
 
     @property
     def _texts(self) -> TokenTexts:
-        """The texts of the model's tokens, which are those of every engine that is started for it."""
+        """The texts of the model's tokens; shared by all engines started for the model."""
         if self._known_texts is None:
             self._known_texts = TokenTexts(self.engine.renderer.get_tokenizer())
         return self._known_texts
 
     async def start(self) -> None:
-        """Load the model and generate one token; also where an earlier engine has died."""
+        """Load the model and generate one token; also restarts after an engine has died."""
         if self.started.is_set():
             spawn_engines()
         limits = EngineLimits(
@@ -171,7 +171,7 @@ class VLLMEngineClient:
         self._sockets = None if are_sockets_placed() else claim_socket_folder()
         if self._sockets is not None:
             place_sockets(self._sockets.path)
-        # A thread cannot be cancelled; `close` waits for it, lest an engine be left behind.
+        # A thread cannot be cancelled: `close` waits for it, so that no engine is left running.
         self._loading = asyncio.create_task(asyncio.to_thread(self._load))
         self._engine = await asyncio.shield(self._loading)
         async with asyncio.timeout(_WARM_UP_S):
@@ -187,14 +187,14 @@ class VLLMEngineClient:
                 word_streams(serving)
             await self._generate_one()
             if not self._args.skip_tokenizer_init:
-                await asyncio.to_thread(self._texts.text, 0)  # which reads the vocabulary
+                await asyncio.to_thread(self._texts.text, 0)  # loads the vocabulary
         if self.started.is_set():
-            gc.collect()  # what is left of the dead one is in circles; nobody is kept waiting now
+            gc.collect()  # the dead engine is held by reference cycles; no request waits at this point
         self._is_ready = True
         self.started.set()
 
     async def died(self) -> None:
-        """Wait until the engine has died; one that stalls is ended."""
+        """Wait until the engine has died; an engine that stalls is killed."""
         watching = asyncio.create_task(self._end_stalled(self.engine), name="engine-stall")
         try:
             await self.engine.died()
@@ -207,7 +207,7 @@ class VLLMEngineClient:
         if not timeout_s:
             return
         try:
-            # Blocks have limits of their own for what they may take of a step.
+            # Blocks have limits of their own on the time that they add to a step.
             await stalled(engine.is_sleeping, lambda: timeout_s + step_s * engine.num_beside)
             logger.error("a step takes more than engine_stall_timeout_s, %g s: ending the engine", timeout_s)
             engine.kill()
@@ -215,7 +215,7 @@ class VLLMEngineClient:
             logger.exception("nobody looks any more whether the engine hangs")
 
     async def _generate_one(self) -> None:
-        """Generate a token, so that whoever asks whether requests are served is told what was tried."""
+        """Generate a token, so that the engine is reported ready only after it has worked."""
         params = SamplingParams(max_tokens=1, temperature=0.0)
         num_tokens = 0
         async for output in self.engine.generate(
@@ -245,7 +245,7 @@ class VLLMEngineClient:
         self._engine = None
         if not isinstance(engine, BaseException):
             if engine.output_handler is not None:
-                # It would take the engine's orderly end for its death.
+                # It would mistake the engine's orderly shutdown for its death.
                 engine.output_handler.cancel()
             await asyncio.to_thread(engine.shutdown)
         if self._sockets is not None:
@@ -256,13 +256,13 @@ class VLLMEngineClient:
         self._memory = self._sockets = None
 
     def capabilities(self) -> Capabilities:
-        """Return what this model offers to interventions."""
-        if self._capabilities is None:  # every engine is of the same model
+        """Return the points and operations that this model supports."""
+        if self._capabilities is None:  # the same for every engine, since the model is the same
             self._capabilities = describe(self.engine.spec, self._settings)
         return self._capabilities
 
     def served(self) -> ServedModel:
-        """Return what the model is called; its fingerprint once it is loaded."""
+        """Return the served model's names; the fingerprint once it is loaded."""
         names = self._args.served_model_name or [self._args.model]
         config = None if self._engine is None else self._engine.vllm_config.model_config.hf_config
         fingerprint = "" if config is None else fingerprint_of(config)
@@ -278,20 +278,20 @@ class VLLMEngineClient:
         return self._described
 
     def trace_engines(self) -> Mapping[str, TraceEngine]:
-        """Return what runs traces, by name."""
+        """Return the trace engines by name."""
         return self._traces
 
     async def count_events(self) -> EngineCounts:
-        """Return what the engine has counted since it started."""
+        """Return the engine's counters since its start."""
         with said_dead():
             return await self.engine.count_events()
 
     def num_waiting(self) -> Mapping[str, int]:
-        """Return how much waits before it reaches the engine, by what it waits for."""
+        """Return the number of requests that wait before the engine, by the resource they wait for."""
         return {"sandboxes": self._sandboxes.num_waiting, "grammars": self._grammars.num_waiting}
 
     async def prepare_sandbox(self) -> None:
-        """Have sandboxes started; see ``EngineClient``."""
+        """Start the sandboxes; see ``EngineClient``."""
         with said_dead():
             await self.engine.prepare_sandbox()
 
@@ -311,7 +311,7 @@ class VLLMEngineClient:
         inline: bool = False,
     ) -> EngineReply:
         """Answer ``/v1/completions``."""
-        SENDER.set(owner)  # for what this task and those that it begins have vLLM do
+        SENDER.set(owner)  # read by vLLM's code in this task and in the tasks that it starts
         serve = self._vllm_app.state.openai_serving_completion.create_completion
         if interventions:
             model = InterveningCompletionRequest
@@ -399,9 +399,9 @@ class VLLMEngineClient:
                 engine.close_call(call)
 
     async def _call(self, interventions: tuple[Intervention, ...], http: Request, *, streams: bool) -> Call:
-        """Return what carries a request's operations through vLLM; raises ApiError for code that is none."""
+        """Return the call that carries a request's operations; raises ApiError for invalid code."""
         first, *_ = interventions
-        if isinstance(first, Trace):  # which stands alone
+        if isinstance(first, Trace):  # always the only operation
             param = f"{FIELD}.0"
             sandbox_of: str = http.scope[SANDBOX_OF]
             if sandbox_of:
@@ -455,7 +455,7 @@ class VLLMEngineClient:
             raise
         finally:
             await frames.aclose()  # type: ignore[attr-defined]  # vLLM's streams are generators
-            engine.close_call(call)  # another one may serve by now
+            engine.close_call(call)  # the engine of this call: another one may serve by now
 
     async def _frame(self, frame: str, call: Call, num_choices: int, owner: str) -> str:
         chunk = json.loads(frame.removeprefix("data: "))
@@ -491,5 +491,5 @@ class VLLMEngineClient:
 
 
 def _operations(call: Call, choice: int, num_choices: int) -> Sequence[Intervention]:
-    """Return a choice's operations; none of code, which says itself what it did."""
+    """Return a choice's operations; empty for code, which reports its own results."""
     return call.operations(choice, num_choices) if isinstance(call, InterventionCall) else ()

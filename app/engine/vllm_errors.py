@@ -1,4 +1,4 @@
-"""What vLLM raises, as errors of this server."""
+"""Translation of vLLM's exceptions to errors of this server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from app.engine.vllm_refusals import TOO_LARGE, RefusedError, refused
 logger = logging.getLogger(__name__)
 
 _CLIENTS: Final = (VLLMClientError, ValueError, TypeError)
-"""What says that a request is wrong, also to vLLM."""
+"""Exceptions that mean a wrong request, also to vLLM."""
 
 _PROMPT: Final = "prompt"
 
@@ -32,10 +32,10 @@ def engine_dead() -> ApiError:
 
 
 def reason_of(error: Exception) -> Exception:
-    """Return what vLLM has refused, where it says no more than that it could not generate.
+    """Return the cause of an error in which vLLM says only that it could not generate.
 
-    A number or a text that cannot be written for the engine's process comes so, and a computation with the
-    request's own numbers that goes beyond what there is.
+    Numbers or texts that cannot be serialized for the engine's process arrive this way, and so do arithmetic
+    overflows in computations with the request's own numbers.
     """
     reason = error.__cause__ if isinstance(error, EngineGenerateError) else error
     if isinstance(reason, ArithmeticError):
@@ -46,7 +46,7 @@ def reason_of(error: Exception) -> Exception:
 
 @contextlib.contextmanager
 def said_dead() -> Iterator[None]:
-    """Raise ``engine_dead`` where vLLM says in the block that its engine has died."""
+    """Raise ``engine_dead`` where vLLM raises ``EngineDeadError`` in the block."""
     try:
         yield
     except EngineDeadError as error:
@@ -54,7 +54,7 @@ def said_dead() -> Iterator[None]:
 
 
 def word_streams(serving: Any) -> None:
-    """Have streams of a serving class of vLLM's raise what vLLM would tell in an event of its own."""
+    """Make the streams of a vLLM serving class raise the errors that vLLM would send as an event."""
 
     def create(message: str | Exception, *_args: Any, **_kwargs: Any) -> str:
         if isinstance(message, str):
@@ -65,25 +65,25 @@ def word_streams(serving: Any) -> None:
 
 
 def raised(error: Exception) -> ApiError | RefusedError:
-    """Return what vLLM has raised while it served a request: an error of ours, or a refusal."""
+    """Return an exception that vLLM raised while it served a request, as an error of ours or as a refusal."""
     for one in (error, error.__cause__):
         if isinstance(one, ApiError):
             return one
         if isinstance(one, EngineDeadError):
             return engine_dead()
     refusal = RefusedError.of(reason_of(error))
-    # What it says may quote the request.
+    # Only the type is logged: the message may quote the request.
     log = logger.error if refusal.status == HTTPStatus.INTERNAL_SERVER_ERROR else logger.info
     log("vLLM refused a request with %s", type(error).__name__)
     return refusal
 
 
 def translated(error: Exception, field: str, given: Mapping[str, Any]) -> ApiError | None:
-    """Return an error of vLLM's about a request of a trace as ours; None if it is a fault and no refusal.
+    """Return vLLM's error about a request of a trace as ours; None if it is a fault, not a refusal.
 
     Args:
-        error: What was raised.
-        field: Where the request stands in the trace.
+        error: The exception.
+        field: The request's path in the trace.
         given: Its sampling parameters.
     """
     if isinstance(error, ApiError):

@@ -1,9 +1,9 @@
-"""Every option of vLLM's ``serve``: what takes it, or why it is refused.
+"""Every option of vLLM's ``serve``, with its handler or the reason for refusing it.
 
-vLLM's parser knows options of its own HTTP server, which is not the one that runs here, and options whose
-routes are not here. Accepted and ignored, ``--api-key`` would leave a server open that its operator takes for
-closed. So an option is passed on, done by us, or refused by name with what to do instead; one that is in none
-of these tables is refused too, and a test says so when a new version of vLLM brings it.
+vLLM's parser knows options of its own HTTP server, which does not run here, and options of routes that do
+not exist here. Accepted and ignored, ``--api-key`` would leave a server open that its operator believes
+closed. So each option is passed to the engine, handled here, or refused by name with an alternative. An
+option that is in none of these tables is refused too, and a test fails when a new version of vLLM adds one.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ TO_ENGINE: Final = frozenset(
         "worker_extension_cls",
     ]
 )
-"""Arguments of the engine: ``AsyncEngineArgs`` takes them, and ``check_supported`` refuses some of them."""
+"""Arguments of the engine: ``AsyncEngineArgs`` takes them; ``check_supported`` refuses some of them."""
 
 DONE: Final = frozenset(
     [
@@ -268,7 +268,7 @@ DONE: Final = frozenset(
         "trust_request_mm_kwargs",
     ]
 )
-"""What the parser, the command line and vLLM's serving classes, which answer here too, do with them."""
+"""Options handled by the parser, the command line and vLLM's serving classes, which answer here too."""
 
 _PROXY: Final = "put a proxy in front that does it (docs/deploying.md)"
 _NO_ROUTE: Final = "the routes that it is for are not served here"
@@ -382,20 +382,20 @@ REFUSED: Final[Mapping[str, str]] = types.MappingProxyType(
         ),
     }
 )
-"""What to do instead, by the name of the argument."""
+"""The alternative to each refused option, by the argument's name."""
 
 
 _MAY_ASK_FOR_NOTHING: Final = frozenset(
     {"api_server_count", "data_parallel_size", "data_parallel_size_local", "nnodes", "node_rank"}
 )
-"""Options with a number, of which one asks for what there is anyway."""
+"""Numeric options for which 1 changes nothing."""
 
 
 def refuse_named(options: Sequence[str]) -> None:
-    """Refuse options by their names alone, before vLLM, which parses the rest, is imported.
+    """Refuse options by their names alone, before the import of vLLM, which parses the others.
 
     Raises:
-        UnsupportedOptionError: One of them would be ignored, or the variable ``VLLM_API_KEY`` is set.
+        UnsupportedOptionError: An option would be ignored, or the variable ``VLLM_API_KEY`` is set.
     """
     for option in options:
         flag = option.partition("=")[0].replace("_", "-")
@@ -412,11 +412,11 @@ def refuse_ignored(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
     """Refuse options that would be accepted and have no effect.
 
     Args:
-        args: What was parsed.
-        parser: What it was parsed by; an option that has its default was not asked for.
+        args: The parsed arguments.
+        parser: The parser; an option that has its default counts as not given.
 
     Raises:
-        UnsupportedOptionError: One was given, in a file also, or the variable ``VLLM_API_KEY``.
+        UnsupportedOptionError: One was given, also in a config file, or the variable ``VLLM_API_KEY`` is set.
     """
     refuse_named(())
     for action in parser._actions:  # noqa: SLF001 - has no public name
@@ -431,7 +431,7 @@ def refuse_ignored(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
 
 
 def _is_given(value: Any, action: argparse.Action) -> bool:
-    """Tell whether a value asks for anything: ``--no-enable-lora`` does not, whose default is None."""
+    """Return whether a value asks for anything; ``--no-enable-lora``, whose default is None, does not."""
     return value != action.default and bool(value or action.default)
 
 

@@ -1,8 +1,9 @@
-"""What vLLM refuses of OpenAI's fields, as errors of this server.
+"""vLLM's refusals of OpenAI's fields, as errors of this server.
 
-vLLM says what it refuses as an exception, as pydantic's list, or as an answer whose ``code`` is the status.
-Each becomes a ``RefusedError`` where it is met, and an ``ApiError`` where the body is known. One rule words
-all of them: vLLM's sentence, the value in the body, the next step. ``_KINDS`` has what it cannot know.
+vLLM reports a refusal as an exception, as pydantic's list of problems, or as an answer whose ``code`` is the
+HTTP status. Each becomes a ``RefusedError`` where it occurs, and an ``ApiError`` where the body is known. One
+rule builds every message: vLLM's sentence, the value in the body, the next step. ``_KINDS`` adds the facts
+that this rule cannot derive.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ _MAX_PROBLEMS: Final = 3
 _MANY: Final = 256
 
 _EXTRAS: Final = re.compile(r" \((?:parameter|value)=.*\)$|: \{'json':.*$", re.DOTALL)
-"""What vLLM's errors add to their text: their arguments, or all fields of an object."""
+"""What vLLM's errors append to their text: their arguments, or all fields of an object."""
 
 _FRACTION: Final = (", got a number with a fractional part", " without a fraction")
-"""Pydantic's words, which are said in place of the value."""
+"""A phrase of pydantic's and its replacement."""
 
 TOO_LARGE: Final = "A number of this request is too large, or too small, to compute with"
-"""What a number is said to be that the engine cannot be sent, wherever in the body it stands."""
+"""The message for a number that cannot be sent to the engine, wherever in the body it is."""
 
 _BITS: Final = 63
 _WORD: Final = re.compile(r"`?\w[\w.]*`?")
@@ -42,18 +43,18 @@ _INPUT: Final = ("messages", "prompt", "tokens")
 _GRAMMAR: Final = ("structured_outputs", "response_format")
 _EXTRA: Final = ("vllm_xargs", "kv_transfer_params", "ec_transfer_params")
 _INSTEAD: Final = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}
-"""By the name of a sampling parameter: the field of chat completions that sets it, where a body has it."""
+"""Maps a sampling parameter to the field of chat completions that sets it, if the body has that field."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a kind of refusal is about.
+    """A kind of refusal.
 
     Attributes:
-        pattern: What its text has.
-        params: The fields that it may be about where vLLM names none: the first that the body has.
-        step: What to do; None for the general step, empty where the text says it.
-        code: The error's.
+        pattern: A regular expression that its text matches.
+        params: Candidate fields where vLLM names none; the first that the body has is reported.
+        step: The next step; None for the general one, empty where the text contains it.
+        code: The error code.
     """
 
     pattern: str
@@ -92,22 +93,21 @@ _KINDS: Final = (
     _Kind(r"grammar|structured output|structural_tag|json_schema", _GRAMMAR),
     _Kind(r"[Tt]emplate|[Cc]onversation roles|\b[Mm]essages?\b", _INPUT),
 )
-"""Looked at in this order; the first whose pattern the text has."""
+"""In order of precedence: the first whose pattern matches applies."""
 
 _OTHER: Final = _Kind("")
 
 
 class RefusedError(Exception):
-    """A request that vLLM refuses, before its body is looked at again.
+    """A refusal by vLLM that is not yet related to the request's body.
 
     Attributes:
-        text: vLLM's.
-        param: What vLLM names, which may be no field; None for nothing.
+        text: vLLM's message.
+        param: The parameter that vLLM names, which may not be a field; None if it names none.
         status: The HTTP status of vLLM's own server.
     """
 
     def __init__(self, text: str, param: str | None = None, status: int = 400) -> None:
-        """Keep the parts."""
         super().__init__(text)
         self.text = text
         self.param = param
@@ -115,12 +115,12 @@ class RefusedError(Exception):
 
     @classmethod
     def of_answer(cls, answer: ErrorResponse) -> RefusedError:
-        """Return an error that vLLM answers with."""
+        """Return the error for an error answer of vLLM's."""
         return cls(answer.error.message, answer.error.param, int(answer.error.code))
 
     @classmethod
     def of(cls, error: Exception) -> RefusedError:
-        """Return what vLLM's own server would say of an exception."""
+        """Return the error that vLLM's own server would answer for an exception."""
         return cls.of_answer(create_error_response(error))
 
 
@@ -129,8 +129,8 @@ def refusals(body: Mapping[str, Any], fields: Sequence[str]) -> Iterator[None]:
     """Raise ApiError where vLLM refuses a body in the block.
 
     Args:
-        body: The request's.
-        fields: What vLLM's model of it has.
+        body: The request's JSON.
+        fields: The fields of vLLM's model of it.
     """
     try:
         yield
@@ -139,7 +139,7 @@ def refusals(body: Mapping[str, Any], fields: Sequence[str]) -> Iterator[None]:
 
 
 def refused(error: RefusedError, body: Mapping[str, Any], fields: Sequence[str]) -> ApiError:
-    """Return a refusal of vLLM's as ours; see ``refusals``."""
+    """Return a refusal of vLLM's as an error of ours; see ``refusals``."""
     if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
         return ApiError(ErrorCode.QUEUE_FULL, f"{_sentence(error.text)}; send this again later.")
     if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR and error.status != HTTPStatus.NOT_IMPLEMENTED:
@@ -151,9 +151,9 @@ def refused(error: RefusedError, body: Mapping[str, Any], fields: Sequence[str])
 
 
 def invalid(problems: Sequence[ErrorDetails], body: Mapping[str, Any], fields: Sequence[str]) -> ApiError:
-    """Return what pydantic found wrong with a body as one error, about the first field that is wrong.
+    """Return pydantic's problems with a body as one error, about the first invalid field.
 
-    Of a field that may be of several types it tells what each of them lacks, at the deepest place.
+    For a field of a union type the message lists the problem of each type, at the deepest path.
     """
     placed = [(_place(one, body), one["msg"]) for one in problems[:_MANY]]
     top = placed[0][0][:1]
@@ -197,14 +197,14 @@ def _step(param: str | None, body: Mapping[str, Any]) -> str:
 def _param(
     kind: _Kind, named: str | None, text: str, body: Mapping[str, Any], fields: Sequence[str]
 ) -> str | None:
-    """Return the field that a refusal is about, as a path; None if nothing says so."""
+    """Return the path of the field that a refusal is about; None if unknown."""
     if named is not None and named.partition(".")[0] in fields:
         param: str | None = named
     elif text.startswith(TOO_LARGE):
         param = next((name for name in fields if _is_huge(body.get(name))), None)
     elif kind.params:
         param = _first(kind.params, body, fields)
-    elif named is not None:  # a part of what the model reads: an image, a text, its ids
+    elif named is not None:  # a part of the prompt: an image, a text, its token ids
         param = _first(_INPUT, body, fields)
     else:
         param = _mentioned(text, fields)
@@ -213,7 +213,7 @@ def _param(
 
 
 def _is_huge(value: object) -> bool:
-    """Tell whether something in a value is an integer that machines have no type for."""
+    """Return whether a value contains an integer that does not fit into a signed 64-bit type."""
     if isinstance(value, int):
         return value.bit_length() > _BITS
     if isinstance(value, Mapping):
@@ -222,14 +222,14 @@ def _is_huge(value: object) -> bool:
 
 
 def _first(names: Sequence[str], body: Mapping[str, Any], fields: Sequence[str]) -> str | None:
-    """Return the first of some fields that the body has, or that it may have."""
+    """Return the first of some fields that the body has, else the first that it may have."""
     return next((name for name in names if body.get(name) is not None and name in fields), None) or next(
         (name for name in names if name in fields), None
     )
 
 
 def _mentioned(text: str, fields: Sequence[str]) -> str | None:
-    """Return the first field in quotes, else one that the text begins with or that is no plain word."""
+    """Return the first field in backquotes, else one that begins the text or has an underscore."""
     words = [one[0] for one in _WORD.finditer(text)]
     quoted = (one.strip("`").partition(".")[0] for one in words if one.startswith("`"))
     plain = (one for index, one in enumerate(words) if not index or "_" in one)
@@ -241,7 +241,7 @@ def _sets(value: object) -> bool:
 
 
 def _found(body: Mapping[str, Any], param: str) -> tuple[Any, ...]:
-    """Return what stands in a body at a path, if anything does."""
+    """Return the value at a path in a body as a tuple of one; empty if there is none."""
     value: Any = body
     for part in param.split("."):
         if isinstance(value, Mapping) and part in value:
@@ -254,7 +254,7 @@ def _found(body: Mapping[str, Any], param: str) -> tuple[Any, ...]:
 
 
 def _sentence(text: str) -> str:
-    """Return vLLM's text as the beginning of a sentence: without what it adds, its end and its length."""
+    """Return vLLM's text, clipped, without appended arguments and final punctuation."""
     plain = " ".join(_EXTRAS.sub("", text).split()).rstrip(".!;, ")
     return clip(plain) if not plain else plain[:_MAX_TEXT]
 

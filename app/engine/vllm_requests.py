@@ -1,8 +1,8 @@
-"""A client's body as one of vLLM's request models, or an error on why it is none.
+"""Validation of a client's body as one of vLLM's request models.
 
-vLLM's models check more than their fields: validators run on the raw body before any field is looked at.
-What those refuse comes through pydantic as it is raised, and they trip over types that they do not expect.
-Whatever goes wrong in here is the client's mistake: nothing but the body is looked at.
+vLLM's models validate more than their fields: validators run on the raw body before any field is validated.
+Their exceptions pass through pydantic unchanged, and they fail on types that they do not expect.
+Any exception raised here is the client's mistake, since only the body is read.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ async def read_request(model: type[BaseModel], body: JsonObject, *, in_thread: b
     """Return a body as vLLM's request.
 
     Args:
-        model: vLLM's.
-        body: The JSON; vLLM may change it.
-        in_thread: Validate in a thread, because that may take long.
+        model: vLLM's request model.
+        body: The JSON; vLLM may modify it.
+        in_thread: Whether to validate in a thread, because validation may take long.
 
     Raises:
-        ApiError: It is none, or vLLM would take it, and fail.
+        ApiError: The body is invalid, or vLLM would accept it and fail later.
     """
     given, fields = dict(body), [*model.model_fields]
     try:
@@ -42,7 +42,7 @@ async def read_request(model: type[BaseModel], body: JsonObject, *, in_thread: b
         except (ValidationError, VLLMClientError):
             raise
         except Exception as error:
-            _fields_of(model).model_validate(body)  # says which field has a wrong type, if one has
+            _fields_of(model).model_validate(body)  # raises for a field of a wrong type, if there is one
             raise VLLMValidationError(
                 f"A field of this request cannot be read ({type(error).__name__}: {error})"
             ) from error
@@ -55,7 +55,7 @@ async def read_request(model: type[BaseModel], body: JsonObject, *, in_thread: b
 
 
 def _check(request: Any) -> None:
-    """Raise ApiError for what vLLM takes and trips over later."""
+    """Raise ApiError for requests that vLLM accepts and fails on later."""
     named = _TRANSFERS & set(getattr(request, "vllm_xargs", None) or ())
     if named:
         name = min(named)
@@ -77,17 +77,17 @@ def _check(request: Any) -> None:
 async def begun(
     frames: AsyncGenerator[str, None], body: JsonObject, fields: Sequence[str]
 ) -> AsyncIterator[str]:
-    """Return a stream of vLLM's whose first event is there.
+    """Return vLLM's stream once its first event has arrived.
 
-    vLLM looks at much of a request only when its stream begins.
+    vLLM validates much of a request only when its stream begins.
 
     Args:
-        frames: vLLM's.
-        body: The request's.
-        fields: What vLLM's model of it has.
+        frames: vLLM's stream.
+        body: The request's JSON.
+        fields: The fields of vLLM's model of it.
 
     Raises:
-        ApiError: It is refused, as the whole answer would have been too.
+        ApiError: The request is refused, as it would have been without streaming.
     """
     try:
         with refusals(body, fields):
@@ -99,7 +99,11 @@ async def begun(
 
 
 class _Begun:
-    """A stream whose first event was taken; no generator, which would not close one that it never began."""
+    """A stream whose first event was read.
+
+    It is not a generator: closing a generator that never started would not run its ``finally``, and the rest
+    of the stream would stay open.
+    """
 
     def __init__(
         self, first: str | None, rest: AsyncGenerator[str, None], body: JsonObject, fields: Sequence[str]
@@ -123,7 +127,7 @@ class _Begun:
 
 @functools.cache
 def _fields_of(model: type[BaseModel]) -> type[BaseModel]:
-    """Return a model of the same fields without its validators."""
+    """Return a model with the same fields and without the validators."""
     fields: dict[str, Any] = {name: (field.annotation, field) for name, field in model.model_fields.items()}
     return create_model(model.__name__, __config__=ConfigDict(extra="allow"), **fields)
 

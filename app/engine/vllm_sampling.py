@@ -1,7 +1,7 @@
-"""A client's sampling parameters, checked before vLLM gets them.
+"""Validation of a client's sampling parameters before vLLM receives them.
 
-vLLM checks their values and, where they do not come through its own HTTP models, not their types; and what
-cannot be written for the engine's process is only noticed on the way there.
+vLLM validates their values but, outside its own HTTP models, not their types; and values that cannot be
+serialized for the engine's process fail only on the way there.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from nnsight_engine.vllm_backend.sender_usage import SENDER_KEY
 from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 
 _DERIVED: Final = frozenset({"skip_clone", "output_text_buffer_length", "skip_reading_prefix_cache"})
-"""What vLLM or we set; they come with parameters that were made on the other side."""
+"""Fields set by vLLM or by us; a client's SamplingParams object includes them."""
 
 _RESERVED: Final = frozenset({PLAN_KEY, SENDER_KEY, TRACE_KEY, TICKET_KEY})
 _PLACE: Final = re.compile(r"`\$([^`]*)`")
-"""Where msgspec found something wrong."""
+"""The path in msgspec's messages."""
 
 _Scalar = str | int | float | bool
 _EXTRA: Final = dict[str, _Scalar | list[_Scalar] | None]
@@ -37,11 +37,11 @@ def sampling_params(given: Mapping[str, Any], field: str) -> SamplingParams:
     """Return a request's sampling parameters.
 
     Args:
-        given: By name.
-        field: Where they stand in the request, for messages.
+        given: The parameters by name.
+        field: The path of the request in the body, for messages.
 
     Raises:
-        ApiError: There is no such parameter, or it has a wrong type or value.
+        ApiError: A parameter is unknown, or has a wrong type or value.
     """
     named = {name: value for name, value in given.items() if not (name in _DERIVED or name.startswith("_"))}
     unknown = named.keys() - set(SamplingParams.__struct_fields__)
@@ -58,7 +58,7 @@ def sampling_params(given: Mapping[str, Any], field: str) -> SamplingParams:
         named["structured_outputs"] = own
     try:
         _check_extra(named.get("extra_args"), field)
-        msgspec.msgpack.encode(named)  # what this refuses would fail on the way to the engine
+        msgspec.msgpack.encode(named)  # values that this refuses would fail on the way to the engine
         params: SamplingParams = msgspec.convert(named, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
         place = _PLACE.search(str(error))
@@ -72,7 +72,7 @@ def sampling_params(given: Mapping[str, Any], field: str) -> SamplingParams:
 
 
 def _check_extra(extra: Any, field: str) -> None:
-    """Raise for extra arguments that are none, or that are ours."""
+    """Raise for extra arguments of a wrong type or with a reserved name."""
     if extra is None:
         return
     reserved = msgspec.convert(extra, _EXTRA).keys() & _RESERVED

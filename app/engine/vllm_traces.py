@@ -1,8 +1,8 @@
 """Traces on vLLM: one request for each invoke, whose blocks run in the engine's workers.
 
-What a client sends reaches the workers unread, and so does what comes of it on the way back: no code of a
-client's ever runs in this process, and big values are not taken apart. However a trace ends, its requests are
-ended with it, and the workers forget it.
+The client's payload reaches the workers unread, and so do the results on the way back: no client code ever
+runs in this process, and large values are not decoded. However a trace ends, its requests are aborted
+with it, and the workers release its state.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ logger = logging.getLogger(__name__)
 
 _NO_SANDBOX: Final = "all sandboxes are at work, or all that one tenant may have"
 _MAX_EDITS: Final = 64
-"""Edits beside one block; each has a thread."""
+"""Maximum number of edits beside one block; each has a thread."""
 
 
 class VLLMTraceEngine:
     """Runs traces in vLLM's workers.
 
     Args:
-        engine: Gives the engine; raises ApiError while there is none.
+        engine: Returns the engine; raises ApiError while there is none.
         settings: The server's.
-        sandboxes: Places of traces that have a process to themselves.
+        sandboxes: Slots for traces that run in a process of their own.
     """
 
     name = "vllm"
@@ -61,7 +61,6 @@ class VLLMTraceEngine:
     def __init__(
         self, engine: Callable[[], InterventionAsyncLLM], settings: Settings, sandboxes: SlotPool
     ) -> None:
-        """Wait for traces."""
         self._engine = engine
         self._settings = settings
         self._sandboxes = sandboxes
@@ -88,7 +87,7 @@ class VLLMTraceEngine:
                     yield frame
 
     async def _run(self, trace: _Trace) -> AsyncGenerator[Frame, None]:
-        """Run a trace that has its place."""
+        """Run a trace that holds its slot."""
         run = _Run(self._engine(), trace)
         try:
             async with contextlib.aclosing(run.frames()) as frames:
@@ -105,7 +104,7 @@ class VLLMTraceEngine:
 
 
 def check_head(head: TraceHead) -> None:
-    """Raise ApiError for a head that is of no trace for vLLM, before anything is made of it."""
+    """Raise ApiError for a head that does not describe a trace for vLLM, before anything is built from it."""
     if head.kind != "trace":
         message = f"A {head.kind} does not run in vLLM's workers; the traces in it do."
         raise ApiError(ErrorCode.UNSUPPORTED_COMBINATION, message, "kind")
@@ -122,7 +121,7 @@ def check_head(head: TraceHead) -> None:
             raise ApiError(ErrorCode.INVALID_VALUE, message, f"invokes.{index}.edits")
     try:
         msgspec.msgpack.encode([head.groups, head.wanted, [invoke.prompt for invoke in head.invokes]])
-    except (ValueError, OverflowError) as error:  # as it would fail on the way to the engine
+    except (ValueError, OverflowError) as error:  # would otherwise fail on the way to the engine
         raise ApiError(ErrorCode.INVALID_TRACE, f"The trace's head is broken: {error}.") from error
 
 
@@ -130,15 +129,16 @@ class _Trace:
     """A client's trace as requests for vLLM.
 
     Attributes:
-        key: What the workers know it by.
-        streams: Whether the client is told of outputs as they come.
+        key: The trace's id in the workers.
+        streams: Whether the client receives outputs as they are produced.
         prompts: One for each request.
-        params: Likewise.
-        held: The blocks, if they go to the workers ahead of several requests and not with the only one.
+        params: The sampling parameters, one for each request.
+        held: The blocks, if they are sent to the workers ahead of several requests; None if they travel with
+            the only request.
     """
 
     def __init__(self, request: TraceRequest, job_id: str, settings: Settings) -> None:
-        """Make them; raises ApiError for what vLLM has no use for, and for more than the settings allow."""
+        """Build the requests; raises ApiError for what vLLM cannot use and for exceeded limits."""
         head = request.head
         self.key, self.streams = job_id, head.streams
         self.params = [
@@ -182,16 +182,16 @@ class _Trace:
 
     @property
     def request_ids(self) -> list[str]:
-        """What vLLM calls the requests."""
+        """The requests' ids in vLLM."""
         return [f"{self.key}-{index}" for index in range(len(self.params))]
 
 
 class _Run:
-    """A trace while it runs.
+    """A running trace.
 
     Attributes:
-        field: What of the client's message failed, if something did.
-        given: The sampling parameters of the request that it is.
+        field: The path, in the client's message, of the request that failed.
+        given: That request's sampling parameters.
     """
 
     def __init__(self, engine: InterventionAsyncLLM, trace: _Trace) -> None:
@@ -205,7 +205,7 @@ class _Run:
         self.given: dict[str, Any] = {}
 
     async def frames(self) -> AsyncGenerator[Frame, None]:
-        """Run it and yield what is to be told."""
+        """Run the trace and yield the frames for its client."""
         trace, engine = self._trace, self._engine
         starts = [functools.partial(self._request, index) for index in range(len(trace.params))]
         is_over = False
@@ -229,11 +229,11 @@ class _Run:
             yield Frame(FrameKind.RESULT, finished.data)
         finally:
             if not is_over:
-                # Also if the caller is being cancelled: what runs in the engine must end.
+                # Also if the caller is being cancelled: the trace's requests in the engine must be aborted.
                 await asyncio.shield(asyncio.ensure_future(engine.forget_trace(trace.key, trace.request_ids)))
 
     def _told(self, event: Begun | TraceEvent | Output) -> Iterator[Frame]:
-        """Yield what a client is told of an event."""
+        """Yield the frames that an event makes for the client."""
         if isinstance(event, Begun):
             yield event_frame(JobStatus.RUNNING, engine=VLLMTraceEngine.name)
         elif isinstance(event, TraceEvent):
