@@ -1,1 +1,1 @@
-"""Blocks of Python beside requests in vLLM's worker: threads, rows, steps, and the way there and back."""
+"""Python traces of requests in the vLLM worker: block threads, row slicing, steps, transport of results."""

@@ -1,10 +1,10 @@
-"""What a block has newly saved, step by step, for those who watch it while it runs.
+"""Deltas of a block's saved values, step by step, for clients that stream them while the block runs.
 
-A block that appends to a saved list for a thousand tokens would be costly to send whole a thousand times. So
-what is told after a step is what changed: a value that is new or another one, and the items that a list grew
-by. Items changed in place, things deep inside others, objects whose own code would have to run to write them,
-and what the wire's limits refuse show at the end, when everything is collected. Whoever is told puts it
-together again, see ``remote_backend.saves_so_far``.
+Sending a list that grows over a thousand tokens in full after each of a thousand steps would be costly. So
+the message after a step has only the changes: values that are new or replaced, and items appended to a list.
+Some changes appear only in the collected result at the end: items changed in place, changes deep inside other
+objects, objects whose serialization would run their own code, and values beyond the limits of the
+serialization. The client reassembles the values, see ``remote_backend.saved_deltas``.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ _SCALARS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, 
 _CONTAINERS: Final = frozenset({list, tuple, dict, set})
 _MAX_DEPTH: Final = 8
 _MAX_BYTES: Final = 64 * 2**20
-"""Of a tensor; a larger one is not worth the step's time."""
+"""Limit for a tensor; sending a larger one is not worth the time of the step."""
 
 
 class Deltas:
-    """Remembers what was told of one block's saves."""
+    """Tracks which of one block's saved values have been sent."""
 
     def __init__(self) -> None:
-        """Start with nothing told."""
         self._told: dict[str, tuple[Any, Any]] = {}
         self._refused: dict[str, Any] = {}
 
     def of(self, saves: Mapping[str, Any]) -> bytes | None:
-        """Return what changed since the last call as bytes, None if nothing did."""
+        """Return the changes since the last call, encoded; None if there are none."""
         whole: dict[str, Any] = {}
         grown: dict[str, list[Any]] = {}
         for name, value in saves.items():
@@ -57,7 +56,7 @@ class Deltas:
             return data
         bad = [name for name, value in whole.items() if _encoded({name: value}, {}) is None]
         bad += [name for name, items in grown.items() if _encoded({}, {name: items}) is None]
-        if not bad:  # each fits and all together do not
+        if not bad:  # each value fits into a message, but not all of them together
             bad = [*whole, *grown]
         for name in bad:
             self._refuse(name, saves[name], is_whole=name in whole)
@@ -65,7 +64,11 @@ class Deltas:
         return _encoded(whole, grown) if whole or grown else None
 
     def _refuse(self, name: str, value: Any, *, is_whole: bool) -> None:
-        """Forget that something was told; a list whose items were not goes whole, or not before the end."""
+        """Mark a value that could not be encoded as not sent.
+
+        A list that grew is sent whole at the next change; another value only in the collected result, unless
+        it is replaced.
+        """
         del self._told[name]
         if is_whole:
             self._refused[name] = value
@@ -74,13 +77,13 @@ class Deltas:
 def _encoded(whole: Mapping[str, Any], grown: Mapping[str, Any]) -> bytes | None:
     try:
         return encode({"whole": whole, "grown": grown})
-    except EncodeError:  # too much of it; reported when everything is collected
+    except EncodeError:  # beyond the limits; reported when the trace is collected
         logger.debug("something saved cannot be sent", exc_info=True)
         return None
 
 
 def _is_plain(value: Any, depth: int = _MAX_DEPTH) -> bool:
-    """Tell whether writing a value runs no code but ours."""
+    """Return whether serializing a value runs no code other than this project's."""
     kind = type(value)
     if kind in _CONTAINERS:
         items = [*value, *value.values()] if kind is dict else value
@@ -95,8 +98,8 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _mark(value: Any) -> Any:
-    """Return what changes when a value does, as far as that is cheap to see."""
-    kind = type(value)  # and not what it says it is
+    """Return a token that changes when a value does, as far as that is cheap to detect."""
+    kind = type(value)  # not `isinstance`, which `__class__` can deceive
     if kind is torch.Tensor:
         return None if value.is_inference() else value._version  # noqa: SLF001 - has no public name
     if kind is list or kind is set:

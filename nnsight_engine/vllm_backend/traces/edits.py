@@ -1,9 +1,9 @@
-"""Edits in the engine: blocks that run beside the blocks of requests that choose them.
+"""Edits in the engine: blocks that run beside the blocks of the requests that select them.
 
-An edit is kept as the bytes it came as, and read anew for each request that chooses it, so that no request
-ever sees what another has made of its variables. It runs before the request's own block, once for every step,
-on the request's rows. Named ones stay in the worker until they are removed; one without a name comes with the
-request.
+An edit is stored as encoded bytes and decoded anew for each request that selects it, so that no request sees
+changes that another request made to the edit's variables. It runs before the request's own block, once per
+step, on the request's rows. Named edits stay in the worker until they are removed; an edit without a name
+arrives with its request.
 """
 
 from __future__ import annotations
@@ -30,35 +30,34 @@ if TYPE_CHECKING:
 
 
 def digest_of(data: bytes) -> str:
-    """Return what tells one edit's block from another's."""
+    """Return the SHA-256 digest that identifies an edit's block."""
     return hashlib.sha256(data).hexdigest()
 
 
 class KeptEdits:
-    """The edits that a worker keeps, by name.
+    """The edits that a worker stores, by name.
 
     Args:
-        max_edits: How many there may be.
-        max_bytes: What they may have together.
+        max_edits: Limit for their number.
+        max_bytes: Limit for their total size.
     """
 
     def __init__(self, max_edits: int, max_bytes: int) -> None:
-        """Start without any."""
         self._max_edits = max_edits
         self._max_bytes = max_bytes
         self._data: dict[str, bytes] = {}
 
     @property
     def num_kept(self) -> int:
-        """How many there are."""
+        """The number of stored edits."""
         return len(self._data)
 
     def keep(self, name: str, data: bytes, model: WorkerModel, threads: Threads) -> None:
-        """Keep an edit, once it has been read without an error.
+        """Store an edit after it has been decoded without an error.
 
         Raises:
-            EditLimitError: There are too many, or too large ones.
-            DecodeError: It cannot be read.
+            EditLimitError: The number or the total size of the stored edits would exceed its limit.
+            DecodeError: The edit cannot be decoded.
         """
         others = {other: kept for other, kept in self._data.items() if other != name}
         num_bytes = sum(map(len, others.values())) + len(data)
@@ -68,7 +67,7 @@ class KeptEdits:
         self._data[name] = data
 
     def remove(self, name: str) -> None:
-        """Forget an edit; requests that run it go on."""
+        """Remove an edit; requests that already run it continue to."""
         self._data.pop(name, None)
 
     def mediators(
@@ -80,18 +79,18 @@ class KeptEdits:
         enter: Callable[[], None],
         policy: Policy = TRUSTED,
     ) -> list[ThreadMediator]:
-        """Return what runs the edits that a request chose, in order.
+        """Return the mediators of the edits that a request selected, in order.
 
         Args:
             entry: The request.
-            choice: Which of its ``n``.
-            model: What ``model`` is in the edits.
-            threads: What they run on.
-            enter: Called on each one's thread before it runs.
-            policy: What they may do.
+            choice: Which of its ``n`` choices.
+            model: The object that ``model`` refers to in the edits.
+            threads: The threads on which the edits run.
+            enter: Called on each edit's thread before it runs.
+            policy: The policy under which the edits are decoded and run.
 
         Raises:
-            UnknownEditError: One of them is not here.
+            UnknownEditError: The worker does not have one of the edits.
         """
         made: list[ThreadMediator] = []
         for number, chosen in enumerate(entry.edits):
@@ -104,10 +103,10 @@ class KeptEdits:
         return made
 
     def filled_in(self, entry: TraceEntry) -> TraceEntry:
-        """Return a request that brings all edits it chose, those that are kept here too.
+        """Return the request with the encoded bytes of all edits it selected, including those stored here.
 
         Raises:
-            UnknownEditError: One of them is not here.
+            UnknownEditError: The worker does not have one of the edits.
         """
         if not entry.edits:
             return entry
@@ -134,11 +133,11 @@ def _read(data: bytes, model: WorkerModel, policy: Policy = TRUSTED) -> Info:
 def _every_step(
     function: Callable[[], Any], model: WorkerModel, enter: Callable[[], None]
 ) -> Callable[[], None]:
-    """Return a function that runs an edit's block once for each step."""
+    """Return a function that runs an edit's block once per step."""
 
     def run() -> None:
         enter()
-        SAVES.enter()  # values have a `save` in any trace; the marks end with the thread
+        SAVES.enter()  # so that values have a `save` method; the marks are dropped with the thread
         for _ in IteratorTracer(slice(None), model.interleaver):
             function()
 

@@ -1,16 +1,16 @@
-"""What can go wrong with a block in the serving engine, and only there."""
+"""Errors of blocks that occur only in the serving engine."""
 
 from __future__ import annotations
 
 
 class EditLimitError(RuntimeError):
-    """The engine keeps as many edits as it may."""
+    """The engine already stores the maximum number or size of edits."""
 
     @classmethod
     def over(
         cls, name: str, num_edits: int, max_edits: int, num_bytes: int, max_bytes: int
     ) -> EditLimitError:
-        """There would be too many, or they would have too many bytes."""
+        """Return the error for an edit that would exceed the limit on the number or the size of edits."""
         return cls(
             f"with {name!r} the engine would keep {num_edits} edits of {num_bytes:,} bytes; it takes "
             f"{max_edits} of {max_bytes:,} together. Remove some, model.remove_edit(name), or start it with "
@@ -19,15 +19,15 @@ class EditLimitError(RuntimeError):
 
 
 class UnknownEditError(LookupError):
-    """A request chose an edit that the engine does not have, or has another of that name."""
+    """A request selected an edit that the engine does not have, or whose name now belongs to another edit."""
 
 
 class ChunkedPromptError(RuntimeError):
-    """A prompt was computed in chunks, and what a block wants of it needs the whole at once."""
+    """A prompt was computed in chunks, and the block's access to it needs the whole prompt at once."""
 
     @classmethod
     def reading(cls, provider: str, num_chunks: int) -> ChunkedPromptError:
-        """A second place is read, which the first chunks have passed."""
+        """Return the error for reading a second place, which the first chunks have already passed."""
         return cls(
             f"The prompt was computed in {num_chunks} chunks, so only the first place that a block asks for "
             f"can be gathered whole; `{provider}` was passed by the first chunks before the block asked. "
@@ -36,7 +36,7 @@ class ChunkedPromptError(RuntimeError):
 
     @classmethod
     def writing(cls, provider: str, num_chunks: int) -> ChunkedPromptError:
-        """What is written depends on all of the prompt, whose first chunks are gone."""
+        """Return the error for a write that depends on the whole prompt, whose first chunks have passed."""
         return cls(
             f"The prompt was computed in {num_chunks} chunks, so `{provider}` cannot be changed by what a "
             "block computes from all of it: the first chunks have passed. Assign a value that the block has "
@@ -45,11 +45,11 @@ class ChunkedPromptError(RuntimeError):
 
 
 class TraceBytesError(RuntimeError):
-    """A block holds more of the worker's memory than one request may."""
+    """A block holds more of the worker's memory than one request is allowed to."""
 
     @classmethod
     def holding(cls, saved_bytes: int, kept_bytes: int, max_bytes: int) -> TraceBytesError:
-        """Say how much of what."""
+        """Return the error, with the bytes that are saved and the bytes that are retained for the block."""
         return cls(
             f"The block has saved {saved_bytes} bytes, and {kept_bytes} are kept for what it writes and "
             f"gathers; one request may hold {max_bytes}. Save fewer places or positions (a view such as "
@@ -59,11 +59,11 @@ class TraceBytesError(RuntimeError):
 
 
 class StageError(RuntimeError):
-    """A block asked one pipeline stage for something that only another one has."""
+    """A block requested something of one pipeline stage that only another stage has."""
 
     @classmethod
     def attribute(cls, path: str, name: str, stage: int) -> StageError:
-        """Something of a module that does not travel: a weight, for one."""
+        """Return the error for an attribute of a module that is not sent between stages, such as a weight."""
         return cls(
             f"`{path}.{name}` is on pipeline stage {stage}, and blocks run on the last one: only values and "
             "calls travel between stages. Read what the module takes and returns, or call the module."
@@ -71,7 +71,7 @@ class StageError(RuntimeError):
 
     @classmethod
     def call(cls, path: str, stage: int) -> StageError:
-        """A call of a module while its stage does not listen."""
+        """Return the error for a call of a module while its stage does not accept calls."""
         return cls(
             f"`{path}` cannot be called here: it is on pipeline stage {stage}, which only answers while it "
             "computes its part of a step. Call it after asking for a value of that stage, and before asking "
@@ -80,7 +80,7 @@ class StageError(RuntimeError):
 
     @classmethod
     def spanning(cls, path: str, what: str) -> StageError:
-        """Something that every stage does a part of."""
+        """Return the error for an operation on a module of which every stage runs a part."""
         return cls(
             f"{what} of `{path}` cannot be had with several pipeline stages: each runs a part of it. Ask the "
             "modules inside it."
@@ -88,7 +88,7 @@ class StageError(RuntimeError):
 
     @classmethod
     def value(cls, kind: str, stage: int) -> StageError:
-        """An object that does not travel."""
+        """Return the error for an object that cannot be sent between stages."""
         return cls(
             f"this value, of type {kind}, is on pipeline stage {stage} and does not travel to the last one, "
             "where blocks run: tensors, numbers, strings and containers of them do"
@@ -96,7 +96,7 @@ class StageError(RuntimeError):
 
     @classmethod
     def argument(cls, path: str, what: str) -> StageError:
-        """A module elsewhere is called with something that does not travel."""
+        """Return the error for a call of a remote module with an argument that cannot be sent."""
         return cls(
             f"`{path}` is on another pipeline stage than the blocks, so it is called with tensors, numbers "
             f"and strings, in tuples, lists and dicts; got {what}"
@@ -104,7 +104,7 @@ class StageError(RuntimeError):
 
     @classmethod
     def unlike(cls) -> StageError:
-        """Stages that do not agree on what a step is."""
+        """Return the error for stages that disagree on the requests and rows of a step."""
         return cls(
             "the stages of the pipeline do not agree on whose rows are whose in this step, so the block was "
             "ended; please report this"
@@ -112,11 +112,11 @@ class StageError(RuntimeError):
 
 
 class SpreadModuleError(RuntimeError):
-    """A block asks for something of a module that is spread over tensor-parallel ranks, and cannot be had."""
+    """A block requested a value or operation of a sharded module that tensor parallelism does not allow."""
 
     @classmethod
     def place(cls, provider: str) -> SpreadModuleError:
-        """Nobody knows how the ranks' parts of a value make a whole."""
+        """Return the error for a value of which it is not known how the ranks' parts form the whole."""
         return cls(
             f"With several tensor-parallel ranks `{provider}` cannot be read or written: each rank has a "
             "part of it, and it is not known how the parts make a whole. Take the input or the output of a "
@@ -125,7 +125,7 @@ class SpreadModuleError(RuntimeError):
 
     @classmethod
     def argument(cls, what: str) -> SpreadModuleError:
-        """A module is called with what cannot be sent to the other ranks."""
+        """Return the error for a call of a module with an argument that cannot be sent to the other ranks."""
         return cls(
             "a module that is spread over tensor-parallel ranks is called on all of them, with tensors, "
             f"numbers and strings, in tuples, lists and dicts; got {what}"
@@ -133,7 +133,7 @@ class SpreadModuleError(RuntimeError):
 
     @classmethod
     def direct_call(cls, path: str) -> SpreadModuleError:
-        """A module is called in a way that the other ranks do not hear of."""
+        """Return the error for a call of a module in a way that the other ranks would not take part in."""
         return cls(
             f"With several tensor-parallel ranks `{path}` is called by a block itself, not by a thread that "
             "it started, and without hook=True: all ranks make the call together"
@@ -141,7 +141,7 @@ class SpreadModuleError(RuntimeError):
 
     @classmethod
     def method(cls, path: str, name: str) -> SpreadModuleError:
-        """A method of a module is called that works on a part."""
+        """Return the error for a call of a module's method that works on one rank's part."""
         return cls(
             f"With several tensor-parallel ranks `{path}.{name}()` works on one rank's part. Call the module "
             "instead, or a module around it, or use one rank."
@@ -149,7 +149,7 @@ class SpreadModuleError(RuntimeError):
 
     @classmethod
     def held(cls, path: str, name: str) -> SpreadModuleError:
-        """A tensor of a module's own is a part, and nobody knows of what."""
+        """Return the error for a module's tensor whose sharding over the ranks is not known."""
         return cls(
             f"With several tensor-parallel ranks `{path}.{name}` is one rank's part, and it is not known how "
             "the parts make a whole. Call the module instead, or use one rank."
@@ -157,7 +157,7 @@ class SpreadModuleError(RuntimeError):
 
     @classmethod
     def outside(cls, what: str) -> SpreadModuleError:
-        """Something that all ranks must do together is asked for where they do not listen."""
+        """Return the error for a joint operation of all ranks that is requested while they do not listen."""
         return cls(
             f"`{what}` is spread over tensor-parallel ranks, which take part in what a block does while it "
             "runs; ask for it in the block itself"
@@ -165,11 +165,11 @@ class SpreadModuleError(RuntimeError):
 
 
 class SandboxedError(RuntimeError):
-    """A sandboxed block asked for something that there is only outside of its process."""
+    """A sandboxed block requested something that exists only outside its process."""
 
     @classmethod
     def attribute(cls, path: str, name: str) -> SandboxedError:
-        """Something of a module that stays in the worker: a weight, for one."""
+        """Return the error for an attribute of a module that stays in the worker, such as a weight."""
         return cls(
             f"`{path}.{name}` stays in the engine: sandboxed blocks have the values that modules take and "
             "return, and may call modules, but have none of their weights. Ask the operator for a key of the "
@@ -178,7 +178,7 @@ class SandboxedError(RuntimeError):
 
     @classmethod
     def source(cls, path: str) -> SandboxedError:
-        """Operations inside a module's forward."""
+        """Return the error for access to the operations inside a module's forward."""
         return cls(
             f"The source of `{path}` cannot be had in a sandbox. Ask the modules inside it, or the operator "
             "for a key of the tier 'trusted'."
@@ -186,7 +186,7 @@ class SandboxedError(RuntimeError):
 
     @classmethod
     def value(cls, kind: str) -> SandboxedError:
-        """An object that does not cross."""
+        """Return the error for an object that cannot be sent to the sandbox process."""
         return cls(
             f"this value, of type {kind}, stays in the engine: tensors with rows of the request's own, "
             "numbers and strings cross into a sandbox, and containers of them"
@@ -194,27 +194,27 @@ class SandboxedError(RuntimeError):
 
     @classmethod
     def unshared(cls, reason: str) -> SandboxedError:
-        """A value that cannot be given to one request alone."""
+        """Return the error for a value that cannot be given to a single request."""
         return cls(reason)
 
     @classmethod
     def call(cls, path: str) -> SandboxedError:
-        """A module is called by code that is not the running block's own."""
+        """Return the error for a call of a module by code other than the running block's own."""
         return cls(f"`{path}` is called by the block itself, while it runs")
 
     @classmethod
     def argument(cls, path: str, what: str) -> SandboxedError:
-        """A module is called with something that does not cross."""
+        """Return the error for a call of a module with an argument that cannot be sent to the worker."""
         return cls(f"`{path}` is called with tensors, numbers and strings from a sandbox, got {what}")
 
     @classmethod
     def uncalled(cls, path: str, why: str) -> SandboxedError:
-        """A module that the worker does not call for a stranger, or not with that."""
+        """Return the error for a module call that the worker does not make for untrusted code."""
         return cls(f"`{path}` cannot be called from a sandbox: {why}")
 
     @classmethod
     def costly(cls, path: str, num_rows: int, seconds: float) -> SandboxedError:
-        """Modules are called for longer than one step of the engine allows."""
+        """Return the error for calls of modules that exceed the time that one step of the engine allows."""
         return cls(
             f"`{path}` was called with {num_rows:,} rows from a sandbox, which takes longer than the "
             f"{seconds:g} s that all calls of a trace may take within one step of the engine. Call it with "
@@ -223,12 +223,12 @@ class SandboxedError(RuntimeError):
 
     @classmethod
     def crowded(cls) -> SandboxedError:
-        """More blocks in one trace than the sandbox has room for."""
+        """Return the error for a trace with more blocks than the sandbox process has threads."""
         return cls("the trace has more blocks and edits than a sandbox takes: send it in several traces")
 
     @classmethod
     def spread(cls) -> SandboxedError:
-        """The model is not in one piece."""
+        """Return the error for a model that is distributed over several processes."""
         return cls(
             "sandboxed blocks run where the model is in one process: this server spreads it over several "
             "ranks or stages. Ask the operator for a key of the tier 'trusted'."

@@ -1,10 +1,10 @@
-"""What a traced request holds in the worker's memory, counted so that no block fills it.
+"""Accounting of the worker memory that a traced request holds, so that no block can exhaust it.
 
-Counted are what the block has saved, and what is kept for it: values that are to be written again after a
-preemption, chunks of its prompt, keys for attention patterns. What is kept is known at once. To count what is
-saved is a walk over all of it, so it is done only when the block has been given so much since the last time
-that it could have reached the limit, and once more when it ends. The request looks each time that the model
-goes on.
+Two kinds of memory count: values that the block has saved, and data retained for it (writes to be replayed
+after a preemption, chunks of its prompt, keys for attention patterns). The size of retained data is known
+immediately. Measuring saved values takes a walk over all of them. So it is done only when the block has
+received enough data since the last walk that it could have reached the limit, and once more when the block
+ends. The check runs each time that the model continues.
 """
 
 from __future__ import annotations
@@ -18,25 +18,24 @@ import torch
 from nnsight_engine.vllm_backend.traces.errors import TraceBytesError
 
 CACHES: Final = "caches"
-"""What caches keep is counted as it comes, and comes home as saved values do."""
+"""The account of values in caches: counted on arrival, and part of the result as saved values are."""
 
 _MADE_OF_GIVEN: Final = 4
-"""Bytes that a block is expected to save at most, for each byte that it is given."""
+"""Assumed maximum of bytes that a block saves per byte that it is given."""
 
 
 class MemoryAccount:
-    """The bytes of one request.
+    """The memory account of one request.
 
     Args:
-        max_bytes: Most that it may hold.
-        saved: Gives what the block has saved.
+        max_bytes: Limit for the memory that the request holds.
+        saved: Returns the values that the block has saved.
 
     Attributes:
-        saved_bytes: What that was when it was last walked through.
+        saved_bytes: Size of the saved values at the last walk.
     """
 
     def __init__(self, max_bytes: int, saved: Callable[[], Iterable[Any]]) -> None:
-        """Start with nothing."""
         self._max_bytes = max_bytes
         self._saved = saved
         self._kept_bytes: dict[str, int] = {}
@@ -44,27 +43,30 @@ class MemoryAccount:
         self._given_bytes = 0
 
     def keep(self, what: str, num_bytes: int) -> None:
-        """Count what is kept for the block, more of it or, negative, less."""
+        """Add to the retained bytes of an account; a negative number subtracts."""
         self._kept_bytes[what] = self._kept_bytes.get(what, 0) + num_bytes
 
     def let_go(self, what: str) -> None:
-        """Count nothing of what was kept."""
+        """Remove an account of retained data."""
         self._kept_bytes.pop(what, None)
 
     def give(self, num_bytes: int) -> None:
-        """Count what the block was given, and may save."""
+        """Count bytes that the block was given and may save."""
         self._given_bytes += num_bytes
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of what comes home."""
+        """Bytes of the result that is sent to the client."""
         return self.saved_bytes + self._kept_bytes.get(CACHES, 0)
 
     def check(self, *, is_last: bool = False) -> None:
-        """See whether the request holds too much.
+        """Check whether the request holds too much.
+
+        Args:
+            is_last: Whether the block has ended, so that the saved values are measured in any case.
 
         Raises:
-            TraceBytesError: It does.
+            TraceBytesError: The request holds more than its limit.
         """
         kept = sum(self._kept_bytes.values())
         if is_last or kept + self.saved_bytes + _MADE_OF_GIVEN * self._given_bytes > self._max_bytes:
@@ -75,15 +77,16 @@ class MemoryAccount:
 
 
 def num_bytes(values: Iterable[Any]) -> int:
-    """Return the bytes of all tensors, arrays and texts in values and the containers among them.
+    """Return the bytes of all tensors, arrays, byte strings and strings in values and nested containers.
 
-    Memory that several tensors share counts once, and as a whole if they are views of a part of it. A tensor
-    that is larger than its memory, as an expanded one is, counts as what it will be when it is written out.
+    Memory that several tensors share counts once, and in full even if they are views of a part of it. A
+    tensor that is larger than its storage, such as an expanded one, counts with its size when it is
+    serialized.
     """
     total, seen, waiting = 0, set[int](), list(values)
     while waiting:
         value = waiting.pop()
-        kind = type(value)  # no code of the user's may run here, so nothing is asked of the object itself
+        kind = type(value)  # no user code may run here, so no method of the object is called
         if issubclass(kind, torch.Tensor):
             total += _tensor_bytes(value, seen)
         elif id(value) in seen:
@@ -108,7 +111,7 @@ _ITEMS: Final[dict[type, Callable[[Any], Iterable[Any]]]] = {
 
 
 def _tensor_bytes(tensor: torch.Tensor, seen: set[int]) -> int:
-    """Return the bytes of a tensor that have not been counted yet, and take note of its memory."""
+    """Return the bytes of a tensor that have not been counted yet, and mark its storage as counted."""
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - has no public name
         if id(tensor) in seen or tensor.is_meta:
             return 0
@@ -125,7 +128,7 @@ def _tensor_bytes(tensor: torch.Tensor, seen: set[int]) -> int:
 
 
 def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the dense tensors that a sparse one is made of; none of layouts that are not known."""
+    """Return the dense tensors of a sparse tensor; an empty list for unknown layouts."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]  # noqa: SLF001 - the public ones want it coalesced
     if tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:

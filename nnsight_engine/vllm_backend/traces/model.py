@@ -1,4 +1,4 @@
-"""The tree of envoys on the worker's model, for blocks that came with requests."""
+"""The tree of envoys over the worker's model, for blocks that arrive with requests."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _NONE: Final[Mapping[str, torch.nn.Module]] = types.MappingProxyType({})
 
 
 class WorkerModel(StandardNames):
-    """What ``model`` is in a block: the modules that vLLM runs, and what it makes behind them.
+    """The object that ``model`` refers to in a block: vLLM's modules, the logits and the sampled tokens.
 
-    ``model.logits.output`` is ``[1, vocabulary]``, what the next token is about to be sampled from, and
-    ``model.samples.output`` is ``[1, 1]``, the token sampled. Beside the modules are the standard points, see
-    ``points``.
+    ``model.logits.output`` is ``[1, vocabulary]``, the logits from which the next token is about to be
+    sampled. ``model.samples.output`` is ``[1, 1]``, the sampled token. Beside the modules are the standard
+    points, see ``points``.
     """
 
     def __init__(
@@ -53,15 +53,16 @@ class WorkerModel(StandardNames):
         names: Names | None = None,
         calls: type[RemoteModuleEnvoy] | None = None,
     ) -> None:
-        """Stand for the loaded model.
+        """Build the tree over the loaded model.
 
         Args:
             points: The model's points.
-            config: vLLM's; None in a sandbox.
-            board: Where the model's calls meet the requests.
-            elsewhere: What stands for modules of other pipeline stages, by their paths below the model.
-            names: A client's own names and classes.
-            calls: Makes the calls of a model all of whose modules are elsewhere.
+            config: vLLM's configuration; None in a sandbox process.
+            board: The dispatcher that connects the model's calls with the requests.
+            elsewhere: Stand-ins for modules of other pipeline stages, by their paths below the model.
+            names: A client's own names and envoy classes.
+            calls: The envoy class that makes the calls if all of the model's modules are remote (in a
+                sandbox).
         """
         names = names or Names()
         envoys = _envoys(points)
@@ -91,7 +92,7 @@ class WorkerModel(StandardNames):
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer, loaded when it is first asked for."""
+        """The model's tokenizer, loaded on first access."""
         config: VllmConfig | None = self.__dict__["_config"]
         if config is None:
             raise SandboxedError.attribute("model", "tokenizer")
@@ -99,22 +100,22 @@ class WorkerModel(StandardNames):
 
     @property
     def entry(self) -> str:
-        """The place where the residual stream begins, where a tap has it; else empty."""
+        """The place where the residual stream begins, if a tap lies there; else empty."""
         board: TraceDispatcher = self.__dict__["_board"]
         return board.entry
 
     def standard(self, name: str) -> Any:
-        """Return what has a standard name, see ``EnginePoints.standard``."""
+        """Return the object that has a standard name, see ``EnginePoints.standard``."""
         points: WorkerPoints = self.__dict__["_points"]
         return points.standard(name)
 
     def at(self, path: str) -> Envoy:
-        """Return what stands for the module at a path, which may be the model's own."""
+        """Return the envoy of the module at a path, which may be the model's own path."""
         envoy: Envoy = self if path == self.path else self.get(path)
         return envoy
 
     def token_places(self) -> dict[str, int]:
-        """Return the places at which integers are ids of tokens, with how many there are."""
+        """Return the places whose integers are token ids, each with its vocabulary size."""
         places = {f"{self.path}.{SAMPLES}.output": self.__dict__["_vocab_size"]}
         for envoy in self.modules():
             if isinstance(envoy._module, VocabParallelEmbedding):  # noqa: SLF001 - an envoy of ours
@@ -122,17 +123,17 @@ class WorkerModel(StandardNames):
         return places
 
     def own_modules(self) -> list[tuple[torch.nn.Module, str]]:
-        """Return the modules that are here, with their paths."""
+        """Return the modules that this worker runs, with their paths."""
         return [
             (envoy._module, str(envoy.path))  # noqa: SLF001 - envoys of ours
             for envoy in self._by_module.values()
-            # Transformers' models do call the placeholders, which hand on what they are given.
+            # Transformers' models call the placeholders as well, which return their input unchanged.
             if not isinstance(envoy._module, RemoteModule | PPMissingLayer)  # noqa: SLF001
         ]
 
     @contextlib.contextmanager
     def heard(self, board: TraceDispatcher) -> Iterator[None]:
-        """Let a board hear of the modules' calls, and of the operations that blocks look at."""
+        """Report the modules' calls and the inspected operations to a dispatcher within the context."""
         self._install()
         board.listen()
         try:
@@ -148,26 +149,26 @@ class WorkerModel(StandardNames):
             source.install()
 
     def forget_sources(self) -> None:
-        """Put back the forwards of modules that blocks have looked into since the step began."""
+        """Restore the ``forward`` of the modules whose source blocks have inspected since the step began."""
         for source in self._sources:
             source.remove()
 
     def _remove(self) -> None:
-        """Leave the modules as they were."""
+        """Remove all probes and restore the modules."""
         self.forget_sources()
         self._kernel_probes.remove()
         self._probe_set.remove()
 
 
 def _renamed(points: ModelPoints) -> Mapping[str, str] | None:
-    """Return further names: transformers' of the unembedding, where vLLM has none or another."""
+    """Return additional names: transformers' name of the unembedding where vLLM has none or another one."""
     if not hasattr(points.model, "lm_head"):
         return {".model.embed_tokens": "lm_head"}
     return {".lm_head": "embed_out"} if points.family.name == "gpt_neox" else None
 
 
 def _bare_kernels(points: ModelPoints) -> list[tuple[torch.nn.Module, str]]:
-    """Return the attention kernels that no probe of modules hears of, with their paths."""
+    """Return the attention kernels whose calls the module probes do not see, with their paths."""
     if not points.family.is_kernel_bare:
         return []
     family = points.family
@@ -178,7 +179,7 @@ def _bare_kernels(points: ModelPoints) -> list[tuple[torch.nn.Module, str]]:
 
 
 def _envoys(points: ModelPoints) -> dict[type[torch.nn.Module], type[Envoy]]:
-    """Return the classes that stand for modules of their own kind."""
+    """Return the envoy classes for particular module classes: vocabulary, attention and MLP."""
     found: dict[type[torch.nn.Module], type[Envoy]] = {VocabParallelEmbedding: VocabularyEnvoy}
     layer, family = points.layers[points.local_layers.start], points.family
     found[type(layer.get_submodule(family.attention))] = AttentionEnvoy
@@ -192,7 +193,7 @@ def _envoys(points: ModelPoints) -> dict[type[torch.nn.Module], type[Envoy]]:
 def _spanning(
     points: ModelPoints, elsewhere: Mapping[str, torch.nn.Module]
 ) -> dict[type[torch.nn.Module], type[Envoy]]:
-    """Return what stands for modules that every pipeline stage runs a part of; the model's is its own."""
+    """Return the envoy classes for modules of which every stage runs a part, except the model itself."""
     if not elsewhere:
         return {}
     paths = spanning_paths(points.family.layers)[1:]
@@ -200,5 +201,5 @@ def _spanning(
 
 
 def _calls_forward(module: torch.nn.Module) -> bool:
-    """Tell whether a class has a ``__call__`` of its own, as those have that vLLM may compile."""
+    """Return whether a class overrides ``__call__``, as classes do that vLLM may compile."""
     return type(module).__call__ is not torch.nn.Module.__call__

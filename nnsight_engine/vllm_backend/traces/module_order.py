@@ -1,8 +1,9 @@
-"""The way that the model takes through its modules in a step, and where on it the taps lie.
+"""The order in which the model passes its modules in a step, and the position of the taps in it.
 
-Blocks that want nothing but layers' outputs can be served at the taps, in the compiled step, in which no
-module's call is heard of. What the model has passed on its way to a tap is known all the same: it calls its
-modules in the same order in every step, and that order is learnt once, when the engine starts.
+Blocks that only need outputs of layers can be served at the taps, in the compiled step, in which calls of
+modules are not observed. The places that the model has passed on its way to a tap are known all the same: the
+model calls its modules in the same order in every step, and that order is recorded once, when the engine
+starts.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 _BEHIND: Final = ("logits.output", "samples.output")
-"""What is provided after the model has run, whichever way it ran."""
+"""Places whose values are provided after the model has run, in compiled and eager steps alike."""
 
 
 class UntappedError(Exception):
-    """Blocks of the running step want what no tap provides: it has to run again, uncompiled."""
+    """Blocks of the running step need a value that no tap provides; the step must run again, uncompiled."""
 
 
 class ModuleOrder:
@@ -23,28 +24,27 @@ class ModuleOrder:
 
     Args:
         root: The model's path.
-        order: Every place in the order in which a step reaches it first.
-        exits: The outputs of the layers, behind each of which a tap may lie; another may in the first layer.
-        taps: The numbers of those in place, 0 the one in the first layer.
-        entry: What the place at that one is called.
+        order: All places, in the order in which a step first reaches them.
+        exits: The outputs of the layers. A tap may lie behind each of them, and another in the first layer.
+        taps: The numbers of the installed taps; 0 is the tap in the first layer.
+        entry: The name of the place at tap 0.
 
     Attributes:
-        served: What blocks can have without hearing of modules.
+        served: The providers whose values blocks can have without calls of modules being observed.
         exits: The place at each tap.
-        tap_at: The tap that each of these places has.
+        tap_at: The tap at each of these places.
         last: The number of the last tap.
-        order: Every place, in the order in which a step reaches it first.
-        number_of: The place's number in this order.
-        ahead: How many places a step has passed that comes to a tap; what the tap provides is not one yet.
+        order: All places, in the order in which a step first reaches them.
+        number_of: The index of each place in this order.
+        ahead: The number of places that a step has passed when it reaches a tap, without the tap's own place.
 
     Raises:
-        ValueError: Not all exits are on the way, or not in this order, or there is no tap.
+        ValueError: An exit is not in the order, or the exits are out of order, or there is no tap.
     """
 
     def __init__(
         self, root: str, order: Sequence[str], exits: Sequence[str], taps: Collection[int], entry: str
     ) -> None:
-        """Cut the way into pieces."""
         entrance = f"{exits[0].removesuffix('.output')}.input"
         order = [both for place in order for both in ((place, entry) if place == entrance else (place,))]
         places = (entry, *exits)

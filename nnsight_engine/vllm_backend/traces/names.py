@@ -1,8 +1,9 @@
-"""A client's own names and classes for modules, ``rename=`` and ``envoys=``, in the engine's workers.
+"""A client's own names and envoy classes for modules, ``rename=`` and ``envoys=``, in the engine's workers.
 
-A block finds its places in the worker's tree, so what the client calls modules must be known there. It goes
-once, when the engine has started: the worker then builds its tree anew, the client's names over ours. The
-client's own tree knows the names too; classes live in the worker alone, since there the modules are.
+A block finds its places in the worker's tree, so the client's names for modules must be known there. They are
+sent once, after the engine has started; the worker then rebuilds its tree with the client's names taking
+precedence. The client's own tree knows the names too. The classes exist in the worker only, where the modules
+are.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from nnsight_engine.vllm_backend.traces.points_unembedding import VocabularyEnvo
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Names(ClientNames):
-    """What a client adds to the tree, in a worker."""
+    """A client's additions to the envoy tree, in a worker."""
 
     @staticmethod
     def read(data: bytes) -> Names:
-        """Read what ``write`` made; runs the bodies of classes that came as source.
+        """Decode the output of ``write``; this runs the bodies of classes that were sent as source.
 
         Raises:
-            DecodeError: It is something else.
+            DecodeError: The data is not such a message.
         """
         plain = decode(data, policy=TRUSTED)
         if not isinstance(plain, dict) or not isinstance(plain.get("rename"), dict):
@@ -38,7 +39,7 @@ class Names(ClientNames):
         return Names(plain["rename"], dict(envoys) if isinstance(envoys, list) else envoys)
 
     def rename_over(self, ours: Mapping[str, str] | None) -> Rename:
-        """Return all further names; where both sides give one, it is the client's."""
+        """Return all additional names; where both sides define one, the client's takes precedence."""
         given: dict[str, list[str]] = {
             path: [names] if isinstance(names, str) else list(names)
             for path, names in (self.rename or {}).items()
@@ -50,7 +51,7 @@ class Names(ClientNames):
         return given
 
     def envoys_over(self, ours: Mapping[type[torch.nn.Module], type[Envoy]]) -> EnvoyMap:
-        """Return all classes, ours for modules that the client's leave out."""
+        """Return all envoy classes; ours only for modules that the client's do not cover."""
         envoys = self.envoys
         given: Mapping[type[torch.nn.Module] | str, type[Envoy]]
         given = {torch.nn.Module: envoys} if isinstance(envoys, type) else envoys or {}
@@ -61,7 +62,7 @@ class Names(ClientNames):
 
 
 def add_vocabulary(model: Envoy) -> None:
-    """Let a client's classes for the vocabulary do what ours does: the module itself cannot be called."""
+    """Mix ``VocabularyEnvoy`` into a client's classes for the vocabulary; vLLM's module is not callable."""
     for envoy in model.modules(lambda one: isinstance(one._module, VocabParallelEmbedding)):  # noqa: SLF001 - an envoy of ours
         kind = type(envoy)
         if not issubclass(kind, VocabularyEnvoy):

@@ -1,8 +1,8 @@
-"""Edits in place of what was made for a block alone, and is put back only if they were made.
+"""In-place edits of tensors that were computed for a block only and replace the model's value only if edited.
 
 A transformed value replaces the model's as soon as the block hands over (see ``mediator``). For a tensor that
-a block may only have read, that would be too much: nothing may change then, and nothing needs to be kept for
-positions that are computed again. So here the question is asked first.
+a block may only have read, that would be wrong: nothing may change then, and nothing needs to be stored for
+positions that are computed again. So the tensor's version counter is checked first.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 class PointEdit:
-    """What to put in the place of the model's value, if a tensor has been edited by then.
+    """The replacement of the model's value, used if the block has edited the tensor it was given.
 
     Args:
         name: The point.
-        mediator: Runs the block, which has just been given the value.
-        given: What the block was given of it.
-        replacement: Makes the new value.
+        mediator: Runs the block, which has just received the value.
+        given: The tensor that the block received.
+        replacement: Returns the new value.
     """
 
     def __init__(
         self, name: str, mediator: Mediator, given: torch.Tensor, replacement: Callable[[], Any]
     ) -> None:
-        """Remember how often the tensor was edited so far."""
+        """Record the tensor's version counter."""
         assert mediator.interleaver is not None  # noqa: S101 - it runs
         self._name = name
         self._mediator = mediator
@@ -45,35 +45,35 @@ class PointEdit:
 
     @property
     def is_over(self) -> bool:
-        """Whether the model has gone on with the value."""
+        """Whether the model has continued past the value."""
         return self._batcher.loans is not self._loans
 
     @property
     def is_made(self) -> bool:
-        """Whether the block has edited what it was given, since this was last put in."""
+        """Whether the block has edited the tensor since the edit was last applied."""
         return self._given._version != self._version  # noqa: SLF001
 
     @property
     def error(self) -> ChunkedPromptError | None:
-        """Why it cannot be put in: the rows of earlier chunks are among those edited."""
+        """Why the edit cannot be applied: it includes rows of earlier chunks of the prompt. Else None."""
         group = self._mediator.batch_group
         if group is None or len(self._given) == group[1]:
             return None
         return ChunkedPromptError.writing(self._name, -(-len(self._given) // group[1]))
 
     def __call__(self) -> Any:
-        """Return the new value."""
+        """Return the new value and record the tensor's version."""
         self._version = self._given._version  # noqa: SLF001
         return self._replacement()
 
 
 class EditMediator(ThreadMediator):
-    """A block's mediator that puts edits in when they have been made.
+    """A block's mediator that applies edits once they have been made.
 
     That may be later than when the block next hands over: it may wait for another block at a barrier first.
 
     Attributes:
-        label: What to call the block in errors; None for a request's own.
+        label: The block's name in errors; None for a request's own block.
     """
 
     __slots__ = ("_edit", "label")
@@ -87,7 +87,6 @@ class EditMediator(ThreadMediator):
         seed: int,
         label: str | None = None,
     ) -> None:
-        """Prepare a block; nothing runs before ``start``."""
         super().__init__(intervention, info, threads, seed=seed)
         self._edit: PointEdit | None = None
         self.label = label
@@ -104,7 +103,7 @@ class EditMediator(ThreadMediator):
         return super()._go_on(then_look, payload)
 
     def _see_edit(self) -> None:
-        """See whether the block has edited what was made for it."""
+        """Apply the edit if the block has edited the tensor that was computed for it."""
         request = self.interleaver
         assert request is not None  # noqa: S101 - the block has run
         if isinstance(self.transform, PointEdit):

@@ -1,7 +1,7 @@
-"""Attention kernels that a model runs past every probe, by their ``forward``.
+"""Probes for attention kernels that a model calls by their ``forward``, which module probes do not see.
 
-vLLM's Transformers backend does so. For attention patterns the queries and keys must be met all the same, so
-``forward`` itself is replaced on the instance while the model runs in a traced step, and put back.
+vLLM's Transformers backend does so. Attention patterns need the kernels' queries and keys all the same, so
+``forward`` is replaced on the instance while the model runs in a traced step, and restored afterwards.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from nnsight_engine.vllm_backend.traces.trace_dispatcher import TraceDispatcher
 
 
 class KernelProbes:
-    """Offers what kernels are called with as ``<path>.input``.
+    """Offers the arguments of kernel calls as ``<path>.input``.
 
     Args:
         kernels: The modules, with their paths.
-        board: Whose requests may want it.
+        board: The dispatcher whose requests may want the arguments.
     """
 
     def __init__(self, kernels: Iterable[tuple[torch.nn.Module, str]], board: TraceDispatcher) -> None:
-        """Prepare; nothing is replaced before ``install``."""
         self._kernels = list(kernels)
         self._board = board
 
@@ -34,7 +33,7 @@ class KernelProbes:
             vars(module)["forward"] = self._probe(f"{path}.input", module.forward)
 
     def remove(self) -> None:
-        """Put every ``forward`` back: the class's."""
+        """Restore every ``forward`` to the class's."""
         for module, _ in self._kernels:
             del vars(module)["forward"]
 

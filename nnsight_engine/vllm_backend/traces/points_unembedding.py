@@ -1,8 +1,8 @@
-"""``model.lm_head(hidden)`` in a block: logits of a value of the block's own.
+"""``model.lm_head(hidden)`` in a block: computes logits of a value of the block's own.
 
-vLLM's unembedding is no module to be called: its weights may be spread over ranks, its rows are padded, and
-``forward`` raises. Called with hidden states, its envoy gives what a plain linear layer would. With tied
-weights the same module embeds tokens, which it does when it is called with those.
+vLLM's unembedding cannot be called as a module: its weights may be sharded over ranks, its rows are padded,
+and ``forward`` raises. Called with hidden states, its envoy returns the output of an equivalent plain linear
+layer. With tied weights the same module also embeds tokens; it does so when it is called with token ids.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nnsight_engine.envoys.envoy import Envoy
 
 
 class VocabularyEnvoy(Envoy):
-    """Stands for vLLM's embedding or unembedding."""
+    """The envoy of vLLM's embedding or unembedding."""
 
     def _apply_apart(self, *args: Any, **kwargs: Any) -> Any:
         """Unembed ``[..., hidden]`` into ``[..., vocabulary]``, or embed tokens.

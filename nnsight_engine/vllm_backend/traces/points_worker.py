@@ -1,9 +1,9 @@
-"""Where a block's standard points lie among vLLM's modules, in the worker.
+"""The mapping of a block's standard points to vLLM's modules, in the worker.
 
-A block gets copies of its request's rows (see ``rows``), and points are views into those: what is edited in a
-view is edited in the copy, and put back with it. The residual stream of most families is no view, but the
-sum of two tensors. It is handed out as a tensor of its own, and only if the block has edited that does it
-take the place of the pair, as ``(stream, zeros)``: what was only read leaves the model's numbers as they are,
+A block receives copies of its request's rows (see ``rows``), and points are views of those copies: an edit of
+a view is an edit of the copy, and is written back with it. The residual stream of most families is not a view
+but the sum of two tensors. It is returned as a separate tensor. Only if the block has edited that tensor does
+it replace the pair, as ``(stream, zeros)``; a stream that was only read leaves the model's values unchanged,
 bit by bit.
 """
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamPoint:
-    """The residual stream where vLLM carries it as two tensors, one after the other.
+    """The residual stream where vLLM carries it as two consecutive tensors.
 
     Attributes:
         name: The point's name.
         envoy: The module.
-        side: Its arguments or what it returns.
-        index: Which of them the first tensor is. The second is None where the model has just one so far.
+        side: The module's input or output.
+        index: Index of the first tensor. The second is None where the model has only one so far.
         shape: See ``PointAccess``.
     """
 
@@ -53,12 +53,12 @@ class StreamPoint:
     shape: tuple[int, ...]
 
     def read(self) -> torch.Tensor:
-        """Wait for the tensors and return their sum; edits of it reach the model."""
+        """Wait for the tensors and return their sum; in-place edits of the sum reach the model."""
         value = self._value()
         hidden, residual = self._pair(value)
         if residual is None:
             return hidden
-        with torch.inference_mode(mode=False):  # others count no edits
+        with torch.inference_mode(mode=False):  # inference tensors have no version counter
             stream = hidden + residual
         mediator = self.envoy.interleaver.current
         if mediator is not None:
@@ -66,14 +66,18 @@ class StreamPoint:
         return stream
 
     def write(self, value: torch.Tensor) -> None:
-        """Wait for the tensors to come by, and replace both."""
+        """Wait for the tensors and replace both.
+
+        Raises:
+            PointValueError: ``value`` is not a tensor.
+        """
         if not isinstance(value, torch.Tensor):
             raise PointValueError(
                 f"{self.name} takes a tensor [tokens, {self.shape[-1]}], got {type(value).__name__}; to "
                 "change some of it, edit in place: output[:] = ..."
             )
         if self.side == "output":
-            # Without a look at what is there: a prompt may come in chunks.
+            # The current value is not read first: a prompt may be computed in chunks.
             self.envoy.output = (value, zeros_of(value))
         else:
             self.envoy.inputs = self._with(self.envoy.inputs, value)
@@ -87,7 +91,7 @@ class StreamPoint:
         return hidden, residual
 
     def _with(self, value: Any, stream: torch.Tensor) -> Any:
-        """Return a value like this one with another stream in it."""
+        """Return a copy of a value with another residual stream."""
         tensors = value[0] if self.side == "input" else value
         _, residual = self._pair(value)
         pair = (stream,) if residual is None else (stream, torch.zeros_like(residual))
@@ -97,11 +101,11 @@ class StreamPoint:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OutputPoint:
-    """A residual stream that is one tensor: what a block returns.
+    """A residual stream that is a single tensor: the output of a block of the model.
 
     Attributes:
-        point: The same, for reading.
-        is_batched: Whether it has an axis of size 1 before the tokens'.
+        point: The point that reads the same value.
+        is_batched: Whether the tensor has an axis of size 1 before the token axis.
     """
 
     point: ModulePoint
@@ -109,25 +113,29 @@ class OutputPoint:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of one position's value."""
+        """Shape of the value at one position."""
         return self.point.shape
 
     def read(self) -> torch.Tensor:
-        """Wait for the value and return it, a view."""
+        """Wait for the value and return it as a view."""
         return self.point.read()
 
     def write(self, value: torch.Tensor) -> None:
-        """Wait for the value to come by, and replace it; without a look at it, see ``StreamPoint``."""
+        """Wait for the value and replace it without reading it first, see ``StreamPoint``.
+
+        Raises:
+            PointValueError: ``value`` is not a tensor.
+        """
         if not isinstance(value, torch.Tensor):
             raise PointValueError(f"{self.point.name} takes a tensor, got {type(value).__name__}")
         self.point.envoy.output = value[None] if self.is_batched else value
 
 
 class WorkerPoints(EnginePoints):
-    """The points of the worker's model."""
+    """The standard points of the worker's model."""
 
     def __init__(self, root: Envoy, points: ModelPoints, board: TraceDispatcher) -> None:
-        """Offer all of them: blocks see wholes, also of what is spread over ranks."""
+        """Offer all points: blocks see whole values, also of sharded tensors."""
         super().__init__(root, points.family, len(points.layers), points.leaf_specs(wholes=True))
         self._model = points
         self._board = board
@@ -167,7 +175,7 @@ class WorkerPoints(EnginePoints):
 
     def _residual(self, name: str, layer: int, side: Side, shape: tuple[int, ...]) -> PointAccess:
         if side == "input" and layer:
-            layer, side = layer - 1, "output"  # the same place, and one that a tap lies at
+            layer, side = layer - 1, "output"  # the same value, at a place that has a tap
         if side == "input" and self._board.entry:
             path = self._board.entry.removesuffix(".output")
             start = Envoy(WrapperModule(), self.root.interleaver, path, root=self.root)
@@ -181,7 +189,7 @@ class WorkerPoints(EnginePoints):
         return OutputPoint(point, self.family.is_batched) if side == "output" else point
 
     def skipping(self, prefix: str, value: Any) -> Any:
-        """Return what takes the place of the output of a layer or its part, one tensor or as vLLM has it."""
+        """Return the replacement for the output of a layer or part: one tensor, or a value in vLLM's form."""
         if not isinstance(value, torch.Tensor):
             return value
         is_layer = prefix.rpartition(".")[2].isdecimal()

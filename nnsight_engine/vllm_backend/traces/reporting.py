@@ -1,7 +1,7 @@
-"""What the requests of a worker tell while they run, to whoever asked for it: new saves, and prints.
+"""Reports of running requests to the clients that subscribed: deltas of saved values, and printed text.
 
-The worker's traces open a request here when it comes and close it when it is collected; in between they ask
-after each step what there is to tell.
+The worker's traces open a request here when it arrives and close it when it is collected; in between they
+poll for reports after each step.
 """
 
 from __future__ import annotations
@@ -21,25 +21,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Parcel = tuple[str, int, bytes | None, str]
-"""The trace, the block, what it has newly saved, what it printed."""
+"""The trace's key, the block's index, the encoded delta of its saved values, and the printed text."""
 
 
 class Reporting:
-    """Who is to be told what."""
+    """The deltas and prints of all requests that report while they run."""
 
     def __init__(self) -> None:
-        """Start without requests."""
         self._news: dict[str, Deltas] = {}
         self._prints: dict[str, Prints] = {}
         self._left: dict[str, str] = {}
         self._failed: dict[str, str] = {}
 
     def __len__(self) -> int:
-        """Return how many requests' prints nobody has fetched."""
+        """Return the number of requests and traces with prints or failure texts not fetched yet."""
         return len(self._prints) + len(self._left) + len(self._failed)
 
     def open(self, request_id: str, entry: TraceEntry) -> Callable[[], None]:
-        """Begin with a request; returns what its blocks' threads call before anything else."""
+        """Register a request; return a function that its blocks' threads call before anything else."""
         if entry.streams:
             self._news[request_id] = Deltas()
         if not entry.prints:
@@ -48,16 +47,16 @@ class Reporting:
         return partial(BlockStdout.install().enter, prints)
 
     def has_news(self, request_id: str) -> bool:
-        """Tell whether there may be something to tell of a request."""
+        """Return whether a request may have something to report."""
         return request_id in self._news or request_id in self._prints
 
     def told(self, request_id: str, entry: TraceEntry, saves: Callable[[], dict[str, Any]]) -> Parcel | None:
-        """Return what is to be told of a request after a step.
+        """Return the report of a request after a step; None if there is nothing to report.
 
         Args:
             request_id: The request.
-            entry: Its part in its trace.
-            saves: Gives what its block has saved so far, by name.
+            entry: The request's part in its trace.
+            saves: Returns the values that its block has saved so far, by name.
         """
         prints = self._prints.get(request_id)
         printed = "" if prints is None else prints.take()
@@ -76,7 +75,7 @@ class Reporting:
             return None
 
     def close(self, request_id: str, key: str) -> None:
-        """End with a request; what it printed last waits to be fetched with its trace."""
+        """Unregister a request; retain the rest of its printed text until it is fetched with the trace."""
         self._news.pop(request_id, None)
         prints = self._prints.pop(request_id, None)
         last = "" if prints is None else prints.take(everything=True)
@@ -84,17 +83,17 @@ class Reporting:
             self._left[key] = self._left.get(key, "") + last
 
     def fail(self, key: str, failure: str) -> None:
-        """Take note that a block of a trace failed, and of what is to be said of it."""
+        """Record the text that describes the failure of a trace's block."""
         if failure:
             self._failed[key] = failure
 
     def take_left(self, key: str) -> tuple[str, str]:
-        """Return what a trace printed last, and what is to be said of its failure; and forget both."""
+        """Return and remove a trace's remaining printed text and the text of its failure."""
         return self._left.pop(key, ""), self._failed.pop(key, "")
 
 
 def _nothing() -> None:
-    """Do nothing."""
+    """Do nothing; for requests whose prints are not reported."""
 
 
 __all__ = ["Parcel", "Reporting"]

@@ -1,4 +1,4 @@
-"""What a block leaves behind when it is closed: what its request returned, and what may stand for values."""
+"""References for values of a closed block: the request's result, and places in the model."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from nnsight_engine.vllm_backend.traces.points import place_of
 
 
 class Result:
-    """What ``tracer.result`` is in the worker; the client puts its own in the place of a saved one."""
+    """The value of ``tracer.result`` in the worker; the client replaces a saved one with its own result."""
 
     def __init__(self, plain: Any) -> None:
-        """Have what it has as attributes."""
+        """Set the plain result's items as attributes."""
         for name, value in (plain or {}).items():
             setattr(self, name, value)
 
 
 def home_reference(value: Any) -> tuple[str, ...] | None:
-    """Name a result, which need not travel back, and places in the model, which the client has."""
+    """Return the reference for a result, or for a place in the model; the client has both. Else None."""
     if isinstance(value, Result):
         return ("result", str(getattr(value, "request", "")))
     return place_of(value)
 
 
 def checked(saves: dict[str, Any]) -> tuple[dict[str, Any], NotPlainError | None]:
-    """Return what was saved if JSON has a place for it, nothing and why otherwise."""
+    """Return the saved values if JSON can represent them; otherwise an empty dict and the error."""
     try:
         plain_saves(saves, lambda _tensor: None, frozenset({Result}))
     except NotPlainError as error:

@@ -1,7 +1,8 @@
-"""What blocks wanted when they ran before, so that the same block's next request is run right at once.
+"""Prediction, from earlier requests with the same block, of whether a step can be served at the taps.
 
-A block that reads a layer and then something inside the next makes its first step run twice, once it turns
-out. Blocks come again and again, often for one token; the second time, it is expected of them.
+A block that reads a layer's output and then a value inside the next layer forces its first step to run twice,
+because the second need is only discovered at the tap. The same blocks are sent again and again, often for a
+single token each. From the second request on, the step is run eagerly from the start.
 """
 
 from __future__ import annotations
@@ -10,22 +11,21 @@ from types import CodeType
 from typing import Final
 
 _MAX_KNOWN: Final = 256
-"""The oldest are forgotten beyond."""
+"""Maximum number of blocks; beyond it the oldest are evicted."""
 
 
 class TierPredictor:
-    """Which blocks wanted what no tap provides, in the first step of the last request that ran them."""
+    """The blocks that needed a value that no tap provides, in the first step of their latest request."""
 
     def __init__(self) -> None:
-        """Know none."""
         self._elsewhere: dict[CodeType, None] = {}
 
     def expects_elsewhere(self, block: CodeType) -> bool:
-        """Tell whether a block is one of them."""
+        """Return whether a block is expected to need values that no tap provides."""
         return block in self._elsewhere
 
     def note(self, block: CodeType, *, elsewhere: bool) -> None:
-        """Take note of what a block wanted."""
+        """Record whether a block needed values that no tap provides."""
         self._elsewhere.pop(block, None)
         if elsewhere:
             self._elsewhere[block] = None

@@ -1,4 +1,4 @@
-"""A tensor-parallel rank that runs no block: it does what the first one says, see ``tp_leader``."""
+"""A tensor-parallel rank that runs no block: it executes the leading rank's orders, see ``tp_leader``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class TpFollowerDispatcher(TraceDispatcher):
-    """Stops where the leading rank's blocks may have their hand in.
+    """Stops the model at the places where the leading rank's blocks may read or change a value.
 
     Attributes:
         traced: Whether some block takes part in the step.
@@ -34,22 +34,21 @@ class TpFollowerDispatcher(TraceDispatcher):
     spread: TpCollectives
 
     def __init__(self) -> None:
-        """Start without a place to stop at."""
         super().__init__()
         self.traced = False
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:  # noqa: ARG002 - as on the other side
-        """Do what the leading rank says; returns this rank's part of what the blocks leave."""
+        """Execute the leading rank's orders; return this rank's part of the value as the blocks leave it."""
         return self.follow(provider, value)
 
     def follow(self, provider: str = "", value: Any = None) -> Any:
-        """Do what the leading rank says, until it lets the model go on."""
+        """Execute the leading rank's orders until it lets the model continue."""
         ranks = self.spread.ranks
         while True:
             order = ranks.hear()
             if isinstance(order, GoOn):
                 self.traced = order.traced
-                # Probes hold on to this very dictionary.
+                # Probes hold a reference to this dictionary, so it is changed in place.
                 self.wanted.clear()
                 self.wanted.update({name: {} for name in order.wanted})
                 changed = {number: ranks.receive(slot) for number, slot in order.changed}
@@ -66,12 +65,12 @@ class TpFollowerDispatcher(TraceDispatcher):
 
     def _call(self, order: CallMessage) -> None:
         args, kwargs = self.spread.ranks.unpacked(order.arguments)
-        # What runs inside is none of the model's own calls.
+        # Calls made inside do not count as the model's own calls.
         listener, self.listener = self.listener, 0
         try:
             self.spread.call(order.path, order.method, args, kwargs)
         except Exception:
-            # It is raised on the leading rank as well, and there in the block.
+            # The leading rank raises the same error in the block.
             logger.debug("a module could not be called for a block", exc_info=True)
         finally:
             self.listener = listener
@@ -83,31 +82,30 @@ class TpFollowerTraces(Presence, WorkerTraces):
     board: TpFollowerDispatcher
 
     def __init__(self, points: ModelPoints, config: VllmConfig, ranks: Ranks, limits: EngineLimits) -> None:
-        """Start without requests."""
         super().__init__(points, config, limits, board=TpFollowerDispatcher())
         self.board.spread = TpCollectives(ranks, self.model, points)
         self._in_step = False
 
     def prepare_sandbox(self) -> bool:
-        """Leave it to the leading rank, which says why there is none."""
+        """Return True: the leading rank reports whether a sandbox can be started."""
         return True
 
     def hold(self, key: str, data: bytes) -> None:
-        """Do nothing: blocks are read by the leading rank."""
+        """Do nothing: the leading rank decodes the blocks."""
 
     def adopt(self, data: bytes) -> None:
-        """Do nothing: names are for blocks."""
+        """Do nothing: only blocks use a client's names."""
 
     def keep_edit(self, name: str, data: bytes) -> None:
-        """Do nothing: edits are blocks."""
+        """Do nothing: edits are blocks, which run on the leading rank."""
 
     def begin(self, arrived: Sequence[tuple[str, Any]], finished: set[str]) -> None:
-        """Follow while blocks of requests that arrived are opened."""
+        """Execute the leading rank's orders while it opens the blocks of requests that arrived."""
         if self._met(arrived, finished):
             self.board.follow()
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:  # noqa: ARG002 - as on the other side
-        """Follow while a step begins; tells whether some block takes part in it."""
+        """Execute the leading rank's orders while a step begins; return whether a block takes part in it."""
         if spans:
             self.board.follow()
             self._in_step = self.board.traced
@@ -119,21 +117,21 @@ class TpFollowerTraces(Presence, WorkerTraces):
         return self._in_step
 
     def on_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Follow at the logits; returns them as the blocks leave them."""
+        """Stop at the logits for the leading rank; return them as the blocks leave them."""
         value: torch.Tensor = self.board.provide(f"{self.model.path}.{LOGITS}.output", logits)
         return value
 
     def end(self) -> list[str]:
-        """End the step; the leading rank tells which requests are to end."""
+        """End the step; only the leading rank reports requests that are to end."""
         self._in_step = False
         self.board.wanted.clear()
         return []
 
     def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:  # noqa: ARG002 - as on the other side
-        """Follow while a trace is closed; nothing is returned from here."""
+        """Execute the leading rank's orders while it closes a trace; return no results."""
         self.board.follow()
         return []
 
     def drop(self, key: str) -> None:  # noqa: ARG002 - as on the other side
-        """Follow while a trace is closed."""
+        """Execute the leading rank's orders while it closes a trace."""
         self.board.follow()

@@ -1,10 +1,11 @@
-"""The first tensor-parallel rank: it runs the blocks, and tells the others what to do.
+"""The leading tensor-parallel rank: runs the blocks and sends orders to the other ranks.
 
-A block sees wholes. Where it waits for a value that is spread over ranks, all of them stop there and put the
-value together; what the block leaves changed is sent to all, and each goes on with its part of it. If it has
-only read, each goes on with the very tensors that it had. A module that a block calls is called on all ranks.
+A block sees whole values. Where it waits for a sharded value, all ranks stop and gather the value. Tensors
+that the block leaves changed are broadcast, and each rank continues with its part of them. If the block has
+only read, each rank continues with the tensors that it already had, unchanged. A module that a block calls is
+called on all ranks.
 
-Ranks stop only at places that they were told of, so steps without a block say nothing to each other.
+Ranks stop only at announced places, so steps without a block need no communication between ranks.
 """
 
 from __future__ import annotations
@@ -43,26 +44,30 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(slots=True)
 class _Turn:
-    """What is said when the others may go on: the tensors that blocks replaced, and whether any take part."""
+    """The content of the next ``GoOn`` message.
+
+    Attributes:
+        changed: The tensors that blocks replaced, by number.
+        traced: Whether some block takes part in the step.
+    """
 
     changed: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     traced: bool = False
 
 
 class TpLeaderDispatcher(TraceDispatcher):
-    """The board of the rank that runs the blocks."""
+    """The dispatcher of the rank that runs the blocks."""
 
     spread: TpCollectives
 
     def __init__(self) -> None:
-        """Start without requests."""
         super().__init__()
         self._depth = 0
         self._announced: frozenset[str] = frozenset()
 
     @contextlib.contextmanager
     def leading(self) -> Iterator[_Turn]:
-        """Lead the other ranks, which listen until this is left."""
+        """Lead the other ranks, which wait for orders until the outermost context exits."""
         turn = _Turn()
         self._depth += 1
         try:
@@ -81,18 +86,22 @@ class TpLeaderDispatcher(TraceDispatcher):
         changed = tuple((number, TensorSlot.of(tensor)) for number, tensor in turn.changed.items())
         self.spread.ranks.tell(GoOn(self._announced, changed, turn.traced), list(turn.changed.values()))
 
-    # What blocks wait for.
+    # Values for blocks.
 
     def refusal(self, provider: str) -> Exception | None:
-        """Return why no block can have a provider's value; None if they can."""
+        """Return why no block can have a provider's value; None if blocks can."""
         return self.spread.refusal(provider)
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:
-        """Let the requests that wait for a value have their rows of the whole; returns this rank's part."""
+        """Give the waiting requests their rows of the whole value; return this rank's part of the result.
+
+        Raises:
+            SpreadModuleError: A block made the call itself, which the other ranks do not take part in.
+        """
         if self.current is not None:
             raise SpreadModuleError.direct_call(provider)
         if provider not in self._announced:
-            return value  # of requests that take no part in this step
+            return value  # the requests that want it take no part in this step
         with self.leading() as turn:
             if not any(request.uses(provider) for request in self.wanted.get(provider, ())):
                 return value
@@ -111,7 +120,7 @@ class TpLeaderDispatcher(TraceDispatcher):
         self.spread.ranks.tell(GatherMessage())
         return self.spread.whole(provider, value)
 
-    # What blocks do with modules.
+    # Use of modules by blocks.
 
     def applied(
         self,
@@ -121,7 +130,7 @@ class TpLeaderDispatcher(TraceDispatcher):
         kwargs: dict[str, Any],
         method: str = "",
     ) -> Any:
-        """Apply the module at ``path``, or a method of it, on all ranks if it is spread over them."""
+        """Apply the module at ``path``, or a method of it, on all ranks if it is sharded."""
         if not self.spread.shards.needs_all(path):
             return super().applied(path, apply, args, kwargs, method)
         self.spread.check_call(path, method)
@@ -135,17 +144,17 @@ class TpLeaderDispatcher(TraceDispatcher):
         return self.spread.call(path, method, args, kwargs)
 
     def called_directly(self, path: str) -> None:
-        """Refuse a call that only this rank would make, while the others are elsewhere.
+        """Reject a call that only this rank would make, while the other ranks are elsewhere.
 
         Raises:
-            SpreadModuleError: The module is spread.
+            SpreadModuleError: The module is sharded.
         """
         if self.spread.shards.needs_all(path):
             raise SpreadModuleError.direct_call(path)
         super().called_directly(path)
 
     def held(self, path: str, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that the module at ``path`` has, the whole if it has a part."""
+        """Return a tensor of the module at ``path``, gathered to the whole if each rank has a part."""
         if not self.spread.shards.has_parts(path):
             return value
         if not self.spread.shards.held(path, name, value).is_spread:
@@ -159,7 +168,7 @@ class TpLeaderDispatcher(TraceDispatcher):
         return whole
 
     def _on_models_thread(self, act: Callable[[], Any], what: str) -> Any:
-        """Do something with all ranks, which listen while a block runs."""
+        """Do something jointly with all ranks, which accept orders while a block runs."""
         mediator = self.current
         if not isinstance(mediator, ThreadMediator) or not self._depth:
             raise SpreadModuleError.outside(what)
@@ -167,7 +176,7 @@ class TpLeaderDispatcher(TraceDispatcher):
 
 
 def _changed(before: Any, after: Any) -> dict[int, torch.Tensor]:
-    """Return the tensors of a value that were replaced, by number."""
+    """Return the replaced tensors of a value, by number."""
     pairs = zip(tensors(before), tensors(after), strict=True)
     return {number: new for number, (old, new) in enumerate(pairs) if new is not old}
 
@@ -178,7 +187,6 @@ class TpLeaderTraces(Presence, WorkerTraces):
     board: TpLeaderDispatcher
 
     def __init__(self, points: ModelPoints, config: VllmConfig, ranks: Ranks, limits: EngineLimits) -> None:
-        """Start without requests."""
         super().__init__(points, config, limits, board=TpLeaderDispatcher())
         self.board.spread = TpCollectives(ranks, self.model, points)
 
@@ -186,19 +194,19 @@ class TpLeaderTraces(Presence, WorkerTraces):
         raise SandboxedError.spread()
 
     def adopt(self, data: bytes) -> dict[str, Any] | None:
-        """Take over a client's names and classes, before any trace; returns what went wrong, if anything."""
+        """Apply a client's names and classes, before any trace; return the error as data, if any."""
         failure = super().adopt(data)
         self.board.spread = TpCollectives(self.board.spread.ranks, self.model, self._points)
         return failure
 
     def begin(self, arrived: Sequence[tuple[str, Any]], finished: set[str]) -> None:
-        """Open the blocks of requests that arrived, and let go of those that finished."""
+        """Open the blocks of requests that arrived, and retire requests that finished."""
         if self._met(arrived, finished):
             with self.board.leading():
                 super().begin(arrived, finished)
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
-        """Begin a step for these requests; False if no block takes part in it."""
+        """Begin a step for these requests; return False if no block takes part in it."""
         if not spans:
             return False
         with self.board.leading() as turn:
@@ -207,11 +215,11 @@ class TpLeaderTraces(Presence, WorkerTraces):
             return turn.traced
 
     def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
-        """Close a trace whose requests have ended, and return what it saved."""
+        """Close a trace whose requests have ended, and return its saved values."""
         with self.board.leading():
             return super().collect(key, results, index)
 
     def drop(self, key: str) -> float | None:
-        """Close a trace that nobody will collect."""
+        """Close a trace that no client will collect."""
         with self.board.leading():
             return super().drop(key)

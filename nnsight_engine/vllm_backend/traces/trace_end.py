@@ -1,4 +1,4 @@
-"""The end of a trace in the worker: its blocks end, and what they saved becomes a message."""
+"""The end of a trace in the worker: closes its blocks and encodes the saved values as a message."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 _MOST_BYTES: Final = MessageLimits().max_bytes
 _BESIDE_BYTES: Final = 2**24
-"""For what stands beside tensors in a message, such as errors."""
+"""Allowance for the parts of a message that are not tensors, such as errors."""
 _BYTES_WRITTEN_A_SECOND: Final = 100e6
-"""How fast results are written at the least, beside the time that a block has."""
+"""Minimum rate at which results are encoded; it extends the time that a block's thread may take."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -43,22 +43,21 @@ class TraceMember:
 
 
 class TraceEnd:
-    """Ends traces.
+    """Closes the blocks of traces and encodes their results.
 
     Args:
-        threads: Run what the blocks have left to do: their objects have code of their own.
-        max_bytes: Of what one block has saved.
-        most_bytes: Of what all blocks of a trace have.
+        threads: Threads for the code of the blocks' objects, which runs while results are encoded.
+        max_bytes: Limit for the saved values of one block.
+        most_bytes: Limit for the saved values of all blocks of a trace.
     """
 
     def __init__(self, threads: Threads, max_bytes: int, most_bytes: int = _MOST_BYTES) -> None:
-        """Run code of blocks on these threads."""
         self._threads = threads
         self._max_bytes = max_bytes
         self._most_bytes = most_bytes
 
     def failed(self, members: Sequence[TraceMember], error: BaseException) -> bytes:
-        """Tell of a trace one of whose requests never came into the process that the others are in."""
+        """Return the message of a trace one of whose requests did not reach the trace's sandbox process."""
         blocks = [
             outcome_of(one.entry.index, {}, self.told(one.error or error), choice=one.choice)
             for one in members
@@ -66,7 +65,7 @@ class TraceEnd:
         return encode({"blocks": blocks, "before": None})
 
     def closed(self, member: TraceMember, results: Mapping[str, Any]) -> dict[str, Any]:
-        """End a block, and return what came of it."""
+        """End a block and return its outcome as data."""
         error = member.error
         if member.request is not None:
             member.request.close(Result(results.get(f"{member.entry.index}/{member.choice}")))
@@ -88,7 +87,8 @@ class TraceEnd:
     def encoded(self, message: dict[str, Any], num_bytes: int, *, compress: bool) -> list[Piece]:
         """Return a trace's results as pieces of a message.
 
-        On a thread of blocks: writing them runs code of the objects saved.
+        Runs on a block thread, because encoding runs code of the saved objects. If encoding fails, the
+        message carries the error in place of the values.
         """
         max_bytes = min(self._max_bytes * len(message["blocks"]), self._most_bytes) + _BESIDE_BYTES
         limits = MessageLimits(max_bytes=max_bytes)
@@ -106,7 +106,10 @@ class TraceEnd:
         return [encode({**message, "before": None})]
 
     def told(self, error: BaseException) -> dict[str, Any]:
-        """Return an error as data; telling runs code of its class, so on a thread."""
+        """Return an error as data.
+
+        Runs on a block thread, because encoding an error runs code of its class.
+        """
         try:
             told: dict[str, Any] = self._threads.run(lambda: encode_error(error))
         except BaseException as failed:  # noqa: BLE001 - whatever that code does
@@ -116,5 +119,5 @@ class TraceEnd:
 
 
 def is_too_much(error: BaseException | None) -> bool:
-    """Tell whether a request has failed because it held too much."""
+    """Return whether a request has failed because it held too much memory."""
     return isinstance(error, TraceBytesError)

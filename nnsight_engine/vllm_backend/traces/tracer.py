@@ -1,4 +1,4 @@
-"""What ``tracer`` is in a block that came with a request."""
+"""The object that ``tracer`` refers to in a block that arrived with a request."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ if TYPE_CHECKING:
 
 
 class BlockTracer(InterleavingTracer):
-    """The tracer of one trace, on the worker's side: loops, barriers, stop, caches, the result."""
+    """The tracer of one trace on the worker's side: loops, barriers, stop, caches, the result."""
 
     caches_inputs: ClassVar[bool] = False
 
     def __init__(self, model: WorkerModel) -> None:
-        """Stand for the tracer that was left behind."""
         super().__init__(_runs_nothing, model)
         self._barriers: dict[int, Barrier] = {}
 
     def invoke(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002 - refused whatever it is
-        """Refuse: the requests are running."""
+        """Raise: the requests of the trace are already running."""
         raise ValueError(
             "Cannot invoke during an active model execution / interleaving. Invokes stand side by "
             "side in a trace without an input of its own: `with model.trace() as tracer:`."
         )
 
     def local(self) -> NoReturn:
-        """Refuse: everybody's step would wait."""
+        """Raise: the step of all requests would wait for the local code."""
         raise LocalBlockError.on_vllm()
 
     def _new_cache(
@@ -50,7 +49,7 @@ class BlockTracer(InterleavingTracer):
         request.cache_misses.append(cache)
 
     def known_barrier(self, number: int, participants: int) -> Barrier:
-        """Return a barrier that was made before the invokes; all of them share it."""
+        """Return the barrier of a number, which was made before the invokes; all invokes share it."""
         barrier = self._barriers.get(number)
         if barrier is None:
             barrier = self._barriers[number] = Barrier(self.interleaver, participants)

@@ -1,4 +1,4 @@
-"""What the Python of strangers' blocks may do and use in a worker."""
+"""The policy for Python of untrusted blocks in a worker or a sandbox process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def strangers_policy(limits: EngineLimits) -> Policy:
-    """Return the policy for one trace, with a budget of its own."""
+    """Return the policy for one trace, with a resource budget of its own."""
     budget = Budget(
         max_steps=limits.sandbox_fuel,
         max_bytes=_MADE_BYTES * limits.sandbox_bytes,
@@ -22,6 +22,6 @@ def strangers_policy(limits: EngineLimits) -> Policy:
 
 
 _MADE_BYTES: Final = 64
-"""Bytes that a block may make in all, for each that it may hold at once."""
+"""Bytes that a block may allocate in total, per byte that it may hold at once."""
 
 __all__ = ["strangers_policy"]
