@@ -1,4 +1,4 @@
-"""How a block's node becomes a compiled block on cells; the other side of ``block_encoding``."""
+"""Maker of compiled blocks with their variables; the counterpart of ``block_encoding``."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def block_of(
     variables: frozenset[str],
     rewrite: Rewrite | None = None,
 ) -> Block:
-    """Return a statement's block, compiled; the same one often comes again, with the next request.
+    """Return a statement's compiled block; cached, as it is often sent again with the next request.
 
     Raises:
-        DecodeError: The piece is no ``with`` statement.
-        SyntaxError: It is no Python.
+        DecodeError: The fragment is not a ``with`` statement.
+        SyntaxError: It is not valid Python.
     """
     block = _KEPT.get(
         (piece, item, first_argument, variables, rewrite),

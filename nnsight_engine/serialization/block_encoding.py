@@ -1,7 +1,7 @@
-"""How a traced block is written: the ``with`` statement that it is the block of, and what it may see.
+"""Writer of a traced block: the ``with`` statement that it belongs to, and the variables and globals it uses.
 
-The statement goes as its lines stand in the file, since nested blocks are compiled from the same text, and
-lines and columns are to be the sender's own.
+The statement is sent as its whole lines in the file, because nested blocks are compiled from the same text,
+and lines and columns must be the sender's.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class _Sent(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WrittenBlock:
-    """What is the same whenever a block is written.
+    """The parts of an encoded block that depend only on its code, so they can be cached.
 
     Attributes:
-        piece: The whole statement, as it travels.
-        item: Which of its items the block belongs to.
-        variables: Names that it shares with its surroundings.
-        global_names: Names of the module that its code uses.
-        mentioned: Names of anything that its code uses.
+        piece: The fields of the whole statement's source fragment.
+        item: Index of the ``with`` item that the block belongs to.
+        variables: Names of the variables that it shares with the enclosing code.
+        global_names: Names of module globals that its code uses.
+        mentioned: All names and strings in its code.
     """
 
     piece: tuple[Any, ...]
@@ -62,11 +62,11 @@ class WrittenBlock:
 
 
 _KNOWN: IdentityCache[Block, WrittenBlock] = IdentityCache()
-"""The blocks that were written last: a loop sends the same one again and again."""
+"""Recently written blocks: a loop sends the same block repeatedly."""
 
 
 def write_sent_block(encoder: Encoder, index: int, value: Any) -> None:
-    """Write a block with its variables and those globals that it mentions."""
+    """Write a block with its variables and the globals that it uses."""
     sent: _Sent = value
     block, globals_ = sent.info.block, sent.info.globals_
     written = written_block(block)
@@ -84,7 +84,7 @@ def write_sent_block(encoder: Encoder, index: int, value: Any) -> None:
 
 
 def written_block(block: Block) -> WrittenBlock:
-    """Return what of a block travels, whatever it is written in."""
+    """Return the parts of a block to send, independent of the codec; cached."""
     known = _KNOWN.get(block)
     if known is not None:
         return known
@@ -105,7 +105,7 @@ def _variables_of(block: Block) -> list[str]:
 
 
 def _statement_of(block: Block) -> tuple[SourceFragment, int]:
-    """Return the lines of the whole statement, and which of its items the block belongs to."""
+    """Return the fragment of the whole statement, and the index of the ``with`` item of the block."""
     node, source, context = block.origin.node, block.source, block.context
     text = "".join(source.lines[node.lineno - 1 : node.end_lineno])
     piece = SourceFragment(
@@ -113,6 +113,6 @@ def _statement_of(block: Block) -> tuple[SourceFragment, int]:
         name=context.name, qualname=context.name, class_name=context.class_name, flags=context.flags,
     )  # fmt: skip
     whole = statement_at(text, node.lineno, source.filename)
-    # A block in `with A, B:` may know the statement from its second item on.
+    # A block in `with A, B:` may hold the statement without its first items.
     num_before = len(whole.items) - len(node.items) if isinstance(whole, ast.With) else 0
     return piece, num_before + block.origin.item

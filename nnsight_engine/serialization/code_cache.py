@@ -1,7 +1,7 @@
-"""Received code, compiled once: the same piece often comes again, with the next request.
+"""A cache of compiled received code, as the same fragment is often sent again with the next request.
 
-What is kept here was chosen by whoever sends code, and stays when their request is over, so it has a bound in
-entries and one in characters of what was sent: names count as text does.
+The entries are chosen by the senders and outlive their requests, so both the number of entries and their
+total size are bounded. Sizes are in characters of everything that was sent: names count as well as text.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _MAX_CHARACTERS = 2**18
 
 
 class CodeCache(Generic[Value]):
-    """What pieces of code became, by all that it was made from; the least recently used goes first."""
+    """An LRU cache of compiled code, keyed by all inputs of the compilation."""
 
     def __init__(
         self, max_entries: int, *, longest: int = _LONGEST, max_characters: int = _MAX_CHARACTERS
     ) -> None:
-        """Start empty.
+        """Create an empty cache.
 
         Args:
-            max_entries: How many are kept.
-            longest: Characters of a piece that is kept at all.
-            max_characters: Characters of all of them together.
+            max_entries: Maximum number of entries.
+            longest: Maximum size of one entry in characters; longer code is not cached.
+            max_characters: Maximum total size in characters.
         """
         self._max_entries, self._max_characters, self._longest = max_entries, max_characters, longest
         self._entries: collections.OrderedDict[Hashable, tuple[int, Value]] = collections.OrderedDict()
@@ -36,7 +36,7 @@ class CodeCache(Generic[Value]):
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, num_characters: int, make: Callable[[], Value]) -> Value:
-        """Return what belongs to ``key``, which is that long; made now if it is not here."""
+        """Return the value for ``key``, which has this size; call ``make`` if it is not cached."""
         if num_characters > self._longest:
             return make()
         with self._lock:
@@ -46,7 +46,7 @@ class CodeCache(Generic[Value]):
                 return entry[1]
         made = make()
         with self._lock:
-            before = self._entries.pop(key, None)  # another thread may have been as fast
+            before = self._entries.pop(key, None)  # another thread may have inserted it meanwhile
             self._entries[key] = (num_characters, made)
             self._num_characters += num_characters - (before[0] if before is not None else 0)
             while len(self._entries) > self._max_entries or self._num_characters > self._max_characters:

@@ -1,9 +1,9 @@
-"""How nodes of code become functions, classes and modules; the other side of ``code_encoding``.
+"""Makers of functions, classes and modules; the counterpart of ``code_encoding``.
 
-All of it runs what the sender wrote, sooner or later, and is open only to a policy that allows source. What
-is compiled here is compiled as on the sending side (``source_fragments``, ``received_code``), and its
-globals are those of a namespace that the policy's rules made for this message: CPython gives code whose
-globals name no builtins the reader's own.
+All of them lead to running the sender's code, sooner or later, and are available only under a policy that
+allows source. Code is compiled as on the sending side (``source_fragments``, ``received_code``). Its globals
+are those of a namespace that the policy's rules created for this message, because CPython gives code whose
+globals lack ``__builtins__`` the reader's own builtins.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _PIECE: tuple[Any, ...] = (str, str, int, int, str, str, (str, type(None)), int)
 
 
 def refuse_source(decoder: Decoder) -> None:
-    """Stop at the first piece of code if the policy wants none.
+    """Refuse code if the policy allows data only.
 
     Raises:
-        DecodeError: It wants none.
+        DecodeError: The policy does not allow source.
     """
     if not decoder.policy.allow_source:
         raise DecodeError("the message holds code, and this side takes data alone")
 
 
 def piece_of(decoder: Decoder, parts: Any) -> SourceFragment:
-    """Return a piece of source that was sent as its fields.
+    """Return the source fragment that was sent as a tuple of its fields.
 
     Raises:
-        DecodeError: They are no such fields.
+        DecodeError: The fields are malformed or exceed a limit.
     """
     if not isinstance(parts, tuple) or len(parts) != len(_PIECE):
         raise DecodeError("the message is broken: a piece of source lacks parts")
@@ -75,10 +75,10 @@ def _check_names(decoder: Decoder, piece: SourceFragment) -> None:
 
 @contextlib.contextmanager
 def compiling(decoder: Decoder, piece: SourceFragment) -> Iterator[None]:
-    """Translate what the compiler says of a piece that is no Python, or none of this version.
+    """Convert syntax errors of a fragment to ``DecodeError``; the syntax may be of another Python version.
 
     Raises:
-        DecodeError: It is none.
+        DecodeError: The fragment does not compile.
     """
     try:
         yield
@@ -92,10 +92,10 @@ def compiling(decoder: Decoder, piece: SourceFragment) -> Iterator[None]:
 
 
 def globals_of(decoder: Decoder, module: Any) -> dict[str, Any]:
-    """Return the variables of a namespace of this message.
+    """Return the globals of a namespace of this message.
 
     Raises:
-        DecodeError: It is something else.
+        DecodeError: ``module`` is not such a namespace.
     """
     if decoder.state.get(("namespace", id(module))) is not module:
         raise DecodeError("the message is broken: code has no namespace")
@@ -104,7 +104,7 @@ def globals_of(decoder: Decoder, module: Any) -> dict[str, Any]:
 
 
 def bind_globals(decoder: Decoder, globals_: dict[str, Any], names: Any, values: list[Any]) -> None:
-    """Bind those globals of a namespace that are made by now."""
+    """Bind those globals of a namespace whose values are made already."""
     if not isinstance(names, tuple) or len(names) != len(values):
         raise DecodeError("the message is broken: globals have other names than values")
     decoder.policy.rules.check_names(names)
@@ -112,10 +112,10 @@ def bind_globals(decoder: Decoder, globals_: dict[str, Any], names: Any, values:
 
 
 def cells_by_name(decoder: Decoder, names: Any, cells: Any) -> dict[str, CellType]:
-    """Return variables' cells by name.
+    """Return the cells of variables by name.
 
     Raises:
-        DecodeError: These are no cells.
+        DecodeError: A value is not a cell, or the rules refuse a name.
     """
     decoder.policy.rules.check_names(names, of_cells=True)
     found = dict(zip(names, cells, strict=True))

@@ -1,9 +1,9 @@
-"""How code is written: by name if the other side has it, as source otherwise.
+"""Writers of code: by name if the other side has it, otherwise as source.
 
-A function as source is its text, its defaults, the cells it shares with other functions, and those globals
-that its code uses. All functions of one module share one namespace in a message, so that they see each
-other's globals there as they do here. A global that is missing is left out: it may be assigned later, or
-never reached.
+A function sent as source consists of its text, its defaults, the closure cells it shares with other
+functions, and the globals that its code uses. All functions of one module share one namespace in a message,
+so that they see each other's globals on the other side as they do here. A global that is not defined here is
+left out: it may be assigned later, or never be reached.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ _OVERLAID = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _WrittenFunction:
-    """What is the same whenever a function is written.
+    """The parts of an encoded function that depend only on its code, so they can be cached.
 
     Attributes:
         piece: Its source.
-        global_names: Names of the module that its code uses.
-        mentioned: Names of anything that its code uses.
+        global_names: Names of module globals that its code uses.
+        mentioned: All names and strings in its code.
     """
 
     piece: SourceFragment
@@ -76,11 +76,11 @@ class _WrittenFunction:
 
 
 _KNOWN: IdentityCache[CodeType, _WrittenFunction] = IdentityCache()
-"""The functions that were written last, by their code."""
+"""Recently written functions, by their code."""
 
 
 def write_function(encoder: Encoder, index: int, value: FunctionType) -> None:
-    """Write a function by name, as a member of a class that travels, or as source."""
+    """Write a function by name, as a member of a class that is sent itself, or as source."""
     name = name_of(value)
     if name is not None:
         encoder.emit(index, NodeKind.NAME, payload=":".join(name))
@@ -118,7 +118,7 @@ def _written_function(code: CodeType, globals_: dict[str, Any]) -> _WrittenFunct
 
 
 def write_class(encoder: Encoder, index: int, value: type) -> None:
-    """Write a class by name, as a member of one around it, or as source."""
+    """Write a class by name, as a member of its enclosing class, or as source."""
     name = name_of(value)
     if name is not None:
         encoder.emit(index, NodeKind.NAME, payload=":".join(name))
@@ -151,21 +151,21 @@ def write_class(encoder: Encoder, index: int, value: type) -> None:
 
 
 def bindings(encoder: Encoder, index: int, globals_: dict[str, Any], names: Iterable[str]) -> list[int]:
-    """Return the nodes of those globals that code uses: their names together, then each value."""
+    """Return the nodes of the globals that code uses: one for the tuple of names, then one for each value."""
     found = bound_globals(globals_, names)
     values = [encoder.node(value, index, "global `{}`", name) for name, value in found.items()]
     return [encoder.node(tuple(found), index, ""), *values]
 
 
 def bound_globals(globals_: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return those globals of these names that have to travel: none of a module that the other side has."""
+    """Return the globals in ``names`` that must be sent; none if the other side has the module."""
     if is_importable(str(globals_.get("__name__"))):
         return {}
     return {name: globals_[name] for name in names if name in globals_ and name not in _OF_A_MODULE}
 
 
 def write_namespace(encoder: Encoder, index: int, value: dict[str, Any]) -> None:
-    """Write which module's globals these are; what is in them is said by those who use it."""
+    """Write the identity of a module's globals; their values are written by the code that uses them."""
     name = str(value.get("__name__", "__main__"))
     file = value.get("__file__")
     parts = (name, file if isinstance(file, str) else None, is_importable(name))
@@ -175,7 +175,7 @@ def write_namespace(encoder: Encoder, index: int, value: dict[str, Any]) -> None
 def _source(
     encoder: Encoder, index: int, globals_: dict[str, Any], piece: SourceFragment, cells: dict[str, CellType]
 ) -> list[int]:
-    """Return the nodes that every piece of source has."""
+    """Return the nodes that every source fragment has."""
     if len(piece.text) > encoder.limits.max_text_bytes:
         raise NoSourceError("its source is too long")
     return [
@@ -187,7 +187,7 @@ def _source(
 
 
 def write_cells(encoder: Encoder, index: int, value: dict[str, CellType]) -> None:
-    """Write a tuple of cells, which an error calls by their variables' names."""
+    """Write a tuple of cells; error messages name them by their variables."""
     encoder.emit(
         index,
         NodeKind.TUPLE,
@@ -225,8 +225,7 @@ def _write_module(encoder: Encoder, index: int, value: ModuleType) -> None:
     names = encoder.node(sent, index, "", writer=_write_keys)
 
     def finish() -> bool:
-        """Send what any code of the message mentions by name: the whole module may hold what cannot
-        travel."""
+        """Send the attributes that any code of the message mentions; others may not be serializable."""
         new = sorted((encoder.mentioned & vars(value).keys()) - sent.keys() - _OF_A_MODULE)
         for name in new:
             sent[name] = encoder.node(vars(value)[name], index, "attribute `.{}`", name)
@@ -242,7 +241,7 @@ def _write_keys(encoder: Encoder, index: int, value: dict[str, int]) -> None:
 
 
 def _owner_of(function: FunctionType) -> type | None:
-    """Return the class that has the function, if it is one that travels on its own."""
+    """Return the class that the function is a member of, which is sent instead; None if there is none."""
     name = function.__name__
     parent = function.__qualname__.rpartition(".")[0]
     candidates = [lookup(function.__module__, parent)] if parent and "<" not in parent else []
@@ -261,12 +260,12 @@ def _owner_of(function: FunctionType) -> type | None:
 def _cells_of_class(
     encoder: Encoder, index: int, kind: type, piece: SourceFragment, body: CodeType, globals_: dict[str, Any]
 ) -> dict[str, CellType]:
-    """Return the cells of the variables around a class, from its methods and its bases."""
+    """Return the cells of the class's free variables, recovered from its methods and its bases."""
     found: dict[str, CellType] = {}
     for function in functions_of(kind):
         found.update(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     own = type_parameters(piece)
-    # Python keeps what a generic class is made with in variables that are no names.
+    # For generic classes, Python adds internal variables whose names are not identifiers.
     wanted = [name for name in body.co_freevars if name.isidentifier() and name not in own | _OF_A_BODY]
     if "<locals>" in piece.qualname:
         bases = named_bases(piece)
@@ -285,7 +284,7 @@ def _cells_of_class(
 
 
 def _changeable(kind: type) -> dict[str, Any]:
-    """Return a class's data, which may have changed since its body ran."""
+    """Return the class's data attributes, which may have changed since its body ran."""
     if hasattr(kind, "__members__") or hasattr(kind, "__dataclass_fields__"):
         return {}
     return {
@@ -301,4 +300,4 @@ CODE_WRITERS: dict[type, Writer] = {
     ModuleType: _write_module,
     CellType: _write_cell,
 }
-"""What writes an object of exactly this type; classes have their metaclass's, see ``object_encoding``."""
+"""The writer for objects of exactly this type. A class has its metaclass's type, see ``object_encoding``."""

@@ -1,7 +1,8 @@
-"""How nodes of plain data and of objects become objects again; the other side of ``data_encoding``.
+"""Makers of plain data and of objects; the counterpart of ``data_encoding`` and ``object_encoding``.
 
-Everything here is called with parts that a stranger may have chosen. Sizes are checked before room is made
-for them, hashes before a table is filled; a wrong type ends in an exception, which the decoder translates.
+All functions here may be called with parts from an untrusted sender. Sizes are checked before memory is
+allocated, and hashes before a table is filled. A wrong type raises an exception, which the decoder converts
+to a ``DecodeError``.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from nnsight_engine.serialization.tensors import DTYPES, array_of, tensor_of
 _ARGUMENTS = (
     type(None), bool, int, float, str, bytes, tuple, list, dict, type, datetime.timedelta, datetime.tzinfo,
 )  # fmt: skip
-"""What the classes of results are made from."""
+"""Argument types from which result classes may be constructed."""
 _CHECKED_FROM = 64
-"""Keys from which their hashes are looked at."""
+"""Number of keys from which on their hashes are checked for collisions."""
 
 
 def _constant(value: Any) -> Maker:
@@ -42,7 +43,7 @@ def _typed(value: Any, kind: type) -> Any:
 
 
 def _nested(make: Callable[[list[Any]], Any]) -> Maker:
-    """Make something immutable that holds others."""
+    """Return the maker of an immutable container."""
 
     def made(decoder: Decoder, index: int, parts: list[Any]) -> Any:
         _note_depth(decoder, index)
@@ -54,12 +55,18 @@ def _nested(make: Callable[[list[Any]], Any]) -> Maker:
 
 
 def _note_depth(decoder: Decoder, index: int) -> None:
-    """Note how deep something immutable is; hashing it takes that much stack, and freeing all but tuples."""
+    """Record the nesting depth and hashing work of an immutable node.
+
+    Hashing it takes C stack in proportion to the depth; so does freeing it, except for tuples and frozensets.
+
+    Raises:
+        DecodeError: It is too deep to be freed safely.
+    """
     depths = decoder.depths
     children = decoder.children(index)
     depths[index] = depth = 1 + max((depths.get(child, 0) for child in children), default=0)
     work = 1 + sum(decoder.work.get(child, 1) for child in children)
-    decoder.work[index] = min(work, decoder.limits.max_key_work + 1)  # it doubles with each (t, t)
+    decoder.work[index] = min(work, decoder.limits.max_key_work + 1)  # the work doubles with each (t, t)
     if depth > decoder.limits.max_key_depth and decoder.kind(index) not in {
         NodeKind.TUPLE,
         NodeKind.FROZENSET,
@@ -98,7 +105,9 @@ def _make_set(decoder: Decoder, index: int, _parts: list[Any]) -> set[Any]:
 
 
 def _note_keys(decoder: Decoder, index: int, value: Any) -> None:
-    decoder.state[id(value)] = index  # the keys' nodes say how deep they are; the decoder keeps the value
+    decoder.state[id(value)] = (
+        index  # to find the depths of the keys' nodes; the decoder keeps the value alive
+    )
 
 
 def _fill_dict(decoder: Decoder, value: dict[Any, Any], parts: list[Any]) -> None:
@@ -153,7 +162,7 @@ def _fill_tensor(decoder: Decoder, value: torch.Tensor, parts: list[Any]) -> Non
     (gradient,) = parts
     if gradient is None:
         return
-    # A gradient's gradient's gradient …: freeing a long chain of them overflows the stack.
+    # Freeing a long chain of gradients of gradients would overflow the stack.
     if gradient.grad is not None or ("gradient", id(value)) in decoder.state:
         raise DecodeError("a tensor's gradient has a gradient, which cannot travel")
     decoder.state["gradient", id(gradient)] = True
@@ -184,15 +193,15 @@ def _make_module(decoder: Decoder, index: int, _parts: list[Any]) -> Any:
 
 
 def _has_kind(value: type) -> bool:
-    """Tell whether a class may be mentioned alone, since a node of its own kind makes its objects."""
+    """Return whether a node kind exists for instances of a class; the class may then only be named."""
     return value.__module__ == "builtins" or issubclass(value, torch.Tensor)
 
 
 def _check_call(decoder: Decoder, value: Any, args: tuple[Any, ...]) -> None:
-    """Refuse to call what would do more, for a message that is data alone, than put its arguments together.
+    """Refuse calls that, in a message of data only, would do more than combine their arguments.
 
     Raises:
-        DecodeError: It might, or is not to be called at all.
+        DecodeError: The call might do more, or the callee is not allowed at all.
     """
     if decoder.policy.allow_source and callable(value):
         return
@@ -206,7 +215,7 @@ def _check_call(decoder: Decoder, value: Any, args: tuple[Any, ...]) -> None:
         raise DecodeError(
             f"the message asks to call {value.__qualname__}, which this side does not do for one"
         )
-    # Not a range, nor a tensor of many empty rows, which a collection would walk through.
+    # No range and no tensor with many empty rows: a collection would iterate over it.
     if not all(isinstance(arg, _ARGUMENTS) for arg in args):
         raise DecodeError(f"the message gives {value.__qualname__} arguments that it is never made from")
 

@@ -1,10 +1,12 @@
-"""Nodes become objects here, in an order that keeps identity and cycles, and without recursion.
+"""Conversion of nodes to objects, preserving identity and cycles, without recursion.
 
-A node is *made* once what it cannot exist without is made, and *filled* later with what it only refers to: a
-list is made empty. Filling comes as early as possible, since a set's members must be able to hash and a
-class's body to run; where a cycle is in the way it waits. What does not come to an end was never a message.
+A node is *made* when the children that it cannot exist without are made, and *filled* later with the children
+that it only refers to: a list, for example, is made empty. Nodes are filled as early as possible, because the
+members of a set must be hashable and a class body must be able to run. Filling is deferred where a cycle
+prevents it. If a round makes no progress, or there are too many rounds, the message is malformed.
 
-Makers (``data_decoding``, ``code_decoding``) say, for each kind, how many children it is made from, and how.
+Makers (``data_decoding``, ``code_decoding``, ``block_decoding``) define for each kind how many children a
+node is made from, and how.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _FILLED_LATER = frozenset({NodeKind.LIST, NodeKind.DICT, NodeKind.SET})
 
 
 class _Missing:
-    """Stands for an object that is not made yet."""
+    """Placeholder for an object that is not made yet."""
 
 
 MISSING: Final = _Missing()
@@ -42,7 +44,8 @@ _AS_SENT: Final = {NodeKind.NONE: None, NodeKind.TRUE: True, NodeKind.FALSE: Fal
     (NodeKind.INT, NodeKind.FLOAT, NodeKind.STR, NodeKind.BYTES), _PAYLOAD
 )
 _READY: Final = [_AS_SENT.get(kind, MISSING) for kind in NodeKind]
-"""For each kind, what needs no making: most nodes are numbers and strings, which their payload is."""
+"""For each kind, the object that needs no making; for most nodes, numbers and strings, it is their
+payload."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,11 +53,12 @@ class Maker:
     """How nodes of one kind become objects.
 
     Attributes:
-        make: Called with the decoder, the node and the children it is made from.
-        num_first: How many children those are; the rest is for ``fill``.
-        fill: Called with the object and the rest once it is made; None if there can be no rest.
-        partly: Whether ``fill`` may be called early and again, with ``MISSING`` for what is not made.
-        copies: Whether ``fill`` copies what is in the rest, which then has to be filled before.
+        make: Called with the decoder, the node and the objects of the children it is made from.
+        num_first: Number of those children; the remaining ones are passed to ``fill``.
+        fill: Called with the made object and the remaining children; None if there can be none.
+        partly: Whether ``fill`` may be called early and repeatedly, with ``MISSING`` for objects not made
+            yet.
+        copies: Whether ``fill`` copies the contents of the children, which must then be filled before.
     """
 
     make: Callable[[Decoder, int, list[Any]], Any]
@@ -65,18 +69,18 @@ class Maker:
 
 
 _NEVER: Final = Maker(lambda _decoder, _index, _parts: MISSING, num_first=0)
-"""For kinds that are ready from the start; what they refer to is looked at by nobody."""
+"""For kinds that are ready from the start; their children are never visited."""
 
 
 class Decoder:
-    """One message being read.
+    """Decodes one message.
 
     Attributes:
-        device: Where tensors go.
-        python: Which Python 3 the sender runs; 0 if it did not say.
-        depths: How many objects within each other an immutable node is.
-        work: How many objects hashing it passes through, for nodes where that is more than one.
-        state: What makers share within the message, by their own keys.
+        device: Target device of tensors.
+        python: Minor version of the sender's Python 3; 0 if unknown.
+        depths: Nesting depth of each immutable node.
+        work: Number of objects visited when a node is hashed, for nodes where it is more than one.
+        state: State that makers share within the message, under their own keys.
     """
 
     def __init__(
@@ -89,7 +93,6 @@ class Decoder:
         limits: MessageLimits,
         device: torch.device,
     ) -> None:
-        """Begin with nothing made."""
         self.resolve = resolve
         self.policy = policy
         self.limits = limits
@@ -114,10 +117,10 @@ class Decoder:
         self._payloads = table.payloads
 
     def value(self, root: int) -> Any:
-        """Return the object that the node ``root`` stands for.
+        """Return the object of the node ``root``.
 
         Raises:
-            DecodeError: The message is broken, or asks for what the policy does not allow.
+            DecodeError: The message is malformed, or needs something that the policy refuses.
         """
         try:
             self._run(root)
@@ -133,13 +136,13 @@ class Decoder:
 
     @property
     def between_versions(self) -> str:
-        """What an error says last that may come of another version of Python there than here."""
+        """Suffix for errors that different Python versions of the two sides may explain; may be empty."""
         if self.python in {0, HERE}:
             return ""
         return f" (sent by Python 3.{self.python}, and this side runs Python 3.{HERE})"
 
     def made(self, index: int) -> Any:
-        """Return the object of a node that was made, or ``MISSING``."""
+        """Return the object of a node, or ``MISSING`` if it is not made yet."""
         return self._objects[index]
 
     def children(self, index: int) -> Sequence[int]:
@@ -147,18 +150,18 @@ class Decoder:
         return self._children[index]
 
     def kind(self, index: int) -> int:
-        """Return what a node is."""
+        """Return the kind of a node."""
         return self._kinds[index]
 
     def payload(self, index: int) -> Any:
-        """Return a node's scalar, of the type that its kind has."""
+        """Return a node's scalar, of the type of its kind."""
         return self._payloads[index]
 
     def import_name(self, module: str, name: str) -> Any:
-        """Return what an importable module has under a qualified name.
+        """Return the object with a qualified name in an importable module.
 
         Raises:
-            DecodeError: The policy forbids it, or it is not there.
+            DecodeError: The policy forbids it, or it does not exist.
         """
         module = MOVED.get(module, module)
         if not self.policy.rules.keeps_real_names:
@@ -201,7 +204,10 @@ class Decoder:
                 return
             if self._num_done == done:
                 break
-            self._stack, self._waiting = self._waiting[::-1], []  # what was put off first comes first
+            self._stack, self._waiting = (
+                self._waiting[::-1],
+                [],
+            )  # deferred nodes are retried in the order in which they were deferred
             self._entered = bytearray(len(self._entered))
         raise DecodeError("the message is broken: its objects need each other to be made")
 
@@ -248,7 +254,7 @@ class Decoder:
     def _fill(self, index: int) -> None:
         rest = self._children[index][self._num_first(index) :]
         maker = self._makers[self._kinds[index]]
-        assert maker.fill is not None  # noqa: S101 - only those with one come here
+        assert maker.fill is not None  # noqa: S101 - only nodes whose maker has one are pushed
         parts = [self._objects[child] for child in rest]
         complete = all(part is not MISSING for part in parts) and (
             not maker.copies or all(map(self._is_full, rest))

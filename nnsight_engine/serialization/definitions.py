@@ -1,8 +1,9 @@
-"""Finding the text of a function or class that is running here.
+"""Lookup of the source text of a function or class that is loaded in this process.
 
-A code object knows its file, its first line and the positions of its instructions, which tell even several
-lambdas on a line apart. A class knows less: its methods' code says where it is, or else its module's file.
-The text that is found is compiled and compared, so that a file edited since is not sent in its stead.
+A code object knows its file, its first line and the positions of its instructions, which distinguish even
+several lambdas on one line. A class knows less: it is located by its methods' code, or else in its module's
+file and in notebook cells. A function's text is compiled and compared with the loaded code, so that the text
+of a file that was edited since it was loaded is not sent.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from nnsight_engine.tracing.tracer import SITES
 
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 _Found = tuple[_Definition, str | None, str]
-"""A definition, the class around it, and its qualified name."""
+"""A definition, the name of its enclosing class, and its qualified name."""
 _ALLOWS_AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
 class NoSourceError(Exception):
-    """There is no text to send for a function or class; says why."""
+    """No source text is available for a function or class; the message gives the reason."""
 
 
 def piece_of_function(code: CodeType, globals_: dict[str, Any]) -> SourceFragment:
-    """Return the text of the function that ``code`` is of.
+    """Return the source of the function that ``code`` belongs to.
 
     Raises:
-        NoSourceError: It is not to be had, or has changed.
+        NoSourceError: The source is not available, or has changed.
     """
     try:
         source = SITES.reader.read(code, globals_, lambda text: _piece_in(text, code, globals_) is not None)
@@ -60,10 +61,10 @@ def piece_of_function(code: CodeType, globals_: dict[str, Any]) -> SourceFragmen
 
 
 def _piece_in(source: SourceText, code: CodeType, globals_: dict[str, Any]) -> SourceFragment | None:
-    """Return the text of a function from that of its file, if that says what was loaded."""
+    """Return the function's fragment of its file's text; None if the text is not that of the loaded code."""
     if code.co_name == "<lambda>":
         near = [one for one in _beginning_at(source, code) if isinstance(one[0], ast.Lambda)]
-        # Python 3.12 does not say where constants that are returned stand.
+        # Python 3.12 records no position for returned constants.
         found = [one for one in near if _is_body_of(one[0], code)] or near
     else:
         found = [one for one in _beginning_at(source, code) if _is_def_of(one[0], code)]
@@ -75,10 +76,10 @@ def _piece_in(source: SourceText, code: CodeType, globals_: dict[str, Any]) -> S
 
 
 def piece_of_class(kind: type) -> tuple[SourceFragment, CodeType, dict[str, Any]]:
-    """Return the text of a class, the code of its body, and the globals it was defined in.
+    """Return the source of a class, the code of its body, and the globals in which it was defined.
 
     Raises:
-        NoSourceError: It is not to be had.
+        NoSourceError: The source is not available.
     """
     for source, globals_ in _sources_of(kind):
         every = itertools.chain.from_iterable(_by_first_line(source.tree).values())
@@ -98,7 +99,7 @@ def piece_of_class(kind: type) -> tuple[SourceFragment, CodeType, dict[str, Any]
 
 
 def functions_of(kind: type) -> Iterator[FunctionType]:
-    """Yield the functions that a class's own attributes are made of."""
+    """Yield the functions among a class's own attributes, unwrapping properties, methods and decorators."""
     for value in vars(kind).values():
         parts = (value.fget, value.fset, value.fdel) if isinstance(value, property) else (value,)
         for part in parts:
@@ -115,7 +116,7 @@ def _beginning_at(source: SourceText, code: CodeType) -> Sequence[_Found]:
 
 @functools.lru_cache(maxsize=64)
 def _by_first_line(tree: ast.Module) -> Mapping[int, Sequence[_Found]]:
-    """Return the definitions of a file by their first line; files are large, and sent from many times."""
+    """Return the definitions of a file by first line; cached, as files are large and searched many times."""
     found: dict[int, list[_Found]] = {}
     for one in _definitions(tree):
         found.setdefault(first_line(one[0]), []).append(one)
@@ -123,7 +124,7 @@ def _by_first_line(tree: ast.Module) -> Mapping[int, Sequence[_Found]]:
 
 
 def _definitions(tree: ast.Module) -> Iterator[_Found]:
-    """Yield every definition with the class around it and its qualified name."""
+    """Yield every definition with its enclosing class and its qualified name."""
     waiting: list[tuple[ast.AST, str | None, str]] = [(tree, None, "")]
     while waiting:
         node, class_name, prefix = waiting.pop()
@@ -142,7 +143,7 @@ def _is_def_of(node: _Definition, code: CodeType) -> bool:
 
 
 def _is_body_of(node: _Definition, code: CodeType) -> bool:
-    """Tell whether one of the code's instructions is all of the lambda's body."""
+    """Return whether the position of one of the code's instructions spans the whole lambda body."""
     body = node.body
     if not isinstance(body, ast.expr):
         return False
@@ -155,7 +156,11 @@ def _size(node: _Definition) -> tuple[int, int]:
 
 
 def _defines(piece: SourceFragment, code: CodeType, *, exactly: bool) -> bool:
-    """Tell whether the text is that of the code, as far as can be told of code that a tool rewrote."""
+    """Return whether the text compiles to this code.
+
+    A tool may have rewritten the loaded code, so only signature and free variables are compared unless
+    ``exactly`` is set.
+    """
     try:
         made = compile_function(piece, code.co_freevars)
     except SyntaxError:
@@ -170,7 +175,7 @@ def _defines(piece: SourceFragment, code: CodeType, *, exactly: bool) -> bool:
 
 
 def _parts(code: CodeType) -> tuple[Any, ...]:
-    """Return what one piece of code has in common with another of the same text, wherever that stands."""
+    """Return the parts of a code object that are equal for equal text, independent of its position."""
     constants = [
         _parts(one) if isinstance(one, CodeType) else (type(one), repr(one)) for one in code.co_consts
     ]
@@ -193,10 +198,10 @@ def _piece(
 
 
 def _sources_of(kind: type) -> Iterator[tuple[SourceText, dict[str, Any]]]:
-    """Yield the texts that may hold a class, the likeliest first."""
+    """Yield the texts that may contain a class, the most likely first."""
     for function in functions_of(kind):
         code = function.__code__
-        # Enums have their bases' methods among their own.
+        # The attributes of an enum include methods of its bases.
         is_own = function.__module__ == kind.__module__
         if is_own and code.co_qualname.startswith(f"{kind.__qualname__}."):
             source = SITES.reader.read(code, function.__globals__)
@@ -207,7 +212,7 @@ def _sources_of(kind: type) -> Iterator[tuple[SourceText, dict[str, Any]]]:
     if module is None:
         return
     names = [getattr(module, "__file__", None)]
-    # Cells of a notebook are in no file; the newest that defines the class is the one.
+    # Notebook cells are not files; the newest one that defines the class is used.
     names += [
         name for name, entry in reversed(linecache.cache.items()) if len(entry) > 1 and entry[1] is None
     ]
@@ -221,7 +226,7 @@ def _sources_of(kind: type) -> Iterator[tuple[SourceText, dict[str, Any]]]:
 
 
 def _chosen(nodes: list[ast.ClassDef], kind: type, filename: str) -> ast.ClassDef:
-    """Return the definition that the class's methods lie in; the last one if it has none."""
+    """Return the last definition that contains one of the class's methods; the last of all if none does."""
     codes = [function.__code__ for function in functions_of(kind)]
     lines = {code.co_firstlineno for code in codes if code.co_filename == filename}
     holding = [node for node in nodes if any(node.lineno <= line <= (node.end_lineno or 0) for line in lines)]

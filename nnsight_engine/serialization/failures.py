@@ -1,16 +1,15 @@
-"""Errors across the wire: an error in a block looks to the client as if it had happened there.
+"""Transport of errors, so that an error in a block looks to the client as if it had been raised locally.
 
-It has the type, the message, the notes and the cause that it had, and a traceback whose entries are the
-remote ones: the user's file and line, and the server's where the error came from its code. An entry needs a
-frame, so each is made by a function of one line, compiled under the remote file's name, at its line and
-columns.
+The error keeps its type, message, notes and cause, and a traceback with the remote entries: the user's file
+and line, and the server's if the error came from server code. A traceback entry needs a frame, so each entry
+is produced by a one-line function compiled with the remote file's name, line and columns.
 
-The line that an entry shows is that of the code itself: what was received has its text with it, and no file
-is opened because a sender gave its name, nor is another sender's text shown that came under the same name.
-Files of Python and of packages are named from where they are installed on (``server_paths``).
+The source line of an entry is taken from the code itself: received code carries its text. No file is opened
+because a sender gave its name, and no text of another sender with the same file name is shown. Files of
+Python and of packages are named relative to their installation folder (``server_paths``).
 
-What arrives is data. A type is looked up among those that are loaded here and known to be harmless to make;
-any other becomes a new type of the same name, on the nearest of Python's own that it was based on.
+A received error is plain data. Its type is looked up among the loaded types that are known to be safe to
+instantiate. Any other type is replaced by a new type of the same name, derived from its nearest builtin base.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Plain = str | int | float | bool | None
 
 
 class _Entry(msgspec.Struct):
-    """One line of a traceback."""
+    """One entry of a traceback."""
 
     file: str
     line: int
@@ -52,7 +51,7 @@ class _Entry(msgspec.Struct):
 
 
 class _Failure(msgspec.Struct):
-    """An error, as data."""
+    """An error as plain data."""
 
     module: str
     name: str
@@ -68,9 +67,9 @@ class _Failure(msgspec.Struct):
 
 
 def encode_error(error: BaseException) -> dict[str, Any]:
-    """Return an error as dicts, lists, strings and numbers, fit for JSON and for ``encode``.
+    """Return an error as dicts, lists, strings and numbers, suitable for JSON and for ``encode``.
 
-    Entries of this package are left out of its traceback, as they are for errors here.
+    Entries of this package are removed from its traceback, as for errors raised locally.
     """
     return dict(msgspec.to_builtins(_failure_of(error, _MAX_CHAIN)))
 
@@ -79,7 +78,7 @@ def restore_error(plain: Any) -> BaseException:
     """Return the error that ``encode_error`` described, ready to be raised.
 
     Raises:
-        DecodeError: This describes no error.
+        DecodeError: The data does not describe an error.
     """
     try:
         failure = msgspec.convert(plain, _Failure)
@@ -111,7 +110,7 @@ def _failure_of(error: BaseException, num_left: int) -> _Failure:
 def _text(error: BaseException) -> str:
     try:
         return without_places(str(error)[:_MAX_TEXT])
-    except Exception as failed:  # noqa: BLE001 - of a user's own error
+    except Exception as failed:  # noqa: BLE001 - a user's __str__ may raise anything
         return f"<{type(error).__name__}, whose text cannot be had: {type(failed).__name__}>"
 
 
@@ -122,7 +121,7 @@ def _plain(value: Any) -> Plain:
         return value
     try:
         return without_places((value if type(value) is str else repr(value))[:_MAX_TEXT])
-    except Exception:  # noqa: BLE001 - of a user's own object
+    except Exception:  # noqa: BLE001 - a user's __repr__ may raise anything
         return f"<{type(value).__name__}>"
 
 
@@ -179,7 +178,7 @@ def _made(failure: _Failure) -> BaseException:
             return error
     for base in filter(
         None, map(_builtin_type, [*failure.bases, "RuntimeError"])
-    ):  # the nearest may want arguments of its own
+    ):  # the nearest base may not accept these arguments
         error = _instance(_named_after(failure, base), failure)
         if error is not None:
             return error
@@ -187,7 +186,7 @@ def _made(failure: _Failure) -> BaseException:
 
 
 def _named_after(failure: _Failure, base: type[BaseException]) -> type[BaseException]:
-    """Return a type that looks like the one that this side does not have."""
+    """Return a new type that resembles the one that this side does not have."""
     body = {
         "__module__": failure.module,
         "__qualname__": failure.name,
@@ -198,7 +197,7 @@ def _named_after(failure: _Failure, base: type[BaseException]) -> type[BaseExcep
 
 
 def _known_type(failure: _Failure) -> type[BaseException] | None:
-    """Return the type if it is Python's, torch's or ours, and loaded; nothing is imported."""
+    """Return the type if it is loaded and belongs to Python, torch or this package; nothing is imported."""
     if failure.module == "builtins":
         return _builtin_type(failure.name)
     if failure.module.partition(".")[0] not in _TRUSTED_PACKAGES:
@@ -210,7 +209,7 @@ def _known_type(failure: _Failure) -> type[BaseException] | None:
 def _builtin_type(name: str) -> type[BaseException] | None:
     found = getattr(builtins, name, None)
     if not isinstance(found, type) or not issubclass(found, Exception):
-        return None  # one that is none, or would end the program that only hears of it
+        return None  # not an exception, or one that would end the receiving program
     return None if issubclass(found, ExceptionGroup) else found
 
 
@@ -218,10 +217,10 @@ def _instance(kind: type[BaseException], failure: _Failure) -> BaseException | N
     try:
         if kind.__init__ is BaseException.__init__ or kind.__module__ == "builtins":
             error = kind(*failure.args)
-        else:  # its own __init__ may want anything, and what it did is in the attributes
+        else:  # its __init__ may need other arguments; its effect is in the attributes
             error = kind.__new__(kind, *failure.args)
             error.args = tuple(failure.args)
-    except Exception:  # noqa: BLE001 - arguments that were not plain, or of another version
+    except Exception:  # noqa: BLE001 - arguments were not plain data, or the type differs between versions
         return None
     for name, value in failure.attributes.items():
         if name != "args" and not name.startswith("_"):
@@ -244,7 +243,7 @@ def _traceback_of(entries: list[_Entry]) -> TracebackType | None:
 
 
 def _code_of(entry: _Entry, line: int) -> CodeType:
-    """Return code that fails at the entry's place."""
+    """Return code that raises at the entry's position."""
     end = min(max(entry.end_line or line, line), _MAX_LINE)
     place: dict[str, Any] = {"lineno": line, "end_lineno": end, "col_offset": 0, "end_col_offset": 0}
     if entry.column is not None and entry.end_column is not None and 0 <= entry.column < _MAX_LINE:
@@ -255,8 +254,8 @@ def _code_of(entry: _Entry, line: int) -> CodeType:
     return code.replace(co_name=entry.name, co_qualname=entry.name)
 
 
-class _Stop(Exception):  # noqa: N818 - it is none
-    """Makes a frame."""
+class _Stop(Exception):  # noqa: N818 - it does not signal an error
+    """Raised to obtain a frame."""
 
 
 def _entered(code: CodeType) -> TracebackType:

@@ -1,8 +1,9 @@
-"""Where a function, class or module can be found by name on the other side.
+"""Decision whether a function, class or module can be sent by name.
 
-That is true of the standard library and of installed distributions, as far as anyone can tell from here:
-their files lie in the interpreter's own folders. A script, a notebook and a package under development are the
-user's own and travel as source. ``register_by_value`` makes an installed module such a one too.
+Names can be sent for the standard library and installed distributions, which the other side is assumed to
+have; they are recognised by their location in the interpreter's own folders. A script, a notebook and a
+package under development are the user's own and are sent as source. ``register_by_value`` treats an installed
+module in the same way.
 """
 
 from __future__ import annotations
@@ -23,24 +24,26 @@ import torch
 
 _OURS = __name__.partition(".")[0]
 MOVED: Final = {"pathlib._local": "pathlib"}
-"""Modules of one Python version whose names all versions have elsewhere; ``pathlib``'s, of 3.13."""
+"""Modules of one Python version whose names are found elsewhere in all versions; ``pathlib._local`` is of
+3.13."""
 _by_value: set[str] = set()
 RECEIVED: weakref.WeakSet[type] = weakref.WeakSet()
-"""Classes that came as source: their instances go back by name, to the side that has the class itself."""
+"""Classes that were received as source: their instances are sent back by name, to the side that has the
+class."""
 
 
 def register_by_value(module: ModuleType | str) -> None:
-    """Send what is defined in a module, and in modules below it, as source from now on."""
+    """Send definitions of a module and its submodules as source from now on."""
     _by_value.add(module if isinstance(module, str) else module.__name__)
 
 
 def unregister_by_value(module: ModuleType | str) -> None:
-    """Send what is defined in a module by name again, if it is installed."""
+    """Revert ``register_by_value``: send definitions of a module by name again if it is installed."""
     _by_value.discard(module if isinstance(module, str) else module.__name__)
 
 
 def is_importable(module: str) -> bool:
-    """Tell whether the other side can be expected to have a module."""
+    """Return whether the other side can be expected to have a module."""
     top = module.partition(".")[0]
     if top == "__main__" or any(module == name or module.startswith(f"{name}.") for name in _by_value):
         return False
@@ -55,7 +58,7 @@ def is_importable(module: str) -> bool:
 
 
 def name_of(value: Any) -> tuple[str, str] | None:
-    """Return the module and qualified name that give just this object on the other side, or None."""
+    """Return the module and qualified name under which the other side finds exactly this object, or None."""
     module = getattr(value, "__module__", None)
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
     if not isinstance(name, str) or "<" in name:
@@ -63,7 +66,9 @@ def name_of(value: Any) -> tuple[str, str] | None:
     if isinstance(value, type) and value in RECEIVED and isinstance(module, str):
         return module, name
     candidates = [MOVED.get(module, module)] if isinstance(module, str) else []
-    if not isinstance(value, types.FunctionType):  # of C, whose names do not always say where they are
+    if not isinstance(
+        value, types.FunctionType
+    ):  # C functions and classes, whose ``__module__`` may be missing or wrong
         candidates += [one.__name__ for one in _PLACES_OF_C]
     for candidate in candidates:
         for spelled in dict.fromkeys((name, name.rpartition(".")[2])):
@@ -73,7 +78,7 @@ def name_of(value: Any) -> tuple[str, str] | None:
 
 
 def lookup(module: str, name: str) -> Any:
-    """Return what a loaded module has under a qualified name, or None."""
+    """Return the object with a qualified name in a loaded module, or None."""
     found = sys.modules.get(module)
     try:
         return operator.attrgetter(name)(found)
@@ -87,7 +92,7 @@ _PLACES_OF_C: tuple[ModuleType, ...] = (
     torch.linalg,
     torch.fft,
     torch.special,
-    torch._C,  # noqa: SLF001 - where a method of torch says it is
+    torch._C,  # noqa: SLF001 - the module that torch's methods report
     types,
     typing,
 )

@@ -1,8 +1,8 @@
-"""How any other object is written: as its class and its state, the way Python itself would copy it.
+"""Writer of any other object: its class and its state, following Python's copy protocol.
 
-``write`` is the writer of everything; it asks the tables of data and of code first. An object that Python can
-copy can travel, by the same protocol (``__reduce_ex__``), as a table of nodes instead of a program. Some that
-could be copied are refused, because their copy would do less than they did.
+``write`` is the default writer of every object; it first consults the tables of data and code writers. An
+object that Python can copy can be serialized by the same protocol (``__reduce_ex__``), as a table of nodes
+instead of a program. Some objects that could be copied are refused, because their copy would lose behaviour.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def write(encoder: Encoder, index: int, value: Any) -> None:
     """Write any object.
 
     Raises:
-        EncodeError: It cannot travel.
+        EncodeError: It cannot be serialized.
     """
     writer = WRITERS.get(type(value)) or CODE_WRITERS.get(type(value))
     if writer is None:
@@ -78,7 +78,7 @@ def _write_object(encoder: Encoder, index: int, value: Any) -> None:
     reducer = copyreg.dispatch_table.get(type(value))
     try:
         reduced = reducer(value) if reducer is not None else value.__reduce_ex__(_PROTOCOL)
-    except Exception as error:  # noqa: BLE001 - a user's own method may raise anything
+    except Exception as error:  # noqa: BLE001 - a user's method may raise anything
         encoder.refuse(
             index, value, f"Python has no copy of it ({error}); send the data that it is made from"
         )
@@ -116,7 +116,7 @@ def _write_reduced(encoder: Encoder, index: int, value: Any, reduced: tuple[Any,
 
 
 def _state(value: Any, state: Any) -> tuple[Any, dict[str, Any] | None]:
-    """Return an object's state, the part of it in slots apart unless the class puts it back itself."""
+    """Return an object's state and, separately, its slots' values, unless ``__setstate__`` restores both."""
     if not hasattr(value, "__setstate__") and isinstance(state, tuple) and len(state) == 2:
         return state
     return state, None
@@ -166,7 +166,7 @@ def _called(hook: Any) -> str:
 
 
 def _call(encoder: Encoder, index: int, function: Any, *args: Any, **kwargs: Any) -> None:
-    """Write what a call makes."""
+    """Write an object as the result of a call."""
     parts = (function, args, kwargs or None, None, None, None, None)
     encoder.emit(index, NodeKind.CALL, [encoder.node(part, index, "what it is made from") for part in parts])
 
@@ -195,7 +195,7 @@ def _write_proxy(encoder: Encoder, index: int, value: types.MappingProxyType[Any
 
 
 _SPECIAL: dict[type, Writer] = {
-    functools._lru_cache_wrapper: _write_lru_cache,  # noqa: SLF001 - the type of what lru_cache makes
+    functools._lru_cache_wrapper: _write_lru_cache,  # noqa: SLF001 - the type of functions wrapped by lru_cache
     typing.TypeVar: _write_type_variable,
     types.MappingProxyType: _write_proxy,
     type(torch.ops.aten.add.Tensor): _write_operator,
@@ -204,7 +204,7 @@ _SPECIAL: dict[type, Writer] = {
 
 
 def written_as_classes(kind: type, class_of: Callable[[Any], type]) -> None:
-    """Write objects of a type as the classes that they stand for."""
+    """Register objects of type ``kind`` to be written as the classes that they stand for."""
     _SPECIAL[kind] = lambda encoder, index, value: write_class(encoder, index, class_of(value))
 
 

@@ -1,8 +1,9 @@
-"""Compiling pieces of source that were received, so that their code knows where it came from.
+"""Compilation of received source fragments, preserving their origin.
 
-Used by the makers of code and blocks. Code is compiled under a ``SentFile``: the lines that errors show, and
-the blocks that are found in it as it runs, are those of the piece itself, whatever file of this machine or of
-another sender has the same name. Code that is changed for want of trust gets a name that is no path.
+Used by the makers of code and blocks. Code is compiled with a ``SentFile`` as its file name: the lines shown
+in errors, and nested blocks found at run time, are those of the fragment itself, even if a file on this
+machine or of another sender has the same name. Code that was rewritten because its sender is not trusted gets
+a file name that is not a path.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _KEPT: Final[CodeCache[CodeType]] = CodeCache(512)
 def compile_received(
     compiler: Compiler, piece: SourceFragment, variables: tuple[str, ...], rewrite: Rewrite | None
 ) -> CodeType:
-    """Compile a piece with one of the functions of ``source_fragments``, or find it compiled already.
+    """Compile a fragment with a function of ``source_fragments``, or return the cached code.
 
     Raises:
-        SyntaxError: It is no Python, or defines something else.
+        SyntaxError: The fragment is not valid Python, or defines something else.
     """
     code = _KEPT.get(
         (compiler, piece, variables, rewrite),
@@ -41,7 +42,7 @@ def compile_received(
 
 
 def show(piece: SourceFragment, rewrite: Rewrite | None) -> None:
-    """Show a piece's lines to Python's tools, which only code of a sender who is trusted can use."""
+    """Register a fragment in ``linecache``, unless it is rewritten: untrusted code has no use for it."""
     if rewrite is None:
         SHELF.put(piece.filename, piece.line, piece.text)
 

@@ -1,8 +1,8 @@
-"""Paths of a server's own files, as its clients read them: where things are installed is nobody's business.
+"""Removal of installation paths from texts that leave a server, so that clients do not see its file system.
 
-A traceback or a text that leaves names a file of Python's or of a package from there on,
-``torch/functional.py``, as it is called wherever it is installed. Files that lie elsewhere are of whoever's
-code runs, and keep their names.
+In a traceback or text that is sent out, a file of Python or of a package is named relative to its
+installation folder, such as ``torch/functional.py``. Other files belong to the code that is being run and
+keep their names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PACKAGES: Final = Path(__file__).parents[2]
 
 @cache
 def _installed() -> re.Pattern[str]:
-    """Return what matches the folders in which Python and packages are installed, the deepest first."""
+    """Return a pattern that matches the installation folders of Python and its packages, longest first."""
     paths = sysconfig.get_paths()
     folders = {paths[name] for name in _FOLDERS}
     folders |= {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}
@@ -36,7 +36,7 @@ def _installed() -> re.Pattern[str]:
 
 
 def without_places(text: str) -> str:
-    """Return a text in which files of Python and of packages are named from there on."""
+    """Return the text with files of Python and of packages named relative to their installation folders."""
     return _installed().sub("", text) if "/" in text else text
 
 

@@ -1,9 +1,10 @@
-"""Source that came from elsewhere, where Python's own tools look for it.
+"""Registration of received source in ``linecache``, where Python's own tools look for it.
 
-Tracebacks, debuggers and ``inspect`` read a file's lines through ``linecache``. Pieces of files that do not
-exist here are put there under their names, at their lines, with nothing in between. A file that is here is
-left alone, and so are entries that others made; old ones of ours make room for new ones. It is a help for
-people, by names that several senders may have given: nothing that is told to a sender is read from here.
+Tracebacks, debuggers and ``inspect`` read a file's lines through ``linecache``. Fragments of files that do
+not exist on this machine are registered there under their file names, at their line numbers, with empty lines
+in between. Existing files and entries created by other code are left alone; our oldest entries are evicted.
+The entries are only an aid for people: several senders may use the same file name, so nothing that is sent
+back to a sender is read from here.
 """
 
 from __future__ import annotations
@@ -18,21 +19,20 @@ from nnsight_engine.tracing.sent_files import Lines
 _MAX_FILES = 256
 _MAX_CHARACTERS = 2**23
 _OF_A_LINE = 128
-"""What a line costs beside its characters."""
+"""Cost that is counted for each line in addition to its characters."""
 
 
 class SourceCache:
-    """Pieces of files by name, for as many files and characters as there is room for."""
+    """Fragments of files by name, bounded in files and characters."""
 
     def __init__(self, *, max_files: int = _MAX_FILES, max_characters: int = _MAX_CHARACTERS) -> None:
-        """Start empty."""
         self._max_files, self._max_characters = max_files, max_characters
         self._files: collections.OrderedDict[str, _Pieces] = collections.OrderedDict()
         self._num_characters = 0
         self._lock = threading.Lock()
 
     def put(self, filename: str, line: int, text: str) -> None:
-        """Show ``text`` at ``line`` of a file that is not here."""
+        """Register ``text`` at ``line`` of a file that does not exist on this machine."""
         with self._lock:
             entry = linecache.cache.get(filename)
             shown: object = entry[2] if entry is not None and len(entry) > 2 else None
@@ -45,7 +45,7 @@ class SourceCache:
             pieces = self._files[filename]
             self._num_characters += pieces.place(line, text)
             self._files.move_to_end(filename)
-            linecache.cache[filename] = (pieces.num_characters, None, pieces, filename)  # type: ignore[assignment] # a list is wanted, and read like any sequence
+            linecache.cache[filename] = (pieces.num_characters, None, pieces, filename)  # type: ignore[assignment] # typed as a list, but only read as a sequence
             while len(self._files) > self._max_files or self._num_characters > self._max_characters:
                 oldest = next(iter(self._files))
                 self._drop(oldest)
@@ -58,7 +58,7 @@ class SourceCache:
 
 
 class _Pieces(Lines):
-    """Lines of one file; those that did not come are empty, and take no room."""
+    """Lines of one file; lines that were not received are empty and are not stored."""
 
     def __init__(self, num_characters: int) -> None:
         self.num_characters = num_characters
@@ -66,14 +66,14 @@ class _Pieces(Lines):
         self._last = 0
 
     def place(self, line: int, text: str) -> int:
-        """Put a text at its line; returns how many characters more there are."""
+        """Store a text at its line, and return the change in the number of characters."""
         before = self.num_characters
         new = [f"{one}\n" for one in text.removesuffix("\n").split("\n")]
         for number, one in enumerate(new, start=line):
             self._set(number, one)
         self._last = max(self._last, line - 1 + len(new))
         if new[0][:1] in {" ", "\t"} and line > 1 and not self[line - 2].strip():
-            self._set(line - 1, "if 1:\n")  # so that the whole parses, for who reads it so
+            self._set(line - 1, "if 1:\n")  # so that tools that parse the whole file can do so
         return self.num_characters - before
 
     def _set(self, number: int, line: str) -> None:
@@ -89,4 +89,4 @@ class _Pieces(Lines):
 
 
 SHELF = SourceCache()
-"""The process's, as ``linecache`` is."""
+"""The instance of this process; ``linecache`` is per process as well."""

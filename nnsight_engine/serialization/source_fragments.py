@@ -1,9 +1,9 @@
-"""Pieces of source: the text of one function, class or ``with`` statement, and where it stands in its file.
+"""Source fragments: the text of one function, class or ``with`` statement, and its position in its file.
 
-Python versions differ in their byte code and their syntax trees, not in what a text means, so text is what
-travels. Both sides compile a piece here, under its file's name and at its own lines and columns: tracebacks,
-debuggers and ``inspect.getsource`` see the sender's file. The sender compiles too, to learn which variables
-the text uses, and compares with the code that it has.
+Python versions differ in byte code and syntax trees but not in the meaning of source, so text is what is
+sent. Both sides compile a fragment here, under its file's name and at its own lines and columns, so
+tracebacks, debuggers and ``inspect.getsource`` show the sender's file. The sender compiles too, to find the
+variables that the text uses and to compare the result with the loaded code.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from nnsight_engine.tracing.sent_files import sent_name
 
 FUTURE_FLAGS = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
 OURS = "__nnsight_"
-"""Begins the names of what is put around a text to compile it."""
+"""Prefix of the names of the wrappers that are put around a text to compile it."""
 _OWNER = f"{OURS}owner__"
 _MAKER = f"{OURS}maker__"
 _READS_GLOBAL = frozenset(
     {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"}
 )
 _RUNS_AT_ONCE = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "__annotate__"})
-"""Names of code that runs with the code around it. From 3.14 on a class's annotations wait to be asked for,
-but a reader of an older Python evaluates them."""
+"""Names of nested code that runs together with the enclosing code. From Python 3.14 on a class's
+annotations are evaluated lazily, but a reader with an older Python evaluates them immediately."""
 _TYPE_PARAMETERS = "<generic parameters of "
-"""Begins the name of the code around a generic class or function, from 3.12 on; it runs at once too."""
+"""Prefix of the name of the code around a generic class or function, from 3.12 on; it also runs at once."""
 WHOLE_LINES = -1
 
 
@@ -41,14 +41,14 @@ class SourceFragment:
     """The source of one definition.
 
     Attributes:
-        filename: The file it stands in, as its code objects call it.
-        text: The lines, or for a lambda the expression alone.
-        line: Line of the text's beginning, from 1.
-        column: Where on that line a lambda begins, in bytes; ``WHOLE_LINES`` for anything else.
-        name: What it is called there; ``<lambda>`` for a lambda.
-        qualname: The same with what is around it.
-        class_name: The class around it, which decides what ``self.__x`` means, or None.
-        flags: ``from __future__`` features of the file.
+        filename: The file that contains it, as its code objects name it.
+        text: The lines, or for a lambda only the expression.
+        line: Line number of the text's beginning, from 1.
+        column: Column of a lambda in its first line, in bytes; ``WHOLE_LINES`` for anything else.
+        name: The name it defines; ``<lambda>`` for a lambda.
+        qualname: The qualified name.
+        class_name: The enclosing class, which determines how ``self.__x`` is mangled, or None.
+        flags: Compiler flags of the file's ``from __future__`` features.
     """
 
     filename: str
@@ -61,20 +61,20 @@ class SourceFragment:
     flags: int
 
     def parts(self) -> tuple[Any, ...]:
-        """Return the fields in order, which is how a piece travels."""
+        """Return the fields in order, the form in which a fragment is sent."""
         return tuple([getattr(self, name) for name in self.__slots__])
 
     @property
     def num_characters(self) -> int:
-        """How long all of it is, names included."""
+        """Total length of text and names in characters."""
         return sum(map(len, (self.text, self.filename, self.name, self.qualname, self.class_name or "")))
 
 
 def statement_at(text: str, line: int, filename: str) -> ast.stmt:
-    """Return the one statement that whole lines hold, at its own lines and columns.
+    """Return the single statement in these whole lines, at its own lines and columns.
 
     Raises:
-        SyntaxError: They hold none, or more.
+        SyntaxError: The lines hold no statement, or more than one.
     """
     indented = text[:1] in {" ", "\t", "\f"}
     try:
@@ -100,11 +100,11 @@ def compile_function(
 
     Args:
         piece: Its source.
-        variables: The variables around it.
-        rewrite: Changes its tree before it is compiled.
+        variables: The variables of the enclosing functions.
+        rewrite: Transforms its tree before it is compiled.
 
     Raises:
-        SyntaxError: The text does not define one.
+        SyntaxError: The text does not define a function or lambda.
     """
     node = definition_of(piece)
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
@@ -113,7 +113,9 @@ def compile_function(
     _prepare(node, piece, rewrite)
     body: list[ast.stmt] = [ast.Expr(value=node)] if isinstance(node, ast.Lambda) else [node]
     if not isinstance(node, ast.Lambda) and node.name not in variables:
-        body.insert(0, ast.Global(names=[node.name]))  # its own name in it is not the owner's variable
+        body.insert(
+            0, ast.Global(names=[node.name])
+        )  # its name, used inside it, is a global and not the wrapper's variable
     code = _only(_compiled(body, piece, variables), piece.name)
     return _renamed(code, code.co_qualname, piece.qualname).replace(co_firstlineno=first)
 
@@ -125,11 +127,11 @@ def compile_class(
 
     Args:
         piece: Its source.
-        variables: The variables around it.
-        rewrite: Changes its tree before it is compiled.
+        variables: The variables of the enclosing functions.
+        rewrite: Transforms its tree before it is compiled.
 
     Raises:
-        SyntaxError: The text does not define one.
+        SyntaxError: The text does not define a class.
     """
     node = statement_at(piece.text, piece.line, piece.filename)
     if not isinstance(node, ast.ClassDef):
@@ -146,7 +148,7 @@ def compile_class(
 
 
 def tree_of(piece: SourceFragment, rewrite: Rewrite | None) -> ast.Module:
-    """Return a definition's text, parsed, and changed by ``rewrite`` as what was compiled of it."""
+    """Return the syntax tree of a definition, transformed by ``rewrite`` like the tree that was compiled."""
     node = definition_of(piece)
     if rewrite is not None and isinstance(
         node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
@@ -157,10 +159,10 @@ def tree_of(piece: SourceFragment, rewrite: Rewrite | None) -> ast.Module:
 
 
 def definition_of(piece: SourceFragment) -> ast.stmt | ast.Lambda:
-    """Return what a piece defines, at its own lines and columns.
+    """Return the definition in a fragment, at its own lines and columns.
 
     Raises:
-        SyntaxError: The text is no single statement, or no lambda where it is to be one.
+        SyntaxError: The text is not a single statement, or not a lambda where one is expected.
     """
     if piece.column != WHOLE_LINES:
         return _lambda_at(piece)
@@ -168,7 +170,10 @@ def definition_of(piece: SourceFragment) -> ast.stmt | ast.Lambda:
 
 
 def named_bases(piece: SourceFragment) -> dict[str, int]:
-    """Return the bases that a class statement spells as plain names, with their place among the bases."""
+    """Return the bases that a class statement gives as plain names, with their index among the bases.
+
+    The result is empty if a base is starred, since the indices are then unknown.
+    """
     node = statement_at(piece.text, piece.line, piece.filename)
     bases = node.bases if isinstance(node, ast.ClassDef) else []
     if any(isinstance(base, ast.Starred) for base in bases):
@@ -177,7 +182,7 @@ def named_bases(piece: SourceFragment) -> dict[str, int]:
 
 
 def class_body(maker: CodeType, name: str) -> CodeType:
-    """Return the code of the class's body within ``compile_class``'s."""
+    """Return the code of the class body within the result of ``compile_class``."""
     return _inner(maker, name)
 
 
@@ -185,8 +190,8 @@ def global_names(code: CodeType, *, at_once: bool = False) -> list[str]:
     """Return the global names that code uses, in order.
 
     Args:
-        code: Of a function or class body, those in it included.
-        at_once: Leave out functions in it, which run later if at all.
+        code: Code of a function or class body; nested code is included.
+        at_once: Leave out nested functions, which run later or never.
     """
     found: dict[str, None] = {}
     for one in nested_codes(code, at_once=at_once):
@@ -197,7 +202,7 @@ def global_names(code: CodeType, *, at_once: bool = False) -> list[str]:
 
 
 def mentioned_in(code: CodeType) -> set[str]:
-    """Return every name and string of the code, which may be an attribute of a module."""
+    """Return every name and string constant of the code; each may be the name of a module attribute."""
     found: set[str] = set()
     for one in nested_codes(code):
         found.update(one.co_names)
@@ -206,7 +211,7 @@ def mentioned_in(code: CodeType) -> set[str]:
 
 
 def nested_codes(code: CodeType, *, at_once: bool = False) -> Iterator[CodeType]:
-    """Yield a code object and those in it."""
+    """Yield a code object and all that are nested in it; with ``at_once``, only those that run with it."""
     waiting = [code]
     while waiting:
         one = waiting.pop()
@@ -223,13 +228,13 @@ def _runs_at_once(name: str) -> bool:
 
 
 def first_line(node: ast.stmt | ast.expr) -> int:
-    """Return the line that a definition begins on, decorators included."""
+    """Return the first line of a definition, decorators included."""
     decorators: list[ast.expr] = getattr(node, "decorator_list", [])
     return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 
 def _move(error: SyntaxError, num_lines: int) -> None:
-    """Let the error of a text's own line be one of the file's."""
+    """Shift the line numbers of a syntax error from the text's to the file's."""
     if error.lineno is not None:
         error.lineno += num_lines
     if error.end_lineno is not None:
@@ -237,7 +242,7 @@ def _move(error: SyntaxError, num_lines: int) -> None:
 
 
 def type_parameters(piece: SourceFragment) -> frozenset[str]:
-    """Return the names of a generic class's own parameters, which are no variables around it."""
+    """Return the names of a generic class's type parameters, which are not variables around it."""
     node = statement_at(piece.text, piece.line, piece.filename)
     return frozenset(one.name for one in getattr(node, "type_params", ()))
 
@@ -266,10 +271,10 @@ def _prepare(
     piece: SourceFragment,
     rewrite: Rewrite | None,
 ) -> None:
-    """Make of a definition what is compiled.
+    """Modify a definition in place into the form that is compiled.
 
     Raises:
-        SyntaxError: The piece is called otherwise.
+        SyntaxError: The text defines a name other than the fragment's.
     """
     name = "<lambda>" if isinstance(node, ast.Lambda) else node.name
     if name != piece.name:
@@ -281,7 +286,7 @@ def _prepare(
 
 
 def _leave_values_out(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
-    """Drop what runs where a function is defined: it was run there, and its results travel."""
+    """Remove the parts evaluated at definition time: the sender has evaluated them and sends their values."""
     arguments = node.args
     arguments.defaults, arguments.kw_defaults = [], [None] * len(arguments.kwonlyargs)
     every = [
@@ -301,7 +306,7 @@ def _leave_values_out(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
 
 
 def _compiled(body: list[ast.stmt], piece: SourceFragment, variables: Sequence[str]) -> CodeType:
-    """Return the code of a function around the statements, which owns the variables."""
+    """Return the code of a wrapper function around the statements, which owns the variables."""
     owner = ast.FunctionDef(name=_OWNER, args=_arguments(variables), body=body, decorator_list=[])
     top: ast.stmt = owner
     if piece.class_name is not None:
@@ -323,10 +328,10 @@ def _arguments(names: Sequence[str]) -> ast.arguments:
 
 
 def _only(code: CodeType, name: str) -> CodeType:
-    """Return the one code within another, which has this name: not one that is deeper in it.
+    """Return the only code object directly inside another, which must have this name.
 
-    Those of comprehensions and class bodies trust whoever calls them with arguments and places to store that
-    no caller of a function gives.
+    Code nested deeper is not searched. The code of comprehensions and class bodies must not be returned: it
+    relies on arguments and a namespace that a function call does not supply.
     """
     found = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     if len(found) != 1 or found[0].co_name != name:
@@ -335,7 +340,7 @@ def _only(code: CodeType, name: str) -> CodeType:
 
 
 def _inner(code: CodeType, name: str) -> CodeType:
-    """Return the code called ``name`` within another, its own functions' ones last."""
+    """Return the code object called ``name`` nested in another, searching breadth-first."""
     waiting = [code]
     while waiting:
         found = [constant for one in waiting for constant in one.co_consts if isinstance(constant, CodeType)]
@@ -347,7 +352,7 @@ def _inner(code: CodeType, name: str) -> CodeType:
 
 
 def _renamed(code: CodeType, before: str, after: str) -> CodeType:
-    """Return the code, and those in it, called as if nothing had been put around the text."""
+    """Return the code, and nested code, with qualified names as if the text had no wrappers around it."""
     constants = tuple(
         _renamed(constant, before, after)
         if isinstance(constant, CodeType)

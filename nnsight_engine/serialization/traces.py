@@ -1,8 +1,9 @@
-"""Traces to bytes and back: blocks with the variables and globals that they mention.
+"""Serialization of traces: blocks with the variables and globals that they use.
 
-Many blocks may travel in one message, and what they share is shared on the other side: a list that two
-invokes append to is one list there. The variables are read from the cells given with each block, since a
-block's own may be copied or not filled yet. The client calls ``encode_trace``, the worker ``decode_trace``.
+One message may hold many blocks, and objects that they share stay shared on the other side: a list to which
+two invokes append is one list there. Variables are read from the cells given with each block, because a
+block's own cells may have been copied or may not be filled yet. The client calls ``encode_trace``, the worker
+``decode_trace``.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from nnsight_engine.tracing.tracer import Info
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SentBlock:
-    """A block and the variables that it is to see.
+    """A block to send, with its variables.
 
     Attributes:
         info: The block.
-        cells: Its variables by name; one that is missing or unbound starts unbound.
-        left_out: Names of the module that are not sent, although the block mentions them.
+        cells: Its variables by name; a variable that is missing or unbound starts unbound.
+        left_out: Names of module globals that are not sent, although the block mentions them.
     """
 
     info: Info
@@ -41,12 +42,12 @@ class SentBlock:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReceivedTrace:
-    """A trace as it arrived.
+    """A decoded trace.
 
     Attributes:
-        blocks: The blocks, each on cells of its own; ``Tracer.compile_on(info)`` makes one a function.
-        shared: The values that were sent beside them.
-        saved: Those objects in the message that the sender had marked as saved.
+        blocks: The blocks, each with cells of its own; ``Tracer.compile_on(info)`` turns one into a function.
+        shared: The values that were sent beside the blocks.
+        saved: The objects in the message that the sender had marked as saved.
     """
 
     blocks: list[Info]
@@ -67,14 +68,17 @@ def encode_trace(
 
     Args:
         blocks: The blocks and their variables.
-        shared: More values, such as the inputs; identity is kept between them and the blocks' variables.
-        reference: Asked for every object but numbers and strings; names those that the other side has.
-        saved: The ``id`` of every object that was marked as saved; ``SAVES.marked`` is such a collection.
-        limits: What the message may cost, uncompressed.
+        shared: Further values, such as the inputs; identity is preserved between them and the blocks'
+            variables.
+        reference: Called for every object except numbers and strings; returns a name for objects that the
+            other
+        side already has, None for the rest.
+        saved: The ``id`` of every object that was marked as saved, such as ``SAVES.marked``.
+        limits: Limits of the uncompressed message.
         compress: See ``encode``.
 
     Raises:
-        EncodeError: Something in it cannot travel; says where it is and why.
+        EncodeError: Part of it cannot be serialized; the message gives its path and the reason.
     """
     encoder = new_encoder(reference, limits)
     parts: list[Any] = [list(blocks), dict(shared or {}), list[Any]()]
@@ -97,12 +101,12 @@ def decode_trace(
     limits: MessageLimits = DEFAULT_LIMITS,
     device: torch.device | str = "cpu",
 ) -> ReceivedTrace:
-    """Return the blocks of a message, compiled.
+    """Return the compiled blocks of a message.
 
-    Reading runs code: the bodies of classes that came as source, and what imported classes do to be made.
+    Decoding runs code: bodies of classes that were sent as source, and constructors of imported classes.
 
     Raises:
-        DecodeError: It is no such message, costs too much, or asks for what the policy refuses.
+        DecodeError: The message is malformed, exceeds a limit, or needs something that the policy refuses.
     """
     parts = decode(data, resolve=resolve, policy=policy, limits=limits, device=device)
     if not isinstance(parts, list) or len(parts) != 3:
@@ -149,4 +153,4 @@ def _write_shared(encoder: Encoder, index: int, value: dict[str, Any]) -> None:
 
 
 def _write_marks(_encoder: Encoder, _index: int, _value: list[Any]) -> None:
-    """Leave it to the end, when every object is known."""
+    """Write nothing: the marks are written by the finisher, when every object is known."""

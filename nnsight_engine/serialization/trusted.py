@@ -1,13 +1,13 @@
-"""Traces as pickles, for a reader whose operator trusts the sender with everything.
+"""Traces as pickles, for readers whose operator trusts the sender fully.
 
-The wire format refuses what it cannot send as data or as source; cloudpickle takes more: functions whose
-source is gone, sparse tensors, objects of C. Reading a pickle runs whatever its sender liked, before a block
-does, so a reader calls ``decode_trace_pickled`` only for senders that it was told to trust, and results never
-come this way. No other module of ours imports pickle or anything like it.
+The wire format refuses values that it cannot send as data or as source. cloudpickle accepts more: functions
+without source, sparse tensors, C objects. Unpickling runs arbitrary code of the sender, even before a block
+runs, so a reader calls ``decode_trace_pickled`` only for senders that are configured as trusted, and results
+are never sent as pickles. No other module of this package imports pickle or similar formats.
 
-The contract is that of ``traces``: blocks go as source, what is one object stays one, a variable that two
-blocks or functions share stays shared. Functions go as code of this version of Python, which no other one
-reads.
+The contract is that of ``traces``: blocks are sent as source, object identity is preserved, and a variable
+shared by two blocks or functions stays shared. Functions are sent as byte code, which only the same Python
+version can read.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from nnsight_engine.tracing.tracer import Info
 MAGIC: Final = b"NNSP"
 VERSION: Final = 1
 _HEAD: Final = struct.Struct("<4sBBBx")
-"""Magic, version, and the sender's version of Python, major and minor."""
+"""Magic, format version, and the major and minor version of the sender's Python."""
 _PROTOCOL: Final = 5
 _HERE: Final = (sys.version_info.major, sys.version_info.minor)
 _NOT_ASKED: Final = frozenset({str, int, float, bool, bytes, type(None)})
 _OF_A_NAMESPACE: Final = ("__package__", "__name__", "__path__", "__file__")
 _one_at_a_time = threading.Lock()
-"""Which modules travel by value is a setting of cloudpickle's, for the process."""
+"""The set of modules that are pickled by value is global state of cloudpickle."""
 
 
 def encode_trace_pickled(
@@ -65,7 +65,7 @@ def encode_trace_pickled(
     """Return blocks as a pickle; the arguments are those of ``encode_trace``.
 
     Raises:
-        EncodeError: Something in it cannot travel; says which variable it is, where that can be told.
+        EncodeError: Part of it cannot be pickled; the message names the variable if it can be determined.
     """
     with _one_at_a_time:
         try:
@@ -85,10 +85,10 @@ def decode_trace_pickled(
     resolve: Resolve | None = None,
     limits: MessageLimits = DEFAULT_LIMITS,
 ) -> ReceivedTrace:
-    """Return the blocks of a pickle, compiled. Runs any code that its sender has put in.
+    """Return the compiled blocks of a pickle. Runs arbitrary code of its sender.
 
     Raises:
-        DecodeError: It is no such message, or cannot be read here.
+        DecodeError: The data is not such a message, or cannot be read by this version.
     """
     view = memoryview(data).cast("B")
     if len(view) < _HEAD.size or bytes(view[: len(MAGIC)]) != MAGIC:
@@ -130,7 +130,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
     """Pickles one trace.
 
     Attributes:
-        marked: The saved objects that were met, by identity.
+        marked: The saved objects that were encountered, by identity.
     """
 
     def __init__(self, file: io.BytesIO, reference: Reference | None, saved: Collection[int]) -> None:
@@ -143,12 +143,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
         self._by_value: list[Any] = []
 
     def close(self) -> None:
-        """Undo what was set for the process."""
+        """Revert the changes to cloudpickle's global state."""
         for module in self._by_value:
             cloudpickle.unregister_pickle_by_value(module)
 
     def persistent_id(self, value: Any) -> tuple[str, ...] | None:
-        """Name what the other side has; called with every object."""
+        """Return a name for objects that the other side already has; called with every object."""
         if type(value) in _NOT_ASKED:
             return None
         if id(value) in self._saved:
@@ -156,7 +156,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
         return None if self._reference is None else self._reference(value)
 
     def reducer_override(self, value: Any) -> Any:
-        """Say how an object is made again."""
+        """Return how an object is reconstructed."""
         kind = type(value)
         if kind is SentBlock:
             return self._block(value)
@@ -173,7 +173,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
         return self._on_own_cells(value, reduced) if by_value else reduced
 
     def _decide(self, name: Any) -> None:
-        """Let what is defined in a module go by value if the other side cannot be expected to have it."""
+        """Pickle a module's definitions by value if the other side cannot be expected to have the module."""
         if name in self._seen or not isinstance(name, str):
             return
         self._seen.add(name)
@@ -184,7 +184,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
             self._by_value.append(module)
 
     def _cell(self, cell: CellType) -> tuple[Any, ...]:
-        if id(cell) in self._shells:  # filled by whose variable it is, and may lead back to that
+        if id(cell) in self._shells:  # filled by its owner, to which its contents may refer back
             return CellType, ()
         return CellType, (), _held([cell]), None, None, _fill_cell
 
@@ -193,7 +193,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
         return cell
 
     def _on_own_cells(self, function: FunctionType, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Keep the function's cells, which cloudpickle would copy: others may share the variables."""
+        """Keep the function's own cells, which cloudpickle would copy, as others may share the variables."""
         make, (*args, _), (state, slots), _, _, restore = reduced
         cells = tuple(map(self._shell, function.__closure__ or ()))
         rest = (restore, (state, {**slots, "__closure__": None}), cells, _held(cells))
@@ -205,7 +205,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # untyped
         cells = {name: self._shell(sent.cells.get(name) or CellType()) for name in written.variables}
         module, namespace = str(globals_.get("__name__", "__main__")), None
         if not is_importable(module):
-            # Shared with the functions of the module, which cloudpickle gives the same one.
+            # Shared with the module's functions, to which cloudpickle gives the same namespace.
             namespace = self.globals_ref.setdefault(id(globals_), {})
             if not namespace:
                 namespace.update({key: globals_[key] for key in _OF_A_NAMESPACE if key in globals_})
@@ -227,14 +227,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _held(cells: Collection[CellType]) -> list[tuple[Any, ...]]:
-    """Return what cells hold: one item each, or none where a variable is unbound."""
+    """Return the contents of cells: a tuple of one item each, empty if the variable is unbound."""
     return [() if content(cell) is UNBOUND else (content(cell),) for cell in cells]
 
 
 def _culprit(
     blocks: Sequence[SentBlock], shared: Mapping[str, Any], reference: Reference | None, error: Exception
 ) -> str:
-    """Return which variable cannot be sent, and why."""
+    """Return an error message that names the variable that cannot be pickled."""
     places = [(f"shared value `{name}`", value) for name, value in shared.items()]
     for number, block in enumerate(blocks):
         places += [
@@ -245,12 +245,12 @@ def _culprit(
     for place, value in places:
         try:
             _pickled(value, reference, ())
-        except Exception as found:  # noqa: BLE001 - whatever the object's own code raises
+        except Exception as found:  # noqa: BLE001 - the object's own code may raise anything
             return f"{place} cannot be sent: it is of type {type(value).__qualname__}; {found}"
     return f"the trace cannot be sent: {type(error).__name__}: {error}"
 
 
-# What a pickle calls on the other side, by these names.
+# Functions that a pickle calls by name on the other side.
 
 
 def _code(version: tuple[int, int], args: tuple[Any, ...]) -> CodeType:
