@@ -105,9 +105,8 @@ def _make_set(decoder: Decoder, index: int, _parts: list[Any]) -> set[Any]:
 
 
 def _note_keys(decoder: Decoder, index: int, value: Any) -> None:
-    decoder.state[id(value)] = (
-        index  # to find the depths of the keys' nodes; the decoder keeps the value alive
-    )
+    # To find the depths of the keys' nodes; the decoder keeps the value alive, so its id is not reused.
+    decoder.state[id(value)] = index
 
 
 def _fill_dict(decoder: Decoder, value: dict[Any, Any], parts: list[Any]) -> None:

@@ -204,10 +204,8 @@ class Decoder:
                 return
             if self._num_done == done:
                 break
-            self._stack, self._waiting = (
-                self._waiting[::-1],
-                [],
-            )  # deferred nodes are retried in the order in which they were deferred
+            # Retry deferred nodes in the order in which they were deferred.
+            self._stack, self._waiting = self._waiting[::-1], []
             self._entered = bytearray(len(self._entered))
         raise DecodeError("the message is broken: its objects need each other to be made")
 

@@ -176,9 +176,8 @@ def _made(failure: _Failure) -> BaseException:
         error = _instance(kind, failure)
         if error is not None and _text(error) == failure.message:
             return error
-    for base in filter(
-        None, map(_builtin_type, [*failure.bases, "RuntimeError"])
-    ):  # the nearest base may not accept these arguments
+    # The nearest base may not accept these arguments, so others are tried.
+    for base in filter(None, map(_builtin_type, [*failure.bases, "RuntimeError"])):
         error = _instance(_named_after(failure, base), failure)
         if error is not None:
             return error

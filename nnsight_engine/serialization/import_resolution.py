@@ -66,9 +66,7 @@ def name_of(value: Any) -> tuple[str, str] | None:
     if isinstance(value, type) and value in RECEIVED and isinstance(module, str):
         return module, name
     candidates = [MOVED.get(module, module)] if isinstance(module, str) else []
-    if not isinstance(
-        value, types.FunctionType
-    ):  # C functions and classes, whose ``__module__`` may be missing or wrong
+    if not isinstance(value, types.FunctionType):  # the ``__module__`` of a C function may be missing
         candidates += [one.__name__ for one in _PLACES_OF_C]
     for candidate in candidates:
         for spelled in dict.fromkeys((name, name.rpartition(".")[2])):

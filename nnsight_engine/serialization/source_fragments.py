@@ -113,9 +113,8 @@ def compile_function(
     _prepare(node, piece, rewrite)
     body: list[ast.stmt] = [ast.Expr(value=node)] if isinstance(node, ast.Lambda) else [node]
     if not isinstance(node, ast.Lambda) and node.name not in variables:
-        body.insert(
-            0, ast.Global(names=[node.name])
-        )  # its name, used inside it, is a global and not the wrapper's variable
+        # The function's own name, used inside it, is a global and not a variable of the wrapper.
+        body.insert(0, ast.Global(names=[node.name]))
     code = _only(_compiled(body, piece, variables), piece.name)
     return _renamed(code, code.co_qualname, piece.qualname).replace(co_firstlineno=first)
 
