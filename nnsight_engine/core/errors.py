@@ -7,7 +7,7 @@ class InterventionError(Exception):
     """One request fails; other requests and the engine continue.
 
     Args:
-        code: A value of ``api_schemas.errors.ErrorCode``, as a string: the worker does not use the enum.
+        code: A value of ``api_schemas.errors.ErrorCode``, as a string.
         message: The rule, the value, the next step.
     """
 
