@@ -1,8 +1,8 @@
-"""vLLM's asynchronous engine, whose ``generate`` understands calls with interventions.
+"""vLLM's asynchronous engine, extended so that ``generate`` runs calls with interventions.
 
-vLLM's serving classes call ``generate`` once per prompt. A call with interventions is
-recognised by its ticket; its prompt is compiled there, before anything is streamed, so that
-a bad request is refused with a status and not inside a stream.
+vLLM's serving classes call ``generate`` once per prompt. A call with interventions is recognised by its
+ticket. Its prompt is compiled in ``generate``, before anything is streamed, so that an invalid request is
+rejected with an HTTP status instead of an error inside the stream.
 """
 
 from __future__ import annotations
@@ -56,24 +56,27 @@ from nnsight_engine.vllm_backend.traces.entry import TRACE_KEY
 logger = logging.getLogger(__name__)
 
 AcceptGrammar = Callable[[StructuredOutputsParams, str], Awaitable[None]]
-"""Passes a grammar of a sender's on, checked; raises ApiError."""
+"""Checks a sender's grammar before it reaches the engine; raises ApiError for an invalid one."""
 
 _SANDBOX_S: Final = 120.0
 _SANDBOX_LOOK_S: Final = 0.1
 _COLLECT_LOOK_S: Final = 0.02
 SENDER: Final = contextvars.ContextVar("nnsight_engine_sender", default="")
-"""Whose the requests are that vLLM's serving classes make, which pass on no such thing; nobody's if empty."""
+"""The tenant whose request is being served; empty if there is none.
+
+A context variable, because vLLM's serving classes, which call ``generate``, do not pass the tenant on.
+"""
 
 
 class FinishedTrace(NamedTuple):
-    """What came of a trace.
+    """The results of a trace that has ended.
 
     Attributes:
-        data: What its blocks saved and raised, see ``outcomes``.
-        printed: What they printed and nobody was told of yet.
-        failure: How a block failed, in a line; empty if none did.
-        spent_s: Seconds for which the engine has waited for it.
-        tier: How its steps ran: ``tap``, or ``eager`` once one of them had to run uncompiled.
+        data: The encoded values that its blocks saved and the errors they raised, see ``outcomes``.
+        printed: Printed text that has not been streamed yet.
+        failure: One line about how a block failed; empty if none did.
+        spent_s: Seconds for which the engine waited for the trace.
+        tier: How its steps ran: ``tap``, or ``eager`` if at least one of them had to run uncompiled.
     """
 
     data: bytes | memoryview
@@ -86,7 +89,11 @@ class FinishedTrace(NamedTuple):
 async def _kept_to_grammar(
     outputs: AsyncGenerator[RequestOutput, None],
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Yield a request's outputs; raises ApiError where vLLM ends it because no token fits its grammar."""
+    """Yield a request's outputs.
+
+    Raises:
+        ApiError: vLLM ended the request because no token fits its grammar.
+    """
     try:
         async for output in outputs:
             if any(one.finish_reason == "error" for one in output.outputs):
@@ -102,10 +109,11 @@ async def _kept_to_grammar(
 
 
 class InterventionAsyncLLM(AsyncLLM):
-    """An ``AsyncLLM`` that can intervene; call ``describe`` once before the first request.
+    """An ``AsyncLLM`` with interventions; await ``describe`` once before the first request.
 
     Attributes:
-        handover: How workers hand over large results of traces; None if only vLLM's own way is wanted.
+        handover: Transfers large trace results from the workers through files in memory; None to use only
+            vLLM's RPC.
     """
 
     spec: ModelSpec
@@ -118,15 +126,16 @@ class InterventionAsyncLLM(AsyncLLM):
     def create(
         cls, config: VllmConfig, *, enable_log_requests: bool, disable_log_stats: bool
     ) -> InterventionAsyncLLM:
-        """Start the engine's processes and load the model; blocks until that is done.
+        """Start the engine's processes and load the model; blocks until both are done.
 
         Raises:
-            UnsupportedOptionError: An option under which interventions could be silently wrong.
+            UnsupportedOptionError: An option is set under which interventions could be silently wrong.
         """
         check_supported(config)
         if config.structured_outputs_config.backend == "auto":
-            # Else vLLM chooses one for each request, and its engine compiles all with that of the first: a
-            # grammar that only another one takes would pass the check and fail there.
+            # With "auto" vLLM chooses a backend for each request, but its engine compiles all grammars with
+            # the backend of the first. A grammar that only another backend supports would pass the check and
+            # fail in the engine.
             config.structured_outputs_config.backend = "xgrammar"
         with uninterrupted(), offered():
             return cls(
@@ -139,7 +148,7 @@ class InterventionAsyncLLM(AsyncLLM):
 
     async def describe(self) -> ModelSpec:
         """Fetch the model's description from the worker and start routing results."""
-        self._run_output_handler()  # vLLM's own begins with the first request; it knows when the engine dies
+        self._run_output_handler()  # else started with the first request; detects the engine's death
         (plain, *_) = await self.collective_rpc("describe_interventions")
         self.spec = ModelSpec.from_plain(plain)
         self.router = ResultRouter(self.spec)
@@ -156,24 +165,24 @@ class InterventionAsyncLLM(AsyncLLM):
         return self.spec
 
     async def died(self) -> None:
-        """Wait until the engine has died, or was shut down."""
+        """Wait until the engine has died or been shut down."""
         if self.output_handler is not None:
             await asyncio.wait({self.output_handler})
 
     @property
     def num_beside(self) -> int:
-        """How many requests blocks may run beside, others included; 0 while no trace is open."""
+        """The number of unfinished requests, which blocks may run beside; 0 while no trace is open."""
         return self.get_num_unfinished_requests() if len(self.traces) else 0
 
     def kill(self) -> None:
-        """End its processes, whatever they do; it has died then."""
+        """Kill the engine's processes, whatever they are doing; the engine then counts as dead."""
         kill_engine(self)
 
     async def collective_rpc(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Have all workers do something; as vLLM's own, which never returns where the engine dies meanwhile.
+        """Call a method on all workers, and fail if the engine dies meanwhile; vLLM's own would never return.
 
         Raises:
-            EngineDeadError: It has died.
+            EngineDeadError: The engine has died.
         """
         asking = asyncio.ensure_future(super().collective_rpc(*args, **kwargs))
         waited_for: set[asyncio.Future[Any]] = {asking}
@@ -189,10 +198,11 @@ class InterventionAsyncLLM(AsyncLLM):
             asking.cancel()
 
     async def prepare_sandbox(self) -> None:
-        """Wait until there are sandboxes for code of strangers; the first time takes some seconds.
+        """Wait until sandboxes for untrusted code are available; the first call takes some seconds.
 
         Raises:
-            ApiError: ``sandbox_missing``: there are none on this machine, or for this model.
+            ApiError: ``sandbox_missing``: this machine or this model supports none, or they did not start in
+                time.
         """
         give_up = time.monotonic() + _SANDBOX_S
         while not self._has_sandbox:
@@ -206,11 +216,11 @@ class InterventionAsyncLLM(AsyncLLM):
                 await asyncio.sleep(_SANDBOX_LOOK_S)
 
     def open_call(self, call: InterventionCall | TraceCall) -> None:
-        """Make a call known by its ticket; ``close_call`` it in the end."""
+        """Register a call under its ticket; the caller must ``close_call`` it."""
         self._calls[call.ticket] = call
 
     def close_call(self, call: InterventionCall | TraceCall) -> None:
-        """Forget a call and its prompts, those included that never ran because another was refused."""
+        """Remove a call and its prompts, including prompts that never ran because another was rejected."""
         self._calls.pop(call.ticket, None)
         if isinstance(call, TraceCall):
             for traced in call.prompts:
@@ -225,16 +235,16 @@ class InterventionAsyncLLM(AsyncLLM):
             self._close_entry(entry)
 
     async def finish_trace(self, key: str, results: dict[str, Any]) -> FinishedTrace:
-        """End a trace whose requests have ended, and return what came of it.
+        """End a trace whose requests have ended, and return its results.
 
         Args:
             key: The trace.
-            results: What its requests returned, see ``results_of``.
+            results: Results of its requests, see ``results_of``.
         """
         path = None if self.handover is None else self.handover.path(key)
         asked = (key, results, path)
         told: Any = PENDING
-        while told == PENDING:  # its blocks are not done, and the engine goes on meanwhile
+        while told == PENDING:  # its blocks are still running; the engine serves others meanwhile
             told = answer(await self.collective_rpc("finish_trace", args=asked))
             await asyncio.sleep(_COLLECT_LOOK_S if told == PENDING else 0)
         data, printed, failure, spent_s, tier = told
@@ -244,16 +254,16 @@ class InterventionAsyncLLM(AsyncLLM):
         return FinishedTrace(data, printed, failure, spent_s, tier)
 
     async def count_events(self) -> EngineCounts:
-        """Return what the engine has counted since it started; it answers between two steps."""
+        """Return the engine's event counts since its start; the engine answers between two steps."""
         return EngineCounts.from_plain(answer(await self.collective_rpc("count_events")))
 
     async def forget_trace(self, key: str, request_ids: Sequence[str]) -> None:
-        """End what is left of a trace in the engine; never raises."""
+        """Abort the requests of a trace and drop its state in the engine; never raises."""
         try:
-            # vLLM itself ends a request of a cancelled caller only if that was waiting for its outputs.
+            # When a caller is cancelled, vLLM aborts its request only if the caller was waiting for outputs.
             await self.abort(request_ids)
             note_spent(answer(await self.collective_rpc("drop_trace", args=(key,))))
-            if self.handover is not None:  # an answer that came and was not waited for
+            if self.handover is not None:  # the file of a result that was not collected
                 self.handover.forget(key)
         except EngineDeadError:
             return
@@ -267,7 +277,7 @@ class InterventionAsyncLLM(AsyncLLM):
             traced.place.leave()
 
     def _leave(self, doing: Coroutine[Any, Any, None]) -> None:
-        """Let something be done that nobody waits for."""
+        """Run a coroutine in the background; the request's meter waits for it."""
         task = asyncio.ensure_future(doing)
         meter = METER.get()
         if meter is not None:
@@ -282,10 +292,11 @@ class InterventionAsyncLLM(AsyncLLM):
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate as vLLM does, with interventions where the parameters carry a ticket.
+        """Generate as vLLM does, with interventions if the parameters carry a ticket.
 
         Raises:
-            ApiError: The call's operations do not fit this prompt.
+            ApiError: The call's operations do not fit this prompt, the prompt is empty, or the client set one
+                of the engine's own keys of ``vllm_xargs``.
         """
         extra = sampling_params.extra_args or {}
         ticket = extra.get(TICKET_KEY)
@@ -309,7 +320,7 @@ class InterventionAsyncLLM(AsyncLLM):
         if sender:
             sampling_params.extra_args = {**extra, SENDER_KEY: sender}
         if isinstance(call, TraceCall):
-            _token_ids(prompt)  # embeddings have no positions that code could count
+            _token_ids(prompt)  # raises for embeddings, which have no token positions
             traced = call.begin(request_id, sampling_params.n)
             return self._generate_beside(call, traced, prompt, sampling_params, **kwargs)
         if call is None:
@@ -343,10 +354,10 @@ class InterventionAsyncLLM(AsyncLLM):
         """Generate for a request of a trace, whose entry the server has put into the parameters.
 
         Args:
-            prompt: vLLM's.
-            sampling_params: Likewise.
-            request_id: Nobody else's.
-            come: Called when the engine has the request.
+            prompt: vLLM's prompt.
+            sampling_params: vLLM's sampling parameters.
+            request_id: A unique id.
+            come: Called once the engine has received the request.
         """
         self._coming[request_id] = come
         outputs = super().generate(prompt, sampling_params, request_id)
@@ -358,15 +369,18 @@ class InterventionAsyncLLM(AsyncLLM):
             await outputs.aclose()
 
     def accept_grammars(self, accept: AcceptGrammar) -> None:
-        """Let no grammar reach the engine that ``accept`` has not passed, in place of vLLM's own checks."""
+        """Check every grammar with ``accept`` before it reaches the engine, in place of vLLM's own checks."""
         self._accept_grammar = accept
-        # Which vLLM takes for none to check.
+        # Without this config vLLM skips its own check.
         self.input_processor.structured_outputs_config = None
 
     async def add_request(
         self, request_id: str, prompt: Any, params: SamplingParams | PoolingParams, *args: Any, **kwargs: Any
     ) -> Any:
-        """Hand a request to the engine, as vLLM does, and say so where somebody wants to know."""
+        """Send a request to the engine as vLLM does, with its grammar checked first.
+
+        Afterwards calls the ``come`` callback of a request made by ``generate_traced``.
+        """
         structured = params.structured_outputs if isinstance(params, SamplingParams) else None
         if structured is not None and self._accept_grammar is not None:
             await self._accept_grammar(structured, SENDER.get())
@@ -409,7 +423,7 @@ class InterventionAsyncLLM(AsyncLLM):
         sampling_params: SamplingParams,
         **kwargs: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate with a trace's block beside the request; the last output comes once that is collected."""
+        """Generate for a request with a trace's block; yield the last output once the trace is collected."""
         entry = traced.entry()
         await traced.place.taken()
         traced.has_begun = True

@@ -1,7 +1,6 @@
-"""The one module that knows vLLM's version: where its classes are and what it can be started with.
+"""The only module that depends on vLLM's version: locations of its classes, and supported options.
 
-Written for vLLM 0.32, model runner V1. Everything else in ``vllm_backend`` names vLLM's
-stable parts only.
+Written for vLLM 0.32, model runner V1. The rest of ``vllm_backend`` uses only stable parts of vLLM.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.families import ModelPoints
 
 CONFIG_KEY: Final = "nnsight_engine"
-"""Key of our entry in vLLM's ``additional_config``, which is part of the compile cache's key."""
+"""Key of this project's entry in vLLM's ``additional_config``, which is part of the compile cache's key."""
 
 WORKER_CLASS: Final = "nnsight_engine.vllm_backend.worker.InterventionWorker"
 PROCESS: Final = "process"
 RESTRICTED: Final = "restricted"
-"""How strangers' blocks may run, see ``EngineLimits``."""
+"""How untrusted blocks may run, see ``EngineLimits``."""
 _RAY_EXECUTOR: Final = "nnsight_engine.vllm_backend.ray_executor.ClusterExecutor"
 SCHEDULER_CLASS: Final = "nnsight_engine.vllm_backend.scheduler.InterventionScheduler"
 _RESULTS_ATTRIBUTE: Final = "nnsight_engine_results"
@@ -46,26 +45,32 @@ class EngineLimits:
     """Limits that the worker enforces.
 
     Attributes:
-        max_capture_bytes_per_request: Most that one declarative request may capture.
-        max_capture_bytes_engine: Most that all of them may hold captured together.
-        max_edits: How many edits the engine keeps under names.
-        max_edit_bytes: Most that they may have together, as they are sent.
+        max_capture_bytes_per_request: Limit on the captures of one declarative request.
+        max_capture_bytes_engine: Limit on the captures that all declarative requests hold together.
+        max_edits: Number of named edits that the engine keeps.
+        max_edit_bytes: Limit on the encoded size of all named edits together.
         trace_step_s: Seconds that one block may compute within one step.
-        max_trace_bytes: Most that one traced request may hold: what its block saved, and what is kept for it.
-        sandbox: How strangers' blocks run: each trace in a ``process`` of its own, ``restricted`` to harmless
-            Python in the worker, or ``off``, like everybody's.
-        sandbox_bytes: Memory that a sandboxed process may take, what it shares with the worker included.
-        sandbox_compiles: Whether their Python is restricted in the process too, which gives better errors.
-        sandbox_fuel: Steps of Python that restricted blocks of one trace may take: turns of loops, calls.
-        sandbox_step_s: Seconds that one may compute within one step of the engine, all its blocks together.
+        max_trace_bytes: Limit on the memory of one traced request: its saved values, and what is kept for it.
+        sandbox: How untrusted blocks run. ``process``: each trace in a process of its own; ``restricted``: in
+            the worker, limited to harmless Python; ``off``: in the worker, like trusted blocks.
+        sandbox_bytes: Memory limit of a sandbox process, including memory that it shares with the worker.
+        sandbox_compiles: Whether Python is restricted inside the sandbox process too, which gives better
+            errors.
+        sandbox_fuel: Steps of Python (loop iterations, calls) that the restricted blocks of one trace may
+            take.
+        sandbox_step_s: Seconds that a sandbox may compute within one step of the engine, all its blocks
+            together.
         sandbox_wait_s: Seconds that one step of the engine waits for all sandboxes of one tenant together.
-        sandbox_cpu_s: Seconds of computing that one may take in its life.
-        sandbox_blocks: Blocks and edits of one sandboxed trace that may wait at once.
-        sandbox_needs_namespaces: Whether there are none where they cannot have namespaces of their own.
-        max_sandboxes: How many may be at work at once.
-        fair_window_s: Seconds that a tenant without requests still counts among those who share; 0: none do.
-        fair_step: How much longer than the shortest a step may take that a tenant within its share may meet.
-        taps: At which points of the residual stream taps lie, see ``chosen_taps``.
+        sandbox_cpu_s: CPU seconds that a sandbox may use in its lifetime.
+        sandbox_blocks: Number of blocks and edits of one sandboxed trace that may wait at the same time.
+        sandbox_needs_namespaces: Whether sandboxes are refused on a machine that cannot give them namespaces
+            of their own.
+        max_sandboxes: Number of sandboxes that may be in use at the same time.
+        fair_window_s: Seconds for which a tenant without requests still counts among those that share; 0
+            turns fair sharing off.
+        fair_step: Maximum duration of a step, as a multiple of the shortest step's, while a tenant within its
+            share is active beside one that is not.
+        taps: Points of the residual stream that have taps, see ``chosen_taps``.
     """
 
     max_capture_bytes_per_request: int = 256 * 1024 * 1024
@@ -90,32 +95,32 @@ class EngineLimits:
 
     @property
     def sandbox_message_bytes(self) -> int:
-        """The most that crosses to or from a sandbox at once: what it saves, for one."""
+        """Limit on the size of one message to or from a sandbox, such as its saved values."""
         return min(self.max_trace_bytes, self.sandbox_bytes // 4)
 
     @classmethod
     def read(cls, config: VllmConfig) -> EngineLimits:
-        """Read what ``engine_options`` wrote, defaults where it is missing."""
+        """Read the limits that ``engine_options`` wrote; defaults if there is no entry."""
         entry = (config.additional_config or {}).get(CONFIG_KEY, {})
         return cls(**entry.get("limits", {}))
 
 
 def engine_options(limits: EngineLimits) -> dict[str, Any]:
-    """Return the engine arguments that make vLLM's engine able to intervene.
+    """Return the engine arguments that add interventions to vLLM's engine.
 
-    Pass them to ``vllm.LLM`` or ``AsyncEngineArgs`` beside one's own.
+    Pass them to ``vllm.LLM`` or ``AsyncEngineArgs`` together with other arguments.
     """
     return {
         "worker_cls": WORKER_CLASS,
         "scheduler_cls": SCHEDULER_CLASS,
-        # Token ids must be known in bookkeeping, and results must leave with their step.
+        # Bookkeeping needs the sampled token ids, and results must leave with their own step.
         "async_scheduling": False,
         "additional_config": {CONFIG_KEY: {"limits": dataclasses.asdict(limits)}},
     }
 
 
 def own_environment() -> None:
-    """Choose, where nothing was chosen, what vLLM reads from the environment: the runner that we extend."""
+    """Set defaults of environment variables that vLLM reads, to select the model runner extended here."""
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 
 
@@ -123,8 +128,8 @@ def check_supported(config: VllmConfig, *, traces_only: bool = False) -> None:
     """Raise UnsupportedOptionError for options under which interventions could be silently wrong.
 
     Args:
-        config: The engine's.
-        traces_only: Whether blocks are the only interventions; they know of pipeline stages.
+        config: The engine's config.
+        traces_only: Whether traces are the only interventions; they support pipeline stages.
     """
     parallel = config.parallel_config
     has_stages = parallel.pipeline_parallel_size > 1
@@ -133,7 +138,7 @@ def check_supported(config: VllmConfig, *, traces_only: bool = False) -> None:
         "--tensor-parallel-size with --pipeline-parallel-size": (
             has_stages and parallel.tensor_parallel_size > 1
         ),
-        # That executor starts a stage once the one before it has ended, and both would wait for each other.
+        # That executor starts a stage only when the previous one has ended: both would wait for each other.
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0": (
             has_stages and Executor.get_class(config).__name__ == "RayDistributedExecutor"
         ),
@@ -157,9 +162,9 @@ def check_supported(config: VllmConfig, *, traces_only: bool = False) -> None:
 
 
 def ray_executor() -> Any:
-    """Return the class of our Ray executor: a class, since vLLM lets no other name run pipeline stages.
+    """Return this project's Ray executor class; vLLM allows pipeline stages only for a class, not for a name.
 
-    It is looked up by name because Ray, which is slow to import, comes with it.
+    It is looked up by name because it imports Ray, which is slow.
 
     Raises:
         UnsupportedOptionError: Ray is not installed.
@@ -175,7 +180,7 @@ def ray_executor() -> Any:
 
 
 def platform_worker_class() -> Any:
-    """Return the worker class that vLLM would use on this platform."""
+    """Return the worker class that vLLM uses on this platform."""
     names = {
         "cpu": "vllm.v1.worker.cpu_worker.CPUWorker",
         "cuda": "vllm.v1.worker.gpu_worker.Worker",
@@ -186,43 +191,43 @@ def platform_worker_class() -> Any:
 
 
 def brings(params: Any, key: str) -> bool:
-    """Tell whether a request's sampling parameters, None for a pooling one, carry an entry of ours."""
+    """Return whether sampling parameters (None for a pooling request) carry an entry under ``key``."""
     return params is not None and key in (params.extra_args or {})
 
 
 def attach_results(output: Any, results: StepResults) -> Any:
-    """Let results ride on a runner's output, which travels pickled between vLLM's own processes."""
+    """Attach results to a runner's output, which vLLM sends pickled between its own processes."""
     if output is EMPTY_MODEL_RUNNER_OUTPUT:
-        # One object for every step without tokens, which must not carry this step's results for ever.
+        # vLLM shares this object between all steps without tokens; it must not keep this step's results.
         output = copy.copy(output)
     setattr(output, _RESULTS_ATTRIBUTE, results)
     return output
 
 
 def detach_results(output: Any) -> StepResults | None:
-    """Return what rides on a runner's output, or None."""
+    """Return the results attached to a runner's output, or None."""
     return getattr(output, _RESULTS_ATTRIBUTE, None)
 
 
 def mark_alone(scheduled: Any, *, alone: bool) -> None:
-    """Note on what a scheduler has scheduled whether all requests that it has are one tenant's."""
+    """Record on a scheduler's output whether all requests in the scheduler belong to one tenant."""
     setattr(scheduled, _ALONE_ATTRIBUTE, alone)
 
 
 def is_alone(scheduled: Any) -> bool:
-    """Tell what ``mark_alone`` has noted."""
+    """Return the value recorded by ``mark_alone``."""
     return bool(getattr(scheduled, _ALONE_ATTRIBUTE, False))
 
 
 def record_allocated_blocks(manager: Any) -> None:
-    """Have a manager of the KV cache record the blocks it allocates, also where vLLM needs none zeroed."""
+    """Make a KV cache manager record the blocks it allocates, even if vLLM does not need to zero any."""
     for group in manager.coordinator.single_type_managers:
         if not isinstance(group.kv_cache_spec, MambaSpec | CircularBufferSpec):
-            group._record_new_block_ids = True  # noqa: SLF001 - vLLM sets it for whole models only
+            group._record_new_block_ids = True  # noqa: SLF001 - vLLM sets it only where all blocks need zeroing
 
 
 def zero_blocks(runner: Any, block_ids: list[int]) -> None:
-    """Zero blocks of the KV cache on a CPU, where vLLM leaves out layers with a sliding window."""
+    """Zero blocks of the KV cache on a CPU, where vLLM skips layers with a sliding window."""
     num_blocks = runner.kv_cache_config.num_blocks
     layers = runner.compilation_config.static_forward_context
     caches = {
@@ -254,7 +259,7 @@ def describe_model(points: ModelPoints, config: VllmConfig, limits: EngineLimits
 
 
 def _with_tiers(leaves: Sequence[LeafSpec], limits: EngineLimits, num_layers: int) -> tuple[LeafSpec, ...]:
-    """Return the leaves of the residual stream as ``eager`` where not all of their points have taps."""
+    """Return the leaves, with tier ``eager`` for leaves of the residual stream that lack a tap somewhere."""
     taps = chosen_taps(limits.taps, num_layers)
 
     def has_all(leaf: LeafSpec) -> bool:

@@ -1,17 +1,17 @@
-"""vLLM's scheduler with turns for several senders: nobody's first token waits for the flood of another.
+"""vLLM's scheduler with fair sharing: one tenant's flood of requests does not delay others' first tokens.
 
-vLLM's queue is one for all: behind who sends thousands of requests, everybody waits, and beside them each
-step is as long as their batch. Here, while some have had more than their share (``sender_usage``) and others
-not:
+Hazard: vLLM has one queue for all. All requests wait behind those of a tenant that sends thousands, and every
+step is as long as that tenant's batch. Safeguard: while some tenants are *heavy* (above their share, see
+``sender_usage``) and others *light*,
 
-- The others' prompts are computed in steps of their own, ahead of everybody's, also where no place or no
-  block of the cache is left: places are lent, and blocks taken from the last request of the heavy, which
-  computes them again.
-- All other steps are short, so that the next prompt need not wait for a long one: requests of the heavy go on
-  in the order in which they came, as many as fit.
+- prompts of light tenants are computed in steps of their own, ahead of all others, even if no slot or KV
+  cache block is free: slots are lent, and blocks are taken by preempting the last requests of heavy tenants,
+  which are computed again later;
+- all other steps are short, so that the next prompt need not wait for a long one: requests of heavy tenants
+  run in the order of their arrival, as many as fit.
 
-Nobody pauses where all are heavy, or all light, and with one sender, or none, a step is vLLM's and nothing
-else. ``InterventionScheduler`` is made of this.
+No request pauses if all tenants are heavy or all are light. With one tenant, or none, steps are exactly
+vLLM's. ``InterventionScheduler`` extends this class.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _LOOK_S: Final = 0.5
 
 
 class _Begun(NamedTuple):
-    """A step that runs.
+    """A step that is running.
 
     Attributes:
-        moment: When it was begun to be put together.
-        num_tokens: How many it computes.
-        shares: Whose it is, see ``SenderUsage.charge``.
+        moment: When its scheduling started, in seconds of ``time.perf_counter``.
+        num_tokens: Number of tokens it computes.
+        shares: Tokens by tenant, see ``SenderUsage.charge``.
     """
 
     moment: float
@@ -50,18 +50,17 @@ class _Begun(NamedTuple):
 
 
 class FairScheduler(Scheduler):
-    """vLLM's scheduler, sharing between senders.
+    """vLLM's scheduler with fair sharing between tenants.
 
     Attributes:
-        sharing: Says who is light, and how long short steps are.
-        whole_step_tokens: Most tokens of a step that is not short.
+        sharing: Determines which tenants are light, and the length of short steps.
+        whole_step_tokens: Token limit of a step that is not short.
     """
 
     running: list[Request]
     max_num_scheduled_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Know no sender yet."""
         super().__init__(*args, **kwargs)
         limits = EngineLimits.read(self.vllm_config)
         self.sharing = SenderUsage(limits.fair_window_s, limits.fair_step)
@@ -72,12 +71,12 @@ class FairScheduler(Scheduler):
         self._busy_since: float | None = None
 
     def add_request(self, request: Request) -> None:
-        """Queue a request."""
+        """Queue a request and record its tenant."""
         self.sharing.arrive(_sender(request))
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Schedule a step: for all, or for those whose turn it is."""
+        """Schedule a step, for all requests or for those whose turn it is."""
         if not self.sharing:
             return self.schedule_all(*args, **kwargs)
         began = time.perf_counter()
@@ -87,24 +86,25 @@ class FairScheduler(Scheduler):
             with self._turn():
                 output = self.schedule_all(*args, **kwargs)
         scheduled = output.num_scheduled_tokens
-        # Whose they are is noted now: who ends a request while its step runs has had the step all the same.
+        # The tenants are recorded now: a request that is aborted while the step runs is still charged for it.
         self._began = _Begun(began, sum(scheduled.values()), self._shares(scheduled)) if scheduled else None
         return output
 
     def schedule_all(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Schedule a step for whoever is in the queues."""
+        """Schedule a step for all requests that are in the queues."""
         return super().schedule(*args, **kwargs)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Take a step's results, and charge for it."""
+        """Process a step's results, and charge the step to its tenants."""
         if self._began is not None:
             began, num_tokens, shares = self._began
             self._began = None
             moment = time.perf_counter()
             self.sharing.times.add(num_tokens, moment - began)
-            # What passes between steps is taken from others too, unless there was nothing to do.
+            # Time between steps is charged as well, since other tenants lose it too, unless the engine was
+            # idle.
             seconds = moment - (began if self._busy_since is None else self._busy_since)
             self.sharing.charge(shares, seconds)
             self._busy_since = moment
@@ -116,16 +116,16 @@ class FairScheduler(Scheduler):
         return outputs
 
     def comes_whole(self, request: Request) -> bool:
-        """Tell whether a prompt cannot be split over steps as one likes."""
+        """Return whether the request's prompt must be computed in a single step."""
         return not self.scheduler_config.enable_chunked_prefill or bool(request.has_encoder_inputs)
 
     def companions(self, request: Request) -> Collection[str]:
-        """Return the ids of the requests without which one does not go on."""
+        """Return the ids of the requests that must run for this one to make progress."""
         del request
         return ()
 
     def _shares(self, scheduled: Mapping[str, int]) -> Mapping[str, int]:
-        """Return whose step one is, by tokens."""
+        """Return the step's tokens by tenant."""
         if len(self.sharing) == 1:
             return self.sharing.all_to_one()
         tokens: Counter[str] = Counter()
@@ -135,7 +135,7 @@ class FairScheduler(Scheduler):
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Leave in the queues, for the length of one step, those whose turn it is."""
+        """Reduce the queues, for one step, to the requests whose turn it is."""
         self._look()
         light = self.sharing.light()
         first = [request for request in self.running if _sender(request) in light]
@@ -145,7 +145,7 @@ class FairScheduler(Scheduler):
             self._make_room(waiting, rest)
             with self._alone(first, rest, light):
                 yield
-                # Whoever could not begin after all, for want of blocks, is not to keep the others waiting.
+                # If light requests could not start for lack of blocks, the next step is for all again.
                 self._came_to_nothing = not any(one.num_in_flight_tokens for one in self.running)
             return
         self._came_to_nothing = False
@@ -168,7 +168,7 @@ class FairScheduler(Scheduler):
             self.sharing.keep({_sender(request) for request in self.requests.values()})
 
     def _is_exclusive(self, running: list[Request], waiting: list[Request]) -> bool:
-        """Tell whether a step is for these alone: one of them is to begin, or has begun its prompt."""
+        """Return whether the step is for light requests alone: one is about to start, or in its prefill."""
         if self._came_to_nothing:
             return False
         return any(request.status in _MAY_BEGIN for request in waiting) or any(
@@ -189,7 +189,7 @@ class FairScheduler(Scheduler):
                 self.put_back(before, held)
 
     def _make_room(self, waiting: list[Request], rest: list[Request]) -> None:
-        """Take blocks of the cache from the last of the rest, as far as the first to begin needs them."""
+        """Preempt the last of the heavy requests until the first waiting request has the blocks it needs."""
         pool = self.kv_cache_manager.block_pool
         num_groups = len(self.kv_cache_config.kv_cache_groups)
         coming = waiting[0].num_tokens // self.block_size + 2 if waiting else 0
@@ -200,9 +200,9 @@ class FairScheduler(Scheduler):
             self._preempt_request(request, time.monotonic())
 
     def _short_step(self, first: list[Request]) -> int:
-        """Return how many tokens a step has that the next prompt may have to wait for.
+        """Return the token limit of a step that the next prompt may have to wait for.
 
-        Puts into front those of the running who do not go on without each other.
+        Moves running requests whose companions are in the step to the front, so that they run with them.
         """
         limit = left = max(self.sharing.times.short, len(first) + 1)
         num_going = 0
@@ -221,16 +221,17 @@ class FairScheduler(Scheduler):
         return limit
 
     def _beyond_places(self) -> tuple[list[Request], list[Request]]:
-        """Return those of the running for whom a step has no places, since some were lent, and the others."""
+        """Return the running requests without a slot in this step (some slots were lent), and the others."""
         most = self.max_num_running_reqs
         return self.running[most:], self.running[:most]
 
     def put_back(self, before: list[Request], held: set[Request]) -> None:
-        """Let those who were held have the places in the queue that they had before the step.
+        """Restore the queue positions of requests that were held back for a step.
 
         Args:
-            before: The queue then. Whoever is in it now and was not was preempted, and is the first.
-            held: Those taken out of it.
+            before: The queue before the step. A request that is in the queue now but was not then was
+                preempted; it goes to the front.
+            held: The requests taken out of the queue.
         """
         left = list(self.waiting)
         known, still = set(before), {*left, *held}

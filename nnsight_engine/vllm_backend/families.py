@@ -1,12 +1,12 @@
-"""Where each point of the vocabulary lies in the module tree of each model family in vLLM.
+"""Location of each point of the vocabulary in the module tree of each model family in vLLM.
 
-A point such as ``layers.3.attn.q`` means the same on every architecture, while vLLM fuses, splits
-and names things differently in each. The tables here say which module carries a point and on
-which side of it; ``ModelPoints`` is a table resolved against one loaded model. The runner builds
-it once after the weights are loaded and places taps and hooks by it.
+A point such as ``layers.3.attn.q`` means the same on every architecture, but vLLM fuses, splits and names
+modules differently in each. The tables in this module say which module carries a point, and on which side of
+the module. ``ModelPoints`` is a table resolved against one loaded model. The runner builds it once after the
+weights are loaded, and places taps and hooks with it.
 
-Invariant: a leaf that ``leaf_specs`` lists can be located on every layer that this rank holds,
-and what ``view`` returns shares memory with what the module computes with.
+Invariant: every leaf that ``leaf_specs`` lists can be located on every layer that this rank holds, and the
+tensor that ``view`` returns shares memory with the tensor that the module computes with.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 Part = Literal["", "q", "k", "v", "gate", "up"]
 
 VALUE_OPERATIONS: Final = ("steer", "ablate", "patch", "capture", "probe")
-"""Operations of every point whose value is a vector."""
+"""Operations supported at every point whose value is a vector."""
 
 SHARDED_LEAVES: Final = frozenset(
     {"attn.q", "attn.k", "attn.v", "attn.heads", "mlp.gate", "mlp.up", "mlp.act"}
 )
-"""Leaves of which each tensor-parallel rank computes its own columns only."""
+"""Leaves of which each tensor-parallel rank computes only its own columns."""
 
 _QKV: Final = ("q", "k", "v")
 
 
 class UnsupportedModelError(Exception):
-    """The loaded model's architecture is in no table, or its modules do not fit its table."""
+    """The loaded model's architecture is in no table, or its modules do not match its table."""
 
 
 class TextConfig(Protocol):
-    """What is read of a Hugging Face text config (``ModelConfig.hf_text_config``)."""
+    """The fields read from a Hugging Face text config (``ModelConfig.hf_text_config``)."""
 
     architectures: list[str] | None
     hidden_size: int
@@ -60,13 +60,13 @@ class _CausalModel(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HookSpec:
-    """Which value of which module a leaf is.
+    """The location of a leaf's value: a module, one of its sides, and a part of the tensor.
 
     Attributes:
-        path: Module path below the layer, such as ``self_attn.qkv_proj``.
-        side: ``input`` is the module's first positional argument, which every listed module is
-            called with; ``output`` is what it returns, or the first of the tuple it returns.
-        part: Which part of a fused output; empty for the whole.
+        path: Module path relative to the layer, such as ``self_attn.qkv_proj``.
+        side: ``input`` is the module's first positional argument; every listed module is called with one.
+            ``output`` is the return value, or its first element if the module returns a tuple.
+        part: Part of a fused output; empty for the whole tensor.
     """
 
     path: str
@@ -76,26 +76,27 @@ class HookSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineFamily:
-    """One layout of decoder blocks, shared by the model classes named.
+    """One layout of decoder blocks, shared by all the model classes it names.
 
     Attributes:
         name: Key of the table.
-        model_classes: vLLM model classes, by name, that are laid out so.
-        architectures: Entries of the config's ``architectures`` that the table is for; empty
-            where the class alone decides. vLLM's Transformers backend is one class for all.
-        layers: Path of the decoder blocks' list.
+        model_classes: Names of the vLLM model classes with this layout.
+        architectures: Entries of the config's ``architectures`` to which the table applies; empty if the
+            class alone decides. Needed for vLLM's Transformers backend, where one class serves all models.
+        layers: Path of the list of decoder blocks.
         final_norm: Path of the final norm; the module may be None (OPT-350m).
-        leaves: Leaf of a layer to its place, without the residual ``input`` and ``output``.
-        kernel: Path below the layer of vLLM's ``Attention``, which is given queries and keys.
+        leaves: Location of each leaf of a layer, without the residual stream's ``input`` and ``output``.
+        kernel: Path, relative to the layer, of vLLM's ``Attention``, which receives queries and keys.
         project_out: Path of a projection between the final norm and the unembedding, or empty.
         hidden_index: Position of the hidden states among the arguments of a block's ``forward``.
-        returns_residual: Whether blocks take and return ``(hidden, residual)``, whose sum is the
-            residual stream (block 0 takes None for the residual). Otherwise blocks take and
-            return the residual stream itself, as one tensor.
+        returns_residual: Whether blocks take and return ``(hidden, residual)``, whose sum is the residual
+            stream (block 0 takes None for the residual). Otherwise blocks take and return the residual stream
+            itself, as one tensor.
         is_batched: Whether values have a leading axis of size 1 (``[1, tokens, width]``).
-        is_qkv_interleaved: Whether the fused output is ``[heads, (q, k, v), head_dim]`` rather
-            than all of q, then k, then v.
-        is_kernel_bare: Whether attention runs the kernel's ``forward``, past hooks of the module.
+        is_qkv_interleaved: Whether the fused output is ``[heads, (q, k, v), head_dim]`` instead of all of q,
+            then all of k, then all of v.
+        is_kernel_bare: Whether the attention module calls the kernel's ``forward`` directly, so that hooks on
+            the kernel module do not run.
     """
 
     name: str
@@ -114,21 +115,21 @@ class EngineFamily:
 
     @property
     def attention(self) -> str:
-        """Path of the attention module, below a block."""
+        """Path of the attention module, relative to a block."""
         return self.kernel.rpartition(".")[0]
 
     @property
     def mlp(self) -> str:
-        """Path of the MLP, below a block; empty where it is modules of the block itself."""
+        """Path of the MLP, relative to a block; empty if the MLP's modules belong to the block itself."""
         first, last = self.leaves["mlp.input"].path, self.leaves["mlp.output"].path
         return first if first == last else ""
 
 
 def _leaves(*, attention: str, qkv: str, out: str, mlp: str, up: str, down: str) -> dict[str, HookSpec]:
-    """Lay out a block whose attention and MLP are modules called with one tensor.
+    """Return the leaves of a block whose attention and MLP modules are called with one tensor.
 
-    ``attention`` is what yields ``attn.output``; ``qkv`` and ``out`` are its projections; ``up``
-    and ``down`` are the MLP's, relative to the layer like the others.
+    All paths are relative to the layer. ``attention`` is the module that returns ``attn.output``; ``qkv`` and
+    ``out`` are its projections; ``up`` and ``down`` are the projections of the MLP.
     """
     return {
         "attn.output": HookSpec(attention, "output"),
@@ -164,7 +165,7 @@ _GPT2_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
     )
 )
 
-# OPT's MLP is two linears of the block itself, so both of its ends are theirs.
+# In OPT the MLP is two linear layers of the block itself, so its input and output are theirs.
 _OPT_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
     _leaves(
         attention="self_attn",
@@ -177,7 +178,7 @@ _OPT_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
     | {"mlp.output": HookSpec("fc2", "output")}
 )
 
-# The attention module returns (output, weights), so its projection's output is taken instead.
+# The attention module returns (output, weights), so the output of its projection is used instead.
 _GPT_NEOX_LEAVES: Final[Mapping[str, HookSpec]] = types.MappingProxyType(
     _leaves(
         attention="attention.dense",
@@ -225,8 +226,8 @@ FAMILIES: Final = (
         leaves=_OPT_LEAVES,
         kernel="self_attn.attn",
     ),
-    # vLLM 0.32 has no GPT-NeoX of its own: transformers' modules run inside its Transformers
-    # backend, with vLLM's linears, and with transformers' per-head layout of the fused projection.
+    # vLLM 0.32 has no GPT-NeoX implementation. Its Transformers backend runs transformers' modules with
+    # vLLM's linear layers and transformers' per-head layout of the fused projection.
     EngineFamily(
         name="gpt_neox",
         model_classes=("TransformersForCausalLM",),
@@ -245,17 +246,16 @@ FAMILIES: Final = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelPoints:
-    """A family's table resolved against one loaded model; sizes are whole-model, not one rank's.
+    """A family's table resolved against one loaded model; sizes are those of the whole model, not of a rank.
 
     Attributes:
         model: The model as vLLM loaded it.
-        family: Its table.
-        layers: All blocks of the model in order; those of other pipeline stages are vLLM's
-            placeholders.
+        family: The model's table.
+        layers: All blocks of the model in order; blocks of other pipeline stages are vLLM's placeholders.
         local_layers: Indices of the blocks that this pipeline stage holds.
-        final_norm: The final norm, or None where the model has none.
+        final_norm: The final norm, or None if the model has none.
         project_out: Projection between the final norm and the unembedding, or None.
-        tensor_parallel_size: Ranks that share each layer.
+        tensor_parallel_size: Number of ranks that share each layer.
     """
 
     model: nn.Module
@@ -278,14 +278,14 @@ class ModelPoints:
         return self.family.returns_residual
 
     def locate(self, leaf: str, layer: int) -> tuple[nn.Module, HookSpec]:
-        """Return the module that carries ``leaf`` of ``layer``, and on which side and part.
+        """Return the module that carries ``leaf`` of ``layer``, and the leaf's location in it.
 
         Args:
             leaf: A leaf of ``family.leaves``.
             layer: Index of a block that this pipeline stage holds.
 
         Raises:
-            LookupError: The leaf or the layer is not here.
+            LookupError: The family has no such leaf, or this stage does not hold the layer.
         """
         spec = self.family.leaves.get(leaf)
         if spec is None:
@@ -303,15 +303,15 @@ class ModelPoints:
         return self.layers[layer].get_submodule(self.family.kernel)
 
     def value(self, spec: HookSpec, hooked: object) -> torch.Tensor:
-        """Pick the tensor out of what a hook was given.
+        """Return the tensor from the arguments or the output that a hook received.
 
         Args:
-            spec: The leaf's place.
+            spec: The leaf's location.
             hooked: A pre-hook's positional arguments (side ``input``) or the module's output.
 
         Raises:
-            TypeError: The module works on something else, such as an activation that vLLM
-                quantized together with the activation function.
+            TypeError: The module computes with something else, such as an activation that vLLM quantized
+                together with the activation function.
         """
         first = hooked[0] if isinstance(hooked, tuple) and hooked else hooked
         if not isinstance(first, torch.Tensor):
@@ -324,9 +324,9 @@ class ModelPoints:
     def view(self, spec: HookSpec, value: torch.Tensor) -> torch.Tensor:
         """Return the leaf's rows ``[tokens, *leaf shape]`` as a view into ``value``.
 
-        Writing into the view writes into ``value``. Do so on outputs only: an input may be a
-        tensor that the block still needs (OPT-350m's ``mlp.input`` is its residual), so clone
-        an input, write into the clone's view and hand the clone on.
+        Writes to the view change ``value``. Only write to views of outputs: an input may be a tensor that the
+        block still needs (OPT-350m's ``mlp.input`` is its residual stream). To change an input, clone it,
+        write to a view of the clone and pass the clone on.
         """
         rows = value[0] if self.family.is_batched else value
         if spec.part in _QKV:
@@ -339,7 +339,7 @@ class ModelPoints:
         return rows
 
     def _heads(self, part: str, rows: torch.Tensor) -> torch.Tensor:
-        """Return one of q, k, v out of the fused rows, ``[tokens, heads, head_dim]``."""
+        """Return q, k or v from the fused rows, as ``[tokens, heads, head_dim]``."""
         index = _QKV.index(part)
         if self.family.is_qkv_interleaved:
             return _split_last(rows, self.num_heads, len(_QKV), self.head_dim)[..., index, :]
@@ -349,21 +349,22 @@ class ModelPoints:
         return _split_last(columns, heads[index], self.head_dim)
 
     def lens_logits(self, residual: torch.Tensor) -> torch.Tensor | None:
-        """Read residual rows as the last block's: final norm, then the model's own unembedding.
+        """Return the logits of residual rows, read as if they were the last block's output.
 
-        Logit scales, soft caps and OPT's output projection are the model's. Replaced ``forward``
-        methods and hooks on the modules do not run, so that a lens never sets off other
-        operations. Every tensor-parallel rank must call this together, with the same rows.
+        Applies the final norm, then the model's own unembedding, with the model's logit scales, soft caps and
+        OPT's output projection. Replaced ``forward`` methods and hooks on the modules do not run, so that a
+        lens never triggers other operations. Every tensor-parallel rank must call this together, with the
+        same rows.
 
         Args:
-            residual: ``[n, hidden]`` in the model's dtype; left unchanged.
+            residual: ``[n, hidden]`` in the model's dtype; not changed.
 
         Returns:
-            ``[n, vocab]``, or None on a rank that vLLM gathers no logits on.
+            ``[n, vocab]``, or None on a rank on which vLLM does not gather logits.
         """
         model_class = cast("type[_CausalModel]", type(self.model))
         hidden = residual
-        # The rows come from a step under inference mode, and may be read outside of it.
+        # The rows were computed under inference mode; this method may be called outside of it.
         with torch.inference_mode():
             if self.final_norm is not None:
                 hidden = _plain_forward(self.final_norm, hidden)
@@ -372,13 +373,13 @@ class ModelPoints:
             return model_class.compute_logits(cast("_CausalModel", self.model), hidden)
 
     def leaf_specs(self, *, wholes: bool = False) -> tuple[LeafSpec, ...]:
-        """Return the points this model offers.
+        """Return the points that this model offers.
 
-        Under tensor parallelism the leaves that are sharded over ranks are left out, and the
-        attention patterns, of which each rank could compute its own heads only.
+        Under tensor parallelism this leaves out the leaves that are sharded over ranks, and the attention
+        patterns, of which each rank could compute only its own heads.
 
         Args:
-            wholes: Leave nothing out; for traces, which put the ranks' parts together.
+            wholes: Leave nothing out; for traces, which combine the parts of all ranks.
         """
         everything = wholes or self.tensor_parallel_size == 1
         hidden = (self.hidden_size,)
@@ -401,7 +402,7 @@ class ModelPoints:
         return tuple(specs)
 
     def _shape(self, leaf: str) -> tuple[int, ...]:
-        """Shape of one position's value of a hooked leaf."""
+        """Return the shape of a hooked leaf's value at one position."""
         if leaf in {"attn.q", "attn.heads"}:
             return (self.num_heads, self.head_dim)
         if leaf in {"attn.k", "attn.v"}:
@@ -412,19 +413,19 @@ class ModelPoints:
 
 
 def resolve_points(model: nn.Module, config: TextConfig, *, tensor_parallel_size: int = 1) -> ModelPoints:
-    """Find the points of a loaded vLLM model.
+    """Resolve the points of a loaded vLLM model.
 
     Args:
         model: The model that vLLM's loader returned.
         config: Its text config, ``ModelConfig.hf_text_config``.
-        tensor_parallel_size: Ranks that share each layer.
+        tensor_parallel_size: Number of ranks that share each layer.
 
     Raises:
-        UnsupportedModelError: No table fits the model.
+        UnsupportedModelError: No table matches the model.
     """
     family = family_named(type(model).__name__, config.architectures or [])
     layers = tuple(model.get_submodule(family.layers).children())
-    # What vLLM puts in place of another pipeline stage's block has no modules in it.
+    # vLLM's placeholders for blocks of other pipeline stages contain no modules.
     held = [index for index, layer in enumerate(layers) if next(layer.children(), None) is not None]
     if not held:
         raise UnsupportedModelError(f"{type(model).__name__} has no decoder blocks at {family.layers}")
@@ -440,7 +441,8 @@ def resolve_points(model: nn.Module, config: TextConfig, *, tensor_parallel_size
         hidden_size=config.hidden_size,
         num_heads=num_heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        # Sizes come from the projections: configs disagree about where, and whether, they say them.
+        # Sizes are read from the projections, since configs differ in which sizes they state and under which
+        # names.
         head_dim=_input_size(block, family.leaves["attn.heads"]) // num_heads,
         intermediate_size=_input_size(block, family.leaves["mlp.act"]),
         vocab_size=config.vocab_size,
@@ -452,11 +454,11 @@ def family_named(class_name: str, architectures: Sequence[str]) -> EngineFamily:
     """Return the table for a model.
 
     Args:
-        class_name: Its class in vLLM.
-        architectures: Its config's.
+        class_name: Name of its class in vLLM.
+        architectures: The ``architectures`` of its config.
 
     Raises:
-        UnsupportedModelError: There is none.
+        UnsupportedModelError: No table matches.
     """
     for family in FAMILIES:
         if class_name in family.model_classes and (
@@ -472,23 +474,23 @@ def family_named(class_name: str, architectures: Sequence[str]) -> EngineFamily:
 
 
 def _optional_module(model: nn.Module, path: str) -> nn.Module | None:
-    """Return the module at ``path``, or None where the model sets the attribute to None."""
+    """Return the module at ``path``, or None if the model sets the attribute to None."""
     parent, _, name = path.rpartition(".")
     module: nn.Module | None = getattr(model.get_submodule(parent), name)
     return module
 
 
 def _input_size(block: nn.Module, spec: HookSpec) -> int:
-    """Return the whole-model input width of one of vLLM's linears."""
+    """Return the whole-model input width of one of vLLM's linear layers."""
     return cast("_Linear", block.get_submodule(spec.path)).input_size
 
 
 def _plain_forward(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    """Run a module's own class's ``forward``, past replacements and hooks of this instance."""
+    """Run ``forward`` of the module's class, without replacements and hooks of this instance."""
     result = type(module).forward(module, rows)
     return cast("torch.Tensor", result[0] if isinstance(result, tuple) else result)
 
 
 def _split_last(rows: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """Split the last axis into several; splitting one axis is a view whatever the strides."""
+    """Split the last axis into several; the result is a view, whatever the strides."""
     return rows.view(*rows.shape[:-1], *sizes)

@@ -1,8 +1,8 @@
-"""The model runner's part: vLLM's own runner with interventions around its phases.
+"""The model runner with interventions: vLLM's own runner, extended around the phases of a step.
 
-``execute_model`` meets new and finished requests, ``_model_forward`` is where the batch is
-final and the model runs, ``sample_tokens`` is where logits become tokens and the step's
-results leave. A step in which nobody intervenes passes through all three untouched.
+``execute_model`` registers new requests and releases finished ones. ``_model_forward`` runs the model on the
+final batch. ``sample_tokens`` turns logits into tokens and attaches the step's results to the output. A step
+without interventions runs vLLM's code unchanged in all three.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from nnsight_engine.vllm_backend.traces.worker_traces import WorkerTraces
 from nnsight_engine.vllm_backend.worker_state import WorkerState
 
 _IDLE_S = 0.02
-"""How long a step waits for blocks in which nothing is computed; others may come meanwhile."""
+"""Seconds that a step without tokens waits for blocks; new requests may arrive meanwhile."""
 
 
 @dataclasses.dataclass(slots=True)
 class RunningStep:
-    """One step between the forward pass and its results."""
+    """A step with interventions between its forward pass and the collection of its results."""
 
     plan: StepPlan
     hidden: Any
@@ -61,35 +61,35 @@ class RunningStep:
 
 
 class InterventionRunnerMixin:
-    """Put in front of vLLM's runner class; see ``worker.py``."""
+    """Mixin that ``worker.py`` puts in front of vLLM's runner class."""
 
     interventions: WorkerState
     traces: WorkerTraces | EarlyStageTraces
     taps: frozenset[int] = frozenset()
-    """The numbers of those in place."""
+    """The numbers of the taps that are installed."""
 
     graphs: StepGraphs
     _samples: ReplayedSamples
     counts: EngineCounts
-    """How the steps ran, and what happened to sandboxes."""
+    """Counts of steps by tier, and of sandbox events."""
 
     _step: RunningStep | None = None
     _scheduled: dict[str, int]
     _num_rows: int
     _spent_s: float = 0.0
-    """Seconds for which the running step was held up by interventions, as far as that is known."""
+    """Seconds for which interventions delayed the running step, as far as they were measured."""
 
     _told_waiting: frozenset[str] = frozenset()
-    """The requests of which the scheduler knows that they wait for their blocks."""
+    """The waiting requests (those whose blocks have not answered) last reported to the scheduler."""
 
     _told_resting: frozenset[str] = frozenset()
-    """The tenants of which the scheduler knows that they rest."""
+    """The resting tenants last reported to the scheduler."""
 
     execute_model_state: Any
     intermediate_tensors: Any
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model, then place taps in it, before anything is compiled."""
+        """Load the model, then install taps in it, before anything is compiled."""
         config = self.vllm_config  # type: ignore[attr-defined]
         limits = EngineLimits.read(config)
         has_taps = limits.taps != NO_TAPS and config.parallel_config.pipeline_parallel_size == 1
@@ -102,7 +102,7 @@ class InterventionRunnerMixin:
             tensor_parallel_size=config.parallel_config.tensor_parallel_size,
         )
         spec = describe_model(points, config, limits)
-        if has_taps:  # several stages have none, and traces only
+        if has_taps:  # a pipeline of several stages has no taps and supports traces only
             self.taps = chosen_taps(limits.taps, len(points.layers))
             install_taps(points.layers, points.family.hidden_index, self.taps)
         self.counts = EngineCounts()
@@ -118,7 +118,10 @@ class InterventionRunnerMixin:
         )
 
     def _make_room_for_stages(self, config: Any) -> None:
-        """Make the buffers for what earlier stages send, as vLLM does while it profiles: never on a CPU."""
+        """Allocate the buffers for tensors from earlier stages, which vLLM never does on a CPU.
+
+        Elsewhere vLLM allocates them while it profiles.
+        """
         if own_stage() > 0 and self.intermediate_tensors is None:
             self.intermediate_tensors = self.get_model().make_empty_intermediate_tensors(  # type: ignore[attr-defined]
                 batch_size=self.max_num_tokens,  # type: ignore[attr-defined]
@@ -132,7 +135,7 @@ class InterventionRunnerMixin:
         return isinstance(self.traces, WorkerTraces)
 
     def serve_stages(self, scheduler_output: Any) -> None:
-        """Let blocks have what they want of the stages before this one, if it is the last of several."""
+        """Fetch from earlier stages the values that blocks request, if this is the last of several stages."""
         if isinstance(self.traces, LastStageTraces):
             self.traces.before(
                 scheduler_output.num_scheduled_tokens,
@@ -147,12 +150,12 @@ class InterventionRunnerMixin:
 
     @property
     def trace_spec(self) -> ModelSpec:
-        """The same for blocks, which see the whole of what is spread over ranks."""
+        """The model's description for traces; includes the leaves that are sharded over ranks."""
         leaves = self.interventions.points.leaf_specs(wholes=True)
         return dataclasses.replace(self.model_spec, leaves=leaves)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Register and forget requests, then run the step."""
+        """Register new requests, release finished ones, then run the step."""
         finished = scheduler_output.finished_req_ids
         planned, traced = _arrived(scheduler_output, PLAN_KEY), _arrived(scheduler_output, TRACE_KEY)
         self.interventions.begin(planned, finished)
@@ -172,13 +175,13 @@ class InterventionRunnerMixin:
         return output if self._num_rows else self._idle(output)
 
     def _zero_block_ids(self, block_ids: list[int]) -> None:
-        if self.device.type == "cpu":  # type: ignore[attr-defined] # the runner's
+        if self.device.type == "cpu":  # type: ignore[attr-defined] # an attribute of vLLM's runner
             zero_blocks(self, block_ids)
         else:
             super()._zero_block_ids(block_ids)  # type: ignore[misc]
 
     def _idle(self, output: Any) -> Any:
-        """Wait for blocks that nobody else waits beside, in a step in which nothing is computed."""
+        """Wait briefly for blocks in a step without tokens, and return the output with their results."""
         if not isinstance(self.traces, WorkerTraces) or (self.traces.idle and not self._told_resting):
             return output
         self.traces.cells.wait_for_any(_IDLE_S)
@@ -214,16 +217,16 @@ class InterventionRunnerMixin:
         return hidden
 
     def _note_tier(self, plan: StepPlan | None, *, is_uncompiled: bool) -> None:
-        """Note how a step ran in which somebody intervened, for all that did."""
+        """Record on which tier a step with interventions ran, for all its requests."""
         self.counts.steps["eager" if is_uncompiled else "tap"] += 1
         self.traces.board.is_uncompiled = is_uncompiled
         if plan is not None and is_uncompiled:
             plan.note_uncompiled()
 
     def _traced_forward(self, forward: Callable[[], Any], input_ids: Any, context: Any) -> Any:
-        """Run the model with blocks; uncompiled once more if they turn out to want more than taps have."""
+        """Run the model with blocks; again uncompiled if the blocks request more than the taps provide."""
         traces = self.traces
-        # Embeddings instead of tokens are changed in place, so that nothing can be run on them twice.
+        # The model changes input embeddings in place, so a step with embeddings cannot be run a second time.
         if isinstance(traces, WorkerTraces) and traces.by_taps and input_ids is not None:
             try:
                 with traces.tapped():
@@ -235,12 +238,12 @@ class InterventionRunnerMixin:
             return forward()
 
     def learn_route(self) -> None:
-        """Let blocks be served at the taps, where steps can be run twice and no other worker need agree."""
+        """Enable serving blocks at the taps, if a step can be run twice and there is only one worker."""
         config, traces = self.vllm_config, self.traces  # type: ignore[attr-defined]
         if (
             not isinstance(traces, WorkerTraces)
             or config.parallel_config.world_size > 1
-            or config.model_config.has_inner_state  # which would go on twice
+            or config.model_config.has_inner_state  # a second run would advance the state again
             or not self.taps
         ):
             return
@@ -262,7 +265,8 @@ class InterventionRunnerMixin:
                 )
         tokens = input_ids if input_ids is not None else kwargs["inputs_embeds"]
         if isinstance(self.traces, WorkerTraces):
-            # What vLLM gives of a prompt once, and what operations have read, is not had a second time.
+            # A step cannot be undone for requests whose prompt logprobs vLLM returns only once, or whose
+            # values operations have already read.
             self.traces.cells.bound = {*self.num_prompt_logprobs, *self.interventions.live}  # type: ignore[attr-defined]
         return self.traces.step(spans, int(tokens.shape[0]))
 
@@ -276,7 +280,7 @@ class InterventionRunnerMixin:
         batch = self.input_batch  # type: ignore[attr-defined]
         request_ids = batch.req_ids
         positions = batch.num_computed_tokens_cpu[: len(request_ids)]
-        # Rows of requests with one each, which are all that a run goes on with, need no counting.
+        # A steady run has one row per request, so its rows need no counting.
         if self._has_one_row_each and (plan := self.interventions.go_on(request_ids, positions)) is not None:
             return plan
         spans = []
@@ -291,11 +295,11 @@ class InterventionRunnerMixin:
 
     @property
     def _has_one_row_each(self) -> bool:
-        """Whether each of the step's requests has one row: it decodes, or ends its prompt."""
+        """Whether each request of the step has one row: it decodes, or computes its prompt's last token."""
         return self._num_rows == len(self.input_batch.req_ids)  # type: ignore[attr-defined]
 
     def _rows(self) -> Iterator[tuple[int, str, int, int, int]]:
-        """Yield each request's place, id, first row, number of rows, and the first one's position."""
+        """Yield each request's batch index, id, first row, number of rows, and the first row's position."""
         batch = self.input_batch  # type: ignore[attr-defined]
         row = 0
         for index, request_id in enumerate(batch.req_ids):
@@ -311,10 +315,10 @@ class InterventionRunnerMixin:
         return np.cumsum(np.asarray(counts, np.int64)) - 1
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Run what is planned at the logits, sample, and attach the step's results."""
+        """Run the operations at the logits, sample, and attach the step's results to the output."""
         step, self._step = self._step, None
         state = self.execute_model_state
-        # Ranks without logits leave them to the one that has them, whose results are the ones that leave.
+        # A rank without logits skips this; the results that are returned are those of the rank with logits.
         if step is not None and _has_logits(state):
             self.interventions.on_logits(
                 step.plan,
@@ -329,7 +333,7 @@ class InterventionRunnerMixin:
             self.execute_model_state = state._replace(logits=self.traces.on_logits(state.logits))
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         sampled_at = time.monotonic()
-        # What operations took is the plan's to say until its requests have their shares of it.
+        # Read before ``finish``, which distributes the plan's time over its requests and resets it.
         spent_s = 0.0 if step is None else self._spent_s + step.plan.spent_s
         results: StepResults | None = self.interventions.finish(
             None if step is None else step.plan,
@@ -347,7 +351,7 @@ class InterventionRunnerMixin:
     def _with_blocks(
         self, traces: WorkerTraces | EarlyStageTraces, results: StepResults | None
     ) -> StepResults | None:
-        """End the step for blocks; returns the step's results with what came of them."""
+        """End the step for traces, and return the step's results with those of the blocks added."""
         undone = list(traces.cells.undone) if isinstance(traces, WorkerTraces) else []
         ended, news = traces.end(), traces.news()
         waiting = traces.cells.waiting if isinstance(traces, WorkerTraces) else frozenset()
@@ -383,23 +387,23 @@ class InterventionRunnerMixin:
 
 
 def _uncompiled(*_: Any) -> None:
-    """Have the model's modules called one by one, as a hook does."""
+    """Forward pre-hook: run the model's modules one by one."""
     _call_modules(get_forward_context())
 
 
 def _call_modules(context: Any) -> None:
-    """Have a step call the model's modules one by one, neither compiled nor replayed from a graph."""
+    """Make a step call the model's modules one by one, neither compiled nor replayed from a CUDA graph."""
     context.skip_compiled = True
     context.cudagraph_runtime_mode = CUDAGraphMode.NONE
 
 
 def _has_logits(state: Any) -> bool:
-    """Tell whether what vLLM keeps between a step's phases holds logits."""
+    """Return whether the state that vLLM keeps between a step's phases holds logits."""
     return state is not None and state.logits is not None
 
 
 def _arrived(scheduler_output: Any, key: str) -> list[tuple[str, Any]]:
-    """Return the new requests that bring an entry of ours, with the entry."""
+    """Return the new requests whose ``extra_args`` have an entry under ``key``, with the entry."""
     return [
         (request.req_id, request.sampling_params.extra_args[key])
         for request in scheduler_output.scheduled_new_reqs

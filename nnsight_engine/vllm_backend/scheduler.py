@@ -1,10 +1,9 @@
-"""The scheduler class handed to vLLM by name: results leave with the outputs they belong to.
+"""The scheduler class that vLLM loads by name: sends each step's results with the outputs they belong to.
 
-The worker's records reach the scheduler with the runner's output; here they wait until an
-output leaves for their request and travel inside it. A request that the worker reports as
-failed is finished with an error, its blocks taken out of the prefix cache, since nobody may
-read keys and values that lack a write. What a request holds is dropped when it ends,
-however it ends.
+The worker's records reach the scheduler with the runner's output. They wait here until an output leaves for
+their request, and travel inside it. A request that the worker reports as failed is finished with an error,
+and its blocks are evicted from the prefix cache, since no other request may use keys and values that lack a
+write. The state of a request is released when it ends, however it ends.
 """
 
 from __future__ import annotations
@@ -34,23 +33,24 @@ from nnsight_engine.vllm_backend.traces.reporting import Parcel
 from nnsight_engine.vllm_backend.unclean_blocks import UncleanBlocks
 
 _READ_FAILURES: Final = frozenset({"capture_too_large", "engine_capture_full"})
-"""Failures of reads alone: the request's writes happened all the same."""
+"""Failures that concern reads only: all writes of the request took place."""
 
 
 @dataclasses.dataclass(slots=True)
 class RequestGroup:
-    """The requests of one trace, which begin when all have come.
+    """The requests of one trace, which start only when all of them have arrived.
 
     Attributes:
-        missing: For each block of which requests have yet to come, how many; None while none has.
-        members: Ids of those that have come.
+        missing: For each block with outstanding requests, how many are outstanding; None if none has arrived
+            and the number is unknown.
+        members: Ids of the requests that have arrived.
     """
 
     missing: dict[int, int | None]
     members: list[str]
 
     def join(self, request_id: str, entry: TraceEntry) -> None:
-        """Take note of one that has come; with several choices, each is a request."""
+        """Record the arrival of a request of the group; each choice is a request of its own."""
         self.members.append(request_id)
         if entry.index in self.missing:
             left = (self.missing[entry.index] or entry.num_choices) - 1
@@ -61,15 +61,14 @@ class RequestGroup:
 
 
 class InterventionScheduler(FairScheduler):
-    """vLLM's scheduler, carrying results and failures of interventions."""
+    """vLLM's scheduler with the results and failures of interventions."""
 
     max_num_running_reqs: int
     max_num_active_reqs: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Start with no pending results."""
         super().__init__(*args, **kwargs)
-        # What of ours is always made in the engine's own process.
+        # The scheduler always runs in the engine's own process, so that process is set up here.
         end_with_parent()
         leave_content_out()
         self._outbox = Outbox()
@@ -85,7 +84,7 @@ class InterventionScheduler(FairScheduler):
         record_allocated_blocks(self.kv_cache_manager)
 
     def add_request(self, request: Request) -> None:
-        """Queue the request; equal tensors of several requests are kept once."""
+        """Queue the request; tensors that several requests share are kept once."""
         params = request.sampling_params
         entry = (params.extra_args or {}).get(PLAN_KEY) if params is not None else None
         if request.prompt_embeds is not None:
@@ -105,18 +104,21 @@ class InterventionScheduler(FairScheduler):
         super().add_request(request)
 
     def _gather(self, request: Request) -> None:
-        """Note who came of a trace with several requests: they begin together, for their blocks may wait."""
+        """Register a request of a trace with several requests.
+
+        They must start together, because their blocks may wait for each other.
+        """
         try:
             entry = TraceEntry.from_plain(request.sampling_params.extra_args[TRACE_KEY])
         except msgspec.ValidationError:
-            return  # which the worker ends
+            return  # the worker ends such a request
         if len(entry.groups) == 1:
             return
         new = RequestGroup(dict.fromkeys(range(len(entry.groups))), [])
         self._gangs.setdefault(entry.key, new).join(request.request_id, entry)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Schedule a step, without those who cannot go on before their blocks have answered, or who rest."""
+        """Schedule a step, without the requests that wait for their blocks and those of resting tenants."""
         held = self._waiting.union(self._all_resting()) if self._resting else self._waiting
         with self._without(held) if held else contextlib.nullcontext():
             output = super().schedule(*args, **kwargs)
@@ -125,18 +127,18 @@ class InterventionScheduler(FairScheduler):
         return output
 
     def _get_new_block_ids_to_zero(self) -> list[int] | None:
-        """Return the new blocks to zero before the step: all where the model needs it, else unclean ones."""
+        """Return the new blocks to zero before the step: all if the model needs it, else the unclean ones."""
         allocated = self.kv_cache_manager.take_new_block_ids()
         blocks = allocated if self.needs_kv_cache_zeroing else self._unclean.among(allocated)
         return blocks or None
 
     def _all_resting(self) -> list[str]:
-        """Return the requests with code of tenants whose code has held others up."""
+        """Return the requests of resting tenants, whose sandboxed code has delayed other tenants."""
         return [one.request_id for one in self.requests.values() if _sandbox_of(one) in self._resting]
 
     @contextlib.contextmanager
     def _without(self, request_ids: Collection[str]) -> Iterator[None]:
-        """Take requests out of the queues for the length of one step; they keep their places and memory."""
+        """Remove requests from the queues for one step; they keep their slots and their KV cache blocks."""
         before = list(self.waiting)
         running = [request for request in self.running if request.request_id in request_ids]
         held = {request for request in before if request.request_id in request_ids}
@@ -154,7 +156,7 @@ class InterventionScheduler(FairScheduler):
 
     def schedule_all(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step; a traced prompt that fits into one step is never split over several."""
-        if not self.waiting:  # nobody to hold
+        if not self.waiting:  # no request to hold back
             return super().schedule_all(*args, **kwargs)
         before = list(self.waiting) if self._traced or self._gangs else []
         apart = self._hold_gangs() if self._gangs else []
@@ -165,17 +167,20 @@ class InterventionScheduler(FairScheduler):
         return output
 
     def comes_whole(self, request: Request) -> bool:
-        """Tell whether a prompt may not be split over steps, as a traced one that fits into one."""
+        """Return whether the prompt must be computed in a single step.
+
+        In addition to vLLM's own cases, this holds for a traced prompt that fits into one step.
+        """
         is_traced = request.request_id in self._traced and request.num_tokens <= self.whole_step_tokens
         return is_traced or super().comes_whole(request)
 
     def companions(self, request: Request) -> Collection[str]:
-        """Return the others of a trace's requests, whose blocks may wait for each other."""
+        """Return the ids of the requests of the same trace, whose blocks may wait for each other."""
         gangs = (gang for gang in self._gangs.values() if request.request_id in gang.members)
         return next((gang.members for gang in gangs), ())
 
     def _hold_gangs(self) -> list[Request]:
-        """Take out of the queue those whose trace's other requests have yet to come."""
+        """Remove and return waiting requests of traces of which other requests have not arrived yet."""
         for key in [
             key for key, gang in self._gangs.items() if self.requests.keys().isdisjoint(gang.members)
         ]:
@@ -186,9 +191,10 @@ class InterventionScheduler(FairScheduler):
         return held
 
     def _hold_back(self) -> list[Request]:
-        """Take out of the queue the first traced prompt that is too long for what is left of the step.
+        """Remove the first traced prompt that does not fit into the rest of the step, and all behind it.
 
-        Everyone behind it waits as well, or it would never have its turn.
+        The requests behind it must wait as well: otherwise they could overtake it in every step. Returns the
+        removed requests.
         """
         self._traced &= self.requests.keys()
         limit = self.whole_step_tokens
@@ -208,19 +214,19 @@ class InterventionScheduler(FairScheduler):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
-        """End requests from outside, and drop what they held."""
+        """Finish requests from outside a step, and release their state."""
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self._drop(request.request_id)
             for gang in self._gangs.values():
                 if request.request_id in gang.members:
-                    gang.missing.clear()  # nobody is to wait for those that may not come now
+                    gang.missing.clear()  # the rest may never arrive: stop waiting for it
         return finished
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Take the step's results, and send them with the outputs that leave."""
+        """Process the step's results, and send them with the outputs that leave."""
         results = detach_results(model_runner_output)
         if results is not None:
             self._before_outputs(results)
@@ -233,7 +239,7 @@ class InterventionScheduler(FairScheduler):
         if self._news:
             self._attach_news(outputs)
         if self._outbox:
-            # Nobody's output is looked at while none can have something to carry.
+            # Skip the pass over the outputs while none of them can carry results.
             if self._outbox.sends_each_time or self.finished_req_ids:
                 self._attach(outputs)
             if results is not None:
@@ -244,7 +250,7 @@ class InterventionScheduler(FairScheduler):
         return outputs
 
     def _note_blocks(self, results: StepResults, num_tokens: Mapping[str, int]) -> None:
-        """Take note of who goes on without their blocks having done their part of the step, and who waits."""
+        """Record which requests wait for their blocks, and undo steps that ran without their blocks."""
         for request_id in results.undone:
             self._undo(request_id, num_tokens[request_id])
         if results.waiting is not None:
@@ -253,19 +259,20 @@ class InterventionScheduler(FairScheduler):
             self._resting = results.resting
 
     def _undo(self, request_id: str, num_tokens: int) -> None:
-        """Have a request's rows of the step that has ended computed again."""
+        """Make the request's rows of the step that has just ended be computed again."""
         request = self.requests.get(request_id)
         if request is None or request.status is not RequestStatus.RUNNING:
             return
         if request.num_computed_tokens > num_tokens:
             request.num_computed_tokens -= num_tokens
             return
-        # Its whole prompt: queued as if it had just come, so that it is not split over several steps.
+        # The step was the whole prompt: queue the request as if it had just arrived, so that its prompt is
+        # not split over several steps.
         self.running.remove(request)
         self._preempt_request(request, time.monotonic())
 
     def _before_outputs(self, results: StepResults) -> None:
-        # Blocks can be named only while their request still has them.
+        # A request's blocks can be listed only while it still holds them.
         self._spoil_sharers(results.failures)
         for request_id in results.failures:
             self._uncache(request_id)
@@ -273,14 +280,15 @@ class InterventionScheduler(FairScheduler):
             self._news.setdefault(request_id, []).append(told)
 
     def num_pending(self) -> int:
-        """Return how many requests' results are waiting."""
+        """Return the number of requests with results waiting to be sent."""
         return len(self._outbox)
 
     def _spoil_sharers(self, failures: dict[str, Failure]) -> None:
-        """Fail also those who took blocks from a request whose writes did not all happen.
+        """Also fail requests that share blocks with a request whose writes did not all take place.
 
-        vLLM publishes a block when it schedules it, so a request of the same step may hold blocks
-        whose keys and values lack a write. Requests share blocks only when they write alike.
+        vLLM publishes a block in the prefix cache when it schedules it, so another request of the same step
+        may hold blocks whose keys and values lack a write. Requests share blocks only if their writes are
+        equal.
         """
         spoiled = [
             request_id
@@ -360,7 +368,7 @@ class InterventionScheduler(FairScheduler):
 
 
 def _sandbox_of(request: Request) -> str:
-    """Return in whose sandbox a request's code runs, see ``TraceEntry``; nothing if it has none."""
+    """Return the tenant in whose sandbox the request's code runs, see ``TraceEntry``; empty if none."""
     params = request.sampling_params
     entry = (params.extra_args or {}).get(TRACE_KEY) if params is not None else None
     sandbox_of = entry.get("sandbox_of") if isinstance(entry, dict) else ""
@@ -368,5 +376,5 @@ def _sandbox_of(request: Request) -> str:
 
 
 def _send(output: EngineCoreOutput, parcel: dict[str, Any]) -> None:
-    """Let a parcel leave with an output, beside what leaves with it already."""
+    """Add a payload to an output, keeping the payloads it has."""
     output.kv_transfer_params = {**(output.kv_transfer_params or {}), **parcel}

@@ -1,9 +1,11 @@
-"""One API call whose ``interventions`` are a trace: its block runs beside each of the prompts.
+"""An API call whose ``interventions`` are a trace: its block runs together with each of the prompts.
 
-To vLLM's serving classes it is a ticket like other calls (``call``). The engine begins each prompt here and
-ends it here, when the worker has said what came of its block; the answers' choices take their results here.
-What is read here may be a stranger's bytes: of a process whose code is nobody's but theirs. They are read as
-data of a size that is known before, and what cannot be read is the failure of its own request.
+Like other calls, it passes through vLLM's serving classes as a ticket (``call``). The engine starts each
+prompt here, and ends it here once the worker has returned the results of its block; the answer's choices take
+their results from here.
+
+Hazard: the bytes decoded here may come from a sandbox process that runs untrusted code. They are decoded as
+data only, with limits on their size. Bytes that cannot be decoded fail only the request they belong to.
 """
 
 from __future__ import annotations
@@ -38,25 +40,26 @@ _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _AS_INT64: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32})
 _NO_SANDBOX: Final = (SandboxUnavailableError.__module__, SandboxUnavailableError.__qualname__)
 MAX_PENDING_BYTES: Final = 256 * 2**20
-# Neither is ever compressed for a call: its values are made JSON here.
+# For a call neither is compressed: its values are converted to JSON here.
 _NEWS: Final = MessageLimits(max_bytes=MAX_PENDING_BYTES, max_nodes=1_000_000, compressed=False)
 _RESULTS: Final = MessageLimits(compressed=False)
 _UNREADABLE: Final = (DecodeError, LookupError, TypeError, ValueError, AttributeError)
-"""What reading raises where a message is not what it should be."""
+"""Exceptions that decoding a malformed message may raise."""
 _SLOW_BYTES: Final = 2**20
 
 
 @dataclasses.dataclass(slots=True)
 class _Choice:
-    """What one choice of a prompt has told, and in the end saved.
+    """The events of one choice of a prompt and, once it has ended, its saved values.
 
     Attributes:
-        news: What it told since the last chunk, as it came; None where something was dropped.
-        num_pending: Bytes of that.
-        printed: What it printed since then.
-        sent: The names whose values went out and nothing of them was lost since, so that items may follow.
-        saves: Everything it saved, once it has ended.
-        warnings: What it is to be warned of, once it has ended.
+        news: Encoded values received since the last chunk; None in place of values that were dropped.
+        num_pending: Size of ``news`` in bytes.
+        printed: Text printed since the last chunk.
+        sent: Names whose values were sent and of which nothing was dropped since, so that new items of a list
+            may be sent alone.
+        saves: All saved values, once the choice has ended.
+        warnings: Warnings for the client, once the choice has ended.
     """
 
     news: list[bytes | None] = dataclasses.field(default_factory=list)
@@ -67,7 +70,7 @@ class _Choice:
     warnings: tuple[str, ...] = ()
 
     def hear(self, told: TraceEvent) -> int:
-        """Keep what was told; returns the size of what waits for the next chunk."""
+        """Store an event for the next chunk; return the number of bytes added to ``news``."""
         if told.printed:
             self.printed.append(told.printed)
         if told.news is None:
@@ -77,17 +80,17 @@ class _Choice:
         return len(told.news)
 
     def drop(self) -> None:
-        """Let go of what waits: values come when they are whole again, with the last chunk if not before."""
+        """Drop the pending values; each is sent again when it arrives whole, or with the last chunk."""
         self.news[:] = [None]
         self.num_pending = 0
 
     def take_unread(self) -> list[bytes | None]:
-        """Return what waits; what is told from now on waits for the next chunk."""
+        """Return the pending values; later events go to the next chunk."""
         unread, self.news, self.num_pending = self.news, [], 0
         return unread
 
     def read(self, unread: Sequence[bytes | None]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what is new in JSON's types: values, and items that lists grew by."""
+        """Return the new data as JSON values: whole values, and items by which lists grew."""
         saves: dict[str, Any] = {}
         grown: dict[str, list[Any]] = {}
         for data in unread:
@@ -101,7 +104,7 @@ class _Choice:
                 self.sent.add(name)
             for name, items in _named(message["grown"]).items():
                 if name not in self.sent:
-                    continue  # those before them are missing
+                    continue  # the items before them were dropped
                 if name in saves:
                     saves[name] = [*saves[name], *items]
                 else:
@@ -113,7 +116,7 @@ class _Choice:
         for name, value in values.items():
             try:
                 plain.update(plain_saves({name: value}, _tensor))
-            except NotPlainError:  # the last chunk says so
+            except NotPlainError:  # the last chunk reports the error
                 self.sent.discard(name)
         return plain
 
@@ -124,17 +127,17 @@ class _Choice:
 
 
 class HeldSlot(Protocol):
-    """A prompt's place among those that run at once."""
+    """A slot for one of the prompts that may run at the same time."""
 
     async def taken(self) -> None:
-        """Wait for it."""
+        """Wait for the slot."""
 
     def leave(self) -> None:
-        """Leave it, or wait for it no more; harmless when repeated."""
+        """Release the slot, or stop waiting for it; idempotent."""
 
 
 class _NoPlace:
-    """The place of a prompt of which any number run at once."""
+    """The slot of a prompt when the number of prompts is not limited."""
 
     async def taken(self) -> None:
         pass
@@ -147,21 +150,20 @@ class TracedPrompt:
     """One prompt of the call while it runs.
 
     Attributes:
-        key: What the worker knows its trace by.
-        request_id: What vLLM calls its request, and no other: clients may have given several one name, and
-            who ends one of them by it ends all.
-        choices: One for each of its choices.
-        place: Its place among those that run at once, which is left when the worker has forgotten it.
-        has_begun: Whether the worker may know of it.
-        is_over: Whether the worker has forgotten it.
+        key: The trace's key in the worker.
+        request_id: vLLM's id of the request. It is unique, because clients may send the same id several
+            times, and aborting by a shared id would abort all of its requests.
+        choices: One ``_Choice`` for each of the prompt's choices.
+        place: The prompt's slot, released when the worker has dropped the trace.
+        has_begun: Whether the worker may know the trace.
+        is_over: Whether the worker has dropped the trace.
         tier: How its steps ran, once it is over.
-        share: Where what waits for the next chunk is counted, with that of all traces.
+        share: Its share of the backpressure limit, which counts the pending bytes of all traces.
     """
 
     share: UnreadShare
 
     def __init__(self, call: TraceCall, request_id: str, num_choices: int) -> None:
-        """Begin with one prompt."""
         self.key = uuid.uuid4().hex
         self.request_id = f"{request_id}-{self.key}"
         self.choices = [_Choice() for _ in range(num_choices)]
@@ -171,7 +173,10 @@ class TracedPrompt:
         self._call = call
 
     def entry(self) -> TraceEntry:
-        """Return what its request carries; with several choices the blocks go ahead of them."""
+        """Return the trace entry of the prompt's request.
+
+        With several choices the entry has no data: the block is sent to the worker before the requests.
+        """
         data = self._call.data if len(self.choices) == 1 else b""
         return TraceEntry(
             self.key, 0, len(self.choices), data, [{}], self._call.streams,
@@ -179,19 +184,19 @@ class TracedPrompt:
         )  # fmt: skip
 
     def hear(self, told: TraceEvent) -> None:
-        """Take note of what a block told after a step."""
+        """Store an event that a block sent after a step."""
         self.share.add(self.choices[told.choice].hear(told))
 
     def drop(self, _error: SlowReaderError) -> None:
-        """Let go of what waits for the next chunk; the last one has everything."""
+        """Drop the pending values of all choices; the last chunk contains everything."""
         for choice in self.choices:
             choice.drop()
 
     async def take_news(self, choice: _Choice) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what a choice has told since the last call.
+        """Return the data of a choice that is new since the last call.
 
         Raises:
-            ApiError: ``trace_failed``: it cannot be read.
+            ApiError: ``trace_failed``: the data cannot be decoded.
         """
         num_bytes = choice.num_pending
         self.share.take(num_bytes)
@@ -213,10 +218,10 @@ class TracedPrompt:
             ) from error
 
     def finish(self, data: bytes | memoryview, printed: str, output: RequestOutput) -> None:
-        """Take what came of the block; may take long, and is called on a thread.
+        """Decode the results of the block into the choices; may be slow, so it is called on a thread.
 
         Raises:
-            ApiError: The block failed, or there is nothing of it.
+            ApiError: The block failed, or the worker returned no results.
         """
         results = results_of({0: output})
         with self._read("left behind"):
@@ -246,17 +251,17 @@ class TraceCall:
     """A call with a trace.
 
     Args:
-        data: The block as a message, see ``request_code``.
+        data: The encoded block, see ``request_code``.
         name: Key of the result.
-        param: Where the operation stands in the request.
-        filename: What tracebacks call the code.
-        streams: Whether the answer streams.
-        max_requests: How many requests it may make.
-        sandbox_of: In whose sandbox it runs; nothing where it runs as the engine's own.
+        param: Location of the operation in the request, for errors.
+        filename: File name of the code in tracebacks.
+        streams: Whether the answer is streamed.
+        max_requests: Limit on the number of requests (choices of all prompts).
+        sandbox_of: The tenant in whose sandbox the block runs; empty to run it in the worker as trusted code.
 
     Attributes:
-        place: Asks for a place for one prompt; raises ApiError where too many wait. Any number run at once
-            until somebody sets another.
+        place: Requests a slot for one prompt; raises ApiError if too many are waiting. The default does not
+            limit the number of prompts.
     """
 
     place: Callable[[], HeldSlot] = _NoPlace
@@ -272,7 +277,6 @@ class TraceCall:
         max_requests: int,
         sandbox_of: str = "",
     ) -> None:
-        """Start with no prompt."""
         self.ticket = uuid.uuid4().hex
         self.data = data
         self.param = param
@@ -286,10 +290,11 @@ class TraceCall:
         self._num_requests = 0
 
     def begin(self, request_id: str, num_choices: int) -> TracedPrompt:
-        """Take on a prompt.
+        """Start a prompt.
 
         Raises:
-            ApiError: The call makes too many requests, or streams several choices; ``queue_full``.
+            ApiError: The call makes too many requests or streams several choices; ``queue_full`` if no slot
+                can be waited for.
         """
         self._num_requests += num_choices
         if self._num_requests > self._max_requests:
@@ -311,10 +316,10 @@ class TraceCall:
         return prompt
 
     async def take_part(self, choice: int, num_choices: int) -> CollectedResults | None:
-        """Return what is new of a choice since the last call; None where nothing is.
+        """Return the results of a choice that are new since the last call, or None.
 
         Raises:
-            ApiError: ``trace_failed``: it cannot be read.
+            ApiError: ``trace_failed``: the data cannot be decoded.
         """
         prompt, found = self._choice(choice, num_choices)
         saves, grown = await prompt.take_news(found)
@@ -324,14 +329,14 @@ class TraceCall:
         return CollectedResults([TraceResult(self._name, saves, grown, printed)], final=False)
 
     def take_final(self, choice: int, num_choices: int) -> CollectedResults:
-        """Return everything that a choice has saved."""
+        """Return all that a choice has saved."""
         prompt, found = self._choice(choice, num_choices)
         result = TraceResult(self._name, found.saves or {}, {}, found.take_printed(), found.warnings)
         return CollectedResults([result], is_code=True, tier=prompt.tier)
 
     def failed(self, error: Mapping[str, Any]) -> ApiError:
-        """Return the error of a block, which ``encode_error`` has told."""
-        if (error.get("module"), error["name"]) == _NO_SANDBOX:  # no fault of the block's
+        """Return the API error for a block's error, given as ``encode_error`` encodes it."""
+        if (error.get("module"), error["name"]) == _NO_SANDBOX:  # not an error of the block
             return ApiError(ErrorCode.QUEUE_FULL, f"The trace did not begin: {error['message']}", self.param)
         place = self._place(error.get("entries") or ())
         notes = "".join(f" {note}" for note in error.get("notes") or ())
@@ -357,7 +362,7 @@ class TraceCall:
 
 
 def _named(values: Any) -> dict[str, Any]:
-    """Return values by variable, as they should be."""
+    """Return ``values`` if it is a dict with string keys, as values by variable must be."""
     if type(values) is not dict or not all(type(name) is str for name in values):
         raise DecodeError("its values have no names")
     return values

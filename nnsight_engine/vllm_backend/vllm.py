@@ -1,4 +1,4 @@
-"""``VLLM``: blocks written against a model, run inside vLLM's engine beside the requests they came with."""
+"""``VLLM``: a model whose traced blocks run inside vLLM's engine, together with their requests."""
 
 from __future__ import annotations
 
@@ -45,31 +45,32 @@ class VLLM(StandardNames):
     """A model in vLLM's engine: ``with model.trace("Hello", max_tokens=5) as tracer:``.
 
     A block runs in the engine's workers, on the rows of its own request, while other requests share the
-    steps. What it saves comes back into the user's variables. Modules are vLLM's: their values are flat,
-    ``[tokens, width]``, and ``print(model)`` shows which there are. Behind them, ``model.logits.output`` is
-    ``[1, vocabulary]`` and ``model.samples.output`` ``[1, 1]``, once per generated token. Beside the modules
-    are the standard points of ``LanguageModel``, as ``[tokens, ...]``: ``model.layers[3].attn.heads``,
-    ``model.points``.
+    steps. The values it saves are assigned to the user's variables. Modules are vLLM's: their values are
+    flat, ``[tokens, width]``; ``print(model)`` lists them. In addition there are ``model.logits.output``,
+    ``[1, vocabulary]``, and ``model.samples.output``, ``[1, 1]``, once per generated token, and the standard
+    points of ``LanguageModel``, as ``[tokens, ...]``: ``model.layers[3].attn.heads``, ``model.points``.
 
     Args:
-        model: A model's name or folder, as vLLM takes it.
-        remote: Where traces run unless they say otherwise: a server's address, True for that of
-            ``CONFIG.API.HOST``. vLLM need not be installed here then.
-        mode: ``"sync"``: a trace's requests have ended when its ``with`` statement has. ``"async"``: they run
-            while somebody iterates, ``async for output in tracer.backend(): output.saves``.
-        dispatch: Start the engine now; otherwise with the first trace.
-        rename: Further names for modules and for standard names, ``{"layers": "blocks"}``, in blocks too.
-        envoys: Classes that stand for modules in blocks: a subclass of ``Envoy`` for all, or by the class of
-            vLLM's module. They travel to the workers, as source where these do not have them.
-        limits: What blocks may use.
+        model: A model's name or folder, as for vLLM.
+        remote: Where traces run by default: a server's address, or True for the address in
+            ``CONFIG.API.HOST``. vLLM need not be installed on the client then.
+        mode: ``"sync"``: a trace's requests have finished when its ``with`` statement ends. ``"async"``: they
+            run while the caller iterates: ``async for output in tracer.backend(): output.saves``.
+        dispatch: Start the engine now instead of with the first trace.
+        rename: Additional names for modules and standard names, ``{"layers": "blocks"}``, valid in blocks
+            too.
+        envoys: Classes that represent modules in blocks: one subclass of ``Envoy`` for all modules, or a
+            mapping from the class of vLLM's module. They are sent to the workers, as source if the workers do
+            not have them.
+        limits: Limits on the resources of blocks.
         **engine_args: vLLM's engine arguments: ``tensor_parallel_size``, ``max_model_len`` and so on.
 
     Attributes:
-        engine: vLLM's own, ``vllm.LLM`` or ``AsyncLLM``; None before it starts.
-        host: What this process asks of it.
+        engine: vLLM's engine, ``vllm.LLM`` or ``AsyncLLM``; None before it starts.
+        host: This process's interface to the engine.
 
     Raises:
-        UnsupportedOptionError: An option under which blocks could be silently wrong.
+        UnsupportedOptionError: An option is set under which blocks could be silently wrong.
     """
 
     engine: Any
@@ -87,7 +88,7 @@ class VLLM(StandardNames):
         limits: EngineLimits | None = None,
         **engine_args: Any,
     ) -> None:
-        """Prepare; the engine starts with ``dispatch``."""
+        """Prepare the model; the engine starts now only with ``dispatch``."""
         if mode not in _MODES:
             raise ValueError(f'mode is "sync" or "async", got {mode!r}')
         super().__init__(torch.nn.Module(), rename=rename)
@@ -106,7 +107,7 @@ class VLLM(StandardNames):
             self.dispatch()
 
     def dispatch(self) -> None:
-        """Start the engine and learn the model's modules; nothing if that was done."""
+        """Start the engine and fetch the model's module tree; does nothing if it has started."""
         if self._follows_original():
             return
         with self.__dict__["_starting"]:
@@ -126,7 +127,7 @@ class VLLM(StandardNames):
             self._equip_workers(message)
 
     def _know(self, entries: Sequence[OutlineEntry], spec: ModelSpec) -> None:
-        """Have the tree and the points of the engine's model."""
+        """Build the module tree and the points from an engine's description of its model."""
         self._update(outlined(entries))
         for name in (LOGITS, SAMPLES):
             self._add_envoy(WrapperModule(), name)
@@ -134,7 +135,7 @@ class VLLM(StandardNames):
         self.__dict__["_is_known"] = True
 
     def _learn(self, transport: Transport) -> None:
-        """Have the tree and the points of a server's model, unless some engine's are known already."""
+        """Fetch the module tree and the points from a server, unless they are known already."""
         if self.original is not None:
             self.original._learn(transport)  # noqa: SLF001 - a model of ours
             self._follow()
@@ -146,7 +147,7 @@ class VLLM(StandardNames):
                 self._know(entries, ModelSpec.from_plain(plain["spec"]))
 
     def _prepare(self) -> None:
-        """Know the model's modules, from where its traces run."""
+        """Fetch the module tree from where traces run: the server or the local engine."""
         if self.__dict__["remote"]:
             self._learn(self._remote_backend().transport)
         else:
@@ -158,7 +159,7 @@ class VLLM(StandardNames):
         return backend
 
     def _equip_workers(self, names: bytes | None) -> None:
-        """Have an engine that has just started know this model's names and edits, or end it."""
+        """Send this model's names and edits to an engine that has just started; shut it down on failure."""
         try:
             if names is not None:
                 self.ask_workers("adopt_names", names)
@@ -168,7 +169,7 @@ class VLLM(StandardNames):
             raise
 
     def shutdown(self) -> None:
-        """End the engine; the next trace starts another."""
+        """Shut the engine down; the next trace starts a new one."""
         if self.original is not None:
             self.original.shutdown()
             return
@@ -185,7 +186,7 @@ class VLLM(StandardNames):
         return self.engine is not None
 
     def _standard_points(self) -> EnginePoints | None:
-        """Return the points; the engine knows them, so it starts if need be."""
+        """Return the points; starts the engine if necessary, since the engine describes them."""
         if "engine" in self.__dict__:
             self._prepare()
         return super()._standard_points()
@@ -209,22 +210,24 @@ class VLLM(StandardNames):
     ) -> InterleavingTracer:
         """Open a trace: ``with model.trace(prompt, temperature=0) as tracer:``.
 
-        One token is generated unless ``max_tokens`` says otherwise.
+        Generates one token unless ``max_tokens`` is given.
 
         Args:
-            *args: The prompt, text or tokens; without one, the block defines invokes, one request each. What
-                a tokenizer returns may come by name, ``trace(**tokenizer(text))``.
-            remote: Where it runs: a server's address, True for that of ``CONFIG.API.HOST``, False for here.
-            blocking: Wait for its end; otherwise, on a server, it is a job, see ``RemoteBackend``.
-            backend: What runs the compiled block.
-            tracer_cls: The kind of trace.
-            **kwargs: Sampling parameters for all invokes, by name or as ``sampling_params=``, over which
-                names count; an invoke's own count over both. ``edits=["calm"]``, names of edits to run
-                beside the blocks, see ``edit``; ``validate=True`` runs the blocks for nothing first, on no
-                more tokens than they need, so that what they raise comes before the run.
+            *args: The prompt, as text or tokens. Without one, the block defines invokes, one request each. A
+                tokenizer's result may be passed by name, ``trace(**tokenizer(text))``.
+            remote: Where the trace runs: a server's address, True for the address in ``CONFIG.API.HOST``,
+                False for the local engine.
+            blocking: Wait until the trace has ended. Otherwise, on a server, it is a job, see
+                ``RemoteBackend``.
+            backend: Runs the compiled block.
+            tracer_cls: The tracer's class.
+            **kwargs: Sampling parameters for all invokes, by name or as ``sampling_params=``. Names override
+                ``sampling_params=``, and an invoke's own parameters override both. ``edits=["calm"]`` names
+                edits to run with the blocks, see ``edit``. ``validate=True`` first runs the blocks as a
+                rehearsal, on no more tokens than they need, so that errors are raised before the actual run.
 
         Raises:
-            WithBlockNotFoundError: This is no ``with`` statement.
+            WithBlockNotFoundError: The call is not in a ``with`` statement.
         """
         refuse_statement(sys._getframe(1), "trace")  # noqa: SLF001 - the caller is what it is about
         refuse_function(kwargs)
@@ -242,21 +245,22 @@ class VLLM(StandardNames):
     ) -> Session:
         """Group traces: ``with model.session(remote=True):`` sends all of them as one request.
 
-        Only the session says where it runs. What one trace assigned the next can use, saved or not.
+        Only the session has a ``remote`` argument. A variable assigned in one trace is available in the next,
+        saved or not.
         """
         refuse_statement(sys._getframe(1), "session")  # noqa: SLF001 - the caller is what it is about
         chosen = chosen_backend(backend, remote, self.__dict__["remote"], blocking=blocking)
         return super().session(backend=chosen)
 
     def to_model_key(self) -> str:
-        """Return what a server knows this model by, for ``RemoteBackend(model_key=...)``."""
+        """Return the name by which a server knows this model, for ``RemoteBackend(model_key=...)``."""
         return name_of(self.__dict__["_engine_args"]["model"])
 
     def remote_dialect(self) -> VLLMDialect:
-        """Return how this model's traces are said to a server.
+        """Return the encoder of this model's traces for a server.
 
         Raises:
-            ValueError: The server cannot know the modules by the client's names.
+            ValueError: The model has ``rename`` or ``envoys``, which the server does not know.
         """
         names: ClientNames = self.__dict__["_client_names"]
         if names.rename or names.envoys is not None:
@@ -270,11 +274,11 @@ class VLLM(StandardNames):
     def scan(  # type: ignore[override] # another kind of scan
         self, *args: Any, **kwargs: Any
     ) -> RequestScanner:
-        """Open a trace for shapes alone: ``with model.scan(prompt):``.
+        """Open a trace that returns shapes only: ``with model.scan(prompt):``.
 
-        vLLM runs on real values only, so the block runs on those, for one token unless ``max_tokens`` says
-        otherwise. What it saves comes home without numbers, on torch's meta device, and so do the values of
-        all modules, which envoys then give outside a trace as well.
+        vLLM cannot run without real values, so the block runs on real values, for one token unless
+        ``max_tokens`` is given. Saved tensors are returned on torch's meta device, without data. So are the
+        values of all modules, which envoys then also offer outside a trace.
 
         Args:
             *args: The prompt, as for ``trace``.
@@ -287,20 +291,20 @@ class VLLM(StandardNames):
     def edit(
         self, *, name: str | None = None, inplace: bool = False, backend: Backend | None = None
     ) -> EngineEditingTracer:
-        """Keep a block that takes part in traces: ``with model.edit() as edited:``.
+        """Store a block that takes part in later traces: ``with model.edit() as edited:``.
 
-        It runs on the rows of each request, before the request's own block, once for every step, with the
-        values that its variables have now. With a name it stays in the engine, and ``edits=[name]`` chooses
-        it for a trace or an invoke of this model too; without one it is sent with each request.
+        The block runs on the rows of each request, before the request's own block, once for every step, with
+        the values that its variables have now. With a name, the engine keeps it, and ``edits=[name]`` also
+        selects it for a trace or an invoke of this model. Without a name, it is sent with each request.
 
         Args:
-            name: What to keep it as, until ``remove_edit``.
-            inplace: Let it take part in all traces of this model, rather than in those of a copy.
-            backend: What takes the compiled block.
+            name: Name under which the engine keeps the edit until ``remove_edit``.
+            inplace: Apply it to all traces of this model instead of those of a copy.
+            backend: Receives the compiled block.
 
         Raises:
-            ValueError: There is another edit of that name.
-            EditLimitError: The engine keeps as many as it may.
+            ValueError: An edit of that name exists.
+            EditLimitError: The engine's limit on edits is reached.
         """
         refuse_statement(sys._getframe(1), "edit")  # noqa: SLF001 - the caller is what it is about
         self._prepare()
@@ -318,30 +322,30 @@ class VLLM(StandardNames):
         return edits
 
     def clear_edits(self) -> None:
-        """Let no edit take part in all traces of this model any more; the engine keeps those with names."""
+        """Stop applying edits to all traces of this model; the engine keeps those with names."""
         self.own_edits.always.clear()
 
     def remove_edit(self, name: str) -> None:
-        """Take an edit out of the engine; requests that run it go on.
+        """Remove an edit from the engine; requests that already run it continue with it.
 
         Raises:
-            ValueError: There is none of that name.
+            ValueError: There is no edit of that name.
         """
         self.own_edits.remove(self, name)
 
     def chosen_edits(self, names: Any) -> list[EditEntry]:
-        """Return the edits of a request of this model that names these.
+        """Return the edits for a request of this model that selects these names.
 
         Raises:
-            ValueError: There is none of one of the names.
+            ValueError: There is no edit of one of the names.
         """
         return [edit.entry for edit in self.own_edits.chosen(names)]
 
     def ask_workers(self, method: str, *args: Any) -> None:
-        """Have every worker do something.
+        """Call a method on every worker.
 
         Raises:
-            BaseException: What went wrong in one of them.
+            BaseException: The error of the first worker that failed.
         """
         for failure in self.host.call(method, *args):
             if failure is not None:
@@ -349,7 +353,7 @@ class VLLM(StandardNames):
 
     @property
     def original(self) -> VLLM | None:
-        """The model that this one is an edited copy of; it has the engine."""
+        """The model of which this one is an edited copy, and which owns the engine; None for the original."""
         original: VLLM | None = self.__dict__.get("_original")
         return original
 
@@ -360,7 +364,10 @@ class VLLM(StandardNames):
         return copied
 
     def _follows_original(self) -> bool:
-        """Have what the original has, if this is a copy; its engine may have been ended and started since."""
+        """If this is a copy, dispatch the original and copy its state; return whether it is a copy.
+
+        The original's engine may have been shut down and started again since the last copy.
+        """
         original = self.original
         if original is None:
             return False
@@ -369,13 +376,13 @@ class VLLM(StandardNames):
         return True
 
     def _follow(self) -> None:
-        """Have what the original has, but for edits."""
+        """Copy the original's state, except for edits."""
         original = self.original
         assert original is not None  # noqa: S101 - this is a copy
         own = {"_edits", "_original"}
         self.__dict__.update({name: value for name, value in original.__dict__.items() if name not in own})
 
-    # How invokes become requests.
+    # Conversion of invokes to requests.
 
     def _has_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return bool(args) or any(kwargs.get(name) is not None for name in INPUT_NAMES)
@@ -398,7 +405,7 @@ class VLLM(StandardNames):
 
 
 def _starting() -> Any:
-    """Return what starts engines; it needs vLLM, which a client of a server need not have."""
+    """Return the module that starts engines; imported late, since a remote client may not have vLLM."""
     return importlib.import_module("nnsight_engine.vllm_backend.engine_start")
 
 

@@ -1,8 +1,8 @@
-"""Everything that a worker knows of interventions: live requests, the step's plan, the model's points.
+"""State of the declarative interventions of one worker: live requests, the step's plan, the model's points.
 
-Follows the life of a step: ``begin`` with the scheduler's output, ``go_on`` or ``plan`` when the
-rows are final, ``on_hidden``, ``on_logits`` and ``collect`` behind the model, ``finish`` after
-sampling. What goes wrong for one request is kept with it and never raised.
+The methods follow a step: ``begin`` with the scheduler's output, ``go_on`` or ``plan`` when the batch's rows
+are final, ``on_hidden``, ``on_logits`` and ``collect`` after the model, ``finish`` after sampling. An error
+of one request is stored with the request and never raised.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ NORM = PlannedSite("norm.output")
 
 
 class WorkerState:
-    """Interventions of one worker.
+    """Declarative interventions of one worker.
 
     Args:
         points: The loaded model's points.
-        spec: Its description.
-        device: Where it runs.
-        max_request_bytes: Most that one request may capture.
-        max_engine_bytes: Most that all live requests may hold captured together.
+        spec: The model's description.
+        device: The model's device.
+        max_request_bytes: Limit on the captures of one request.
+        max_engine_bytes: Limit on the captures that all live requests hold together.
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class WorkerState:
         max_request_bytes: int,
         max_engine_bytes: int,
     ) -> None:
-        """Start with no live request."""
         self.points = points
         self.spec = spec
         dtype = DTYPES[spec.dtype]
@@ -74,13 +73,13 @@ class WorkerState:
         self._is_next = False
 
     def begin(self, arrived: Sequence[tuple[str, dict[str, Any]]], finished: set[str]) -> None:
-        """Register the requests that arrived with interventions, forget those that finished.
+        """Register the requests that arrived with interventions, and release those that finished.
 
         Args:
-            arrived: Request id and our entry of ``extra_args``.
+            arrived: Request id and the plan entry of its ``extra_args``.
             finished: Ids of all finished requests.
         """
-        # A run's steps follow each other: one in which nobody intervened ends it.
+        # The steps of a run are consecutive: a step without interventions ends it.
         if not self._is_next:
             self._end_run()
         self._is_next = False
@@ -115,7 +114,7 @@ class WorkerState:
             run.settle()
 
     def num_live(self) -> dict[str, int]:
-        """Return how much is held, for tests and metrics: all zero when no request is live."""
+        """Return the number of resources held, for tests and metrics; all zero when no request is live."""
         return {
             "requests": len(self._active) + len(self._refused),
             "vectors": len(self._registrar.bank),
@@ -124,7 +123,7 @@ class WorkerState:
 
     @property
     def live(self) -> Collection[str]:
-        """The requests that intervene."""
+        """The ids of the requests that intervene."""
         return self._active.keys()
 
     @property
@@ -133,18 +132,18 @@ class WorkerState:
         return not self._active
 
     def span(self, request_id: str, row: int, num_rows: int, start: int, tokens: Any) -> Span | None:
-        """Return the request's span in this step, or None when it does not intervene."""
+        """Return the request's span in this step, or None if it does not intervene."""
         request = self._active.get(request_id)
         if request is None:
             return None
         return Span(request, row, num_rows, start, tokens)
 
     def go_on(self, request_ids: list[str], positions: npt.NDArray[np.integer]) -> StepPlan | None:
-        """Return the last step's plan if this step goes on with it, else None.
+        """Return the last step's plan if it also serves this step, else None.
 
         Args:
-            request_ids: The step's requests by row, of which each has one.
-            positions: Of their rows.
+            request_ids: The step's requests by row; each has exactly one row.
+            positions: Positions of their rows.
         """
         run = self._run
         if run is None or self._registrar.failed or not run.go_on(request_ids, positions):
@@ -155,20 +154,20 @@ class WorkerState:
     def may_go_on(
         self, plan: StepPlan | None, request_ids: list[str], positions: npt.NDArray[np.integer]
     ) -> None:
-        """Let the next step go on with this one's plan, if it may be like it; arguments as in ``go_on``."""
+        """Start a run with this step's plan, if the plan is steady; arguments as in ``go_on``."""
         if plan is not None and plan.signature is not None:
             self._run = SteadyRun(plan, request_ids, positions, self._ledger)
             self._is_next = True
 
     def plan(self, spans: list[Span]) -> StepPlan | None:
-        """Return the step's plan, or None when nobody in it intervenes."""
+        """Return the step's plan, or None if no request of the step intervenes."""
         self._end_run()
         if not spans:
             return None
         try:
             return self._builder.plan(spans)
         except Exception:
-            # Found one by one: whoever cannot be planned alone, and nobody else, fails.
+            # Plan the requests one by one: those that cannot be planned alone fail, the others do not.
             logger.exception("a step could not be planned")
             for span in spans:
                 self._try(span)
@@ -176,7 +175,7 @@ class WorkerState:
         try:
             return self._builder.plan(spans)
         except Exception as error:
-            # Each alone is possible and all together are not: nothing is left to choose by.
+            # Each can be planned alone, but not all together. No single request is at fault, so all fail.
             logger.exception("a step could not be planned for all of its requests")
             self._builder.forget()
             for span in spans:
@@ -191,7 +190,7 @@ class WorkerState:
             span.request.fail("intervention_failed", f"its operations could not be planned: {error}")
 
     def on_hidden(self, plan: StepPlan, hidden: torch.Tensor) -> None:
-        """Run what is planned at the final norm's output, ``[tokens, hidden]``."""
+        """Run the operations at the final norm's output, ``[tokens, hidden]``."""
         plan.run(NORM, hidden, None)
 
     def on_logits(
@@ -202,13 +201,13 @@ class WorkerState:
         sample_rows: npt.NDArray[np.int64],
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """Run what is planned at the logits.
+        """Run the operations at the logits.
 
         Args:
             plan: The step's plan.
             hidden: Output of the final norm, ``[tokens, hidden]``.
             sampled: Logits from which tokens are about to be sampled, ``[requests, vocabulary]``.
-            sample_rows: Row of ``hidden`` behind each row of ``sampled``, ascending.
+            sample_rows: For each row of ``sampled``, the row of ``hidden`` it was computed from; ascending.
             compute_logits: The model's own unembedding.
         """
         rows = plan.logits_rows
@@ -224,7 +223,7 @@ class WorkerState:
                 origin.put_back(logits, sampled)
 
     def collect(self, plan: StepPlan) -> None:
-        """Begin to bring to the host what the step has read, before sampling waits for the device."""
+        """Start copying the step's reads to the host, before sampling waits for the device."""
         try:
             self._harvester.collect(plan)
         except Exception as error:
@@ -235,7 +234,7 @@ class WorkerState:
     def finish(
         self, plan: StepPlan | None, sampled: Sequence[Sequence[int]], order: dict[str, int]
     ) -> StepResults | None:
-        """Return what the step produced, or None where nobody intervened."""
+        """Return the step's results, or None if no request intervened."""
         refused, results = self._refused, None
         if plan is not None:
             plan.fail_unreached()
@@ -248,7 +247,7 @@ class WorkerState:
     def _finish_run(
         self, plan: StepPlan, sampled: Sequence[Sequence[int]], order: dict[str, int]
     ) -> StepResults | None:
-        """Return the results of a run's step, or None where they must be told request by request."""
+        """Return the results of a run's step, or None if they must be reported request by request."""
         run = self._run
         if run is None or not run.num_steps:
             self._builder.give_back(plan)
@@ -258,7 +257,7 @@ class WorkerState:
             try:
                 return self._harvester.harvest_run(run, sampled, order)
             except Exception:
-                # Found one by one whose results they are.
+                # The caller falls back to harvesting request by request, which finds the one at fault.
                 logger.exception("a run's step could not be harvested")
         run.settle(is_under_way=True)
         return None
