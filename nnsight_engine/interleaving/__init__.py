@@ -1,1 +1,1 @@
-"""Running a model and the blocks that watch it in turns: mediators, the interleaver, batching, barriers."""
+"""Interleaved execution of a model and traced blocks: mediators, the interleaver, batching, barriers."""

@@ -1,8 +1,8 @@
-"""Barriers: invokes wait for each other, so that one can use what another has just read.
+"""Barriers between invokes, so that one invoke can use a value that another has just read.
 
-Invokes that want the same place of the model are answered in order of definition, each until it wants
-something else. An invoke that needs a value which an earlier one reads *at that same place* must be held
-before it asks, and that is what a barrier does.
+Invokes that wait for the same point of the model are answered in order of definition; each runs until it
+waits for something else. If an invoke needs a value that a later one reads *at that same point*, it must be
+blocked before it asks for the point itself; a barrier does that.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from nnsight_engine.interleaving.shared_variables import meet
 
 
 class Barrier:
-    """Holds each block that calls it until ``participants`` have; it can be used again after that."""
+    """Blocks each invoke that calls it until ``participants`` invokes have called it; reusable."""
 
     def __init__(self, interleaver: Interleaver, participants: int) -> None:
-        """Make a barrier.
+        """Create a barrier for a number of participants.
 
         Raises:
             ValueError: ``participants`` is not a positive number.
@@ -29,11 +29,11 @@ class Barrier:
         self.arrived: list[Mediator] = []
 
     def __call__(self) -> None:
-        """Wait for the others.
+        """Wait for the other participants.
 
         Raises:
             ValueError: Called outside an invoke.
-            MissedProviderError: The run ended before all had come.
+            MissedProviderError: The run ended before all participants arrived.
         """
         mediator = self.interleaver.current
         if mediator is None:
@@ -41,7 +41,7 @@ class Barrier:
         mediator.ask(Events.BARRIER, "", None, self)
 
     def arrive(self, mediator: Mediator) -> None:
-        """Hold a block; the last one to come releases all, in order of definition."""
+        """Block a mediator; the last one to arrive releases all, in order of definition."""
         self.arrived.append(mediator)
         if len(self.arrived) < self.participants:
             return
@@ -51,7 +51,7 @@ class Barrier:
         self.arrived = []
 
     def unmet(self) -> str:
-        """Say what a block that is still held was waiting for."""
+        """Return the error message for a mediator that still waits at the barrier when the run is over."""
         return (
             f"Execution complete but a barrier for {self.participants} participants was reached by "
             f"{len(self.arrived)} only: call it in as many invokes as it was made for."

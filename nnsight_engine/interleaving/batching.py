@@ -1,9 +1,9 @@
 """Rows of a batch: several invokes share one forward pass, and each sees only its own rows.
 
 Rows never overlap, and are in the order in which the invokes were defined. An empty invoke owns no rows and
-sees them all. A tensor belongs to the batch if its first dimension is as long as the batch is; anything else
-(a rotary table, a scalar) is shared and seen whole. An invoke's part of a KV cache is a copy whose tensors
-are views (``model_state``).
+sees all of them. A tensor belongs to the batch if the length of its first dimension is the batch size; any
+other tensor (a rotary table, a scalar) is shared and seen whole. An invoke's part of a KV cache is a copy
+whose tensors are views (see ``model_state``).
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ BatchGroup = tuple[int, int]
 
 
 def check_written(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that may take the place of rows of another's, whose shape has been looked at.
+    """Return a tensor, if it can replace rows of another tensor; its shape must have been checked.
 
     Raises:
-        ValueError: It has no numbers of its own, or others than the model's.
+        ValueError: It has no dense values of its own (sparse, quantized, meta), or is complex and the other
+            is not.
     """
     why = ""
     if part.layout is not torch.strided:
@@ -42,14 +43,14 @@ def check_written(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 class Batchable:
-    """How a model turns what a user passes to ``trace`` and ``invoke`` into one batch."""
+    """The part of a model that turns the arguments of ``trace`` and ``invoke`` into one batch."""
 
     def _new_batcher(self) -> Batcher:
-        """Return what keeps the rows of one trace."""
+        """Return the batcher of a new trace."""
         return Batcher()
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any], int]:
-        """Return positional arguments, keyword arguments, and the number of rows they make.
+        """Return positional arguments, keyword arguments, and the number of their rows.
 
         Zero rows mean an empty invoke.
         """
@@ -58,7 +59,7 @@ class Batchable:
     def _batch(
         self, batched_input: tuple[tuple[Any, ...], dict[str, Any]], *inputs: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the invokes so far with one more invoke's, prepared, added."""
+        """Return the arguments of the batch with the prepared arguments of one more invoke added."""
         raise NotImplementedError(
             f"Batching is not implemented for {type(self).__name__}: it can take one invoke with an input, "
             "and any number of empty ones. For several inputs, implement _prepare_input() and _batch() on "
@@ -67,16 +68,17 @@ class Batchable:
 
 
 class Batcher:
-    """The batch of one trace: what went in, whose rows are whose, and the value being handled now.
+    """The batch of one trace: its inputs, the rows of each invoke, and the model's current value.
 
     Attributes:
-        current_value: The value at the point that the model is at.
+        current_value: The value at the point that the model has reached.
         total_batch_size: Number of rows of all invokes together.
-        loans: What invokes were given of the current value; None if all of it, or nothing.
+        loans: The parts of the current value that were handed to invokes; None if no part, or the whole
+            value, was.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Start empty, with the arguments that every invoke shares."""
+        """Create an empty batch with the arguments that all invokes share."""
         self.shared_args = args
         self.shared_kwargs = kwargs
         self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -86,7 +88,7 @@ class Batcher:
         self.loans: Loans | None = None
 
     def add(self, model: Batchable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchGroup | None:
-        """Add an invoke's input; returns its rows, or None for an empty invoke."""
+        """Add an invoke's input and return its rows, or None for an empty invoke."""
         prepared, prepared_kwargs, num_rows = model._prepare_input(*args, **kwargs)  # noqa: SLF001 - a hook for subclasses
         if not num_rows:
             return None
@@ -101,12 +103,12 @@ class Batcher:
 
     @property
     def attention_mask(self) -> torch.Tensor | None:
-        """Which positions of the batch are tokens and which filling, ``[rows, positions]``, where known."""
+        """The batch's attention mask (tokens 1, padding 0), ``[rows, positions]``; None where unknown."""
         mask = self.inputs[1].get("attention_mask") if self.inputs is not None else None
         return mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
 
     def _filling(self, wanted: torch.Size, given: torch.Size) -> str:
-        """Return what to add to an error about a shape that is a shorter text's own."""
+        """Return an addition to a shape error if the given shape is that of a text without its padding."""
         mask = self.attention_mask
         if mask is None or len(given) < 2 or wanted[1] != mask.shape[1] or bool(mask.all()):
             return ""
@@ -118,12 +120,12 @@ class Batcher:
         )
 
     def forget(self) -> None:
-        """Drop the arguments and the values, once the run is over."""
+        """Drop the arguments and the values once the run is over."""
         self.shared_args, self.shared_kwargs, self.inputs = (), {}, None
         self.current_value = self.loans = None
 
     def sees_all(self, group: BatchGroup | None) -> bool:
-        """Tell whether these rows are the whole batch."""
+        """Return whether these rows are the whole batch."""
         return group is None or group[1] == self.total_batch_size
 
     def _lending(self) -> Loans:
@@ -132,7 +134,7 @@ class Batcher:
         return self.loans
 
     def narrow(self, group: BatchGroup | None) -> Any:
-        """Return the current value with only these rows; views, so that edits in place reach the model."""
+        """Return these rows of the current value, as views, so that in-place edits reach the model."""
         if group is None or self.sees_all(group):
             return self.current_value
         narrowed = self._narrowed(group, lambda state: self._narrow_state(state, group))
@@ -141,9 +143,9 @@ class Batcher:
         return narrowed
 
     def narrow_without_state(self, group: BatchGroup | None) -> Any:
-        """Return the current value with only these rows, and None in place of KV caches.
+        """Return these rows of the current value, with None in place of KV caches.
 
-        Narrowing one takes a view of each of its tensors, in each module that is given it.
+        Narrowing a cache creates a view of each of its tensors, in each module that receives it.
         """
         if group is None or self.sees_all(group):
             return map_tensors(self.current_value, lambda tensor: tensor, without_state)
@@ -157,7 +159,7 @@ class Batcher:
         )
 
     def _narrow_state(self, whole: Any, group: BatchGroup) -> Any:
-        """Return a KV cache with only these rows: a copy whose tensors are views."""
+        """Return these rows of a KV cache: a copy whose tensors are views."""
         part = map_state(whole, lambda tensor: self._rows(tensor, group))
         self._lending().states.append((part, whole, list(state_tensors(part))))
         return part
@@ -166,7 +168,7 @@ class Batcher:
         if group is None or not tensor.ndim or tensor.shape[0] != self.total_batch_size:
             return self._whole(tensor)
         views = self._lending().views
-        for view in views:  # the same one again, so that its gradient is one tensor's
+        for view in views:  # reuse the view, so that there is one tensor that gets the gradient
             if view.whole is tensor and view.group == group:
                 return view.rows
         rows = tensor.narrow(0, *group)
@@ -174,24 +176,25 @@ class Batcher:
         return rows
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Lend a tensor that has no rows of single invokes."""
-        if not tensor.is_inference():  # those count no edits
+        """Record the version of a tensor that has no rows of single invokes, to detect in-place edits."""
+        if not tensor.is_inference():  # inference tensors have no version counter
             self._lending().shared.append((tensor, tensor._version))  # noqa: SLF001 - has no public name
         return tensor
 
     def trust(self, tensor: torch.Tensor) -> None:
-        """Let an invoke edit a shared tensor, through code that knows whose rows are whose in it."""
+        """Permit in-place edits of a shared tensor, by code that knows the rows of each invoke in it."""
         if self.loans is not None:
             self.loans.shared = [(one, version) for one, version in self.loans.shared if one is not tensor]
 
     def took_back(self) -> None:
-        """Look at what an invoke did with what it was given, once it has handed over.
+        """Check what an invoke did with the values that it was given, once it has handed over.
 
-        A tensor that it put into a dict, a list or a model's output takes the place of the one there.
+        A tensor that it put into a dict, a list or a model's output replaces the tensor there in the current
+        value.
 
         Raises:
-            ValueError: It edited a tensor in place that belongs to all invokes together, or put a tensor into
-                its part of a KV cache.
+            ValueError: It edited a tensor in place that all invokes share, or put a tensor into its part of
+                a KV cache.
         """
         loans = self.loans
         if loans is None:
@@ -221,7 +224,7 @@ class Batcher:
     def swap(self, group: BatchGroup | None, value: Any) -> None:
         """Replace these rows of the current value.
 
-        A new tensor is made: what was read from the old one before, and saved, keeps its numbers.
+        A new tensor is made: values that were read from the old one before, and saved, are unchanged.
 
         Raises:
             ValueError: The rows do not fit, or the value is not shaped like the one it replaces.
@@ -232,7 +235,7 @@ class Batcher:
         assert group is not None  # noqa: S101 - an empty invoke sees all
         own = group
         states = {id(part): whole for part, whole, _ in self.loans.states} if self.loans is not None else {}
-        if states:  # the model goes on with the one that it has, in which in-place edits are already
+        if states:  # the model keeps its own cache object, whose tensors have the in-place edits already
             value = map_tensors(value, lambda tensor: tensor, lambda leaf: states.get(id(leaf), leaf))
         self.current_value = map_pairs(
             self.current_value, value, lambda whole, part: self._replaced(own, whole, part)
@@ -261,7 +264,7 @@ class Batcher:
         if self.loans is not None:
             views = [view for view in self.loans.views if view.whole is not whole or view.group != group]
             for view in views:
-                if view.whole is whole:  # what others were lent stays theirs, and has to be put in again
+                if view.whole is whole:  # views of other invokes stay valid, but have to be merged in again
                     view.whole, view.apart = replaced, True
             self.loans.views = views
         return replaced
@@ -282,7 +285,7 @@ class Batcher:
         return self._joined(parts)
 
     def _fits(self, length: int, num_rows: int) -> bool:
-        """Tell whether a tensor of this length can be made of so many rows."""
+        """Return whether a value of this length may come from an invoke of ``num_rows`` rows."""
         return length == num_rows
 
     def _joined(self, parts: list[Any]) -> Any:
@@ -292,11 +295,12 @@ class Batcher:
         return whole
 
     def settle(self) -> None:
-        """Put rows back that are no longer where the model looks, once all invokes have been served.
+        """Merge views into the model's value where needed; call it after all invokes were served.
 
-        A view is a branch beside the model's path through autograd, so no gradient would reach it. And a view
-        that an invoke holds is apart from the model's tensor once a neighbour has assigned its own rows. The
-        tensor is put together from the views then, and the path leads through them.
+        A view is a branch beside the model's path through autograd, so no gradient would reach it. And a
+        view that an invoke holds is detached from the model's tensor once another invoke has replaced its
+        own rows. In both cases the tensor is concatenated from the views, so that the model's path leads
+        through them.
         """
         if self.loans is None:
             return
@@ -316,7 +320,7 @@ class Batcher:
 
 
 class _View:
-    """A view of an invoke's rows: of which tensor of the model's, and whether it is apart from it by now."""
+    """An invoke's view of a tensor of the model, and whether the model now uses another tensor."""
 
     __slots__ = ("apart", "group", "rows", "whole")
 
@@ -328,19 +332,18 @@ class _View:
 
 
 class Loans:
-    """What invokes were given of one value.
+    """The parts of one value that were handed to invokes.
 
     Attributes:
-        views: Tensors' rows.
-        shared: Tensors that have no rows, with how often they had been edited.
-        trees: Containers that hold rows, with the tensors that were in them, and whose they are.
-        states: KV caches of rows, with the whole ones, and the tensors that were in them.
+        views: Views of rows of tensors.
+        shared: Tensors without rows of single invokes, with their versions when they were handed out.
+        trees: Containers of rows, with the tensors that were in them, and their rows.
+        states: KV caches narrowed to rows, with the whole caches, and the narrowed tensors.
     """
 
     __slots__ = ("shared", "states", "trees", "views")
 
     def __init__(self) -> None:
-        """Start with nothing given."""
         self.views: list[_View] = []
         self.shared: list[tuple[torch.Tensor, int]] = []
         self.trees: list[tuple[Any, list[torch.Tensor], BatchGroup]] = []

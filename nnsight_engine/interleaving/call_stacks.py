@@ -1,27 +1,29 @@
-"""Stacks that take turns: the model runs on one, each traced block on its own, and control is handed over.
+"""Cooperative call stacks: the model runs on one, each traced block on its own; one runs at a time.
 
-A block waits in the middle of its code until the model reaches the value it asked for. That needs two call
-stacks, of which one runs at a time. Greenlets give them within one thread, so a hand-over costs a switch
-rather than two locks, and thread-local state (grad mode aside, see ``mediator``) is the model's own.
+A block waits in the middle of its code until the model reaches the value that it asked for. That needs two
+call stacks, of which one runs at a time. Greenlets provide them within one thread, so a hand-over costs a
+switch rather than two locks, and thread-local state is shared with the model (except for grad mode, see
+``mediator``).
 
 **The hazard.** Greenlets share one region of the C stack: the part below a greenlet's first frame is copied
-in and out. What lies *above* that first frame is whatever runs there now. Torch walks the whole C stack when
-it makes a C++ error (``c10::Error`` keeps a backtrace); a walk that leaves the greenlet through its first
-frame then reads other frames' bytes as return addresses, and may crash the process.
+in and out. The frames *above* that first frame belong to whatever code runs there now. Torch walks the whole
+C stack when it creates a C++ error (``c10::Error`` records a backtrace); a walk that leaves the greenlet
+through its first frame then reads other frames' bytes as return addresses, and may crash the process.
 
-**The safeguard.** Every stack, the model's included, is started by one hub, from one call site, and the hub
-does nothing else until the outermost run ends. So all stacks begin at the same address, and what lies above
-is always the hub's own suspended frames: real ones, in the same place, that a walk may follow to ``main``.
-Four rules follow, and ``tests/unit/interleaving/test_call_stacks.py`` breaks without them:
+**The safeguard.** One hub starts all stacks, the model's included, from one call site, and does nothing else
+until the outermost run ends. So all stacks begin at the same address, and the frames above it are always the
+hub's own suspended frames: valid frames at a fixed place, through which a walk can reach ``main``. Four
+rules follow; ``tests/unit/interleaving/test_call_stacks.py`` fails without them:
 
-1. nobody calls ``switch`` on a stack that has not started, except ``_hub``; ask with ``start``;
-2. nobody calls ``throw``; a stack that must end its job is handed something that makes it raise;
-3. a stack hands over to its ``parent``, so whoever resumes a stack becomes its parent first;
-4. a stack is used again in a later run only if that run's hub stands at the very same address.
+1. Only ``_hub`` calls ``switch`` on a stack that has not started; other code calls ``start``.
+2. ``throw`` is never called; a stack whose job must end is sent a payload that makes it raise.
+3. A stack hands over to its ``parent``, so the code that resumes a stack makes itself its parent first.
+4. A stack is reused in a later run only if that run's hub is at the same address.
 
-**Why used again.** Python gives each new stack memory for its frames and takes it back at the end: two system
-calls, which cost more than everything else a small trace does. So a stack whose job is done waits for the
-next one. Where the hub's address cannot be told (an unknown machine), stacks are simply made anew.
+**Why stacks are reused.** Python allocates memory for the frames of each new stack and releases it at the
+end: two system calls, which cost more than the rest of a small trace. So a stack whose job is done is kept
+for the next job. Where the hub's address cannot be determined (an unknown platform), every job gets a new
+stack.
 """
 
 from __future__ import annotations
@@ -41,27 +43,29 @@ from greenlet import getcurrent, greenlet
 Stack = greenlet
 
 _MAX_IDLE = 64
-"""Stacks that wait for another job, at one address."""
+"""Maximum number of idle stacks at one address."""
 
 _MAX_ADDRESSES = 16
-"""Addresses that stacks wait at: the depths at which a program opens traces."""
+"""Maximum number of addresses with idle stacks: one for each stack depth at which a program opens traces."""
 
 _MAX_NESTED = 256
-"""Runs within runs; each has a stack and a recursion limit of its own, so nothing else would stop them."""
+"""Maximum nesting of runs. Each has a stack and a recursion limit of its own, so Python would not stop them.
+"""
 
 _STACK_POINTER_IN_JMP_BUF = {("Linux", "x86_64"): 48, ("Linux", "aarch64"): 104}
-"""Where ``_setjmp`` notes the stack pointer; scrambled, but the same for the same address."""
+"""Offset of the stack pointer in ``_setjmp``'s buffer; it is mangled, but equal for equal addresses."""
 
 
 class _Idle(OrderedDict[int, list[greenlet]]):
-    """A thread's stacks without a job, by address, the address least recently used first.
+    """A thread's idle stacks by address, the address least recently used first.
 
-    A stack is ended here only while no run is on. Ending one means running it, where it began; were that not
-    where this run's stacks begin, it would overwrite the frames that a walk from them passes.
+    Stacks are ended here only while no run is active. Ending a stack means running it at the address where
+    it began. If that is not where the active run's stacks begin, it would overwrite frames that a stack walk
+    passes.
     """
 
     def at(self, address: int) -> list[greenlet]:
-        """Return those that wait at ``address``, which is used now."""
+        """Return the idle stacks at ``address``, and mark the address as used most recently."""
         own = self.get(address)
         if own is None:
             own = self[address] = []
@@ -70,7 +74,7 @@ class _Idle(OrderedDict[int, list[greenlet]]):
         return own
 
     def trim(self, own: list[greenlet]) -> None:
-        """End the stacks that are too many, in all or of the list used last."""
+        """End the stacks that exceed the limits: of this list, and of the number of addresses."""
         while len(own) > _MAX_IDLE:
             _end(own.pop())
         while len(self) > _MAX_ADDRESSES:
@@ -78,7 +82,7 @@ class _Idle(OrderedDict[int, list[greenlet]]):
                 _end(stack)
 
     def __del__(self) -> None:
-        """End all when the thread ends, or greenlet would keep them for ever."""
+        """End all when the thread ends; otherwise greenlet would keep them forever."""
         if sys.is_finalizing():
             return
         for own in self.values():
@@ -92,15 +96,15 @@ def _end(stack: greenlet) -> None:
 
 
 class _Thread:
-    """What belongs to one thread.
+    """State of one thread.
 
     Attributes:
-        hub: Starts every stack while a run is on.
-        nested: Runs within the outermost one.
+        hub: The stack that starts every other one during a run; None without a run.
+        nested: Number of runs within the outermost one.
         idle: Stacks without a job.
-        waiting: Those at this run's address; None if the address cannot be told.
-        registers: Where ``_setjmp`` puts the registers.
-        pointer: The stack pointer among them; None on an unknown machine.
+        waiting: Idle stacks at this run's address; None if the address cannot be determined.
+        registers: The buffer into which ``_setjmp`` writes the registers.
+        pointer: The stack pointer in that buffer; None on an unknown platform.
     """
 
     __slots__ = ("hub", "idle", "nested", "pointer", "registers", "waiting")
@@ -117,7 +121,7 @@ class _Thread:
 
 
 class _Local(threading.local):
-    """This thread's own; looked up once by each function, which is slow."""
+    """The state of the current thread; access is slow, so each function reads it once."""
 
     def __init__(self) -> None:
         self.thread = _Thread()
@@ -130,24 +134,23 @@ if _note_registers is not None:
 
 
 class Done:
-    """What a stack hands over when its job is done: the result, or the error."""
+    """The message that a stack hands over when its job is done: the result, or the error."""
 
     __slots__ = ("error", "value")
 
     def __init__(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Keep either."""
         self.value = value
         self.error = error
 
     def empty(self) -> tuple[Any, BaseException | None]:
-        """Return result and error, and keep neither: the stack that waits holds this object."""
+        """Return result and error, and drop both: the idle stack still refers to this object."""
         value, error = self.value, self.error
         self.value = self.error = None
         return value, error
 
 
 def run(body: Callable[[], Any]) -> Any:
-    """Run ``body`` on a stack of its own and return what it returns; its errors come out here.
+    """Run ``body`` on a stack of its own and return its result; its errors are raised here.
 
     Nested runs (a trace inside a block, a backward pass inside a trace) share the outermost run's hub.
     """
@@ -178,17 +181,17 @@ def run(body: Callable[[], Any]) -> Any:
 
 
 def _raise(error: BaseException) -> NoReturn:
-    """Raise an error on another stack than its own, where something else is being handled perhaps."""
+    """Raise an error from another stack; keep its context, even while another error is handled here."""
     context = error.__context__
     try:
         raise error
     finally:
         error.__context__ = context
-        del error  # its traceback holds this frame
+        del error  # its traceback refers to this frame
 
 
 def _hub(thread: _Thread, hub: greenlet, body: Callable[[], Any]) -> Done:
-    """Run ``body`` on a stack, and start each further one that is asked for, until it is done."""
+    """Run ``body`` on a stack, and start each further stack that is requested, until ``body`` is done."""
     if thread.pointer is not None and _note_registers is not None:
         _note_registers(thread.registers)
         thread.waiting = thread.idle.at(thread.pointer.value)
@@ -196,9 +199,9 @@ def _hub(thread: _Thread, hub: greenlet, body: Callable[[], Any]) -> Done:
     first.parent = hub
     stack, job = first, body
     while True:
-        # The one call site: every stack begins right below this frame. Through a partial, because Python
-        # calls a builtin method in another way while a debugger or profiler is on, and stacks would begin
-        # elsewhere.
+        # The only call site: every stack begins directly below this frame. It calls through a partial,
+        # because Python calls a builtin method in another way while a debugger or profiler is active, and
+        # stacks would begin at another address.
         asked = functools.partial(stack.switch, [job])()
         if type(asked) is Done:
             give_back(first)
@@ -207,7 +210,7 @@ def _hub(thread: _Thread, hub: greenlet, body: Callable[[], Any]) -> Done:
 
 
 def take() -> Stack:
-    """Return a stack without a job: one that waits at this run's address, or a new one."""
+    """Return an idle stack at this run's address, or a new one."""
     waiting = _local.thread.waiting
     stack = waiting.pop() if waiting else greenlet(_work)
     stack.gr_context = contextvars.copy_context()
@@ -215,15 +218,15 @@ def take() -> Stack:
 
 
 def give_back(stack: Stack) -> None:
-    """Keep a stack whose job is done for another one."""
+    """Keep a stack whose job is done for reuse."""
     waiting = _local.thread.waiting
     if waiting is not None and not stack.dead:
         waiting.append(stack)
 
 
 def start(stack: Stack, job: Callable[[], Any]) -> Any:
-    """Give ``stack`` a job and return what it first hands over; within a run only."""
-    if stack:  # it has started, and waits at the right address
+    """Start ``job`` on ``stack`` and return the first payload that it hands over; only within a run."""
+    if stack:  # it has started, and is idle at the right address
         return resume(stack, [job])
     stack.parent = getcurrent()
     hub = _local.thread.hub
@@ -232,7 +235,7 @@ def start(stack: Stack, job: Callable[[], Any]) -> Any:
 
 
 def resume(stack: Stack, payload: Any) -> Any:
-    """Hand ``payload`` to a stack in the middle of its job and return what it hands back."""
+    """Send ``payload`` to a suspended stack and return the payload that it hands over next."""
     caller = getcurrent()
     if stack.parent is not caller:
         stack.parent = caller
@@ -240,16 +243,17 @@ def resume(stack: Stack, payload: Any) -> Any:
 
 
 def _work(box: list[Callable[[], Any]]) -> None:
-    """Do one job after the other; nothing of a job is kept while waiting for the next.
+    """Run one job after the other; no reference to a job is kept while waiting for the next one.
 
-    C holds on to what a stack was first called with, and to what it hands over while it waits. So a job comes
-    in a box and is taken out, and whoever gets a ``Done`` empties it. An empty box ends the stack.
+    C code keeps references to a stack's first argument, and to the object that the stack hands over while it
+    waits. So a job is passed in a list and popped from it, and the receiver of a ``Done`` empties it. An
+    empty list ends the stack.
     """
     while box:
         job = box.pop()
         try:
             done = Done(job())
-        except BaseException as error:  # noqa: BLE001 - raised by whoever gave the job
+        except BaseException as error:  # noqa: BLE001 - raised by the caller that gave the job
             done = Done(error=error)
         del job
         handed = [done]
@@ -258,7 +262,7 @@ def _work(box: list[Callable[[], Any]]) -> None:
 
 
 def resumed_by(stack: Stack) -> Stack:
-    """Return the stack that ``stack`` hands over to: whoever started or resumed it."""
+    """Return the stack that ``stack`` hands over to: the one that started or resumed it last."""
     parent = stack.parent
     assert parent is not None  # noqa: S101 - only a thread's main stack has none
     return parent

@@ -1,6 +1,6 @@
-"""What a block may tell the model's side, and how waiting can end.
+"""The events that a block hands to the model's side, and the errors that end a block's waiting.
 
-Errors derive from the types that people already catch: a value that never came is a ``ValueError``.
+Errors derive from common builtin types: a missing value is a ``ValueError``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Events(enum.Enum):
-    """What a block asks for when it hands control to the model's side."""
+    """The kinds of requests with which a block hands control to the model's side."""
 
     VALUE = "value"
     SWAP = "swap"
@@ -22,7 +22,7 @@ class Events(enum.Enum):
 
 
 class Cancelation(Exception):  # noqa: N818 - the documented name
-    """Raised in a block whose trace ended without it: it can only clean up."""
+    """Raised in a block whose trace has ended, so that the block can clean up."""
 
 
 class EarlyStopException(Exception):  # noqa: N818 - the documented name
@@ -33,31 +33,31 @@ class SkipException(Exception):  # noqa: N818 - the documented name
     """A module's run is replaced by a value."""
 
     def __init__(self, value: Any) -> None:
-        """Keep the value that stands for the module's output."""
+        """Keep the value that replaces the module's output."""
         super().__init__("the module is skipped")
         self.value = value
 
 
 class MissedProviderError(ValueError):
-    """A value that a block asked for was not provided, and can no longer come.
+    """A value that a block asked for was not provided, and can no longer be.
 
     Attributes:
-        provider: The place whose value it was, if a place's.
+        provider: The point that would have provided the value; None if it is not the value of a point.
     """
 
     provider: str | None = None
 
 
 class StepNotReachedError(MissedProviderError):
-    """A step that a block had moved on to with ``next()`` did not come: the block ends, with a warning."""
+    """A step that a block had advanced to with ``next()`` was not reached: the block ends, with a warning."""
 
 
 class OutOfOrderError(MissedProviderError):
-    """A value was asked for after the model had passed it."""
+    """A value was requested after the model had passed its point."""
 
 
 class ModelAborted(BaseException):
-    """Unwinds the model once a block has failed or stopped it.
+    """Unwinds the model's stack after a block has failed or stopped the run.
 
-    Not an ``Exception``, so that a model's own ``except Exception`` does not carry on with the run.
+    Not an ``Exception``, so that an ``except Exception`` in the model's code does not continue the run.
     """

@@ -1,7 +1,8 @@
-"""``tensor.grad`` inside a backward block: waits for the gradient on its way, and can replace it.
+"""``tensor.grad`` inside a backward block: waits for the gradient of the tensor, and can replace it.
 
-Outside such a block ``grad`` is what torch makes it. While one runs, the attribute of ``torch.Tensor`` is a
-property that asks whether the code reading it is the block's own, and leaves everyone else alone.
+Outside such a block ``grad`` is torch's attribute. While a backward block is active, ``torch.Tensor.grad``
+is a property that checks whether the code that reads it is the block's own, and otherwise behaves as torch's
+attribute does.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _ORIGINAL: Any = torch._C.TensorBase.grad  # noqa: SLF001 - where torch defines 
 
 
 class _Sessions(threading.local):
-    """This thread's backward passes with a block beside them, innermost last."""
+    """This thread's active gradient sessions, innermost last."""
 
     def __init__(self) -> None:
         self.stack: list[GradientSession] = []
@@ -36,22 +37,23 @@ _open = 0
 
 
 class GradientSession:
-    """One backward pass with a block beside it; a context that makes ``grad`` wait.
+    """A backward pass with a traced block; a context manager that makes ``grad`` wait in the block.
 
-    A gradient is known by its tensor's ``id``; the tensors are held, so that no id is used twice.
+    A gradient is identified by its tensor's ``id``. References to the tensors are held, so that no id is
+    reused.
     """
 
     def __init__(self, interleaver: Interleaver, mediator: Mediator) -> None:
-        """Let the block of ``mediator`` ask ``interleaver`` for gradients."""
+        """Let the block of ``mediator`` request gradients from ``interleaver``."""
         self.interleaver = interleaver
         self.mediator = mediator
         self._hooks: dict[int, tuple[torch.Tensor, Any]] = {}
 
     def provider(self, tensor: torch.Tensor) -> str:
-        """Return what the gradient of ``tensor`` is called, and make torch provide it.
+        """Return the provider name of the gradient of ``tensor``, and register a hook that provides it.
 
         Raises:
-            RuntimeError: The tensor has none.
+            RuntimeError: The tensor gets no gradient.
         """
         key = f"{id(tensor)}.grad"
         if id(tensor) not in self._hooks:
@@ -67,8 +69,8 @@ class GradientSession:
         return key
 
     def __enter__(self) -> GradientSession:
-        """Let ``grad`` wait in this thread."""
-        global _open  # noqa: PLW0603 - the property is the process's, so is the count of its users
+        """Make ``grad`` wait in this thread's block."""
+        global _open  # noqa: PLW0603 - the property is process-wide, and so is the count of its users
         with _lock:
             _open += 1
             torch.Tensor.grad = property(_read, _write, _delete, _ORIGINAL.__doc__)  # type: ignore[assignment]
@@ -78,7 +80,7 @@ class GradientSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Leave tensors and ``grad`` as they were."""
+        """Remove the hooks, and restore ``grad`` when the last session ends."""
         global _open  # noqa: PLW0603
         _sessions.stack.remove(self)
         for _, hook in self._hooks.values():
@@ -90,7 +92,7 @@ class GradientSession:
 
 
 def in_backward() -> bool:
-    """Tell whether this thread is in a backward pass with a block beside it."""
+    """Return whether this thread is in a backward pass with a traced block."""
     return bool(_sessions.stack)
 
 

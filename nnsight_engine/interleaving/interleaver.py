@@ -1,9 +1,9 @@
-"""The model's side of a trace: it hears every value that the model makes, and lets blocks have theirs.
+"""The model's side of a trace: it receives every value that the model provides, and serves waiting blocks.
 
-Providers are places in the model, ``model.layers.3.output``, and each time one is reached is a call with a
-number. ``wanted`` holds the providers that some block waits for; whoever provides looks there first, so a
-place nobody asked for costs a look-up. Blocks are answered in the order they were defined, and again until
-none of them wants more of the value at hand; only then does the model go on with it.
+Providers are points of the model, such as ``model.layers.3.output``; each time a point is reached is a call
+with a number. ``wanted`` holds the providers that some block waits for. It is checked first, so a point that
+no block asked for costs one dict look-up. Blocks are answered in the order of their definition, repeatedly,
+until none of them waits for the current value; only then does the model continue with it.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from nnsight_engine.interleaving.module_use import ModuleUse
 
 
 class Watcher(Protocol):
-    """Sees the values of some providers after every block has; a cache, for one."""
+    """A reader of some providers' values, called after all blocks were served; a cache, for example."""
 
     def add(self, provider: str, iteration: int | None, value: Any) -> None:
-        """Take note of a value."""
+        """Record a value."""
 
 
 class Interleaver(ModuleUse):
-    """Lets a function's run and the blocks of one trace take turns.
+    """Interleaves the run of a function with the blocks of one trace.
 
     Attributes:
         mediators: The blocks, in the order in which they are answered.
-        batcher: Whose rows are whose, and the value at hand.
-        current: The block that is running; None while the model is.
-        wanted: For each provider that is waited for, the blocks that wait, in the order they are answered.
-        calls: How often each provider was reached.
+        batcher: The rows of each block, and the current value.
+        current: The block that is running; None while the model runs.
+        wanted: The blocks that wait for a provider, by provider, in the order in which they are answered.
+        calls: The number of calls of each provider so far.
         step: The highest call number that any module has begun.
-        listener: The thread whose calls of modules are the model's own, which may run in others at the same
-            time, untraced; 0 while a block runs, which may call modules for itself, and without a run.
-        clock: The provider whose calls are the run's steps; None if any module's are.
+        listener: The id of the thread whose module calls belong to the traced run; other threads may call
+            modules untraced at the same time. 0 without a run, and while a block runs, because a block may
+            call modules itself.
+        clock: The provider whose calls are the run's steps; None if any module's calls are.
         ending: Whether the run is over and blocks are being cleaned up.
     """
 
     def __init__(
         self, mediators: Iterable[Mediator] = (), tracer: Any = None, batcher: Batcher | None = None
     ) -> None:
-        """Start without a run."""
         self.current: Mediator | None = None
         self.interleaving = False
         self.listener = 0
@@ -68,7 +68,7 @@ class Interleaver(ModuleUse):
     def initialize(
         self, mediators: list[Mediator], tracer: Any = None, batcher: Batcher | None = None
     ) -> None:
-        """Make ready for a run with these blocks."""
+        """Prepare for a run with these blocks."""
         self.mediators = mediators
         self.tracer = tracer
         self.batcher = batcher if batcher is not None else Batcher()
@@ -90,7 +90,7 @@ class Interleaver(ModuleUse):
             mediator.idx = index
 
     def forget(self) -> None:
-        """Drop what the last run held: nothing of it is to live on but what was saved."""
+        """Drop all references of the last run; only saved values outlive it."""
         self.mediators = []
         self.tracer = None
         self.batcher = _NO_BATCH
@@ -100,13 +100,13 @@ class Interleaver(ModuleUse):
         self.released.clear()
         self.skipped.clear()
 
-    # A run.
+    # The run.
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Run ``function`` with the blocks beside it; returns its result, None if a block stopped it.
+        """Run ``function`` interleaved with the blocks; return its result, or None if a block stopped it.
 
         Raises:
-            BaseException: What a block raised, or ``function`` did.
+            BaseException: The error of a block or of ``function``.
         """
         return call_stacks.run(lambda: self._run(function))
 
@@ -119,7 +119,7 @@ class Interleaver(ModuleUse):
                 self.check_dangling_mediators()
                 return result
         except ModelAborted:
-            pass  # left before raising, so that it does not become the error's context
+            pass  # handled before the raise below, so that it does not become that error's context
         if self.error is not None:
             raise self.error
         return None
@@ -141,7 +141,7 @@ class Interleaver(ModuleUse):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End what still waits."""
+        """End all blocks that still wait."""
         self._end()
 
     def _end(self) -> None:
@@ -159,29 +159,29 @@ class Interleaver(ModuleUse):
             mediator.cancel()
 
     def failed(self, error: BaseException) -> None:
-        """Take note that a block raised; the model is unwound once it has control."""
+        """Record the error of a block; the model is unwound as soon as it has control."""
         if isinstance(error, EarlyStopException):
             self.stopped = True
         elif self.error is None and not self.ending:
             self.error = error
 
     def _settle(self) -> None:
-        """Run blocks that a barrier has released; unwind the model if a block failed or stopped it."""
+        """Run the blocks that a barrier has released; unwind the model if a block failed or stopped."""
         while self.released and self.error is None:
             self.released.pop(0).respond()
         if (self.error is not None or self.stopped) and not self.ending:
             self.wanted.clear()
             raise ModelAborted
 
-    # What blocks wait for.
+    # Requests of blocks.
 
     def queue(self, mediator: Mediator) -> Any:
-        """Let a block wait for what it asked for; returns an answer if one can be given at once."""
+        """Queue a block for its request; return an answer if there is one at once, otherwise ``NOTHING``."""
         event = mediator.waiting
         assert event is not None  # noqa: S101 - it has just asked
         kind, provider, iteration, more = event
         if self.ending:
-            return NOTHING  # whoever cancels it answers, and counts how often
+            return NOTHING  # `Mediator.cancel` answers, and limits the number of requests
         if self.closed:
             return Raise(self._missed(mediator, event))
         if kind is _BARRIER:
@@ -206,9 +206,9 @@ class Interleaver(ModuleUse):
         return Raise(self._missed(mediator, event))
 
     def _ends_loop(self, mediator: Mediator, event: Event) -> bool:
-        """Tell whether a request is for the step after the last one, rather than for a place not reached.
+        """Return whether a request is for the step after the last, not for a point that was not reached.
 
-        Where nothing tells steps apart, a module called twice in one step lets a loop begin once too often.
+        Without a clock, a module that is called twice in one step makes a loop begin one step too many.
         """
         if not self.over or self.clock is not None or not mediator.loops or not mediator.loops[-1].open_ended:
             return False
@@ -216,13 +216,13 @@ class Interleaver(ModuleUse):
         return bool(number) and number == self.calls.get(event[1], 0) and number >= self.step
 
     def watch(self, watcher: Watcher, providers: Iterable[str]) -> None:
-        """Let ``watcher`` see the values of these providers from now on, after the blocks have."""
+        """Call ``watcher`` with the values of these providers from now on, after the blocks were served."""
         for provider in providers:
             self.watchers.setdefault(provider, []).append(watcher)
             self.wanted.setdefault(provider, [])
 
     def unqueue(self, mediator: Mediator) -> None:
-        """Forget that a block waits."""
+        """Remove a block from the queue of its provider."""
         event = mediator.waiting
         if event is None:
             return
@@ -235,11 +235,11 @@ class Interleaver(ModuleUse):
                 del self.wanted[provider]
 
     def iterate_requester(self, requester: str) -> str:
-        """Add the call number that the running block's requests are for: ``model.output.i2``."""
+        """Append the call number that applies to requests of the running block: ``model.output.i2``."""
         return named(requester, self.call_number(requester))
 
     def call_number(self, provider: str) -> int:
-        """Return the number of the call that a request of the running block means."""
+        """Return the call number that applies to a request of the running block."""
         mediator = self.current
         if mediator is not None and mediator.iteration is not None:
             return mediator.iteration
@@ -262,18 +262,18 @@ class Interleaver(ModuleUse):
             "here."
         )
 
-    # What the model provides.
+    # Values from the model.
 
     def handle(self, provider: str | None = None, value: Any = None, iterate: bool = False) -> Any:  # noqa: FBT001, FBT002 - the documented signature
-        """Provide a value that no module call makes: a result, a token, logits.
+        """Provide a value that is not a module's input or output: a result, a token, logits.
 
         Args:
-            provider: Its name.
-            value: What blocks may read and replace.
-            iterate: Whether it comes again and again, each time with the next call number.
+            provider: The provider's name; None returns the value unchanged.
+            value: The value that blocks may read and replace.
+            iterate: Whether it is provided repeatedly, each time with the next call number.
 
         Returns:
-            The value as the blocks left it.
+            The value after the blocks were served.
         """
         if provider is None:
             return value
@@ -285,7 +285,7 @@ class Interleaver(ModuleUse):
         return value
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:
-        """Let every block that waits for this call have the value; returns it as they left it."""
+        """Serve the value to every block that waits for this call; return the value after their changes."""
         batcher, outer = self.batcher, self.providing
         handled, loans = batcher.current_value, batcher.loans
         batcher.current_value, batcher.loans = value, None
@@ -303,7 +303,7 @@ class Interleaver(ModuleUse):
             batcher.current_value, batcher.loans = handled, loans
 
     def _serve_all(self, provider: str, number: int | None) -> None:
-        """Answer the blocks that wait for this call, whose value is at hand, until none of them does."""
+        """Serve the blocks that wait for this call until none of them does."""
         wanted = self.wanted
         while provider in wanted:
             for mediator in wanted[provider]:
@@ -317,7 +317,7 @@ class Interleaver(ModuleUse):
                 self._settle()
 
     def _serve(self, mediator: Mediator, event: Event) -> None:
-        """Answer a block whose value is at hand."""
+        """Answer a block that waits for the current value."""
         kind, _, _, more = event
         if kind is _VALUE:
             batcher, group = self.batcher, mediator.batch_group
@@ -339,7 +339,7 @@ class Interleaver(ModuleUse):
         """Return the output that blocks gave for the module at ``path``, whose run they skip.
 
         Raises:
-            ValueError: Some invoke did not skip it, or the values cannot be put together.
+            ValueError: Some invoke did not skip it, or the values cannot be joined.
         """
         skipped, self.skipped = self.skipped, []
         whole = [value for mediator, value in skipped if self.batcher.sees_all(mediator.batch_group)]
@@ -355,14 +355,14 @@ class Interleaver(ModuleUse):
         return self.batcher.join([rows[group] for group in self.batcher.groups])
 
     def take_back(self) -> None:
-        """See what a block has done with what it was given, once it has handed over."""
+        """Check what a block has done with the values that it was given, once it has handed over."""
         try:
             self.batcher.took_back()
         except ValueError as error:
             self.failed(error)
 
     def advance(self, provider: str, number: int) -> None:
-        """Take note that a module begins its call ``number``: loops over steps may go on."""
+        """Record that a module begins its call ``number``, and resume the loops that wait for this step."""
         if self.clock is not None and provider != self.clock:
             return
         self.step = number
@@ -375,20 +375,20 @@ class Interleaver(ModuleUse):
     def _waiting(self) -> list[Mediator]:
         return [mediator for mediator in self.mediators if mediator.waiting is not None]
 
-    # When the run is over.
+    # The end of the run.
 
     def end_loops(self) -> None:
-        """End the loops over steps; the traced function still has something to provide after the last."""
+        """End the loops over steps; the traced function may still provide values after the last step."""
         self.loops_over = True
         for mediator in self._waiting():
             event = mediator.waiting
             if event is not None and event[0] is _STEP:
                 mediator.respond(value=False)
             self._settle()
-        self._settle()  # the model may have swallowed what unwound it
+        self._settle()  # the model may have caught the exception that unwinds it
 
     def end_steps(self) -> None:
-        """End the loops over steps: no further one comes. What stands after them runs now."""
+        """End the loops over steps: there are no more steps. The blocks' code after the loops runs now."""
         self.end_loops()
         self.over = True
         for mediator in self._waiting():
@@ -398,7 +398,7 @@ class Interleaver(ModuleUse):
             self._settle()
 
     def check_dangling_mediators(self) -> None:
-        """Fail every block that still waits: what it waits for cannot come any more."""
+        """Fail every block that still waits: its request can no longer be fulfilled."""
         self.closed = True
         for mediator in self._waiting():
             if mediator.waiting is not None:
@@ -445,10 +445,10 @@ def _ended(requester: str, calls: int) -> str:
 
 
 _NO_BATCH = Batcher()
-"""What stands for a batch between runs."""
+"""The batcher between runs."""
 
 _VALUE, _SKIP, _STEP, _BARRIER = Events.VALUE, Events.SKIP, Events.STEP, Events.BARRIER
-"""An enumeration's members are slow to look up."""
+"""Aliases, because the look-up of an enum member is slow."""
 
 
 def _order(mediator: Mediator) -> int:

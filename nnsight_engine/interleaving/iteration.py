@@ -1,7 +1,7 @@
 """Loops over the steps of a run: over generated tokens, denoising steps, calls of a recurrent cell.
 
-``for step in tracer.iter[1:4]:`` sets the number of the call that requests in its body are for. The loop
-waits at its head until the step has begun, so its body never starts for a step that does not come.
+``for step in tracer.iter[1:4]:`` sets the call number for the requests in its body. The loop waits at its
+head until the step has begun, so its body never starts for a step that is not reached.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Steps = int | slice | Sequence[int]
 class IteratorTracer:
     """The steps selected by ``tracer.iter[...]``.
 
-    A slice ends where generation does. A number or a list names steps that must come.
+    A slice ends where generation does. Steps given by number or list are required.
     """
 
     def __init__(self, steps: Steps, interleaver: Interleaver) -> None:
@@ -27,7 +27,7 @@ class IteratorTracer:
 
         Raises:
             TypeError: Neither a number, a slice nor a list of numbers.
-            ValueError: A step is negative, or the slice does not go forward.
+            ValueError: A step is negative, the slice does not go forward, or the numbers do not increase.
         """
         self.open_ended = isinstance(steps, slice)
         self.interleaver = interleaver
@@ -37,7 +37,8 @@ class IteratorTracer:
         """Yield each step once it has begun.
 
         Raises:
-            MissedProviderError: A step that was named did not come.
+            ValueError: The loop is outside a trace with an input and outside an invoke.
+            MissedProviderError: A required step was not reached.
         """
         mediator = self.interleaver.current
         if mediator is None:
@@ -61,12 +62,12 @@ class IteratorTracer:
 
 
 class Iter:
-    """``tracer.iter``: select steps by number, slice or list."""
+    """``tracer.iter``: selects steps by number, slice or list."""
 
     def __init__(
         self, interleaver: Interleaver, loop: Callable[[Steps, Interleaver], IteratorTracer] = IteratorTracer
     ) -> None:
-        """Select from the run of this interleaver; ``loop`` makes the loops."""
+        """Select steps of this interleaver's run; ``loop`` creates the loops."""
         self.interleaver = interleaver
         self._loop = loop
 

@@ -1,13 +1,13 @@
-"""One block beside the model's run: it asks for values, waits, and goes on where it waited.
+"""The mediator of one block: the block asks for values, waits, and continues where it waited.
 
-A mediator's block runs on a stack of its own. Whatever it wants from the model's side is an *event* that it
-hands over, and then it stands still until the interleaver answers. One side runs at a time.
+A mediator's block runs on a stack of its own. Each request to the model's side is an *event* that the block
+hands over; it is suspended until the interleaver answers. One side runs at a time.
 
-**What waits for ever, and what happens then.** A block waits for a value by its name and call number,
-``model.layers.3.output.i0``. It would wait in vain if the model has passed that call already: known at once,
-since calls are counted, and an ``OutOfOrderError``. It would also wait in vain if the call never comes, or
-if it stands at a barrier that others never reach: known when the model's run ends, and a
-``MissedProviderError``. Both are raised in the block, at the line that asks.
+**Requests that can never be fulfilled.** A block waits for a value by its name and call number,
+``model.layers.3.output.i0``. If the model has passed that call already, this is known at once, since calls
+are counted: an ``OutOfOrderError``. If the call never happens, or the block waits at a barrier that other
+blocks never reach, this is known when the model's run ends: a ``MissedProviderError``. Both are raised in
+the block, at the line that asks.
 """
 
 from __future__ import annotations
@@ -38,69 +38,70 @@ if TYPE_CHECKING:
     from nnsight_engine.interleaving.shared_variables import Exchange
 
 Event = tuple[Events, str, int | None, Any]
-"""What is asked for: kind, provider without its call number, call number, anything more."""
+"""A request: kind, provider without its call number, call number, further arguments."""
 
 NOTHING = object()
-"""No answer yet."""
+"""The absence of an answer: the block waits."""
 
 _STOPPED = "the trace was stopped by its block"
 
 _MAX_REFUSED = 500
-"""Requests in a row for what cannot come, after which a block has failed whatever it does with the errors."""
+"""Maximum number of consecutive requests that are answered with an error; beyond it the block has failed."""
 
 _PATIENCE = 16
-"""Requests that a cancelled block may still make while it cleans up, before it is ended without mercy."""
+"""Number of requests that a cancelled block may make while it cleans up, before ``GreenletExit`` is raised.
+"""
 
 
 class StackKind(Protocol):
-    """What blocks run on, see ``call_stacks``: something that takes turns with the model."""
+    """The kind of stack that blocks run on, see ``call_stacks``; it takes turns with the model."""
 
     def take(self) -> Any:
-        """Return one without a job."""
+        """Return a stack without a job."""
 
     def start(self, stack: Any, job: Callable[[], Any]) -> Any:
-        """Give it a job; returns what it first hands over."""
+        """Start a job on the stack; return the first payload that it hands over."""
 
     def resume(self, stack: Any, payload: Any) -> Any:
-        """Hand it what it waits for; returns what it hands over next."""
+        """Send the stack the answer that it waits for; return the payload that it hands over next."""
 
     def give_back(self, stack: Any) -> None:
-        """Take it back when its job is done."""
+        """Return a stack whose job is done."""
 
 
 class Modes(Protocol):
-    """Keeps a block's modes of torch apart from the model's, see ``torch_modes``."""
+    """Keeps a block's torch modes apart from the model's, see ``torch_modes``."""
 
     def enter(self) -> None:
-        """Change to the block's."""
+        """Switch to the block's modes."""
 
     def leave(self) -> None:
-        """Change back to the model's."""
+        """Switch back to the model's modes."""
 
 
 class Raise:
-    """An answer that raises in the block, at the line that waits."""
+    """An answer that raises an error in the block, at the line that waits."""
 
     __slots__ = ("error",)
 
     def __init__(self, error: BaseException) -> None:
-        """Keep the error."""
         self.error = error
 
 
 class Mediator:
-    """Runs one block and answers what it asks for.
+    """Runs one block and answers its requests.
 
     Attributes:
         intervention: The compiled block.
-        info: Where the block comes from, for messages; may be None.
+        info: The source location of the block, for messages; may be None.
         batch_group: First row and number of rows of the batch that this block owns; None sees all rows.
-        iteration: The call number that requests are for; None means the next one to come.
+        iteration: The call number for requests; None means the next call.
         loops: The loops over steps that the block is in, innermost last.
-        moved_on: Whether the block chose the call number itself, with ``next()``.
-        stopping: Whether the block has stopped the run. It stays so, should it catch what tells it.
-        exchange: Passes on what the block has assigned, each time it hands over.
-        waiting: What the block asked for and has not got; None while it runs or when it has ended.
+        moved_on: Whether the block set the call number itself, with ``next()``.
+        stopping: Whether the block has stopped the run; it stays True even if the block catches the
+            exception.
+        exchange: Publishes the block's assignments each time it hands over.
+        waiting: The block's pending request; None while it runs or when it has ended.
     """
 
     __slots__ = (
@@ -126,7 +127,7 @@ class Mediator:
     OutOfOrderError = OutOfOrderError
     runs_on: ClassVar[StackKind] = call_stacks
     warns: ClassVar[bool] = True
-    """Whether a warning in the block reaches who wrote it; where it would not, errors tell."""
+    """Whether a warning in the block reaches its author; if not, an error is raised instead."""
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ class Mediator:
         name: str | None = None,
         batch_group: BatchGroup | None = None,
     ) -> None:
-        """Prepare a block; nothing runs before ``start``."""
+        """Prepare a block; it does not run before ``start``."""
         self.intervention = intervention
         self.info = info
         self._name = name
@@ -154,7 +155,7 @@ class Mediator:
 
     @property
     def name(self) -> str:
-        """What the block is called in messages."""
+        """The name of the block in messages."""
         return self._name if self._name is not None else f"Mediator{id(self)}"
 
     @property
@@ -162,7 +163,7 @@ class Mediator:
         """Whether the block has started and not ended."""
         return self.worker is not None
 
-    # On the model's side.
+    # Called on the model's side.
 
     def start(self, interleaver: Interleaver) -> None:
         """Run the block until it first waits."""
@@ -174,11 +175,11 @@ class Mediator:
             self.respond(answer)
 
     def _new_modes(self) -> Modes:
-        """Return what keeps the modes apart; it begins with the block's, the same as the model's."""
+        """Return the mode keeper; the block's modes are the model's at first."""
         return ModeKeeper()
 
     def respond(self, value: Any = None) -> None:
-        """Answer what the block waits for, and run it until it waits again."""
+        """Answer the block's request, and run it until it waits again."""
         interleaver = self.interleaver
         assert interleaver is not None  # noqa: S101 - only who waits is answered
         answer, refused = value, 0
@@ -189,7 +190,7 @@ class Mediator:
             answer = self._go_on(self.runs_on.resume, answer)
             refused += 1
             if refused > _MAX_REFUSED and type(answer) is Raise:
-                interleaver.failed(answer.error)  # it catches the error and asks again, for ever it seems
+                interleaver.failed(answer.error)  # it catches the error and asks again, presumably forever
                 return
 
     def fail(self, error: BaseException) -> None:
@@ -197,10 +198,10 @@ class Mediator:
         self.respond(Raise(error))
 
     def cancel(self) -> None:
-        """End the block: whatever it waits for raises, so that it can clean up.
+        """End the block: each of its requests raises, so that it can clean up.
 
-        First ``Cancelation``, then ``GreenletExit``, which ``except Exception`` lets through. A block that
-        swallows even that for ever is left where it is, because nothing can unwind a stack from outside.
+        First ``Cancelation`` is raised, then ``GreenletExit``, which ``except Exception`` does not catch. A
+        block that keeps swallowing even that is abandoned, because a stack cannot be unwound from outside.
         """
         for patience in range(2 * _PATIENCE):
             if self.worker is None:
@@ -210,9 +211,9 @@ class Mediator:
         self.worker = None
 
     def _go_on(self, how: Callable[[Any, Any], Any], payload: Any) -> Any:
-        """Let the block run, whose modes have been entered: the model may be in ``no_grad``, or the block.
+        """Run the block until it hands over. Its modes must have been entered, since they may differ.
 
-        Notes what it asks for next, and returns an answer that can be given at once, or ``NOTHING``.
+        Records the block's next request, and returns an answer that can be given at once, or ``NOTHING``.
         """
         interleaver, worker = self.interleaver, self.worker
         assert interleaver is not None  # noqa: S101 - set by start
@@ -249,7 +250,7 @@ class Mediator:
         return interleaver.queue(self)
 
     def _work(self) -> None:
-        """The block's job on its stack."""
+        """Run the block; this is the job of its stack."""
         try:
             self.intervention()
         except (Cancelation, GreenletExit):
@@ -264,7 +265,7 @@ class Mediator:
                 "tracer.iter[...]:`."
             ) from error
 
-    # On the block's side.
+    # Called on the block's side.
 
     def request(self, requester: str) -> Any:
         """Wait for a value and return it, narrowed to this block's rows.
@@ -275,11 +276,11 @@ class Mediator:
         return self.ask(Events.VALUE, *split(requester))
 
     def swap(self, requester: str, value: Any) -> None:
-        """Wait for a value to come by, and replace it."""
+        """Wait for a value to be provided, and replace it."""
         self.ask(Events.SWAP, *split(requester), value)
 
     def skip(self, requester: str, value: Any) -> None:
-        """Wait for a module's input, and have ``value`` as its output instead of running it."""
+        """Wait for a module's input, and use ``value`` as its output instead of running the module."""
         self.ask(Events.SKIP, *split(requester), value)
 
     def stop(self) -> None:
@@ -288,7 +289,7 @@ class Mediator:
         raise EarlyStopException(_STOPPED)
 
     def await_step(self, step: int) -> bool:
-        """Wait until some module makes its call number ``step``; False if generation is over before."""
+        """Wait until some module begins its call number ``step``; return False if generation ends before."""
         interleaver = self.interleaver
         assert interleaver is not None  # noqa: S101 - a running block has one
         if step <= interleaver.step:
@@ -301,13 +302,13 @@ class Mediator:
         Raises:
             OutOfOrderError: The model has passed this call.
             MissedProviderError: The run ended without it.
-            ValueError: The code that asks is not this block's: a thread of its own, or a backward block.
+            ValueError: The calling code is not this block's: another thread, or a backward block.
         """
         worker = self.worker
         if worker is not getcurrent():
             assert self.interleaver is not None  # noqa: S101 - a started block has one
             raise self.interleaver.foreign(named(provider, iteration))
-        assert worker.parent is not None  # noqa: S101 - whoever resumed it
+        assert worker.parent is not None  # noqa: S101 - the stack that resumed it
         answer = worker.parent.switch((kind, provider, iteration, more))
         if type(answer) is Raise:
             raise answer.error
@@ -315,7 +316,7 @@ class Mediator:
 
 
 def _warn(error: StepNotReachedError) -> None:
-    """Warn at the line of the block that asked; what follows it does not run."""
+    """Warn at the line of the block that made the request; the rest of the block does not run."""
     places = [
         (frame, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -326,7 +327,7 @@ def _warn(error: StepNotReachedError) -> None:
 
 
 def split(requester: str) -> tuple[str, int | None]:
-    """Take ``model.output.i2`` apart into its provider and call number."""
+    """Split ``model.output.i2`` into its provider and call number."""
     provider, _, suffix = requester.rpartition(".i")
     if provider and suffix.isdecimal():
         return provider, int(suffix)
@@ -334,5 +335,5 @@ def split(requester: str) -> tuple[str, int | None]:
 
 
 def named(provider: str, iteration: int | None) -> str:
-    """Put a provider and a call number together, as messages show them."""
+    """Join a provider and a call number, as messages show them."""
     return provider if iteration is None else f"{provider}.i{iteration}"

@@ -1,7 +1,8 @@
-"""What a model keeps from step to step, KV caches and their like: objects that hold rows of the whole batch.
+"""State that a model keeps from step to step, such as KV caches: objects that hold rows of the whole batch.
 
-They are no containers to ``core.trees``, since the model goes on with the very object. An invoke that is
-given one gets a copy of the object, and of the layers in it, whose tensors are views of its own rows.
+``core.trees`` does not treat them as containers, since the model continues with the same object. An invoke
+that receives one gets a copy of the object, and of the layers in it, whose tensors are views of its own
+rows.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import torch
 
 
 def holds_state(value: object) -> bool:
-    """Tell whether an object is a cache, such as ``DynamicCache``, ``StaticCache`` or ``MambaCache``."""
+    """Return whether an object is a cache, such as ``DynamicCache``, ``StaticCache`` or ``MambaCache``."""
     return hasattr(value, "__dict__") and _is_one(type(value), "Cache")
 
 
 def without_state(leaf: Any) -> Any:
-    """Return what is kept of a value that is no tensor: None in place of a cache."""
+    """Return a leaf that is not a tensor, or None in place of a cache."""
     return None if holds_state(leaf) else leaf
 
 
@@ -30,7 +31,9 @@ def map_state(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: map_state(one, fn) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([map_state(one, fn) for one in value])  # a cache's own, no namedtuples
+        return type(value)(
+            [map_state(one, fn) for one in value]
+        )  # a cache's own containers; they are not namedtuples
     if not _is_part(value):
         return value
     made = copy.copy(value)
@@ -56,7 +59,10 @@ def _is_part(value: object) -> bool:
 
 
 def _is_one(kind: type, word: str) -> bool:
-    """Tell by its name what a class is: each model of transformers that needs one has its own cache class."""
+    """Return whether the name of a class, or of a base class, ends in ``word``; modules never match.
+
+    Transformers has a cache class for each model that needs one, so the class is recognized by name.
+    """
     return not issubclass(kind, torch.nn.Module | type) and any(
         base.__name__.endswith(word) for base in kind.__mro__
     )

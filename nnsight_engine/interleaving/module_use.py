@@ -1,7 +1,7 @@
-"""What a block does with modules beside the model's run, for whoever has to know of it.
+"""Hooks on a block's direct use of modules, beside the model's run, for backends that must coordinate it.
 
-A module that is called on values of the block's own, or a tensor that it has, is nothing special where the
-model is in one piece. Where it is not, a subclass sees to it that all pieces take part.
+Calling a module on values of the block, or reading one of its tensors, needs nothing special where the model
+is in one process. Where the model is distributed, a subclass makes all parts take part.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ModuleUse:
-    """The hooks that envoys call; the model is in one piece here."""
+    """The hooks that envoys call; this class is for a model in one process."""
 
     def applied(
         self,
@@ -24,11 +24,11 @@ class ModuleUse:
         kwargs: dict[str, Any],
         method: str = "",  # noqa: ARG002 - a hook
     ) -> Any:
-        """Apply the module at ``path``, or a method of it, to values of the running block's own."""
+        """Apply the module at ``path``, or one of its methods, to the running block's own values."""
         return apply(*args, **kwargs)
 
     def called_directly(self, path: str) -> None:
-        """Take note of a call of the module at ``path`` that is not ``applied``; a hook, to refuse it."""
+        """Record a direct call of the module at ``path``, beside ``applied``; a subclass may reject it."""
 
     def held(self, path: str, name: str, value: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - a hook
         """Return a tensor that the module at ``path`` has under this name."""

@@ -1,9 +1,10 @@
-"""What a block draws at random comes from streams of its own, seeded for it.
+"""Separate random number streams for blocks, with seeds of their own.
 
-Torch's generators are one per device and process, and an engine samples tokens from them; where several
-ranks sample each for itself, they must go on in step whatever a block draws. So whoever runs a block swaps
-the generators' states for the block's, and swaps them again when it hands over. NumPy's is treated
-likewise; that of Python's ``random`` would take as long as a hand-over, and engines do not draw from it.
+Torch has one generator per device and process, and an engine samples tokens from them. Where each of several
+ranks samples for itself, the generators must stay in step whatever a block draws. So the generators' states
+are swapped for the block's before it runs, and swapped back when it hands over. NumPy's generator is handled
+in the same way. Python's ``random`` is not: swapping its state would take as long as a hand-over, and
+engines do not draw from it.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ from numpy.random import mtrand
 
 
 class RandomStreams:
-    """The generators' states of whichever side is not running.
+    """The generator states of the side that is not running.
 
     Args:
-        seed: What the block's streams begin with.
+        seed: The seed of the block's streams.
     """
 
     __slots__ = ("_cpu", "_devices", "_numpy", "_seed")
 
     def __init__(self, seed: int) -> None:
-        """Start with the block's."""
+        """Start with the block's states."""
         self._seed = seed
         self._cpu = torch.Generator().manual_seed(seed).get_state()
         self._numpy: np.random.BitGenerator = np.random.MT19937(seed)
         self._devices: dict[int, torch.Tensor] = {}
 
     def exchange(self) -> None:
-        """Put these states in place and keep those that were."""
+        """Swap the stored states with the generators' current ones."""
         cpu = torch.default_generator.get_state()
         torch.default_generator.set_state(self._cpu)
         self._cpu = cpu

@@ -1,18 +1,19 @@
-"""Variables between invokes: each sees what those before it assigned, as if they ran one after the other.
+"""Variables shared between invokes: each sees the assignments of earlier ones, as if they ran in sequence.
 
-Invokes are written one after the other but run side by side, so one cell for all would let a later invoke
-change a variable under an earlier one's hands. Each invoke therefore has cells of its own. What it finds in
-one that it has not assigned itself:
+Invokes are written one after the other but run interleaved, so with one cell for all of them a later invoke
+could change a variable while an earlier one uses it. Each invoke therefore has cells of its own. The value
+of a variable that an invoke has not assigned itself is:
 
-- the surrounding code's value at the place where the invoke stands (in a loop, of that turn), if no invoke
-  before it may assign the variable;
-- otherwise what the nearest of those has assigned by now. While that one may still assign it and has not,
-  there is nothing: reading is a ``NameError``, since the surrounding code's value is not what it would be;
-- at a barrier, what a later invoke that met it there has assigned;
-- a later invoke's value without a barrier only if there would never be another.
+- the surrounding code's value at the place where the invoke stands (in a loop, of that iteration), if no
+  earlier invoke may assign the variable;
+- otherwise the value that the nearest of those has assigned by now. While that one may still assign it and
+  has not, the variable is unbound: reading it is a ``NameError``, since the surrounding code's value would
+  be wrong;
+- at a barrier, the value that a later invoke that met it there has assigned;
+- a later invoke's value without a barrier only if the variable would never get another value.
 
-Once an invoke has assigned or deleted a variable, nobody changes it but itself. The surrounding code gets,
-in the end, what the last invoke in order of definition assigned.
+Once an invoke has assigned or deleted a variable, only the invoke itself changes it. At the end, the
+surrounding code gets the value that the last invoke in order of definition assigned.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from nnsight_engine.core.closure_cells import UNBOUND, Assignments, content
 
 
 class Sharer(Protocol):
-    """An invoke, as far as its variables are concerned.
+    """The variables of an invoke.
 
     Attributes:
-        identities: For each name, which variable it stands for: equal ones in two invokes are the same.
+        identities: The identity of the variable behind each name: equal identities in two invokes mean the
+            same variable.
         own: The invoke's cells, by name.
-        stored: The names it may assign.
-        assignments: What counts its stores.
+        stored: The names that it may assign.
+        assignments: The counter of its assignments.
     """
 
     @property
@@ -52,16 +54,16 @@ class _Reader:
     """An invoke's cell for a variable that some invoke assigns.
 
     Attributes:
-        order: The invoke's place among all.
+        order: The invoke's position among all invokes.
         cell: The cell.
         may_assign: Whether the invoke may assign it, or assign it again.
-        assigned: Whether it has.
-        passed: What those before it have for it; ``UNBOUND`` is nothing.
-        is_passed: Whether one of those has assigned, or deleted, what that is.
-        is_waiting: Whether one of those may assign the variable and has not.
-        later: The order of the later invoke that the value is of, if it is.
-        met: Whether that one was met at a barrier.
-        count: How often the invoke had assigned it when that was looked at.
+        assigned: Whether it has assigned it.
+        passed: The value passed on from the invokes before it; ``UNBOUND`` if there is none.
+        is_passed: Whether an earlier invoke, not the surrounding code, has assigned (or deleted) that value.
+        is_waiting: Whether an earlier invoke may assign the variable and has not yet.
+        later: The order of the later invoke whose value the cell holds; None if it holds no such value.
+        met: Whether that later invoke was met at a barrier.
+        count: The invoke's number of assignments at the last check.
     """
 
     __slots__ = (
@@ -80,11 +82,11 @@ class _Reader:
 
     @property
     def value(self) -> Any:
-        """What those after it see."""
+        """The value that later invokes see."""
         return content(self.cell) if self.assigned else self.passed
 
     def hold(self, value: Any) -> None:
-        """Have a value that the invoke has not assigned."""
+        """Set the cell to a value that the invoke has not assigned itself."""
         if value is not UNBOUND:
             self.cell.cell_contents = value
         elif content(self.cell) is not UNBOUND:
@@ -92,7 +94,7 @@ class _Reader:
 
 
 class _Variable:
-    """A variable of the surrounding code, in all invokes that mention it, in order of definition."""
+    """A variable of the surrounding code: its readers in the invokes that mention it, in order."""
 
     __slots__ = ("readers",)
 
@@ -100,7 +102,7 @@ class _Variable:
         self.readers: list[_Reader] = []
 
     def begin(self) -> None:
-        """Take the surrounding code's value from those who are to see an earlier invoke's."""
+        """Unbind the variable in the invokes that must wait for an earlier invoke's assignment."""
         is_waiting = False
         for reader in self.readers:
             if is_waiting:
@@ -109,7 +111,7 @@ class _Variable:
             is_waiting |= reader.may_assign
 
     def pass_on(self, source: _Reader) -> None:
-        """Pass on what one invoke has, to those that see it: it assigned that, or will assign nothing."""
+        """Pass an invoke's value on to the invokes that see it, once it is assigned or final."""
         value, at = source.value, self.readers.index(source)
         is_waiting = source.is_waiting and not source.assigned
         is_passed = source.is_passed or source.assigned
@@ -133,7 +135,7 @@ class _Variable:
                 reader.hold(value)
 
     def meet(self, orders: Collection[int]) -> None:
-        """Give invokes that met at a barrier what the last of them has assigned, if none before them has."""
+        """Give invokes that met at a barrier the last one's value, if they precede all that have assigned."""
         readers = [reader for reader in self.readers if reader.order in orders]
         assigned = [reader for reader in readers if reader.assigned]
         for reader in readers:
@@ -144,15 +146,15 @@ class _Variable:
 
 
 class Exchange:
-    """What one invoke passes on, each time it hands over.
+    """Publishes the assignments of one invoke each time it hands over.
 
     Attributes:
-        order: The invoke's place among all.
-        variables: All that are shared.
+        order: The invoke's position among all invokes.
+        variables: All shared variables.
     """
 
     def __init__(self, order: int, sharer: Sharer, variables: Mapping[Hashable, _Variable]) -> None:
-        """Watch what the invoke may assign and others mention."""
+        """Watch the variables that the invoke may assign and others mention."""
         self.order = order
         self._total = 0
         self._assignments = sharer.assignments
@@ -165,7 +167,7 @@ class Exchange:
                 self._watched.append((name, mine, variable))
 
     def publish(self) -> None:
-        """Pass on what the invoke has assigned since this was called last."""
+        """Pass on the invoke's assignments since the last call."""
         assignments = self._assignments
         if assignments.total == self._total:
             return
@@ -177,7 +179,7 @@ class Exchange:
                 variable.pass_on(reader)
 
     def close(self) -> None:
-        """Take note that the invoke has ended: what it has not assigned is as it found it."""
+        """Record the invoke's end: the values of variables that it did not assign are passed on."""
         for _, reader, variable in self._watched:
             reader.may_assign = False
             if not reader.assigned:
@@ -185,14 +187,14 @@ class Exchange:
 
 
 def meet(participants: Sequence[Exchange]) -> None:
-    """Take note that invokes of one trace meet at a barrier."""
+    """Let invokes of one trace that meet at a barrier see each other's variables."""
     orders = {one.order for one in participants}
     for variable in participants[0].variables.values() if participants else ():
         variable.meet(orders)
 
 
 def exchanges(sharers: Sequence[Sharer]) -> list[Exchange]:
-    """Return, for each invoke, what passes its assignments on; from now on they see each other's."""
+    """Return an exchange for each invoke; from now on they see each other's assignments."""
     stored = {sharer.identities.get(name) for sharer in sharers for name in sharer.stored}
     found: dict[Hashable, _Variable] = {identity: _Variable() for identity in stored - {None}}
     for order, sharer in enumerate(sharers):
@@ -207,10 +209,10 @@ def exchanges(sharers: Sequence[Sharer]) -> list[Exchange]:
 
 
 def explain(error: NameError, stored: Iterable[Collection[str]]) -> None:
-    """Add what to do if one invoke used what another one had yet to assign.
+    """Add a remedy to the error if one invoke used a variable that another one had yet to assign.
 
     Args:
-        error: What was raised in an invoke.
+        error: The error raised in an invoke.
         stored: The names that each invoke may assign.
     """
     found = _QUOTED.search(str(error))

@@ -1,15 +1,16 @@
-"""Blocks on threads of their own, which take turns with the model's by passing a baton.
+"""Blocks on threads of their own that take turns with the model's thread; one of them has control at a time.
 
-Within one trace that runs from beginning to end, greenlets are better (see ``call_stacks``): a hand-over is a
-switch. A serving engine is different. Its blocks live over many calls into the engine, at whatever depth of
-the C stack each of them stands, which greenlets that torch's stack walk must survive cannot do. And they are
-other people's code beside requests that never asked for it: one that does not come back must be left behind.
+Within one trace that runs from beginning to end, greenlets are better (see ``call_stacks``): a hand-over is
+a switch. A serving engine is different. Its blocks live across many calls into the engine, each from a
+different depth of the C stack, which greenlets cannot do if torch's stack walk is to be safe. And they are
+untrusted code beside other tenants' requests: a block that does not hand over must be abandoned.
 
-So here a block has a thread. Whoever hands it the baton waits, with a limit on the time that the block may
-take. Over it, ``TimeBudgetError`` is raised in the block, wherever it is; one that does not even listen to
-that keeps its thread and never gets the baton again, while the model goes on.
+So here each block has a thread. The side that hands over control waits, with a limit on the time that the
+block may take. When the limit is exceeded, ``TimeBudgetError`` is raised in the block, wherever it is. A
+block that does not react to the error keeps its thread but never gets control again, and the model
+continues.
 
-The model's own thread is never interrupted: the error can only hit code that runs on the block's thread.
+The model's own thread is never interrupted: the error can only be raised in code on the block's thread.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from nnsight_engine.interleaving.mediator import Mediator, Modes, Raise, named
 from nnsight_engine.interleaving.random_streams import RandomStreams
 
 _GRACE_S = 0.5
-"""How long an interrupted block may take to clean up."""
+"""Seconds that an interrupted block has for cleaning up."""
 
 _LONG_ENOUGH = 1000
 
 _NUM_SPARE = 4
-"""Threads that wait for a job."""
+"""Number of idle threads that are kept ready."""
 
 _ONE_MORE = "one more"
 
@@ -46,11 +47,11 @@ _numbers = itertools.count()
 
 
 class TimeBudgetError(Exception):
-    """A block computed longer than a step may wait for it."""
+    """A block computed longer than the time budget of one step."""
 
 
 class _Errand:
-    """Something that the model's thread is to do for a block, which waits for it and nothing else."""
+    """A function that the model's thread calls on behalf of a block; the block waits for its result."""
 
     __slots__ = ("act",)
 
@@ -58,7 +59,7 @@ class _Errand:
         self.act = act
 
     def answer(self) -> Any:
-        """Do it; returns the block's answer."""
+        """Call the function; return the answer for the block."""
         try:
             return self.act()
         except Exception as error:  # noqa: BLE001 - raised in the block, at the line that asks
@@ -66,17 +67,17 @@ class _Errand:
 
 
 class ThreadStack:
-    """A thread for one job, and the baton between it and whoever resumes it.
+    """A thread for one job, and the hand-over of control between it and the thread that resumes it.
 
     Attributes:
-        left_s: Seconds that the job may still run in this step; whoever drives the steps sets it.
-        abandoned: Whether the job was left behind.
+        left_s: Seconds that the job may still run in this step; the driver of the steps resets it.
+        abandoned: Whether the job was abandoned.
     """
 
     __slots__ = ("_given", "_handed", "_stream", "_there", "_thread", "abandoned", "budget_s", "left_s")
 
     def __init__(self, budget_s: float) -> None:
-        """Prepare; nothing runs before ``start``."""
+        """Prepare; the job does not run before ``start``."""
         self.budget_s = self.left_s = budget_s
         self.abandoned = False
         self._given: Any = None
@@ -88,27 +89,27 @@ class ThreadStack:
         self._thread: threading.Thread | None = None
 
     def prepare(self) -> None:
-        """Let the thread begin, and wait for its job: a new thread takes a while to be there."""
+        """Start the thread in advance, which takes a while, and let it wait for its job."""
         name = f"nnsight-engine-block-{next(_numbers)}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def start(self, job: Callable[[], Any]) -> Any:
-        """Run ``job`` until it first hands over; returns what it does."""
+        """Run ``job`` until it first hands over; return what it hands over."""
         if self._thread is None:
             self.prepare()
         return self.resume(job)
 
     def resume(self, payload: Any) -> Any:
-        """Hand ``payload`` over and return what comes back."""
+        """Send ``payload`` to the job and return what it hands over next."""
         self._given = payload
-        # A thread has a current stream of its own, and work on it would be in no order with the model's.
+        # Each thread has a current stream of its own, and work on it would not be ordered with the model's.
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self._handed.release()
         return self._wait()
 
     def hand_over(self, event: Any) -> Any:
-        """Give the baton away, from within the job, and return what it comes back with."""
+        """Hand over control, from within the job; return the payload that it is resumed with."""
         self._give(event)
         self._take_over()
         if self.abandoned:
@@ -117,7 +118,7 @@ class ThreadStack:
         return given
 
     def is_current(self) -> bool:
-        """Tell whether this code runs within the job."""
+        """Return whether this code runs within the job."""
         return self._thread is not None and self._thread.ident == threading.get_ident()
 
     def _run(self) -> None:
@@ -126,12 +127,12 @@ class ThreadStack:
         job, self._given = self._given, None
         try:
             done = Done(job())
-        except BaseException as error:  # noqa: BLE001 - raised by whoever gave the job
+        except BaseException as error:  # noqa: BLE001 - raised by the caller that gave the job
             done = Done(error=error)
         self._give(done)
 
     def _take_over(self) -> None:
-        """Wait for the baton, and go on with whoever gave it on the same stream of the device."""
+        """Wait for control, and use the same device stream as the thread that handed over."""
         self._handed.acquire()
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
@@ -150,18 +151,18 @@ class ThreadStack:
 
     @staticmethod
     def clock() -> float:
-        """Tell the seconds that count of those in which the job runs."""
+        """Return the time in seconds by which the job's running time is measured."""
         return time.monotonic()
 
     def _comes_back(self) -> bool:
-        """Wait for the baton for as long as the job may run; returns whether it came."""
+        """Wait for control until the job's time is used up; return whether it came back."""
         begin = self.clock()
         came = self._there.acquire(timeout=max(self.left_s, 0.0))
         self.left_s -= self.clock() - begin
         return came
 
     def _interrupted(self) -> TimeBudgetError:
-        """Stop the job, or leave it behind."""
+        """Stop the job, or abandon it."""
         message = (
             f"The block ran longer than {self.budget_s:g} s within one step of the engine, which others "
             "share. Save less, compute after the trace, or raise the engine's time budget."
@@ -173,7 +174,7 @@ class ThreadStack:
         if not came_back:
             _take_back(self._thread)
         if came_back and type(self._given) is not Done:
-            self._handed.release()  # it asks for more; it is told to end
+            self._handed.release()  # it made another request: resume it, so that it ends
         self._given = None
         return TimeBudgetError(message)
 
@@ -182,17 +183,18 @@ _set_async_exc = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
 
 def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
-    """Let ``error`` be raised on a thread, before its next instruction in Python."""
+    """Raise ``error`` on a thread, before its next Python instruction."""
     assert thread.ident is not None  # noqa: S101 - it has started
     _set_async_exc(ctypes.c_ulong(thread.ident), ctypes.py_object(error))
 
 
 def _take_back(thread: threading.Thread) -> None:
-    """Withdraw an error that a thread, waiting outside of Python, has not heard of.
+    """Withdraw an error that was not raised yet, because the thread is blocked outside of Python.
 
-    While one is pending, the interpreter keeps a flag up for all threads, and on Python 3.11 a function that
-    is called while a trace function is set never begins: it looks at the flag for ever. Only a thread that
-    an error is raised on takes the flag down, so one is raised on a thread made for it.
+    While such an error is pending, the interpreter keeps a flag set for all threads. On Python 3.11 a
+    function that is called while a trace function is set then never begins: it checks the flag forever. Only
+    a thread on which an error is raised clears the flag, so an error is raised on a thread made for this
+    purpose.
     """
     assert thread.ident is not None  # noqa: S101 - it has started
     _set_async_exc(ctypes.c_ulong(thread.ident), None)
@@ -204,7 +206,7 @@ def _take_back(thread: threading.Thread) -> None:
 def _take_flag_down() -> None:
     try:
         _raise_in(threading.current_thread(), TimeBudgetError)
-        for _ in range(_LONG_ENOUGH):  # it is raised at a turn of a loop
+        for _ in range(_LONG_ENOUGH):  # it is raised at an iteration of a loop
             pass
     except TimeBudgetError:
         return
@@ -213,14 +215,14 @@ def _take_flag_down() -> None:
 class Threads:
     """The kind of stack that a ``ThreadMediator`` runs on.
 
-    A thread has one job, so that nothing of a block is left on it for the next one. Some are kept waiting.
+    A thread runs one job only, so that no thread-local state of a block is left for the next one. Some idle
+    threads are kept ready.
 
     Args:
         budget_s: Seconds that one block may compute within one step.
     """
 
     def __init__(self, budget_s: float) -> None:
-        """Keep the limit."""
         self.budget_s = budget_s
         self._spare: deque[ThreadStack] = deque()
         self._wanted: SimpleQueue[str | None] = SimpleQueue()
@@ -242,18 +244,18 @@ class Threads:
         return stack
 
     def start(self, stack: ThreadStack, job: Callable[[], Any]) -> Any:
-        """Give it a job; returns what it first hands over."""
+        """Start a job on the thread; return the first payload that it hands over."""
         return _after_errands(stack, stack.start(job))
 
     def resume(self, stack: ThreadStack, payload: Any) -> Any:
-        """Hand it what it waits for; returns what it hands over next."""
+        """Send the thread the answer that it waits for; return the payload that it hands over next."""
         return _after_errands(stack, stack.resume(payload))
 
     def run(self, job: Callable[[], Any]) -> Any:
-        """Return what a job returns that hands nothing over.
+        """Return the result of a job that does not hand over before its end.
 
         Raises:
-            Exception: What it raises; what would end a program becomes a RuntimeError.
+            Exception: The job's error; a BaseException that is not an Exception becomes a RuntimeError.
         """
         result, error = self.take().start(job).empty()
         if isinstance(error, Exception):
@@ -263,11 +265,11 @@ class Threads:
         return result
 
     def give_back(self, stack: ThreadStack) -> None:
-        """Let the thread end, which its job's end does."""
+        """Do nothing: the thread ends with its job."""
 
 
 def _keep_spare(budget_s: float, spare: deque[ThreadStack], wanted: SimpleQueue[str | None]) -> None:
-    """Have threads wait for jobs; on a thread of its own, since nobody is to wait for one to be there."""
+    """Keep idle threads ready; runs on its own thread, so that no caller waits for a thread to start."""
     while wanted.get() is not None:
         while len(spare) < _NUM_SPARE:
             stack = ThreadStack(budget_s)
@@ -278,11 +280,11 @@ def _keep_spare(budget_s: float, spare: deque[ThreadStack], wanted: SimpleQueue[
 
 
 def _do_nothing() -> None:
-    """Let a thread that waits for a job end."""
+    """Be the job that ends an idle thread."""
 
 
 def _after_errands(stack: ThreadStack, event: Any) -> Any:
-    """Run a job's errands, on the calling thread and the job's time; returns what it hands over then."""
+    """Run a job's errands on the calling thread, within the job's time; return its next payload."""
     while type(event) is _Errand:
         begin = stack.clock()
         answer = event.answer()
@@ -292,7 +294,7 @@ def _after_errands(stack: ThreadStack, event: Any) -> Any:
 
 
 class _OwnModes:
-    """A thread has modes of its own, so there is nothing to keep apart."""
+    """Modes of a block on a thread of its own: modes are thread-local, so there is nothing to keep apart."""
 
     __slots__ = ()
 
@@ -306,24 +308,24 @@ class _OwnModes:
 class ThreadMediator(Mediator):
     """A block on a thread of its own.
 
-    What it draws at random comes from streams of its own: it neither sees nor disturbs the model's.
+    Its random numbers come from streams of its own: it neither sees nor affects the model's.
 
     Attributes:
-        spent_s: Seconds for which the model has waited for it, all steps together.
+        spent_s: Seconds for which the model has waited for the block, in all steps together.
     """
 
     __slots__ = ("_random", "runs_on", "spent_s")
     warns: ClassVar[bool] = False
 
     def __init__(self, intervention: Callable[[], Any], info: Any, threads: Threads, *, seed: int) -> None:
-        """Prepare a block; nothing runs before ``start``."""
+        """Prepare a block; it does not run before ``start``."""
         super().__init__(intervention, info)
-        self.runs_on = threads  # type: ignore[misc] # one engine's, where a class has one for all
+        self.runs_on = threads  # type: ignore[misc] # one per engine; the base class has one for all
         self._random = RandomStreams(seed)
         self.spent_s = 0.0
 
     def refill(self) -> None:
-        """Let the block compute for as long as one step allows."""
+        """Reset the time that the block may compute, at the start of a step."""
         worker: ThreadStack | None = self.worker
         if worker is not None:
             worker.left_s = worker.budget_s
@@ -345,14 +347,14 @@ class ThreadMediator(Mediator):
         return self._handed_over((kind, provider, iteration, more), provider, iteration)
 
     def on_models_thread(self, act: Callable[[], Any], what: str) -> Any:
-        """Have the model's thread do something now, and return its result.
+        """Call a function on the model's thread now, and return its result.
 
         Args:
-            act: What to do.
-            what: What it is called in messages.
+            act: The function.
+            what: Its name in messages.
 
         Raises:
-            ValueError: The code that asks is not this block's.
+            ValueError: The calling code is not this block's.
         """
         return self._handed_over(_Errand(act), what)
 

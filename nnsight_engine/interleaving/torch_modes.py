@@ -1,10 +1,10 @@
-"""Modes of torch that belong to a thread, kept apart for the model and each block, which share one.
+"""Thread-local modes of torch, kept apart for the model and for each block, which share one thread.
 
-A block may wait within ``torch.no_grad()``, ``torch.inference_mode()`` or ``torch.autocast()`` of its own,
-and the model may be within some while a block runs. Whoever has control has their own modes.
+A block may wait within its own ``torch.no_grad()``, ``torch.inference_mode()`` or ``torch.autocast()``, and
+the model may be within some of them while a block runs. Each side runs under its own modes.
 
-Grad mode differs often (generation runs without) and is swapped in passing. The other two are seldom on, and
-take the longer way when they are on either side.
+Grad mode differs often (generation runs without it) and is swapped on a fast path. The other two are seldom
+on; if either side uses one, the slow path is taken.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _is_inference = torch.is_inference_mode_enabled
 _is_autocast = torch._C._is_any_autocast_enabled  # noqa: SLF001 - has no public name
 
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
-"""For each kind of device, whether autocast is on and to what; empty if it is on for none."""
+"""For each device type, whether autocast is on and its dtype; empty if it is off for all."""
 
 Modes = tuple[bool, bool, Autocast]
 """Grad mode, inference mode, autocast."""
@@ -36,16 +36,16 @@ def current() -> Modes:
 
 
 class ModeKeeper:
-    """Keeps a block's modes while the model runs, and the model's while the block does.
+    """Stores a block's modes while the model runs, and the model's modes while the block runs.
 
-    Inference mode has no setter, only a guard that puts back what it found. A guard that lets the model run
-    without a block's inference mode is left when the block goes on.
+    Inference mode has no setter, only a guard that restores the previous mode. If the model must run without
+    a block's inference mode, a guard is entered for it and exited when the block resumes.
     """
 
     __slots__ = ("_block", "_block_grad", "_entered", "_left", "_model", "_model_grad")
 
     def __init__(self) -> None:
-        """Start in the block, with this thread's modes for it."""
+        """Start with this thread's modes as the block's."""
         self._block_grad = self._model_grad = _is_grad()
         self._model: Modes | None = current() if _is_inference() or _is_autocast() else None
         self._block: Modes | None = self._model
@@ -53,7 +53,7 @@ class ModeKeeper:
         self._left: Any = None
 
     def enter(self) -> None:
-        """Change from the model's modes to the block's."""
+        """Switch from the model's modes to the block's."""
         self._model_grad = _is_grad()
         if self._block is not None or _is_inference() or _is_autocast():
             self._enter_slowly()
@@ -61,7 +61,7 @@ class ModeKeeper:
             _set_grad(self._block_grad)
 
     def leave(self) -> None:
-        """Change from the block's modes back to the model's."""
+        """Switch from the block's modes back to the model's."""
         self._block_grad = _is_grad()
         if self._model is not None or _is_inference() or _is_autocast():
             self._leave_slowly()
