@@ -1,1 +1,1 @@
-"""Declarative operations: checked once, sent as data, fused over the requests of a step."""
+"""Declarative operations: validated once, sent as data, batched over the requests of a step."""

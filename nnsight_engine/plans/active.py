@@ -1,8 +1,8 @@
-"""A request with interventions while it lives in the worker.
+"""Worker-side state of a live request with interventions.
 
-Registered when the scheduler first sends the request, forgotten when it says the request is
-finished; a preempted request stays registered, with the positions it has already delivered,
-so that rebuilt KV gets its writes again and reads are delivered once.
+A request is registered when the scheduler first sends it and removed when the scheduler reports it
+finished. A preempted request stays registered and keeps the positions that it has already delivered:
+the rebuilt KV cache gets the request's writes again, and each read is delivered once.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from nnsight_engine.plans.vector_bank import BankKey, VectorBank
 from nnsight_engine.plans.where import generated_is_constant, last_position
 
 SiteKey = int | PlannedSite
-"""A tap's number (0 before the first layer, i + 1 after layer i), or any other site itself."""
+"""The number of a tap (0 before the first layer, i + 1 after layer i), or any other site as it is."""
 
 NEEDS_DIRECTION = frozenset({OperationKind.NORM_MATCH, OperationKind.PROJECT_OUT, OperationKind.CLAMP})
 
 
 def site_key(site: PlannedSite) -> SiteKey:
-    """Return where a site really is: the end of layer i and the start of layer i + 1 are one tap."""
+    """Return the canonical key of a site: the end of layer i and the start of layer i + 1 are one tap."""
     tap = tap_of(site.leaf, site.layer)
     return site if tap is None else tap
 
 
 @dataclasses.dataclass(slots=True)
 class ActiveOp:
-    """One operation with its tensors at hand.
+    """One operation of a live request, with its tensors on the device.
 
     Attributes:
         op: The operation.
-        index: Its place in the plan.
-        keys: Where its sites really are.
-        tensor: What the kernel needs: ``[1 or sites, width]``, patches ``[1 or sites, positions,
+        index: Its index in the plan.
+        keys: Canonical key of each of its sites, see ``site_key``.
+        tensor: Operand of the kernel: ``[1 or sites, width]``, for patches ``[1 or sites, positions,
             width]``; None where the operation has none.
         units: Selected units as an index tensor, or None.
         constant: Whether it acts on every generated position (True), on none (False), or on
@@ -69,10 +69,11 @@ class ActiveOp:
 
 @dataclasses.dataclass(slots=True)
 class ActiveRequest:
-    """One live request: its operations and how far it has come.
+    """One live request: its operations and its progress.
 
-    What a run has made of it is not in here before the run is settled. ``failed`` are the ids of all live
-    requests that have failed, this one's among them.
+    During a run of steady steps (``steady_run``) progress is counted for all requests together; it is added
+    here when the run is settled. ``failed`` holds the ids of all live requests that have failed, this one
+    included; the set is shared by all requests of a registrar.
     """
 
     request_id: str
@@ -92,25 +93,25 @@ class ActiveRequest:
     failed: set[str] = dataclasses.field(default_factory=set)
 
     def info(self) -> StepInfo:
-        """Return what was done so far, for the answer's provenance."""
+        """Return the progress so far, for the response's provenance."""
         return StepInfo(
             self.first_position, self.end_position, self.recomputed_tokens, self.tier, self.spent_s
         )
 
     def fail(self, code: str, message: str) -> None:
-        """Mark the request failed; the first reason stays."""
+        """Mark the request as failed; later calls keep the first reason."""
         if self.failure is None:
             self.failure = Failure(code, message)
             self.failed.add(self.request_id)
 
 
 class Registrar:
-    """Turns plans into active requests.
+    """Creates active requests from plans.
 
     Args:
         spec: The model's description.
         dtype: The model's dtype.
-        device: Where the model runs.
+        device: The model's device.
 
     Attributes:
         bank: The requests' vectors.
@@ -118,7 +119,6 @@ class Registrar:
     """
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
-        """Start with an empty vector bank."""
         self.bank = VectorBank()
         self.failed: set[str] = set()
         self._spec = spec
@@ -128,7 +128,11 @@ class Registrar:
     def register(
         self, request_id: str, plan_bytes: bytes, tensors: dict[str, tuple[str, list[int], bytes]]
     ) -> ActiveRequest:
-        """Return the request ready to take part in steps."""
+        """Decode a plan, move its tensors to the device and return the active request.
+
+        Raises:
+            InterventionError: ``unknown_point`` or ``wrong_width``; no tensor stays acquired.
+        """
         plan = RequestPlan.decode(plan_bytes)
         contents = {
             key: TensorData(dtype, tuple(shape), data) for key, (dtype, shape, data) in tensors.items()
@@ -146,7 +150,7 @@ class Registrar:
         return ActiveRequest(request_id, plan, ops, bank_keys, steady, failed=self.failed)
 
     def forget(self, request: ActiveRequest) -> None:
-        """Let go of the request's vectors."""
+        """Release the request's vectors."""
         self.failed.discard(request.request_id)
         self.bank.release(request.bank_keys)
         request.bank_keys = []
@@ -169,7 +173,7 @@ class Registrar:
                 if op.kind in {OperationKind.ADD, OperationKind.NORM_MATCH, OperationKind.REPLACE}
                 else 1.0
             )
-            # One vector for many layers and a stack of one per layer differ in shape, not in kind.
+            # A vector for all layers and a stack of one per layer differ in shape only: one key fits both.
             key = (op.tensor, str(op.kind), scale)
             tensor = self.bank.acquire(key, lambda: self._prepare(op, contents[op.tensor], scale))
             bank_keys.append(key)
@@ -202,7 +206,7 @@ class Registrar:
 def _is_steady(active: ActiveOp, prompt_len: int) -> bool:
     """Return whether the operation does the same in every decode step."""
     if active.op.captures_patterns:
-        # One that is still open keeps the keys of each step, so no step is like the one before.
+        # An open pattern capture stores the keys of each step, so no step equals the one before.
         last = last_position(active.op.where, prompt_len)
         return last is not None and last < prompt_len
     return active.constant is not None and active.op.kind is not OperationKind.MEAN

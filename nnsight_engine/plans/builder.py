@@ -1,9 +1,9 @@
-"""Builds the plan of a step from the spans of its requests.
+"""Builds the plan of a step from the row spans of its requests.
 
-The order of a request's operations at a place is kept by stages; rows that a request has
-already delivered are read no more, while writes go to every row, so that KV rebuilt after a
-preemption carries them. A steady decode step (one row each, nothing that depends on the
-token or position) has the plan of the step before, which is reused as it is.
+Stages keep the order of a request's operations at a site. Rows that a request has already
+delivered are not read again, while writes apply to every row, so that KV rebuilt after a
+preemption contains them. A steady decode step (one row per request, no dependence on token or
+position) reuses the plan of the previous step unchanged.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SAMPLES = PlannedSite("samples")
 def width_classes(op: PlannedOp, spec: ModelSpec) -> list[list[int]]:
     """Return the indices of the op's sites, grouped by width in order of first appearance.
 
-    One buffer holds the sites of one width; the API process takes results apart the same way.
+    One buffer holds the sites of one width; the API process splits results by the same rule.
     """
     if op.kind is OperationKind.PROBE:
         return [list(range(len(op.sites)))]
@@ -46,7 +46,10 @@ def width_classes(op: PlannedOp, spec: ModelSpec) -> list[list[int]]:
 
 
 def may_overflow(op: PlannedOp, spec: ModelSpec) -> bool:
-    """Tell whether a capture's values may be beyond its dtype: each row then comes with whether they are."""
+    """Return whether captured values may exceed the capture's dtype.
+
+    Each row of such a capture comes with a flag per site that says whether it does.
+    """
     if (
         op.kind is not OperationKind.CAPTURE
         or op.reduce == "mean"
@@ -58,7 +61,7 @@ def may_overflow(op: PlannedOp, spec: ModelSpec) -> bool:
 
 
 def leaf_width(site: PlannedSite, spec: ModelSpec) -> int:
-    """Return the flat width of a site's value."""
+    """Return the flattened width of a site's value; raise InterventionError if the model lacks the site."""
     leaf = spec.leaf(site.leaf)
     if leaf is None:
         raise InterventionError("unknown_point", f"the model has no point {site}")
@@ -67,7 +70,17 @@ def leaf_width(site: PlannedSite, spec: ModelSpec) -> int:
 
 @dataclasses.dataclass(slots=True)
 class Rows:
-    """Where one operation acts in this step: rows of the step's tensors and offsets in the span."""
+    """The rows on which one operation acts in this step.
+
+    Attributes:
+        span: The request's rows in the step.
+        active: The operation.
+        offsets: Offsets of the rows in the span, ascending.
+        stages: Stage of the operation at each of its sites.
+        rows: The same rows as indices into the step's tensors.
+        logits_rows: Those rows that need logits, as indices into the plan's ``logits_rows``.
+        logits_offsets: Offsets in the span of ``logits_rows``.
+    """
 
     span: Span
     active: ActiveOp
@@ -78,7 +91,7 @@ class Rows:
     logits_offsets: RowArray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
 
     def rows_at(self, key: SiteKey) -> RowArray:
-        """Return the rows of the tensor that the site sees; at ``logits`` they are counted anew."""
+        """Return row indices into the site's tensor; at ``logits`` they index the plan's ``logits_rows``."""
         return self.logits_rows if key == LOGITS else self.rows
 
     def offsets_at(self, key: SiteKey) -> RowArray:
@@ -87,14 +100,14 @@ class Rows:
 
 
 class StepBuilder:
-    """Plans steps for one model.
+    """Builds the step plans for one model.
 
     Args:
         spec: The model's description.
-        dtype: The model's dtype, that of captures which name none.
-        device: Where the model runs.
+        dtype: The model's dtype, also that of captures without a dtype.
+        device: The model's device.
         ledger: Counts captured bytes.
-        form_of: A layer's form of attention, for patterns.
+        form_of: Returns a layer's form of attention, for patterns.
     """
 
     def __init__(
@@ -105,7 +118,6 @@ class StepBuilder:
         ledger: ByteLedger,
         form_of: FormOf,
     ) -> None:
-        """Remember no step."""
         self._spec = spec
         self._dtype = dtype
         self._device = device
@@ -114,11 +126,11 @@ class StepBuilder:
         self._last: StepPlan | None = None
 
     def forget(self) -> None:
-        """Drop the remembered step, and with it its buffers and the requests it refers to."""
+        """Drop the cached plan, with its buffers and its references to requests."""
         self._last = None
 
     def plan(self, spans: list[Span]) -> StepPlan:
-        """Return the plan of a step, the last one again where nothing but positions changed."""
+        """Return the plan of a step, reusing the last one if only the positions changed."""
         signature = _signature(spans)
         last = self._last
         if last is not None and signature is not None and last.signature == signature:
@@ -150,13 +162,13 @@ class StepBuilder:
         for active in span.request.ops:
             offsets = _named_offsets(span, active)
             if active.op.captures_patterns:
-                # Planned also where no row is captured: keys are kept from every step.
+                # Planned even if no row is captured: the keys of every step must be stored.
                 patterns.append((active, offsets))
                 continue
             if not len(offsets):
                 continue
             if active.keys[0] == SAMPLES:
-                # Sampled ids exist only after the forward pass, and never share an operation.
+                # Sampled ids exist only after the forward pass; no other point shares their operation.
                 if offsets[-1] == span.num_rows - 1:
                     plan.samples.append((span.request, active))
                 continue
@@ -170,22 +182,25 @@ class StepBuilder:
         plan.reserved[span.request.request_id] = reserved
         if self._reserve(span, reserved):
             return work
-        # Its writes go on: others may already share the keys and values of this very step.
+        # Its writes still apply: other requests may already share the KV cache entries of this step.
         return [item for item in work if not item.active.op.reads]
 
     def _reserve(self, span: Span, reserved: StepBytes) -> bool:
-        """Count a step's bytes; over a limit the request fails and nothing is allocated for it."""
+        """Reserve a step's bytes and return True; over a limit, fail the request and return False.
+
+        The caller then allocates nothing for the request's reads.
+        """
         try:
             self._ledger.reserve(span.request.request_id, reserved.kept + reserved.scratch)
         except InterventionError as error:
             span.request.fail(error.code, error.message)
-            # Nothing was counted, so nothing may be given back.
+            # Nothing was reserved, so nothing may be released later.
             reserved.kept = reserved.scratch = 0
             return False
         return True
 
     def give_back(self, plan: StepPlan, *, kept: bool = False) -> None:
-        """Uncount what the step needed only while it ran; all of it where the step never ran."""
+        """Release the bytes needed only during the step; with ``kept`` (the step never ran) all of them."""
         for request_id, reserved in plan.reserved.items():
             self._ledger.give_back(request_id, reserved.scratch + (reserved.kept if kept else 0))
 
@@ -194,7 +209,7 @@ class StepBuilder:
     ) -> None:
         op = active.op
         if LOGITS in active.keys:
-            # The logits themselves, of which a probe keeps one number.
+            # The full logits rows, of which a probe keeps one number each.
             reserved.scratch += num_rows * self._spec.vocab_size * self._dtype.itemsize
         match op.kind:
             case OperationKind.CAPTURE:
@@ -215,7 +230,7 @@ class StepBuilder:
                 pass
 
     def _keep_reduction(self, request: ActiveRequest, op_index: int, num_bytes: int) -> None:
-        """Count the one row that a reduction holds, once in the request's life."""
+        """Reserve the one row that a reduction holds, once in the request's life."""
         if op_index in request.reductions:
             return
         request.reductions.add(op_index)
@@ -225,16 +240,16 @@ class StepBuilder:
             request.fail(error.code, error.message)
 
     def _capture_dtype(self, op: PlannedOp) -> torch.dtype:
-        # A mean is summed in float32 whatever it is handed out as.
+        # A mean is summed in float32, whatever dtype it is returned in.
         if op.reduce == "mean":
             return torch.float32
         return DTYPES[op.dtype] if op.dtype else self._dtype
 
     def _number_logits_rows(self, plan: StepPlan, work: list[Rows]) -> None:
-        """Decide which rows need logits, and count each operation's rows among those.
+        """Determine which rows need logits, and map each operation's rows to indices among those.
 
         A write matters only where a token is sampled or where the same request reads, so that
-        steering the logits of a long prompt does not compute them all.
+        steering the logits of a long prompt does not compute all of them.
         """
         at_logits = [item for item in work if LOGITS in item.active.keys]
         if not at_logits:
@@ -244,7 +259,7 @@ class StepBuilder:
             if item.active.op.reads:
                 needed[item.span.request.request_id].append(item.rows)
             elif item.active.op.kind is OperationKind.MEAN and _has_whole_prompt(item.span):
-                # A mean is over all of them, whether or not anybody samples there.
+                # A mean is taken over all named rows, including those where no token is sampled.
                 needed[item.span.request.request_id].append(item.rows)
         for item in at_logits:
             wanted = [np.array([item.span.row + item.span.num_rows - 1], np.int64)]
@@ -324,9 +339,9 @@ class StepBuilder:
 
 
 def _named_offsets(span: Span, active: ActiveOp) -> RowArray:
-    """Return which rows of the span the operation acts on, counted from the span's first."""
+    """Return the rows of the span on which the operation acts, as offsets from the span's first row."""
     plan = span.request.plan
-    # What was delivered before a preemption is not delivered again.
+    # Positions delivered before a preemption are not delivered again.
     first = max(span.start, span.request.end_position) if active.op.reads else span.start
     if first >= span.stop:
         return np.empty(0, np.int64)
@@ -337,12 +352,12 @@ def _named_offsets(span: Span, active: ActiveOp) -> RowArray:
         token_ids = span.token_ids[first : span.stop].astype(np.int64)
         named = evaluate(active.op.where, positions, token_ids, plan.prompt_len)
     offsets: RowArray = np.flatnonzero(named) + (first - span.start)
-    # The last named row is all that a `last` reduction keeps.
+    # A `last` reduction keeps the last named row only.
     return offsets[-1:] if active.op.reduce == "last" else offsets
 
 
 def _signature(spans: list[Span]) -> tuple[object, ...] | None:
-    """Return what a steady decode step is known by, or None where the step is not one."""
+    """Return the key that identifies a steady decode step, or None if the step is not steady."""
     entries: list[object] = []
     for span in spans:
         request = span.request
@@ -359,7 +374,7 @@ def _read_key(item: Rows) -> GroupKey:
         return (op.kind, item.active.keys, item.stages, op.top_k, op.targets)
     if op.kind is OperationKind.PROBE:
         return (op.kind, item.active.keys, item.stages)
-    # A run keeps each step of what is not reduced, and one row of what is.
+    # A run stores every step of an unreduced read and a single row of a reduced one.
     return (op.kind, item.active.keys, item.stages, op.dtype, op.reduce)
 
 
@@ -376,7 +391,7 @@ def _write_member(item: Rows, site_index: int, key: SiteKey) -> KernelMember:
 
 
 def _mean_rows(item: Rows, key: SiteKey) -> RowArray | None:
-    """Return the rows at a site over which a mean is taken, None where the step has not all of them."""
+    """Return the rows over which a mean is taken at a site, or None if this step lacks some of them."""
     if not _has_whole_prompt(item.span):
         return None
     # The span begins at position 0, so offsets are positions.

@@ -1,8 +1,8 @@
-"""What one choice's reads brought back: plain values, no torch, ready to become JSON.
+"""Results of one choice as plain values, without torch, ready for conversion to JSON.
 
-The engine builds these from the worker's records, with each token in a stream or once at the
-end; the server turns them into the answer's ``interventions`` object. Positions are absolute
-and ascending, each once, and every list beside them has one entry per position.
+The engine builds them from the worker's records, with each token of a stream or once at the
+end; the server converts them to the response's ``interventions`` object. Positions are absolute,
+ascending and unique, and every list beside them has one entry per position.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorResult:
-    """A tensor's content, little-endian and contiguous; ``dtype`` as torch names it."""
+    """A tensor's content, little-endian and contiguous; ``dtype`` is the torch name."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -27,9 +27,9 @@ class CaptureResult:
 
     Attributes:
         name: Key of the result.
-        positions: The positions captured, or that went into the reduction.
+        positions: The captured positions, or those that went into the reduction.
         reduce: ``none``, ``mean`` or ``last``.
-        points: By point, ``[positions, *leaf shape]``; reduced, ``[*leaf shape]`` where there are positions.
+        points: By point, ``[positions, *leaf shape]``; reduced, ``[*leaf shape]`` if there are positions.
     """
 
     name: str
@@ -49,7 +49,7 @@ class ProbeResult:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LensToken:
-    """A token under the lens: natural log-probability, and its rank (1 = most likely) where asked."""
+    """A token in a lens result: natural log-probability, and for targets its rank (1 = most likely)."""
 
     id: int
     logprob: float
@@ -57,12 +57,12 @@ class LensToken:
 
 
 LensRow = tuple[list[LensToken], list[LensToken]]
-"""One position: the most likely tokens, best first, and the targets in the order asked."""
+"""One position: the most likely tokens, best first, and the targets in the requested order."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LensResult:
-    """The lens at each layer: one row per position."""
+    """Lens results by layer: one row per position."""
 
     name: str
     positions: list[int]
@@ -71,14 +71,14 @@ class LensResult:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TraceResult:
-    """What a trace's code has saved and printed, all of it or what is new.
+    """Saved values and printed text of a trace, either all of them or the part that is new.
 
     Attributes:
         name: Key of the result.
-        saves: In JSON's types, with a ``TensorResult`` wherever a tensor stands.
-        grown: Items that lists have grown by, likewise.
-        printed: What it printed.
-        warnings: What its author is to be warned of.
+        saves: Saved values as JSON types, with a ``TensorResult`` for each tensor.
+        grown: Items appended to saved lists since the last part, in the same form.
+        printed: Printed text.
+        warnings: Warnings for the author of the trace.
     """
 
     name: str
@@ -90,7 +90,7 @@ class TraceResult:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Applied:
-    """Where one operation took effect: its points, and the positions it met there."""
+    """The points and positions at which one operation took effect."""
 
     op: str
     at: list[str]
@@ -99,14 +99,14 @@ class Applied:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CollectedResults:
-    """Everything one choice brought back, whole or one token's part of a stream.
+    """All results of one choice, complete or one token's part of a stream.
 
     Attributes:
         results: In the order of the request's operations.
-        final: Whether this is the last part; only then do the fields below mean anything.
-        is_code: Whether it is of a trace, of whose doings nothing is known but the tier.
+        final: Whether this is the last part; the fields below are valid only then.
+        is_code: Whether the results are those of a trace; of its effects only the tier is known.
         applied: One entry per operation.
-        fingerprint: Hash over the writes (hex), empty without any.
+        fingerprint: Hash over the writes (hex), empty without writes.
         cached_tokens: Prompt tokens whose keys and values came from the prefix cache.
         recomputed_tokens: Positions computed more than once, after a preemption.
         tier: How the steps ran, ``tap`` or ``eager``.

@@ -1,8 +1,8 @@
-"""One choice's payloads, put together again in the API process.
+"""Reassembles the payloads of one choice in the API process.
 
-Payloads arrive in order, one with each output that carries something. ``take`` hands out
-what belongs to the tokens delivered so far, so that a stream shows each token's results
-with that token even when the engine is ahead of the reader.
+Payloads arrive in order, one with each output that carries results. ``take_part`` returns the
+results of the tokens delivered so far, so that a stream sends each token's results with that
+token even when the engine is ahead of the reader.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _ITEM_DTYPES: dict[str, type[np.generic]] = {
     "bfloat16": np.uint16,
     "int64": np.uint64,
 }
-"""Unsigned integers of each dtype's size: values are moved here, never computed with."""
+"""Unsigned integer type of each dtype's size: values are moved with it, never computed with."""
 
 NUM_LENS_PARTS = 4
-"""Parts of a lens record, see ``StepRecord``; others have at most one for each site, and one more."""
+"""Number of parts of a lens record, see ``StepRecord``. Other records have at most one per site plus one."""
 
 Values = npt.NDArray[np.generic]
 
@@ -55,7 +55,10 @@ class RequestCollector:
         plan: The request's plan.
         spec: The model's description.
         prompt_token_ids: The prompt.
-        op_names: The request's own word for each operation of the plan.
+        op_names: The request's name for each operation of the plan.
+
+    Attributes:
+        failure: Why the request failed in the worker, or None.
     """
 
     def __init__(
@@ -66,7 +69,6 @@ class RequestCollector:
         prompt_token_ids: Sequence[int],
         op_names: Sequence[str],
     ) -> None:
-        """Start with nothing collected."""
         self._op_names = tuple(op_names)
         self._plan = plan
         self._spec = spec
@@ -78,7 +80,7 @@ class RequestCollector:
         self.failure: Failure | None = None
 
     def add(self, payload: Payload) -> None:
-        """Take over one payload."""
+        """Store the records of one payload."""
         for record in payload.records:
             self._seen.add(record.op)
             if self._plan.ops[record.op].reduce == "none":
@@ -90,11 +92,11 @@ class RequestCollector:
 
     @property
     def spent_s(self) -> float:
-        """Seconds that the operations took in the worker, as far as that was told."""
+        """Seconds spent on the operations in the worker, as last reported."""
         return 0.0 if self._info is None else self._info.spent_s
 
     def take_part(self, num_delivered_tokens: int) -> CollectedResults | None:
-        """Return what belongs to the first ``num_delivered_tokens`` tokens and was not taken yet."""
+        """Return results of the first ``num_delivered_tokens`` tokens that were not returned yet, or None."""
         # The token at index k was sampled at position prompt_len - 1 + k.
         last_position = self._plan.prompt_len + num_delivered_tokens - 2
         ready = [record for record in self._waiting if record.positions[-1] <= last_position]
@@ -104,7 +106,12 @@ class RequestCollector:
         return CollectedResults(results=self._assemble(ready), final=False)
 
     def take_final(self, generated_token_ids: Sequence[int]) -> CollectedResults:
-        """Return everything not taken yet, where each operation applied, and the provenance."""
+        """Return all results not returned yet, the positions of each operation, and the provenance.
+
+        Raises:
+            InterventionError: ``intervention_failed`` if the worker computed too few positions;
+                ``not_finite`` if a captured value exceeds its dtype.
+        """
         info = self._checked_info(len(generated_token_ids))
         applied = self._applied(info, generated_token_ids)
         records = [*self._waiting, *self._reduced.values(), *self._empty_records()]
@@ -120,7 +127,7 @@ class RequestCollector:
         )
 
     def _checked_info(self, num_generated: int) -> StepInfo:
-        """Return what the worker did, or raise where it did less than the answer needs."""
+        """Return the worker's progress, or raise if it is less than the response needs."""
         info = self._info
         # The last token is sampled and never fed back.
         num_fed = self._plan.prompt_len + max(num_generated - 1, 0)
@@ -134,7 +141,7 @@ class RequestCollector:
         return info
 
     def _empty_records(self) -> list[StepRecord]:
-        """Return a record without positions for each read that met none, so that its name has a result."""
+        """Return an empty record for each read that matched no position, so that its name has a result."""
         return [
             StepRecord(index, [], [b""] * max(len(op.sites) + 1, NUM_LENS_PARTS))
             for index, op in enumerate(self._plan.ops)
@@ -142,7 +149,7 @@ class RequestCollector:
         ]
 
     def _applied(self, info: StepInfo, generated_token_ids: Sequence[int]) -> list[Applied]:
-        """Name the positions each operation met, cached ones included: their keys and values carry it."""
+        """Return the positions of each operation, cached ones included: their keys and values contain it."""
         token_ids = np.asarray([*self._prompt_token_ids, *generated_token_ids], np.int64)
         # A sampled token that was never fed back has no position of its own.
         end = min(info.end_position, len(token_ids))
@@ -184,13 +191,13 @@ class RequestCollector:
         if may_overflow(op, self._spec):
             _check_overflows(op, records)
         points: dict[int, TensorResult] = {}
-        # A reduction of nothing has no rows, as what is not reduced has none then.
+        # A reduction over no positions has no rows, like an unreduced capture without positions.
         has_rows = op.reduce == "none" or not records[-1].positions
         for part, indices in enumerate(width_classes(op, self._spec)):
             width = leaf_width(op.sites[indices[0]], self._spec)
             if has_rows:
                 values = _join(records, part, (-1, len(indices), width), _ITEM_DTYPES[dtype])
-                # At once: of what is not in one piece NumPy takes out bytes item by item.
+                # Copied once here: NumPy's `tobytes` on a non-contiguous array is slow (item by item).
                 values = np.ascontiguousarray(values.swapaxes(0, 1))
             elif op.reduce == "mean":
                 (record,) = records
@@ -210,7 +217,7 @@ class RequestCollector:
 
 
 def _met(op: PlannedOp, prompt_len: int, positions: Positions, token_ids: Positions) -> list[int]:
-    """Return the positions that an operation met among those that were fed."""
+    """Return the computed positions that match the operation's rule."""
     named = evaluate(op.where, positions, token_ids, prompt_len)
     if op.sites[0].leaf == "samples":
         # Nothing is sampled before the prompt's last position.
@@ -220,7 +227,7 @@ def _met(op: PlannedOp, prompt_len: int, positions: Positions, token_ids: Positi
 
 
 def _join(records: list[StepRecord], part: int, shape: tuple[int, ...], dtype: type[np.generic]) -> Values:
-    """Return one part of all records, joined along the rows (the first axis)."""
+    """Return one part of all records, concatenated along the rows (the first axis)."""
     pieces = [np.frombuffer(record.parts[part], dtype).reshape(shape) for record in records]
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
@@ -232,7 +239,7 @@ def _cast(values: npt.NDArray[np.float32], dtype: str) -> Values:
 
 
 def _check_overflows(op: PlannedOp, records: list[StepRecord]) -> None:
-    """Refuse a capture that has numbers beyond its dtype; its last part tells which rows do.
+    """Raise if a capture contains numbers beyond its dtype; the last part of each record flags such rows.
 
     Raises:
         InterventionError: ``not_finite``.
@@ -241,7 +248,7 @@ def _check_overflows(op: PlannedOp, records: list[StepRecord]) -> None:
         rows = np.frombuffer(record.parts[-1], np.bool_).reshape(-1, len(op.sites))
         if rows.any():
             row, site = np.argwhere(rows)[0]
-            # Of a reduction, only the last row is left.
+            # A reduction has only its last row left.
             position = record.positions[row] if op.reduce == "none" else record.positions[-1]
             raise _beyond(op.dtype, f"`{op.name}` captures {op.sites[site]} at position {position}, where a")
 
@@ -249,7 +256,7 @@ def _check_overflows(op: PlannedOp, records: list[StepRecord]) -> None:
 def _check_mean(
     op: PlannedOp, mean: npt.NDArray[np.float32], sites: Sequence[PlannedSite], dtype: str
 ) -> None:
-    """Refuse a mean that is not finite, or not in its dtype.
+    """Raise if a mean is not finite, or exceeds its dtype.
 
     Raises:
         InterventionError: ``not_finite``.

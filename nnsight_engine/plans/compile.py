@@ -1,7 +1,7 @@
-"""From a request's operations to the plan that the worker runs: the only place that builds one.
+"""Compiles a request's operations into the plan that the worker runs; the only module that builds one.
 
 Admission calls ``compile_request`` once per prompt, with the model's description and the prompt's
-tokens at hand. Whatever can be known to be wrong before the first step is refused here.
+tokens. Every error that can be detected before the first step is raised here.
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ def compile_request(
     """Resolve a request's operations against the model and one prompt.
 
     Args:
-        ops: The operations, as ``parse_interventions`` returned them.
+        ops: The operations, as returned by ``parse_interventions``.
         spec: The model's description.
         prompt_token_ids: The prompt.
-        max_tokens: Most tokens that will be generated.
-        token_of: The token that a string names, see ``core.token_texts``.
-        stream: Whether results leave with each token.
-        prompt_logprobs: Whether the request also wants log-probabilities of the prompt.
-        indexes: The operations' places in the request, where that has others for other prompts.
+        max_tokens: Maximum number of generated tokens.
+        token_of: Maps a string to its token id, see ``core.token_texts``.
+        stream: Whether results are sent with each token.
+        prompt_logprobs: Whether the request also asks for log-probabilities of the prompt.
+        indexes: Indices of the operations in the request, if it has others for other prompts.
 
     Returns:
         The plan and its tensors.
 
     Raises:
-        ApiError: What is wrong, with the field's path in ``param``.
+        ApiError: An operation is invalid; ``param`` holds the field's path.
+        TypeError: An operation is a trace.
     """
     if any(isinstance(op, Trace) for op in ops):
         raise TypeError("a trace has no plan: its request brings it as code")
@@ -83,9 +84,9 @@ def compile_request(
                 param,
             )
         planned.append(plan_op)
-        # A mean is taken over prompt rows, which a prefix cache would not compute again.
+        # A mean is taken over prompt rows, which would not be computed on a prefix cache hit.
         needs_prompt |= named.num_prompt > 0 and (plan_op.reads or plan_op.kind is OperationKind.MEAN)
-        # A generated position attends to the prompt, whose keys are only met where they are computed.
+        # Generated positions attend to the prompt, whose keys are seen only when they are computed.
         needs_prompt |= plan_op.captures_patterns
         num_bytes += prompt_bytes(plan_op, named, spec)
     num_bytes += key_bytes(planned, scope.prompt_len, spec)
@@ -106,7 +107,10 @@ def compile_request(
 
 
 def _names(ops: Mapping[int, Operation]) -> dict[int, str]:
-    """Return the key of each operation's result, by its index; writes have one only to be told apart."""
+    """Return the key of each operation's result by its index, checking that names are unique.
+
+    A write has no result; its name takes part in the check only if the request gave one.
+    """
     names: dict[int, str] = {}
     taken: set[str] = set()
     for index, op in ops.items():
@@ -127,11 +131,11 @@ def _names(ops: Mapping[int, Operation]) -> dict[int, str]:
 
 
 def _fingerprint(planned: list[PlannedOp], scope: CompileScope) -> str:
-    """Return the hash that keeps apart, in the prefix cache, what was written differently.
+    """Return the hash that separates prefix cache entries with different writes.
 
-    Two requests with one fingerprint must write alike at every position whose tokens, up to and
-    with it, are alike. So the prompt's length counts where a rule has a phase, and the prompt
-    itself where a mean makes early positions depend on later ones.
+    Two requests with the same fingerprint must write the same values at every position up to which
+    their tokens agree. So the prompt's length is hashed if a rule has a phase, and the prompt itself
+    if a mean makes early positions depend on later ones.
     """
     writes = tuple(op for op in planned if not op.reads)
     if not writes:

@@ -1,4 +1,4 @@
-"""Bytes of results that a read of the prompt is sure to need, counted before anything runs."""
+"""Lower bound on the bytes of a request's results over its prompt, computed before anything runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nnsight_engine.plans.request_plan import OperationKind, PlannedOp
 from nnsight_engine.plans.where import last_position
 
 _PAIR_BYTES: Final = 8
-"""A lens result's token: an id or a rank, and a log-probability, four bytes each."""
+"""Bytes of a token in a lens result: an id or a rank, and a log-probability, four bytes each."""
 
 
 def prompt_bytes(op: PlannedOp, named: Named, spec: ModelSpec) -> int:
@@ -21,18 +21,18 @@ def prompt_bytes(op: PlannedOp, named: Named, spec: ModelSpec) -> int:
 
     Args:
         op: The operation; writes need none.
-        named: What its rule names of the prompt.
+        named: The prompt positions that its rule matches.
         spec: The model's description.
     """
     num_prompt = named.num_prompt
     match op.kind:
         case OperationKind.CAPTURE:
-            # A mean is kept in float32; a reduced capture is one row however many positions it has.
+            # A mean is kept in float32; a reduced capture is one row for any number of positions.
             num_rows = num_prompt if op.reduce == "none" else min(num_prompt, 1)
             item_bytes = ITEM_BYTES["float32" if op.reduce == "mean" else op.dtype]
             width = sum(leaf_of(site, spec).width for site in op.sites)
             if op.captures_patterns:
-                # Every row is as long as the last, with a number for each key.
+                # Every row is padded to the length of the last, with one number per key.
                 width *= named.last_prompt + 1
             return num_rows * width * item_bytes
         case OperationKind.PROBE:
@@ -44,7 +44,7 @@ def prompt_bytes(op: PlannedOp, named: Named, spec: ModelSpec) -> int:
 
 
 def key_bytes(ops: Sequence[PlannedOp], prompt_len: int, spec: ModelSpec) -> int:
-    """Return the bytes of the prompt's keys that the worker keeps while it captures attention patterns.
+    """Return the bytes of the prompt's keys that the worker stores for attention pattern captures.
 
     Args:
         ops: All operations of the request; those at one layer share its keys.

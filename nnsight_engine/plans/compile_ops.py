@@ -1,8 +1,8 @@
-"""From one operation of a request to one planned operation.
+"""Compiles one operation of a request into one planned operation.
 
-Everything about the operation itself is checked here; what concerns several operations together
-(names, total size) is ``plans.compile``'s. Tensors gather in ``OperationCompiler.tensors``, each
-content once.
+Checks that concern a single operation are made here; those over several operations (names,
+total size) are made in ``plans.compile``. Tensors are collected in ``OperationCompiler.tensors``,
+each content once.
 """
 
 from __future__ import annotations
@@ -40,24 +40,26 @@ class OperationCompiler:
 
     Args:
         scope: The request.
+
+    Attributes:
+        tensors: The tensors of the operations compiled so far, by hash of their content.
     """
 
     def __init__(self, scope: CompileScope) -> None:
-        """Start without tensors."""
         self.tensors: dict[str, TensorData] = {}
         self._scope = scope
         self._spec: ModelSpec = scope.spec
 
     def compile(self, op: Operation, name: str, param: str) -> tuple[PlannedOp, Named]:
-        """Return the planned operation and what its rule names of the prompt.
+        """Return the planned operation and the prompt positions that its rule matches.
 
         Args:
             op: The operation.
-            name: Key of its result, where it has one.
+            name: Key of its result, if it has one.
             param: Path of the operation in the request, for errors.
 
         Raises:
-            ApiError: What is wrong with it on this model and prompt.
+            ApiError: The operation is invalid for this model or prompt.
         """
         named = compile_where(op.where, self._scope, f"{param}.where")
         match op:
@@ -189,7 +191,7 @@ class OperationCompiler:
         return PlannedOp(OperationKind.CAPTURE, sites, named.rule, name, reduce=op.reduce, dtype=dtype)
 
     def _check_sampled(self, named: Named, param: str) -> None:
-        """Refuse sampled tokens of positions that none is sampled at: those before the prompt's last."""
+        """Raise if ``samples`` is captured before the prompt's last position, where no token is sampled."""
         first = self._scope.prompt_len - 1
         early = [position for position in named.rule.positions or () if position < first]
         if early or (

@@ -1,6 +1,6 @@
-"""What compiling one request has at hand: the model, the prompt, the tokenizer.
+"""The inputs of one request's compilation: the model, the prompt, the tokenizer.
 
-Lives for one call of ``compile_request``. Arrays over the prompt are made when first needed,
+A scope lives for one call of ``compile_request``. Arrays over the prompt are created on first use,
 since most requests need none.
 """
 
@@ -19,10 +19,10 @@ from nnsight_engine.core.model_spec import ModelSpec
 from nnsight_engine.core.token_texts import NoSuchTokenError
 
 TokenOf = Callable[[str], int]
-"""The token that a text names, see ``core.token_texts``; raises NoSuchTokenError."""
+"""Maps a text to the id of its single token, see ``core.token_texts``; raises NoSuchTokenError."""
 
 MAX_TOKEN_STRINGS: Final = 1024
-"""Different strings that one request may name tokens by: bounds the time it takes."""
+"""Limit on the different token strings of one request, which bounds the time spent tokenizing them."""
 
 
 class CompileScope:
@@ -31,14 +31,17 @@ class CompileScope:
     Args:
         spec: The model's description.
         prompt_token_ids: The prompt.
-        max_tokens: Most tokens that will be generated.
-        token_of: Of the model's tokenizer.
+        max_tokens: Maximum number of generated tokens.
+        token_of: Token lookup of the model's tokenizer.
+
+    Attributes:
+        prompt_len: Number of tokens in the prompt.
+        num_positions: Number of positions that the model computes at most.
     """
 
     def __init__(
         self, spec: ModelSpec, prompt_token_ids: Sequence[int], max_tokens: int, token_of: TokenOf
     ) -> None:
-        """Note sizes; nothing is computed yet."""
         self.spec = spec
         self.prompt_len = len(prompt_token_ids)
         # The last generated token is never fed back, so it has no position.
@@ -58,7 +61,11 @@ class CompileScope:
         return np.arange(self.prompt_len, dtype=np.int64)
 
     def token_id(self, token: str | int, param: str) -> int:
-        """Return the id of a token given by id or by text; raises ApiError ``unknown_token``."""
+        """Return the id of a token given by id or by text.
+
+        Raises:
+            ApiError: ``unknown_token``; ``invalid_value`` for too many different strings.
+        """
         if isinstance(token, str):
             known = self._ids_by_text.get(token)
             token = self._named(token, param) if known is None else known

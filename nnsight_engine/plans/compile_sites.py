@@ -1,7 +1,7 @@
-"""From a request's ``at`` to sites of this model.
+"""Resolves a request's ``at`` to sites of this model.
 
-Patterns are expanded in the order given. One place may not be named twice in one operation, by
-whatever name: an operation acts once at a place, and results are keyed by site.
+Patterns are expanded in the order given. One operation may not name a place twice, under any
+name: an operation acts once at a place, and results are keyed by site.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def resolve_sites(
 
     Args:
         at: A point's string form, or several.
-        operation: The request's word for what is to be done there.
+        operation: Name of the operation, as in the request.
         spec: The model's description.
         param: Path of ``at`` in the request, for errors.
 
@@ -45,7 +45,7 @@ def resolve_sites(
 
 
 def resolve_lens_sites(layers: str | list[int], spec: ModelSpec, param: str) -> tuple[PlannedSite, ...]:
-    """Return the outputs of the layers that a lens reads, in order; raises as ``resolve_sites``."""
+    """Return the outputs of the layers that a lens reads, in order; raise as ``resolve_sites`` does."""
     leaf = spec.leaf("output")
     if leaf is None or "logit_lens" not in leaf.operations:
         raise ApiError(
@@ -69,7 +69,7 @@ def resolve_lens_sites(layers: str | list[int], spec: ModelSpec, param: str) -> 
 
 
 def leaf_of(site: PlannedSite, spec: ModelSpec) -> LeafSpec:
-    """Return the description of a resolved site's leaf."""
+    """Return the description of a resolved site's leaf; raise ApiError ``unknown_point`` if there is none."""
     leaf = spec.leaf(site.leaf)
     if leaf is None:
         raise ApiError(ErrorCode.UNKNOWN_POINT, f"{spec.name} has no point {site}.")
@@ -108,7 +108,7 @@ def _refuse_second(site: PlannedSite, seen: dict[PlannedSite, PlannedSite], para
 
 
 def _place(site: PlannedSite) -> PlannedSite:
-    """Return one name for the places that have two: a layer's input is the output before it."""
+    """Return one canonical site for places with two names: a layer's input is the output before it."""
     if site.leaf != "input":
         return site
     return PlannedSite("embed.output") if site.layer == 0 else PlannedSite("output", site.layer - 1)

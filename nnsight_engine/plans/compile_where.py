@@ -1,7 +1,7 @@
-"""From a request's ``where`` to a rule with absolute positions and token ids.
+"""Resolves a request's ``where`` to a rule with absolute positions and token ids.
 
-A clause that cannot name any position of this request is refused here: later it would just do
-nothing, and text that was meant to be steered would pass for steered.
+A clause that cannot match any position of this request is rejected here: otherwise it would
+silently do nothing, and an unsteered completion would be taken for a steered one.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _EVERYWHERE = WhereRule()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Named:
-    """A rule and what it names of the prompt.
+    """A rule and the prompt positions that it matches.
 
     Attributes:
         rule: The rule.
-        num_prompt: Positions of the prompt that it names, exactly.
-        last_prompt: The last of them, -1 where it names none.
+        num_prompt: Exact number of matching prompt positions.
+        last_prompt: The last of them, -1 if there is none.
     """
 
     rule: WhereRule
@@ -39,7 +39,7 @@ def compile_where(where: Where, scope: CompileScope, param: str) -> Named:
     """Resolve the clause.
 
     Args:
-        where: As the request gave it.
+        where: The clause, as given in the request.
         scope: The request.
         param: Path of the clause in the request, for errors.
 
@@ -60,7 +60,7 @@ def compile_where(where: Where, scope: CompileScope, param: str) -> Named:
 
 
 def resolve_positions(positions: list[int], phase: str, scope: CompileScope, param: str) -> list[int]:
-    """Return absolute positions, in the order given; raises ApiError ``position_out_of_range``."""
+    """Return absolute positions, in the order given; raise ApiError ``position_out_of_range``."""
     resolved = []
     for index, position in enumerate(positions):
         absolute = position + scope.prompt_len if position < 0 else position
@@ -116,7 +116,7 @@ def _range(bounds: tuple[int, int | None], scope: CompileScope, param: str) -> t
             f"{first} up to and without {excerpt(end)}, the prompt has {scope.prompt_len} tokens.",
             param,
         )
-    # No position lies beyond the model's length, and an open end can be decided once for all steps.
+    # No position lies beyond the model's length; an open end can be decided once for all steps.
     return first, None if end >= scope.spec.max_model_len else end
 
 

@@ -1,6 +1,6 @@
-"""From operations on rows to a few batched kernels at each site.
+"""Batches operations on rows into a few kernels per site.
 
-Operations of one request at one site keep their order by stage: its first operation there
+The stage keeps the order of one request's operations at one site: its first operation there
 is in stage 0, the next in stage 1. Within a stage, operations of the same form over all
 requests become one kernel; their rows are disjoint, since each request owns its rows.
 """
@@ -28,12 +28,12 @@ class KernelMember:
     """One operation of one request at one site in one step.
 
     Attributes:
-        request: Whose it is.
+        request: The request.
         active: The operation.
-        site_index: Which of the operation's sites.
+        site_index: Index of the site among the operation's sites.
         rows: Rows of the step's tensor at this site, ascending.
         patch_rows: PATCH: row of the values for each of ``rows``.
-        source_rows: MEAN: rows to average, when all of them are in this step.
+        source_rows: MEAN: rows to average, or None if this step does not have all of them.
     """
 
     request: ActiveRequest
@@ -45,7 +45,7 @@ class KernelMember:
 
 
 def group_key(member: KernelMember) -> GroupKey:
-    """Return what writing members of one kernel have in common."""
+    """Return the key shared by writing members that one kernel can serve."""
     op = member.active.op
     match op.kind:
         case OperationKind.ADD | OperationKind.NORM_MATCH:
@@ -59,10 +59,13 @@ def group_key(member: KernelMember) -> GroupKey:
 
 
 class KernelFactory:
-    """Builds the kernels of one step; index tensors and stacked vectors are shared between sites."""
+    """Builds the kernels of one step; index tensors and stacked vectors are shared between sites.
+
+    Args:
+        device: The model's device.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        """Start with nothing shared."""
         self._device = device
         self._rows: dict[tuple[int, ...], torch.Tensor] = {}
         self._spans: dict[tuple[int, ...], tuple[int, int] | None] = {}
@@ -85,9 +88,9 @@ class KernelFactory:
     def read(
         self, members: list[KernelMember], out: torch.Tensor, overflows: torch.Tensor | None = None
     ) -> writes.Kernel:
-        """Return one kernel that writes all members' rows, in order, into ``out``.
+        """Return one kernel that writes the rows of all members, in order, into ``out``.
 
-        ``out`` is ``[rows, width]``, or ``[rows]`` for probes; ``overflows`` is as in ``Gather``.
+        ``out`` is ``[rows, width]``, or ``[rows]`` for probes; ``overflows`` is as in ``GatherKernel``.
         """
         index = self.row_index(members)
         if members[0].active.op.kind is OperationKind.PROBE:
@@ -96,7 +99,7 @@ class KernelFactory:
         return reads.GatherKernel(index, self._span(members), out, overflows)
 
     def row_index(self, members: list[KernelMember]) -> torch.Tensor:
-        """Return the members' rows, one after the other, as an index tensor."""
+        """Return the members' rows, concatenated, as an index tensor."""
         key = tuple(id(member.rows) for member in members)
         index = self._rows.get(key)
         if index is None:
@@ -105,7 +108,7 @@ class KernelFactory:
         return index
 
     def _span(self, members: list[KernelMember]) -> tuple[int, int] | None:
-        """Return the members' rows as a slice's ends where they have no gap."""
+        """Return the members' rows as ``(start, stop)`` if they are contiguous, else None."""
         key = tuple(id(member.rows) for member in members)
         if key not in self._spans:
             rows = [row for member in members for row in member.rows.tolist()]
@@ -113,7 +116,7 @@ class KernelFactory:
         return self._spans[key]
 
     def _stack(self, members: list[KernelMember]) -> torch.Tensor:
-        """Return each member's vector once per row, ``[rows, width]``."""
+        """Return each member's vector repeated once per row, ``[rows, width]``."""
         key = tuple((id(m.active.tensor), _stack_index(m), len(m.rows)) for m in members)
         stack = self._stacks.get(key)
         if stack is None:
@@ -174,7 +177,7 @@ def _stack_index(member: KernelMember) -> int:
 
 
 def contiguous_span(rows: list[int]) -> tuple[int, int] | None:
-    """Return ``(start, stop)`` when ``rows`` ascend without a gap, else None."""
+    """Return ``(start, stop)`` if ``rows`` ascend without a gap, else None."""
     if rows == list(range(rows[0], rows[0] + len(rows))):
         return rows[0], rows[0] + len(rows)
     return None

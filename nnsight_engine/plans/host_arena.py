@@ -1,8 +1,8 @@
-"""Ways between a device and its host that nobody waits on.
+"""Asynchronous copies between a device and its host.
 
-Memory that the host may page out cannot be copied to or from while the device works: a copy waits for it.
-What goes to the device goes through pinned memory, which torch keeps for the next time; what comes from it
-comes into one piece of such memory, the same at each step.
+A copy to or from pageable host memory blocks the host until the device is done. Copies to the device
+therefore go through pinned memory, which torch caches for reuse; copies from the device go into one pinned
+buffer, the same at each step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LEAST_BYTES: Final = 1 << 20
 
 
 def to_device(values: npt.NDArray[np.generic] | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the host's values on a device; on the host's own, in the same memory."""
+    """Return the host's values on a device; on a CPU device they share memory."""
     host = values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
@@ -27,16 +27,15 @@ def to_device(values: npt.NDArray[np.generic] | torch.Tensor, device: torch.devi
 
 
 class HostArena:
-    """Memory of the host that a step's values are copied into.
+    """Host memory that a step's values are copied into.
 
-    Values are brought before the device is next waited for, and looked at behind that.
+    Copies start before the next synchronization with the device; values are read after it.
 
     Args:
-        device: Where they come from.
+        device: The device that the values are copied from.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Hold no memory yet."""
         is_cuda = device.type == "cuda"
         self._device = device
         self._stream = torch.cuda.Stream(device) if is_cuda else None
@@ -46,14 +45,16 @@ class HostArena:
 
     @property
     def num_bytes(self) -> int:
-        """How much memory there is."""
+        """Size of the host memory."""
         return len(self._memory)
 
     def bring(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Begin to copy a step's values, beside what the device does next, over those brought before.
+        """Start copying a step's values to the host, concurrently with the device's next work.
+
+        They overwrite the values of the previous call.
 
         Returns:
-            Where they will be, each contiguous and of its own shape, once ``wait`` has returned.
+            Host tensors, each contiguous and of the value's shape; valid once ``wait`` has returned.
         """
         self._fit(sum(map(_aligned, values)))
         if self._stream is None or self._has_come is None:
@@ -62,12 +63,12 @@ class HostArena:
         with torch.cuda.stream(self._stream):
             host = self._copied(values)
             self._has_come.record()
-        # Nobody else may have their memory on the device before they are here.
+        # The device memory must not be reused before the copies are done.
         self._sources = list(values)
         return host
 
     def wait(self) -> None:
-        """Wait until the values are here; they are, where the device was waited for since."""
+        """Block until the values have arrived; return at once if the device was synchronized since."""
         if self._has_come is not None:
             self._has_come.synchronize()
         self._sources = []
@@ -75,7 +76,7 @@ class HostArena:
     def _fit(self, num_bytes: int) -> None:
         if num_bytes > len(self._memory):
             size = max(num_bytes, 2 * len(self._memory), _LEAST_BYTES)
-            # What belongs to no inference may be changed in and out of one.
+            # Inference tensors may not be changed outside of inference mode; this buffer is used in both.
             with torch.inference_mode(mode=False):
                 self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
 
@@ -90,5 +91,5 @@ class HostArena:
 
 
 def _aligned(value: torch.Tensor) -> int:
-    """Return how many bytes a value takes, so that any may follow."""
+    """Return a value's size in bytes, rounded up so that a value of any dtype may follow."""
     return -(-value.numel() * value.itemsize // _ALIGNMENT) * _ALIGNMENT

@@ -1,9 +1,9 @@
-"""Keys of one request, kept in the worker while it captures attention patterns.
+"""Attention keys of one request, stored in the worker while it captures attention patterns.
 
-vLLM keeps keys in blocks, in layouts that differ between attention backends, and frees what a
+vLLM keeps keys in blocks, in layouts that differ between attention backends, and frees those that a
 sliding window has passed. A pattern needs each key as the layer saw it, so the keys of a request
-are kept apart, by absolute position: a chunked prompt appends, and what is computed again after
-a preemption overwrites. They go when the request ends or has captured its last pattern.
+are stored separately, by absolute position: the chunks of a prompt append, and positions recomputed
+after a preemption overwrite. They are freed when the request ends or has captured its last pattern.
 """
 
 from __future__ import annotations
@@ -20,27 +20,33 @@ class AttentionKeyStore:
 
     Args:
         keys: Memory for them, ``[capacity, kv_heads, head_dim]``; the content is overwritten.
+
+    Attributes:
+        num_keys: Number of keys stored.
     """
 
     def __init__(self, keys: torch.Tensor) -> None:
-        """Start without keys."""
         self._keys = keys
         self.num_keys = 0
 
     @property
     def capacity(self) -> int:
-        """Positions that there is memory for."""
+        """Number of positions that the memory holds."""
         return len(self._keys)
 
     def move_to(self, keys: torch.Tensor) -> None:
-        """Go on in larger memory; the old is let go."""
+        """Copy the stored keys to larger memory and release the old memory."""
         keys[: self.num_keys] = self._keys[: self.num_keys]
         self._keys = keys
 
     def put(self, start: int, rows: torch.Tensor) -> None:
-        """Keep ``rows``, ``[positions, kv_heads, head_dim]``, as those of ``start`` and following."""
+        """Store ``rows``, ``[positions, kv_heads, head_dim]``, as the keys of ``start`` and the following.
+
+        Raises:
+            InterventionError: ``intervention_failed``: there would be a gap before ``start``.
+        """
         if start > self.num_keys:
-            # A hole would be attended to as if it held keys.
+            # A gap would be attended to as if it held keys.
             raise InterventionError(
                 "intervention_failed",
                 f"attention patterns need every key from position 0 on, and those from {self.num_keys} to "
@@ -51,13 +57,13 @@ class AttentionKeyStore:
         self.num_keys = max(self.num_keys, stop)
 
     def first(self, num_keys: int) -> torch.Tensor:
-        """Return the keys of the first positions, ``[num_keys, kv_heads, head_dim]``, not a copy."""
+        """Return a view of the keys of the first positions, ``[num_keys, kv_heads, head_dim]``."""
         return self._keys[:num_keys]
 
 
 @dataclasses.dataclass(slots=True)
 class PatternState:
-    """What a live request holds for its pattern captures.
+    """State of a live request's pattern captures.
 
     Attributes:
         stores: Keys by layer.

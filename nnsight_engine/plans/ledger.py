@@ -1,9 +1,9 @@
-"""Captured bytes, counted before they are allocated.
+"""Accounting of captured bytes, made before they are allocated.
 
-Each live request owes what it has captured so far; the sum over the live requests is the
-engine's. A request that would pass either limit fails with what it asked for and what it
-may. The worker reserves at each step and releases once, when the request ends. Steps of a
-run reserve for all its requests together (``steady_run``).
+The bytes of each live request are counted, and the engine's total is their sum. A request that would
+exceed either limit fails with an error that names the requested bytes and the limit. The worker reserves
+at each step and releases once, when the request ends. Steps of a run reserve for all its requests together
+(``steady_run``).
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ class ByteLedger:
     """Counts captured bytes per request and over all of them.
 
     Args:
-        max_request_bytes: Most that one request may capture in its life.
-        max_engine_bytes: Most that all live requests may hold together.
+        max_request_bytes: Limit for one request over its life.
+        max_engine_bytes: Limit for all live requests together.
+
+    Attributes:
+        total_bytes: Bytes reserved by all live requests.
     """
 
     def __init__(self, *, max_request_bytes: int, max_engine_bytes: int) -> None:
-        """Start empty."""
         self._max_request_bytes = max_request_bytes
         self._max_engine_bytes = max_engine_bytes
         self._held: dict[str, int] = {}
         self.total_bytes = 0
 
     def reserve(self, request_id: str, num_bytes: int) -> None:
-        """Count ``num_bytes`` more for the request, or raise InterventionError and count nothing."""
+        """Add ``num_bytes`` to the request's count, or raise InterventionError and count nothing."""
         held = self._held.get(request_id, 0)
         if held + num_bytes > self._max_request_bytes:
             raise InterventionError(
@@ -47,9 +49,10 @@ class ByteLedger:
         self.total_bytes += num_bytes
 
     def reserve_all(self, num_bytes: int) -> bool:
-        """Count bytes for several requests together, whose own limits leave room; False over the engine's.
+        """Reserve bytes for several requests together; return False if the engine's limit is exceeded.
 
-        They become the requests' own by ``assign``, or free again by ``give_back_all``.
+        The caller has checked the requests' own limits (``num_steps``). The bytes are later attributed to the
+        requests by ``assign``, or released by ``give_back_all``.
         """
         if self.total_bytes + num_bytes > self._max_engine_bytes:
             return False
@@ -57,20 +60,20 @@ class ByteLedger:
         return True
 
     def give_back_all(self, num_bytes: int) -> None:
-        """Count fewer bytes for several requests together."""
+        """Release bytes that were reserved for several requests together."""
         self.total_bytes -= num_bytes
 
     def assign(self, request_id: str, num_bytes: int) -> None:
-        """Make bytes a request's own that were counted for several together."""
+        """Attribute bytes to a request that were reserved for several requests together."""
         self._held[request_id] = self._held.get(request_id, 0) + num_bytes
 
     def num_steps(self, request_id: str, kept: int, scratch: int) -> int:
-        """Return how many steps a request's limit leaves room for.
+        """Return how many more steps fit into a request's limit.
 
         Args:
             request_id: The request.
-            kept: Bytes that it keeps of each.
-            scratch: Bytes that it needs beside while one runs.
+            kept: Bytes that each step keeps.
+            scratch: Further bytes in use while a step runs.
         """
         room = self._max_request_bytes - self._held.get(request_id, 0) - scratch
         if room < kept:
@@ -78,11 +81,11 @@ class ByteLedger:
         return room // kept if kept else sys.maxsize
 
     def give_back(self, request_id: str, num_bytes: int) -> None:
-        """Count ``num_bytes`` less for the request: scratch memory that is free again."""
+        """Subtract ``num_bytes`` from the request's count: scratch memory that is free again."""
         if request_id in self._held:
             self._held[request_id] -= num_bytes
             self.total_bytes -= num_bytes
 
     def release(self, request_id: str) -> None:
-        """Forget the request; one that never captured is no error."""
+        """Release all bytes of the request; a request that never captured is no error."""
         self.total_bytes -= self._held.pop(request_id, 0)

@@ -1,8 +1,8 @@
-"""What a lens tells of logits: the most likely tokens, and how likely chosen ones are.
+"""The logit lens over logits: the most likely tokens, and the log-probabilities of chosen tokens.
 
-In float32, whatever the model computes in. Float32 copies of many rows over the whole vocabulary are large,
-and on a CPU the pages of fresh ones cost more than the arithmetic: so a few rows at a time pass through two
-buffers that are kept. The harvest calls this, some rows of all requests and layers at once.
+Computed in float32, whatever dtype the model uses. Float32 copies of many rows over the whole vocabulary are
+large, and on a CPU page faults on fresh memory cost more than the arithmetic: so a few rows at a time are
+computed in two buffers that are reused. ``step_results`` calls this with rows of all requests and layers.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import torch
 from nnsight_engine.plans.host_arena import to_device
 
 ROWS_AT_ONCE: Final = 16
-"""Rows that the buffers take: some MB, near a processor's caches."""
+"""Number of rows in the buffers: some MB, near the size of a processor's caches."""
 
 
 class LensReader:
-    """Reads logits of one model; its buffers are made with the first ones."""
+    """Applies the lens to the logits of one model; the buffers are allocated on first use."""
 
     def __init__(self) -> None:
-        """Hold no memory yet."""
         self._wide = torch.empty(0)
         self._logprobs = torch.empty(0)
 
@@ -32,11 +31,12 @@ class LensReader:
 
         Args:
             logits: ``[rows, vocabulary]``.
-            top_k: How many of the likeliest.
+            top_k: Number of most likely tokens.
             targets: Token ids.
 
         Returns:
-            Four tensors ``[rows, …]``: int32, float32, float32 and int32.
+            Four tensors ``[rows, …]``: ids int32, log-probabilities float32, those of the targets float32 and
+            ranks of the targets int32.
         """
         with torch.inference_mode():
             self._fit(logits)
@@ -51,7 +51,7 @@ class LensReader:
             self._logprobs = torch.empty_like(self._wide)
 
     def _read(self, logits: torch.Tensor, top_k: int, targets: torch.Tensor) -> list[torch.Tensor]:
-        """Return the same of at most ``ROWS_AT_ONCE`` rows, in memory of its own."""
+        """Return the same for at most ``ROWS_AT_ONCE`` rows; the results do not alias the buffers."""
         wide, logprobs = self._wide[: len(logits)], self._logprobs[: len(logits)]
         wide.copy_(logits)
         torch.log_softmax(wide, dim=-1, out=logprobs)

@@ -1,7 +1,7 @@
-"""Which of the rows that a plan wants logits of the engine has computed, as index tensors.
+"""Index tensors that say which wanted logits rows the engine has already computed.
 
-A steady decode step asks the same as the step before. So the tensors are made once for as long as plan and
-batch stay as they are: on a GPU, each is a copy.
+A steady decode step wants the same rows as the step before. So the tensors are kept for as long as plan and
+batch stay the same: on a GPU, creating each one is a copy.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ RowArray = npt.NDArray[np.int64]
 
 @dataclasses.dataclass(slots=True)
 class LogitsRows:
-    """Where the rows that a plan wants logits of come from.
+    """Source of the logits rows that a plan wants.
 
     Attributes:
-        sample_rows: Rows that the engine samples from, ascending: for these this holds.
-        own: Places, among the wanted rows, of those that the engine has logits of.
-        sampled: Their places among the engine's.
-        other: Places of the rest, or None where there is none.
-        hidden: Their rows in the step.
+        sample_rows: Rows that the engine samples from, ascending; the other attributes are valid for these.
+        own: Indices, among the wanted rows, of those whose logits the engine has.
+        sampled: Indices of the same rows among the engine's logits.
+        other: Indices of the remaining wanted rows, or None if there are none.
+        hidden: Rows of the remaining ones in the step's tensors.
     """
 
     sample_rows: RowArray
@@ -39,7 +39,7 @@ class LogitsRows:
 
     @classmethod
     def of(cls, rows: RowArray, sample_rows: RowArray, device: torch.device) -> Self:
-        """Return where ``rows``, ascending, come from."""
+        """Return the source of each of ``rows``, which ascend."""
         place = np.minimum(np.searchsorted(sample_rows, rows), len(sample_rows) - 1)
         known = sample_rows[place] == rows
 
@@ -55,7 +55,7 @@ class LogitsRows:
         )
 
     def holds(self, sample_rows: RowArray) -> bool:
-        """Whether the engine samples from the same rows as when this was made."""
+        """Return whether the engine samples from the same rows as when this was created."""
         return np.array_equal(self.sample_rows, sample_rows)
 
     def gather(
@@ -64,10 +64,10 @@ class LogitsRows:
         hidden: torch.Tensor,
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Return the wanted rows' logits; only what the engine has not computed is computed.
+        """Return the logits of the wanted rows, computing only those that the engine has not computed.
 
         Args:
-            sampled: The engine's, ``[requests, vocabulary]``.
+            sampled: The engine's logits, ``[requests, vocabulary]``.
             hidden: Output of the final norm, ``[tokens, hidden]``.
             compute_logits: The model's own unembedding.
         """
@@ -79,5 +79,5 @@ class LogitsRows:
         return logits
 
     def put_back(self, logits: torch.Tensor, sampled: torch.Tensor) -> None:
-        """Write what became of the rows where the engine samples from."""
+        """Write the rows that the engine samples from back into its logits."""
         sampled[self.sampled] = logits[self.own]

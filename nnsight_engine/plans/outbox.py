@@ -1,7 +1,7 @@
-"""Results between the worker and the outputs that they leave with, in the scheduler's process.
+"""Queue of results between the worker and the request outputs, in the scheduler's process.
 
-The scheduler hands each step's results over, and takes a request's when an output leaves for it. A step of a
-run (``shared_run``) costs the same however many requests take part.
+The scheduler adds the results of each step, and takes a request's results when an output is sent for it. A
+step of a run (``shared_run``) costs the same for any number of requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nnsight_engine.plans.shared_run import RunSlot, SharedRun
 
 
 class PendingResults:
-    """One request's records between the worker and the next output that leaves for it.
+    """One request's records between the worker and the next output that is sent for it.
 
     Reductions are folded here, so that a long generation holds one row, not one per token.
 
@@ -27,7 +27,6 @@ class PendingResults:
     """
 
     def __init__(self, plan: RequestPlan, *, stops_outside: bool) -> None:
-        """Start with nothing to send."""
         self._plan = plan
         self._stops_outside = stops_outside
         self._records: list[StepRecord] = []
@@ -41,11 +40,11 @@ class PendingResults:
 
     @property
     def sends_each_time(self) -> bool:
-        """Whether outputs before the last may have something to carry."""
+        """Whether outputs before the last may carry results."""
         return self._stops_outside or self._plan.stream
 
     def absorb(self, records: Sequence[StepRecord], info: StepInfo | None, failure: Failure | None) -> None:
-        """Take over one step's records."""
+        """Add the records of one step."""
         for record in records:
             op = self._plan.ops[record.op]
             if op.reduce == "none":
@@ -67,22 +66,27 @@ class PendingResults:
         held.positions.extend(record.positions)
 
     def reduction(self, op: int) -> list[bytes] | None:
-        """Return what an operation's reduction has come to."""
+        """Return the current value of an operation's reduction, or None if there is none."""
         held = self._reduced.get(op)
         return None if held is None else held.parts
 
     def join(self, run: SharedRun, places: list[RunSlot]) -> None:
-        """Take part in a run from now on."""
+        """Collect results from a run from now on.
+
+        Args:
+            run: The run.
+            places: Location of the request's values in it.
+        """
         self._run, self._places = run, places
         self._num_met, self._met_s = 0, 0.0
 
     def leave(self) -> None:
-        """Take what the run has brought, and let go of it."""
+        """Collect the remaining results of the run and drop the reference to it."""
         self._catch_up()
         self._run, self._places = None, []
 
     def _catch_up(self) -> None:
-        """Take what the run has brought since this was last asked for."""
+        """Collect the run's results since the last call."""
         run, info = self._run, self._info
         if run is None or info is None or run.num_steps == self._num_met:
             return
@@ -101,16 +105,16 @@ class PendingResults:
             case "last":
                 self._reduced[op] = StepRecord(op, positions[-1:], parts)
             case _:
-                # The run's total began with what was held.
+                # The run's total includes the value held before the run.
                 held = self._reduced.setdefault(op, StepRecord(op, [], []))
                 held.positions.extend(positions)
                 held.parts = parts
 
     def take(self, *, final: bool) -> Payload | None:
-        """Return what should leave now and forget it; None while nothing should.
+        """Return and remove the results to send with this output; None if there are none.
 
-        A request that does not stream hands over everything with its last output, a streaming
-        one what it has with each, its reductions with the last.
+        A request that does not stream sends everything with its last output. A streaming request sends
+        its records with each output, its reductions with the last.
         """
         complete = final or self._stops_outside
         if not complete and not self._plan.stream:
@@ -120,49 +124,48 @@ class PendingResults:
             return None
         records, self._records = self._records, []
         if complete:
-            # Reductions stay: a later output carries the whole of them again.
+            # Reductions stay: a later output carries all of them again.
             records.extend(self._reduced.values())
         return Payload(records=records, info=self._info, failure=self._failure)
 
 
 class Outbox:
-    """What waits for outputs to leave, by vLLM's request id."""
+    """Results that wait for outputs, by vLLM's request id."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._pending: dict[str, PendingResults] = {}
         self._each_time: set[str] = set()
         self._run: SharedRun | None = None
 
     def __len__(self) -> int:
-        """Return for how many requests something may wait."""
+        """Return the number of registered requests."""
         return len(self._pending)
 
     def __contains__(self, request_id: str) -> bool:
-        """Tell whether something may wait for a request's outputs."""
+        """Return whether a request is registered."""
         return request_id in self._pending
 
     @property
     def sends_each_time(self) -> bool:
-        """Whether somebody's outputs before the last may have something to carry."""
+        """Whether any request's outputs before the last may carry results."""
         return bool(self._each_time)
 
     def open(self, request_id: str, plan: RequestPlan, *, stops_outside: bool) -> None:
-        """Expect results of a request, see ``PendingResults``."""
+        """Register a request, see ``PendingResults``."""
         pending = self._pending[request_id] = PendingResults(plan, stops_outside=stops_outside)
         if pending.sends_each_time:
             self._each_time.add(request_id)
 
     def close(self, request_id: str) -> bool:
-        """Drop what waits for a request; returns whether it was expected."""
+        """Drop the results of a request; return whether it was registered."""
         self._each_time.discard(request_id)
         is_expected = self._pending.pop(request_id, None) is not None
         if not self._pending:
-            self._run = None  # an idle engine has no next step to end it
+            self._run = None  # no next step would end the run of an idle engine
         return is_expected
 
     def absorb(self, results: StepResults | None) -> None:
-        """Take over a step's results, None where nobody who took part intervened."""
+        """Add the results of a step, or None for a step without interventions."""
         step = None if results is None else results.run_step
         if step is None or step.opening is not None:
             self._end_run()
@@ -180,7 +183,7 @@ class Outbox:
                 pending.absorb((), None, failure)
 
     def take(self, request_id: str, *, final: bool) -> Payload | None:
-        """Return what leaves with an output of a request that is expected here, None for nothing."""
+        """Return the payload for an output of a registered request, None if there is none."""
         return self._pending[request_id].take(final=final)
 
     def _go_on(self, step: RunStep) -> None:
@@ -189,7 +192,7 @@ class Outbox:
             for request_id, places in run.places.items():
                 if request_id in self._pending:
                     self._pending[request_id].join(run, places)
-        # A step without a run would leave its requests short of positions, which fails them (``collector``).
+        # If the opening was missed, the requests lack positions, and the collector fails them.
         if self._run is not None:
             self._run.add(step)
 

@@ -1,7 +1,7 @@
-"""Attention patterns of a request, put together in the API process.
+"""Reassembles the attention patterns of a request in the API process.
 
-Rows of a pattern grow with the position while a tensor has one shape, so shorter rows are filled
-up with zeros: what a query cannot see, it does not attend to.
+Rows of a pattern grow with the position while a tensor has one shape, so shorter rows are padded
+with zeros: a query does not attend to keys that it cannot see.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def captured_patterns(
     """Return the captured patterns by point.
 
     Args:
-        op: The operation, all of whose sites are patterns.
-        records: Its records, in the order of their positions; one when reduced.
-        num_heads: Heads of the model.
+        op: The operation; all its sites are patterns.
+        records: Its records, in the order of their positions; one if reduced.
+        num_heads: Query heads of the model.
         dtype: Dtype of the records' values, which are moved and never computed with.
 
     Returns:
-        ``[positions, heads, last position + 1]`` for each site, reduced ``[heads, last + 1]``; where there
-        are no positions ``[0, heads, 0]`` either way.
+        ``[positions, heads, last position + 1]`` for each site, reduced ``[heads, last + 1]``; without
+        positions ``[0, heads, 0]`` in both cases.
     """
     item = np.dtype(f"u{ITEM_BYTES[dtype]}")
     num_rows = sum(len(record.positions) for record in records)
@@ -50,5 +50,5 @@ def captured_patterns(
 
 
 def _num_keys(record: StepRecord) -> int:
-    """Return how long a record's rows are; one without positions has none."""
+    """Return the row length of a record, 0 for a record without positions."""
     return record.positions[-1] + 1 if record.positions else 0

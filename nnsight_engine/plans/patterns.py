@@ -1,12 +1,12 @@
-"""Attention patterns: who attends to what, computed again for the rows that ask.
+"""Attention patterns: attention probabilities, recomputed for the rows that are captured.
 
-Fused attention kernels never hold the probabilities. In a step that captures them, the layer's
-queries and keys are met on their way into attention: keys are kept for as long as the request
-captures, and the rows asked for get their softmax computed apart, in float32, with the layer's own
+Fused attention kernels never materialize the probabilities. In a step that captures them, the layer's
+queries and keys are read on their way into attention: keys are stored for as long as the request
+captures, and the softmax of the captured rows is computed separately, in float32, with the layer's own
 scale, soft cap and window. The step builder calls the planner once per request and step.
 
-Invariant: each key store takes the keys of every row that the request computes until its last
-capture, captured or not, and before that step's patterns are computed.
+Invariant: until the request's last capture, each key store receives the keys of every row that the
+request computes, captured or not, before that step's patterns are computed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from nnsight_engine.plans.where import last_position
 from nnsight_engine.plans.writes import Kernel
 
 SCRATCH_BYTES: Final = 8 * 1024 * 1024
-"""Bound on each temporary tensor, widened keys or scores, while patterns are computed."""
+"""Limit on the size of each temporary tensor (widened keys or scores) while patterns are computed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionForm:
-    """How one layer turns queries and keys into probabilities.
+    """Parameters with which one layer turns queries and keys into probabilities.
 
     Attributes:
         scale: Factor on the dot products.
@@ -52,12 +52,12 @@ class AttentionForm:
 
 
 FormOf = Callable[[int], AttentionForm]
-"""A layer's form of attention; raises InterventionError where patterns cannot be computed."""
+"""Returns a layer's form of attention; raises InterventionError if patterns cannot be computed."""
 
 
 @dataclasses.dataclass(slots=True)
 class StoreKeys(ReadKernel):
-    """Keeps the keys of a request's rows ``first_row`` to ``stop_row``, from position ``start`` on."""
+    """Stores the keys of a request's rows ``first_row`` to ``stop_row``, from position ``start`` on."""
 
     store: AttentionKeyStore
     start: int
@@ -65,7 +65,7 @@ class StoreKeys(ReadKernel):
     stop_row: int
 
     def read(self, value: SiteValue) -> None:
-        """Keep them."""
+        """Copy the keys into the store."""
         keys = value.keys(self.first_row, self.stop_row)
         if keys is None:
             raise InterventionError("intervention_failed", "the layer shares another layer's keys")
@@ -76,8 +76,8 @@ class StoreKeys(ReadKernel):
 class ComputePattern(ReadKernel):
     """Computes the patterns of ``rows``, at ascending ``positions``, into ``out``.
 
-    ``out`` is ``[rows, heads, keys]``, zero from the start; ``position_numbers`` are the positions
-    as numbers, known without asking the device.
+    ``out`` is ``[rows, heads, keys]`` and initially zero. ``position_numbers`` are the positions
+    as Python integers, so that the device need not be synchronized.
     """
 
     store: AttentionKeyStore
@@ -89,7 +89,7 @@ class ComputePattern(ReadKernel):
     scratch_bytes: int = SCRATCH_BYTES
 
     def read(self, value: SiteValue) -> None:
-        """Compute them from the step's queries."""
+        """Compute the patterns from the step's queries."""
         num_heads, head_dim = value.shape[1:]
         keys = self.store.first(self.position_numbers[-1] + 1)
         num_keys, num_kv_heads = keys.shape[:2]
@@ -125,14 +125,14 @@ class ComputePattern(ReadKernel):
 
 
 class PatternPlanner:
-    """Plans the pattern captures of one request's step.
+    """Plans the pattern captures of one request in a step.
 
     Args:
         spec: The model's description.
-        dtype: The model's dtype, that of keys.
-        device: Where the model runs.
+        dtype: The model's dtype, also that of the keys.
+        device: The model's device.
         ledger: Counts keys and patterns before they are allocated.
-        form_of: A layer's form of attention.
+        form_of: Returns a layer's form of attention.
     """
 
     def __init__(
@@ -143,7 +143,6 @@ class PatternPlanner:
         ledger: ByteLedger,
         form_of: FormOf,
     ) -> None:
-        """Keep them."""
         self._spec = spec
         self._dtype = dtype
         self._device = device
@@ -151,7 +150,7 @@ class PatternPlanner:
         self._form_of = form_of
 
     def plan(self, plan: StepPlan, span: Span, captures: Sequence[tuple[ActiveOp, RowArray]]) -> None:
-        """Add a request's pattern captures to a step, or mark the request failed.
+        """Add a request's pattern captures to a step, or mark the request as failed.
 
         Args:
             plan: The step.
@@ -171,7 +170,7 @@ class PatternPlanner:
             span.request.fail(error.code, error.message)
 
     def _open_until(self, span: Span, captures: Sequence[tuple[ActiveOp, RowArray]]) -> dict[int, int]:
-        """Return, for each layer that still captures, one past the last position it may name."""
+        """Return, for each layer that still captures, one past the last position that may be captured."""
         found: dict[int, int] = {}
         for active, _ in captures:
             last = last_position(active.op.where, span.request.plan.prompt_len)
@@ -198,12 +197,12 @@ class PatternPlanner:
         self._add_group(plan, kernel, KernelMember(span.request, owner, index, np.empty(0, np.int64)))
 
     def _store(self, span: Span, layer: int, stop: int, open_until: int) -> AttentionKeyStore:
-        """Return the request's keys at a layer, with memory up to position ``stop``."""
+        """Return the request's key store of a layer, with memory up to position ``stop``."""
         request = span.request
         store = request.patterns.stores.get(layer)
         if store is not None and store.capacity >= stop:
             return store
-        # A prompt is known to come whole; generated positions are made room for in doubling steps.
+        # A prompt's length is known in advance; for generated positions the capacity doubles.
         wanted = request.plan.prompt_len if store is None else 2 * store.capacity
         capacity = max(stop, min(wanted, open_until))
         self._ledger.reserve(request.request_id, self._key_bytes(capacity))
@@ -237,7 +236,7 @@ class PatternPlanner:
     def _reserve_rows(
         self, span: Span, active: ActiveOp, num_rows: int, num_keys: int, row_bytes: int
     ) -> None:
-        """Count the growth of the answer's tensor, in which every row is as long as the last."""
+        """Reserve the growth of the result tensor, in which every row is as long as the last."""
         shapes = span.request.patterns.shapes
         held_rows, held_keys = shapes.get(active.index, (0, 0))
         rows = held_rows + num_rows if active.op.reduce == "none" else 1

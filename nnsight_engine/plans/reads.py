@@ -1,11 +1,11 @@
 """Batched reads: one kernel copies the rows of many requests at one site.
 
-What is saved must be a copy, since fused norms later change the same memory. Kernels write
+Saved values must be copies, since fused norms later change the same memory. Kernels write
 into buffers allocated for the step, one buffer for all sites that a group reads alike, so
 that a request's values leave as one slice.
 
-Invariant: a kernel that reads never holds the model's memory. It has a ``SiteValue``, which
-hands out copies and fills memory of the caller's, so that no kernel can change what it reads.
+Invariant: a reading kernel never holds a reference to the model's memory. It has a ``SiteValue``, which
+returns copies and fills the caller's memory, so that no kernel can change the values it reads.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from nnsight_engine.plans.writes import value_at
 
 
 class SiteValue:
-    """What the model has made at a site, for kernels that read it.
+    """The model's value at a site, for kernels that read it.
 
     Args:
-        hidden: ``[rows, …]``; where a layer attends, its queries.
-        residual: The second part of the residual stream, or None; where a layer attends, its keys.
+        hidden: ``[rows, …]``; at attention, the layer's queries.
+        residual: The second part of the residual stream, or None; at attention, the layer's keys.
     """
 
     __slots__ = ("_hidden", "_residual")
 
     def __init__(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Keep both, and hand out neither."""
+        """Store both tensors, which no method returns."""
         self._hidden = hidden
         self._residual = residual
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the first tensor."""
+        """Shape of ``hidden``."""
         return self._hidden.shape
 
     def sums(self, rows: torch.Tensor) -> torch.Tensor:
@@ -52,9 +52,9 @@ class SiteValue:
     ) -> None:
         """Fill ``out``, ``[rows, width]``, with the rows' values.
 
-        They are summed in float32, or in the model's dtype where ``out`` is of that. ``span`` is
-        ``(start, stop)`` when the rows are contiguous, so that no index is needed. ``overflows``,
-        ``[rows]``, becomes whether a finite number is beyond the dtype of ``out``.
+        They are summed in float32, or in the model's dtype if ``out`` has it. ``span`` is
+        ``(start, stop)`` if the rows are contiguous, so that no index is needed. ``overflows``,
+        ``[rows]``, is set to whether a finite number exceeds the dtype of ``out``.
         """
         own = self._part(self._hidden, rows, span)
         if overflows is not None:
@@ -68,7 +68,7 @@ class SiteValue:
             out.copy_(own)
             return
         other = self._part(self._residual, rows, span)
-        # Nothing here is done in place: `to` gives back the model's own memory where the dtype is the same.
+        # Nothing here works in place: `to` returns the model's own memory if the dtype is the same.
         if out.dtype in {own.dtype, torch.float32}:
             torch.add(own.to(out.dtype), other, out=out)
         else:
@@ -79,7 +79,7 @@ class SiteValue:
         return self._hidden.index_select(0, rows).to(torch.float32)
 
     def keys(self, start: int, stop: int) -> torch.Tensor | None:
-        """Return a copy of the rows' keys, ``[rows, kv_heads, head_dim]``; None where the layer has none."""
+        """Return a copy of the rows' keys, ``[rows, kv_heads, head_dim]``; None if the layer has none."""
         return None if self._residual is None else self._residual[start:stop].clone()
 
     @staticmethod
@@ -88,7 +88,7 @@ class SiteValue:
 
 
 class ReadKernel(abc.ABC):
-    """A kernel that changes nothing of the model's."""
+    """A kernel that does not change the model's values."""
 
     __slots__ = ()
 
@@ -106,8 +106,8 @@ class ReadKernel(abc.ABC):
 class GatherKernel(ReadKernel):
     """``out = x[rows]``; ``out`` is ``[rows, width]`` of the group's buffer, in the capture's dtype.
 
-    ``span`` is ``(start, stop)`` when the rows are contiguous, else None. ``overflows``, ``[rows]``,
-    tells which rows have a number beyond that dtype; None where none can.
+    ``span`` is ``(start, stop)`` if the rows are contiguous, else None. ``overflows``, ``[rows]``,
+    receives which rows have a number beyond that dtype; None if no row can.
     """
 
     rows: torch.Tensor
@@ -116,7 +116,7 @@ class GatherKernel(ReadKernel):
     overflows: torch.Tensor | None = None
 
     def read(self, value: SiteValue) -> None:
-        """Copy the values out."""
+        """Copy the values into ``out``."""
         value.sums_into(self.out, self.rows, self.span, self.overflows)
 
 

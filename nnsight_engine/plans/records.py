@@ -1,11 +1,11 @@
-"""What a step hands back for one request, and how it travels to the API process.
+"""Results of a step for its requests, and their encoding on the way to the API process.
 
-The worker makes records each step; the scheduler process holds them until an output leaves
+The worker creates records each step; the scheduler process holds them until an output is sent
 for that request, folding reductions as it goes (``outbox``); the API process assembles them. Everything
 is bytes and numbers: tensors travel as their little-endian content.
 
-Steps that repeat the one before make a run: they tell of all their requests at once, and what each has come
-to is worked out when it is wanted.
+Consecutive steps that repeat the same work form a run. Its results cover all its requests at once; each
+request's part is computed when it is needed.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import msgspec
 
 
 class StepRecord(msgspec.Struct, array_like=True):
-    """One read operation's values from one step.
+    """Values of one read operation from one step.
 
     Attributes:
         op: Index into the plan's operations.
         positions: Absolute positions, ascending.
-        parts: Tensor contents. Capture: for each width among its sites one part ``[rows, sites,
-            width]``, reduced ``[sites, width]`` (a mean travels as its float32 sum), and where
-            they may overflow one part ``[rows, sites]``, 1 for a row with a number beyond the dtype. Probe:
+        parts: Tensor contents. Capture: one part per width among its sites, ``[rows, sites,
+            width]``, reduced ``[sites, width]`` (a mean travels as its float32 sum), and if values
+            may overflow one part ``[rows, sites]``, 1 for a row with a number beyond the dtype. Probe:
             float32 ``[rows, sites]``. Lens: ids int32 and log-probabilities float32 ``[rows,
             sites, top_k]``, then log-probabilities float32 and ranks int32 of the targets
             ``[rows, sites, targets]``. Patterns: one part ``[sites, rows, heads,
@@ -36,14 +36,14 @@ class StepRecord(msgspec.Struct, array_like=True):
 
 
 class StepInfo(msgspec.Struct, array_like=True):
-    """What the worker did for a request so far.
+    """The worker's progress on a request.
 
     Attributes:
-        first_position: First position computed; those below came out of the prefix cache.
+        first_position: First position computed; those before it came from the prefix cache.
         end_position: One past the last position computed.
         recomputed_tokens: Positions computed again after a preemption.
         tier: ``tap`` while the compiled step sufficed, ``eager`` once a step ran with hooks.
-        spent_s: The request's part of the seconds that all operations of its steps took.
+        spent_s: The request's share of the seconds that all operations of its steps took.
     """
 
     first_position: int
@@ -54,14 +54,14 @@ class StepInfo(msgspec.Struct, array_like=True):
 
 
 class Failure(msgspec.Struct, array_like=True):
-    """Why the request failed: an error code and a message."""
+    """Reason for a request's failure: an error code and a message."""
 
     code: str
     message: str
 
 
 class Payload(msgspec.Struct, array_like=True):
-    """What leaves the engine process with one of the request's outputs."""
+    """The results sent from the engine process with one of the request's outputs."""
 
     records: list[StepRecord]
     info: StepInfo | None = None
@@ -73,17 +73,17 @@ class Payload(msgspec.Struct, array_like=True):
 
     @staticmethod
     def decode(data: bytes) -> Payload:
-        """Read what ``encode`` wrote."""
+        """Decode the output of ``encode``."""
         return _DECODER.decode(data)
 
 
 @dataclasses.dataclass(slots=True)
 class RunGroup:
-    """Reads that are alike in every step of a run.
+    """Reads that are the same in every step of a run.
 
     Attributes:
-        reduce: How: ``none``, ``mean`` or ``last``.
-        members: Whose row each of a part's is: request id and index of the operation.
+        reduce: ``none``, ``mean`` or ``last``.
+        members: Owner of each row of a part: request id and index of the operation.
     """
 
     reduce: str
@@ -92,7 +92,10 @@ class RunGroup:
 
 @dataclasses.dataclass(slots=True)
 class RunOpening:
-    """Who takes part in a run, sent with its first step: each had its own ``StepInfo`` in the step before."""
+    """The participants of a run, sent with its first step.
+
+    The step before the run sent the ``StepInfo`` of each of them.
+    """
 
     request_ids: list[str]
     groups: list[RunGroup]
@@ -100,13 +103,13 @@ class RunOpening:
 
 @dataclasses.dataclass(slots=True)
 class RunStep:
-    """A step in which everybody did what they did in the step before, one position further.
+    """A step that repeats the work of the step before, one position further, for all its requests.
 
     Attributes:
-        num_steps: How many of the run there are, this one included.
-        point_s: Seconds that they took, for each point at which a request's operations act.
-        parts: What was read in this one: for each group the parts of a record, with a row for each member.
-        opening: With the first step.
+        num_steps: Number of the run's steps so far, this one included.
+        point_s: Seconds that they took, per point at which a request's operations act.
+        parts: Values read in this step: for each group the parts of a record, with a row for each member.
+        opening: Present in the first step only.
     """
 
     num_steps: int
@@ -117,23 +120,23 @@ class RunStep:
 
 @dataclasses.dataclass(slots=True)
 class StepResults:
-    """Everything one step produced, by vLLM's request id; rides on the runner's output."""
+    """Everything that one step produced, by vLLM's request id; attached to the model runner's output."""
 
     records: dict[str, list[StepRecord]]
     infos: dict[str, StepInfo]
     failures: dict[str, Failure]
     run_step: RunStep | None = None
-    """Instead of records and infos, in a step of a run."""
+    """Replaces records and infos in a step of a run."""
     ended: list[str] = dataclasses.field(default_factory=list)
-    """Traced requests whose blocks failed or stopped them."""
+    """Traced requests whose blocks failed or ended the request."""
     news: dict[str, tuple[str, int, bytes | None, str]] = dataclasses.field(default_factory=dict)
-    """What the blocks of traced requests that are watched tell: trace, block, what is newly saved, prints."""
+    """Events of watched traced requests: trace, block, newly saved values, printed text."""
     undone: list[str] = dataclasses.field(default_factory=list)
-    """Requests whose rows of the step count for nothing: it went on without their blocks."""
+    """Requests whose rows of the step are discarded: the step ran without their blocks."""
     waiting: frozenset[str] | None = None
-    """Requests that cannot go on before their blocks have answered; None for the same as before."""
+    """Requests that cannot continue before their blocks have answered; None if unchanged."""
     resting: frozenset[str] | None = None
-    """Tenants whose sandboxed requests are not to be in a step now; None for the same as before."""
+    """Tenants whose sandboxed requests must not be scheduled now; None if unchanged."""
 
 
 _ENCODER = msgspec.msgpack.Encoder()

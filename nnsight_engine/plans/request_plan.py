@@ -1,7 +1,7 @@
-"""One request's interventions as the worker receives them: resolved, checked, plain data.
+"""One request's interventions as the worker receives them: resolved, validated, plain data.
 
-``plans.compile`` builds a plan out of a request's JSON, the only place that may; the worker
-trusts its shape. Points are resolved to single sites, positions are absolute, tensors are
+Only ``plans.compile`` builds plans, from a request's JSON; the worker trusts their structure.
+Points are resolved to single sites, positions are absolute, and tensors are
 named by the hash of their content, so that a vector shared by many requests is held once.
 """
 
@@ -16,11 +16,11 @@ import msgspec
 from nnsight_engine.core.model_spec import PATTERN_LEAF
 
 PLAN_KEY: Final = "nnsight_engine"
-"""Key of our entry in vLLM's ``SamplingParams.extra_args``."""
+"""Key of the engine's entry in vLLM's ``SamplingParams.extra_args``."""
 
 
 class OperationKind(enum.StrEnum):
-    """What one operation does at its sites; the first eight write, the others read."""
+    """Effect of an operation at its sites; the first eight write, the others read."""
 
     ADD = "add"
     NORM_MATCH = "norm_match"
@@ -39,7 +39,7 @@ READS: Final = frozenset({OperationKind.CAPTURE, OperationKind.PROBE, OperationK
 
 
 class PlannedSite(msgspec.Struct, frozen=True, array_like=True):
-    """One place in the model: a leaf name of ``ModelSpec`` and its layer, -1 where it has none."""
+    """One place in the model: a leaf name of ``ModelSpec`` and its layer, -1 if it has none."""
 
     leaf: str
     layer: int = -1
@@ -50,7 +50,7 @@ class PlannedSite(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WhereRule(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Which absolute positions an operation names; all conditions hold together.
+    """The absolute positions that an operation matches; all conditions must hold.
 
     Attributes:
         phase: ``all``, ``prompt`` (below the prompt's length) or ``generated``.
@@ -58,7 +58,7 @@ class WhereRule(msgspec.Struct, frozen=True, omit_defaults=True):
         start: First position of the half-open range.
         stop: End of the half-open range, None for open.
         tokens: Ids of the input token at the position, or None for any.
-        exclude: Positions that this rule names are taken out.
+        exclude: Positions that match this rule are excluded.
     """
 
     phase: str = "all"
@@ -70,31 +70,31 @@ class WhereRule(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TensorData(msgspec.Struct, frozen=True):
-    """A tensor's bytes, little-endian and contiguous; ``dtype`` as torch names it (``float32``)."""
+    """A tensor's bytes, little-endian and contiguous; ``dtype`` is the torch name (``float32``)."""
 
     dtype: str
     shape: tuple[int, ...]
     data: bytes
 
     def key(self) -> str:
-        """Return the hash of the content, by which plans name the tensor (64 hex digits)."""
+        """Return the hash of the content, the tensor's name in plans (64 hex digits)."""
         head = f"{self.dtype}:{','.join(map(str, self.shape))}:".encode()
         return hashlib.sha256(head + self.data).hexdigest()
 
 
 class PlannedOp(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One operation, at one or more sites, in the order the request gave.
+    """One operation, at one or more sites.
 
     Attributes:
-        kind: What it does.
-        sites: Where in the model, in the order of the request's ``at``, no site twice.
-        where: Which positions.
+        kind: Its effect.
+        sites: Sites in the model, in the order of the request's ``at``, no site twice.
+        where: The positions it matches.
         name: Key of the operation's result; empty for writes.
         scale: ADD, NORM_MATCH, PROJECT_OUT, REPLACE: factor on the vector; CLAMP: the projection.
-        tensor: Key in ``RequestPlan.tensors``. Steer vectors, probe weights and ablation values:
+        tensor: Key of its tensor, see ``TensorData.key``. Steer vectors, probe weights and ablation values:
             ``[width]`` for all sites or ``[sites, width]``; PATCH: ``[positions, width]`` or
             ``[sites, positions, width]`` in the order of ``where.positions``.
-        units: Selected units of the flat width for ZERO, MEAN, REPLACE; None for all.
+        units: Selected units of the flattened width for ZERO, MEAN, REPLACE; None for all.
         reduce: CAPTURE: ``none``, ``mean`` or ``last``.
         dtype: CAPTURE: torch name of the result's dtype.
         bias: PROBE: added to each dot product.
@@ -117,22 +117,22 @@ class PlannedOp(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def reads(self) -> bool:
-        """Whether the operation leaves the model's values alone."""
+        """Whether the operation leaves the model's values unchanged."""
         return self.kind in READS
 
     @property
     def captures_patterns(self) -> bool:
-        """Whether the operation captures attention patterns, which share it with no other points."""
+        """Whether the operation captures attention patterns; it then captures nothing else."""
         return self.sites[0].leaf == PATTERN_LEAF
 
 
 class RequestPlan(msgspec.Struct, frozen=True):
-    """All operations of one prompt's request.
+    """All operations of a request on one prompt.
 
     Attributes:
-        prompt_len: Tokens of the prompt; positions from here on are generated.
+        prompt_len: Number of prompt tokens; positions from here on are generated.
         ops: The operations, in the order given.
-        stream: Whether results leave with each token, or all at the end.
+        stream: Whether results are sent with each token, or all at the end.
         fingerprint: Hash over the writes (hex), the base of the cache salt; empty without writes.
     """
 
@@ -143,7 +143,7 @@ class RequestPlan(msgspec.Struct, frozen=True):
 
     @property
     def num_points(self) -> int:
-        """At how many points its operations act, each counted with its points; at least one."""
+        """Number of points at which its operations act, counted per operation; at least one."""
         return max(1, sum(len(op.sites) for op in self.ops))
 
     def encode(self) -> bytes:
@@ -152,19 +152,19 @@ class RequestPlan(msgspec.Struct, frozen=True):
 
     @staticmethod
     def decode(data: bytes) -> RequestPlan:
-        """Read what ``encode`` wrote; raises msgspec.ValidationError on anything else."""
+        """Decode the output of ``encode``; raise msgspec.ValidationError on anything else."""
         return _DECODER.decode(data)
 
 
 class CompiledRequest(msgspec.Struct, frozen=True):
-    """A plan and the tensors it names: what admission hands to the engine.
+    """A plan and its tensors, as admission passes them to the engine.
 
     Attributes:
         plan: The plan.
         tensors: Content of every tensor the plan names, by key.
-        reads_prompt: Whether a read may name prompt positions, or needs their keys, so that the
+        reads_prompt: Whether an operation needs values or keys of prompt positions, so that the
             prefix cache must not be read.
-        prompt_bytes: Captured bytes that the prompt alone is sure to need.
+        prompt_bytes: Lower bound on the captured bytes over the prompt.
     """
 
     plan: RequestPlan

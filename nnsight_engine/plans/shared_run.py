@@ -1,8 +1,8 @@
-"""What a run's steps have brought so far, for all its requests together, in the scheduler's process.
+"""Accumulated results of a run's steps, for all its requests together, in the scheduler's process.
 
-A run is a sequence of steps in which everybody does what they did in the step before, one position further
-(``steady_run``). Each of its steps is kept whole; a request's part is cut out when an output takes it along,
-or when the run ends, and the run's memory goes with it.
+In a run, every step repeats the work of the step before, one position further (``steady_run``). The values of
+each step are stored whole. A request's part is extracted when an output is sent for it, or when the run ends;
+the run's memory is freed with the run.
 """
 
 from __future__ import annotations
@@ -17,47 +17,45 @@ import numpy.typing as npt
 from nnsight_engine.plans.records import RunGroup, RunOpening, RunStep
 
 HeldParts = Callable[[str, int], list[bytes] | None]
-"""A request's reduction so far by request id and index of the operation, None where nothing waits for it."""
+"""Returns a request's reduction so far, by request id and index of the operation; None if there is none."""
 
 
 class Rows(Protocol):
     """The values of one group of reads; each of its members has one row."""
 
     def add(self, parts: list[bytes]) -> None:
-        """Take over the next step's parts."""
+        """Add the parts of the next step."""
 
     def of(self, row: int, since: int) -> list[bytes]:
-        """Return one member's values of the steps from ``since`` on, or what they are reduced to."""
+        """Return one member's values of the steps from ``since`` on, or their reduction."""
 
 
 class EveryStep:
-    """Keeps each step's values."""
+    """Stores the values of every step."""
 
     def __init__(self, num_rows: int) -> None:
-        """Start with no step."""
         self._num_rows = num_rows
         self._steps: list[list[bytes]] = []
 
     def add(self, parts: list[bytes]) -> None:
-        """Keep them."""
+        """Append the parts."""
         self._steps.append(parts)
 
     def of(self, row: int, since: int) -> list[bytes]:
-        """Return the member's rows, one after the other."""
+        """Return the member's rows, concatenated."""
         columns = zip(*self._steps[since:], strict=True)
         return [b"".join(_row(part, row, self._num_rows) for part in column) for column in columns]
 
 
 class LastStep:
-    """Keeps the last step's values."""
+    """Stores the values of the last step."""
 
     def __init__(self, num_rows: int) -> None:
-        """Start with none."""
         self._num_rows = num_rows
         self._parts: list[bytes] = []
 
     def add(self, parts: list[bytes]) -> None:
-        """Keep them, and forget those before."""
+        """Replace the stored parts."""
         self._parts = parts
 
     def of(self, row: int, since: int) -> list[bytes]:
@@ -67,19 +65,18 @@ class LastStep:
 
 
 class Totals:
-    """Adds the steps' values up, in float32 and in the order in which each member alone would add them.
+    """Sums the steps' values in float32, in the order in which each member alone would sum them.
 
     Args:
-        held: What each member has added up before the run.
+        held: Each member's sum before the run, or None.
     """
 
     def __init__(self, held: list[list[bytes] | None]) -> None:
-        """Start with that."""
         self._held = held
         self._totals: list[npt.NDArray[np.float32]] = []
 
     def add(self, parts: list[bytes]) -> None:
-        """Add them."""
+        """Add the parts to the totals."""
         rows = [np.frombuffer(part, np.float32).reshape(len(self._held), -1) for part in parts]
         if not self._totals:
             self._totals = [part.copy() for part in rows]
@@ -98,7 +95,13 @@ class Totals:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunSlot:
-    """Where a request finds the values of one of its operations."""
+    """Location of the values of one of a request's operations.
+
+    Attributes:
+        op: Index of the operation in the request's plan.
+        rows: The group that holds the values.
+        row: The request's row in the group.
+    """
 
     op: int
     rows: Rows
@@ -106,20 +109,19 @@ class RunSlot:
 
 
 class SharedRun:
-    """One run, while it lasts.
+    """A run in progress.
 
     Args:
-        opening: Who takes part, and what they read.
-        held: Says what their reductions have come to.
+        opening: The participating requests and their reads.
+        held: Returns the value of a member's reduction before the run.
 
     Attributes:
         num_steps: Steps so far.
         point_s: Seconds so far, see ``RunStep``.
-        places: For each request, where it finds its values.
+        places: For each request, the locations of its values.
     """
 
     def __init__(self, opening: RunOpening, held: HeldParts) -> None:
-        """Start with no step."""
         self.num_steps = 0
         self.point_s = 0.0
         self.places: dict[str, list[RunSlot]] = {request_id: [] for request_id in opening.request_ids}
@@ -131,7 +133,7 @@ class SharedRun:
                 self.places[request_id].append(RunSlot(op, rows, row))
 
     def add(self, step: RunStep) -> None:
-        """Take over the next step."""
+        """Add the next step."""
         self.num_steps, self.point_s = step.num_steps, step.point_s
         for rows, parts in zip(self._groups, step.parts, strict=True):
             rows.add(parts)

@@ -1,9 +1,10 @@
-"""Steps that go on with the plan of the step before, in the worker.
+"""Runs of steps that reuse the plan of the step before, in the worker.
 
-While the same requests decode in the same rows, and nothing of what they do depends on tokens or positions,
-one plan serves step after step. Such steps are a run: positions, times and captured bytes are counted for all
-its requests together, so that a step costs no Python for each of them, and become each one's own when the run
-ends. Anything else ends it: another batch, a request that failed, a limit that somebody comes to.
+While the same requests decode in the same rows, and none of their operations depends on tokens or positions,
+one plan serves step after step. Such steps form a run: positions, times and captured bytes are counted for
+all its requests together, so that a step costs no Python work per request. They are attributed to the
+requests when the run ends. A run ends at a different batch, a failed request, or a limit that a request
+reaches.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from nnsight_engine.plans.step_plan import StepPlan
 
 
 class SteadyRun:
-    """Steps of one plan that follow the step it was made for.
+    """The steps that reuse one plan after the step it was built for.
 
     Args:
-        plan: Steady, as its signature says.
-        request_ids: The step's requests by row, those without interventions too.
-        positions: Of their rows.
-        ledger: Counts what is read.
+        plan: A steady plan, i.e. one with a signature.
+        request_ids: The step's requests by row, including those without interventions.
+        positions: Position of each row.
+        ledger: Counts captured bytes.
 
     Attributes:
         plan: The plan.
-        num_steps: How many steps followed and have not been settled, that which is under way included.
-        point_s: Seconds that these took, for each point at which a request's operations act.
+        num_steps: Steps since the last settlement, including the one in progress.
+        point_s: Seconds that these took, per point at which a request's operations act.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class SteadyRun:
         positions: npt.NDArray[np.integer],
         ledger: ByteLedger,
     ) -> None:
-        """Begin behind that step."""
+        """Start after the step that the plan was built for."""
         self.plan = plan
         self.num_steps = 0
         self.point_s = 0.0
@@ -47,14 +48,14 @@ class SteadyRun:
         self._num_points = self._kept = self._scratch = self._most_steps = 0
 
     def go_on(self, request_ids: list[str], positions: npt.NDArray[np.integer]) -> bool:
-        """Make the plan that of the next step, or return False: then the run is over.
+        """Prepare the plan for the next step and return True, or return False if the run ends.
 
         Args:
-            request_ids: Of the next step, in which each has one row.
-            positions: Of their rows.
+            request_ids: Requests of the next step, by row; each has one row.
+            positions: Position of each row.
         """
         self._positions += 1
-        # Scheduler and worker agree on who goes on by this alone: no request is looked at.
+        # This comparison alone keeps scheduler and worker in agreement; no request is inspected.
         if request_ids != self._request_ids or not np.array_equal(positions, self._positions):
             return False
         if not self.num_steps:
@@ -66,7 +67,7 @@ class SteadyRun:
         return True
 
     def _begin(self) -> None:
-        """Add up what one step takes, and how many steps everybody's own limit leaves room for."""
+        """Compute the cost of one step, and how many steps fit into every request's own limit."""
         plan = self.plan
         self._num_points = sum(span.request.plan.num_points for span in plan.spans.values())
         self._kept = sum(reserved.kept for reserved in plan.reserved.values())
@@ -77,18 +78,18 @@ class SteadyRun:
         )
 
     def count(self, seconds: float) -> None:
-        """Count what the step's interventions took, and some seconds beside, as that of the run."""
+        """Add the time of the step's interventions and ``seconds`` more to the run's time."""
         self.point_s += self.plan.take_time(seconds) / self._num_points
 
     def give_back(self) -> None:
-        """Uncount what the step needed only while it ran."""
+        """Release the bytes needed only during the step."""
         self._ledger.give_back_all(self._scratch)
 
     def settle(self, *, is_under_way: bool = False) -> None:
-        """Make what was counted for all each request's own, so that steps can be told one by one again.
+        """Attribute the run's counts to its requests, so that later steps can be reported one by one.
 
         Args:
-            is_under_way: Whether the last step is still to be told: nobody has come to its end yet.
+            is_under_way: Whether the last step is still to be reported; its position is then not counted.
         """
         num_steps, done = self.num_steps, self.num_steps - is_under_way
         for request_id, span in self.plan.spans.items() if num_steps else ():

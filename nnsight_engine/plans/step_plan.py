@@ -1,9 +1,9 @@
-"""Everything that interventions do in one step, fused over the requests of the step.
+"""The interventions of one step, batched over the requests of the step.
 
-Built before the forward pass from the requests' row spans; run by taps and hooks as the
-forward reaches their sites; harvested after sampling. A plan knows which sites it expects
-to be reached, so that a site which was not (a graph replayed without its taps, say) fails
-its requests instead of answering unsteered.
+A plan is built before the forward pass from the requests' row spans, run by taps and hooks as the
+forward pass reaches their sites, and harvested after sampling. It records the sites that were reached,
+so that a site which was not (for example in a graph replayed without its taps) fails
+its requests instead of returning an unsteered completion.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Span:
     """A request's rows in one step.
 
     Attributes:
-        request: Whose rows.
+        request: The request.
         row: First row in the step's tensors.
-        num_rows: How many.
-        start: Absolute position of the first.
+        num_rows: Number of rows.
+        start: Absolute position of the first row.
         token_ids: Ids of the request's tokens by absolute position, at least up to the span's end.
     """
 
@@ -54,20 +54,26 @@ class Span:
 
 @dataclasses.dataclass(slots=True)
 class KernelGroup:
-    """One kernel and whom it serves."""
+    """One kernel and the members that it serves.
+
+    Attributes:
+        kernel: The kernel over all members.
+        members: The operations that it runs.
+        rebuild: Builds a kernel for one member alone.
+    """
 
     kernel: Kernel
     members: list[KernelMember]
     rebuild: Callable[[KernelMember], Kernel]
 
     def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Run the fused kernel; should it raise, run each member alone and fail those that raise.
+        """Run the batched kernel; if it raises, run each member alone and fail those that raise.
 
         A kernel that raises has changed nothing, so running the others again is safe.
         """
         try:
             self.kernel.run(hidden, residual)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it concerns these members alone
+        except Exception as error:  # noqa: BLE001 - whatever was raised, it concerns these members alone
             if len(self.members) == 1:
                 self._fail(self.members[0], error)
                 return
@@ -78,7 +84,7 @@ class KernelGroup:
                     self._fail(member, own_error)
 
     def fail(self, error: Exception) -> None:
-        """Fail everybody whom the group serves."""
+        """Fail the requests of all members."""
         for member in self.members:
             self._fail(member, error)
 
@@ -95,7 +101,7 @@ class KernelGroup:
 class ReadSlice:
     """One request's rows in a read group's buffers, from ``start`` to ``stop``.
 
-    ``offsets`` are the rows' places in the request's span.
+    ``offsets`` are the offsets of the rows in the request's span.
     """
 
     request: ActiveRequest
@@ -112,8 +118,8 @@ class ReadGroup:
     Attributes:
         buffers: One per width class of the sites, in order; probes have one ``[rows, sites]``. Captures
             that may overflow have one more, ``[rows, sites]``, see ``may_overflow``.
-        slices: Which rows are whose.
-        parts: The step's records of all rows, on their way to the host; None before they are.
+        slices: Assignment of rows to requests.
+        parts: The contents of the step's records for all rows, on their way to the host; None before.
     """
 
     buffers: list[torch.Tensor]
@@ -125,7 +131,7 @@ class ReadGroup:
 class PatternRead:
     """One capture's attention patterns: ``out`` is ``[sites, rows, heads, last position + 1]``.
 
-    ``part`` is the same on its way to the host; None before it is.
+    ``part`` is the copy on its way to the host; None before.
     """
 
     request: ActiveRequest
@@ -137,7 +143,7 @@ class PatternRead:
 
 @dataclasses.dataclass(slots=True)
 class StepBytes:
-    """What one request's reads need in one step: bytes kept until it ends, and bytes free after the step."""
+    """Bytes of one request's reads in one step: ``kept`` until it ends, ``scratch`` during the step."""
 
     kept: int = 0
     scratch: int = 0
@@ -145,24 +151,25 @@ class StepBytes:
 
 @dataclasses.dataclass(slots=True)
 class StepPlan:
-    """The fused interventions of one step, complete before it runs.
+    """The batched interventions of one step, complete before the step runs.
 
     Attributes:
-        spans: The requests that take part.
+        spans: Rows of the participating requests, by request id.
+        factory: Builds the kernels.
         groups: Kernels by site, in the order in which they run.
         reads: Buffers to harvest.
         patterns: Attention patterns to harvest.
-        samples: Captures of sampled ids: who, and which operation.
+        samples: Captures of sampled ids: request and operation.
         logits_rows: Batch rows whose logits the ``logits`` site needs, ascending.
-        logits_from: Where they come from, once that is known.
-        writes_logits: Whether anything changes logits.
+        logits_from: Source of those logits, once known.
+        writes_logits: Whether any operation changes logits.
         reserved: Bytes that each request needs in every step that runs this plan.
-        signature: What must be the same for the next step to reuse this plan; None forbids it.
+        signature: Key that the next step must match to reuse this plan; None forbids reuse.
         ran: Sites reached so far.
         spent_s: Seconds that interventions have taken in this step so far.
-        is_uncompiled: Whether one of its steps ran uncompiled.
-        is_untold: Whether its requests' infos have changed, in more than positions and times, and were not
-            told since.
+        is_uncompiled: Whether any step of this plan ran uncompiled.
+        is_untold: Whether the requests' infos have changes other than positions and times that were not
+            reported yet.
     """
 
     spans: dict[str, Span]
@@ -184,7 +191,7 @@ class StepPlan:
     _taps: frozenset[int] | None = None
 
     def run(self, key: SiteKey, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Run what is planned at a site; ``hidden`` and ``residual`` are ``[tokens, width]``."""
+        """Run the kernels of a site; ``hidden`` and ``residual`` are ``[tokens, width]``."""
         groups = self.groups.get(key)
         if groups is None:
             return
@@ -202,19 +209,19 @@ class StepPlan:
         return self._hook_sites
 
     def taps(self) -> frozenset[int]:
-        """Return the numbers of the taps at which something is planned."""
+        """Return the numbers of the taps that have kernels."""
         if self._taps is None:
             self._taps = frozenset(key for key in self.groups if isinstance(key, int))
         return self._taps
 
     def writes_at(self, key: SiteKey) -> bool:
-        """Return whether anything planned at a site changes it."""
+        """Return whether any operation changes the site's value."""
         groups = self.groups.get(key, [])
         return any(not member.active.op.reads for group in groups for member in group.members)
 
     @contextlib.contextmanager
     def containing(self, key: SiteKey) -> Iterator[None]:
-        """Keep what is raised in the block from the engine: it fails the requests of that site alone."""
+        """Contain exceptions raised in the block: they fail only the requests of that site."""
         try:
             yield
         except Exception as error:
@@ -224,7 +231,7 @@ class StepPlan:
                 group.fail(error)
 
     def fail_unreached(self) -> None:
-        """Fail the requests of every site that the forward pass never reached."""
+        """Fail the requests of every site that the forward pass did not reach."""
         for key, groups in self.groups.items():
             if key in self.ran:
                 continue
@@ -238,26 +245,26 @@ class StepPlan:
                     )
 
     def note_uncompiled(self) -> None:
-        """Note that a step of this plan ran uncompiled, for all who took part."""
+        """Record, for all participating requests, that a step of this plan ran uncompiled."""
         if not self.is_uncompiled:
             self.is_uncompiled = self.is_untold = True
             for span in self.spans.values():
                 span.request.tier = "eager"
 
     def take_time(self, seconds: float) -> float:
-        """Return the step's time and some seconds beside, and begin to count anew."""
+        """Return the step's time plus ``seconds``, and reset it."""
         seconds, self.spent_s = seconds + self.spent_s, 0.0
         return seconds
 
     def share_time(self, seconds: float) -> None:
-        """Count the step's time, and some seconds beside, as its requests', by how much each had done."""
+        """Distribute the step's time plus ``seconds`` over its requests, weighted by rows times points."""
         works = [span.num_rows * span.request.plan.num_points for span in self.spans.values()]
         a_part = self.take_time(seconds) / max(1, sum(works))
         for span, work in zip(self.spans.values(), works, strict=True):
             span.request.spent_s += work * a_part
 
     def begin_again(self) -> None:
-        """Make the plan that of the next step, whose rows are the same."""
+        """Reset the plan for the next step, whose rows are the same."""
         self.ran.clear()
         for group in self.reads:
             group.parts = None

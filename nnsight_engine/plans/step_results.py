@@ -1,10 +1,10 @@
-"""From a step's buffers to one request's records.
+"""Converts a step's buffers to the records of its requests.
 
-Runs twice per step. Before sampling it has what was read brought to the host, which sampling waits
-for anyway; lens projections happen there, batched over layers and requests, outside the compiled
-step. After sampling each request's slices leave as bytes, so that no
-request holds memory that belongs to its neighbours. In a run, what all of them read leaves
-whole, and is cut where it waits to be sent (``shared_run``).
+Works in two phases. ``collect``, before sampling, starts the copy of the read values to the host, which
+sampling synchronizes with anyway; lens projections happen there, batched over layers and requests, outside
+the compiled step. ``harvest``, after sampling, copies each request's slices to bytes, so that no
+request holds memory that belongs to other requests. In a run the values of all requests are sent
+whole, and are split where they wait to be sent (``shared_run``).
 """
 
 from __future__ import annotations
@@ -30,28 +30,27 @@ from nnsight_engine.plans.step_plan import ReadGroup, ReadSlice, StepPlan
 logger = logging.getLogger(__name__)
 
 LENS_CHUNK_ROWS = 128
-"""Rows projected to the vocabulary at once: bounds the scratch memory of a lens."""
+"""Rows projected to the vocabulary at once, which limits the scratch memory of a lens."""
 
 LensLogits = Callable[[torch.Tensor], torch.Tensor | None]
-"""``[rows, hidden]`` of the residual stream to ``[rows, vocabulary]`` logits, None on a rank without."""
+"""Maps residual stream ``[rows, hidden]`` to logits ``[rows, vocabulary]``; None on a rank without them."""
 
 
 class StepResultsReader:
-    """Makes records out of executed step plans.
+    """Creates records from executed step plans.
 
     Args:
         lens_logits: Final norm and unembedding of the model.
-        arena: Where what was read comes to; None where it is on the host already.
+        arena: Destination of the values that were read; None if they are on the host already.
     """
 
     def __init__(self, lens_logits: LensLogits, arena: HostArena | None) -> None:
-        """Keep both."""
         self._lens_logits = lens_logits
         self._lens_reader = LensReader()
         self._arena = arena
 
     def collect(self, plan: StepPlan) -> None:
-        """Begin to bring to the host what an executed plan has read; nobody waits for it here."""
+        """Start copying the values that an executed plan has read to the host; does not wait for them."""
         begin = time.monotonic()
         for group in plan.reads:
             group.parts = []
@@ -87,11 +86,11 @@ class StepResultsReader:
         return group.buffers
 
     def harvest(self, plan: StepPlan, sampled: Sequence[Sequence[int]], order: dict[str, int]) -> StepResults:
-        """Return every request's records of the step and advance the requests.
+        """Return the records of the step for every request, and advance the requests' positions.
 
         Args:
             plan: The plan, executed and collected.
-            sampled: Sampled token ids by row of the batch, empty where a prompt is incomplete.
+            sampled: Sampled token ids by row of the batch, empty for an incomplete prompt.
             order: Row of the batch for each request id.
         """
         begin = time.monotonic()
@@ -128,11 +127,13 @@ class StepResultsReader:
     def harvest_run(
         self, run: SteadyRun, sampled: Sequence[Sequence[int]], order: dict[str, int]
     ) -> StepResults:
-        """Return the results of a run's step, of all its requests together; raise where anything is amiss.
+        """Return the results of a run's step for all its requests together.
+
+        Raises if anything is inconsistent.
 
         Args:
             run: The run, its step executed and collected.
-            sampled: Sampled token ids by row of the batch; empty on ranks whose results go nowhere.
+            sampled: Sampled token ids by row of the batch; empty on ranks whose results are not used.
             order: Row of the batch for each request id.
         """
         begin = time.monotonic()
@@ -155,13 +156,13 @@ class StepResultsReader:
             records[piece.request.request_id].append(StepRecord(piece.active.index, positions, data))
 
     def _lens(self, residual: torch.Tensor, top_k: int, targets: tuple[int, ...]) -> list[torch.Tensor]:
-        """Return ids, log-probabilities, then those and ranks of the targets, ``[rows, sites, k]``."""
+        """Return the tensors of ``LensReader.read``, each ``[rows, sites, …]``; empty without logits."""
         num_rows, num_sites, hidden = residual.shape
         chunks = []
         for rows in residual.reshape(-1, hidden).split(LENS_CHUNK_ROWS):
             logits = self._lens_logits(rows)
             if logits is None:
-                # Another rank has the logits, and its results are the ones that leave.
+                # Another rank has the logits, and only its results are sent.
                 return []
             chunks.append(self._lens_reader.read(logits, top_k, targets))
         columns = [torch.cat(column) for column in zip(*chunks, strict=True)]
@@ -169,7 +170,7 @@ class StepResultsReader:
 
 
 def _samples(plan: StepPlan) -> list[tuple[str, list[tuple[ActiveRequest, ActiveOp]]]]:
-    """Return the captures of sampled ids by how they are reduced."""
+    """Return the captures of sampled ids, grouped by reduction."""
     groups: dict[str, list[tuple[ActiveRequest, ActiveOp]]] = {}
     for request, active in plan.samples:
         groups.setdefault(active.op.reduce, []).append((request, active))
@@ -177,7 +178,7 @@ def _samples(plan: StepPlan) -> list[tuple[str, list[tuple[ActiveRequest, Active
 
 
 def _opening(plan: StepPlan) -> RunOpening:
-    """Return who takes part in a run of a plan, and what they read."""
+    """Return the participants of a run of a plan and their reads."""
     reads = [
         RunGroup(
             group.slices[0].active.op.reduce,
@@ -199,7 +200,7 @@ def _host_views(group: ReadGroup) -> list[npt.NDArray[np.generic]]:
 
 
 def _host_view(host: torch.Tensor | None) -> npt.NDArray[np.generic]:
-    """Return a tensor's content, as integers where numpy has no such type."""
+    """Return a tensor's content, as integers if numpy lacks its dtype."""
     if host is None:
         raise RuntimeError("what this step has read was never collected")
     if host.dtype is torch.bfloat16:
@@ -209,10 +210,10 @@ def _host_view(host: torch.Tensor | None) -> npt.NDArray[np.generic]:
 
 
 def _own_bytes(part: npt.NDArray[Any], piece: ReadSlice) -> bytes:
-    """Return one request's rows of a part ``[rows, sites, …]``, reduced as it asked."""
+    """Return one request's rows of a part ``[rows, sites, …]``, reduced as requested."""
     own = part[piece.start : piece.stop]
     if piece.active.op.reduce == "mean":
-        # The buffer of a mean is float32 whatever it is handed out as.
+        # The buffer of a mean is float32, whatever dtype it is returned in.
         own = own.sum(axis=0, dtype=np.float32)
     elif piece.active.op.reduce == "last":
         own = own[-1]

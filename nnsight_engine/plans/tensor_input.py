@@ -1,6 +1,6 @@
-"""From a tensor in a request to bytes with a dtype and a shape, checked against where it goes.
+"""Reads a request's tensors into bytes with a dtype and a shape, and validates them.
 
-The user's dtype stays: scaling and casting are the worker's. Everything is finite afterwards.
+The dtype of the request is kept: the worker scales and casts. All numbers are finite afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nnsight_engine.plans.request_plan import TensorData
 
 MIN_NORM: Final = 1e-15
 MAX_NORM: Final = 1e18
-"""Norms whose squares are safe in float32."""
+"""Bounds of norms whose squares are safe in float32."""
 
 _ITEM_TYPES: Final = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
 
@@ -56,7 +56,7 @@ def read_tensor(value: TensorInput, param: str) -> TensorData:
 
 
 def check_range(tensor: TensorData, scale: float, dtype: str, param: str) -> None:
-    """Check that the tensor times ``scale`` holds no number beyond ``dtype``, in which the model computes.
+    """Check that the tensor times ``scale`` holds no number beyond ``dtype``, the model's dtype.
 
     Raises:
         ApiError: ``not_finite``.
@@ -96,7 +96,7 @@ def check_patch(tensor: TensorData, widths: Sequence[int], num_positions: int, p
     """Check that the tensor is ``[positions, width]`` or ``[sites, positions, width]``.
 
     Raises:
-        ApiError: ``wrong_width``, or ``invalid_value`` where the number of rows is not that of
+        ApiError: ``wrong_width``, or ``invalid_value`` if the number of rows differs from that of
             positions.
     """
     shape = tensor.shape
@@ -113,7 +113,7 @@ def check_patch(tensor: TensorData, widths: Sequence[int], num_positions: int, p
 
 
 def check_directions(tensor: TensorData, mode: str, param: str) -> None:
-    """Check that every row has a direction; raises ApiError ``invalid_value``."""
+    """Check that every row has a direction (a usable norm); raise ApiError ``invalid_value``."""
     rows: Floats = floats_from_bytes(tensor.dtype, tensor.data).reshape(-1, tensor.shape[-1])
     norms = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
     if not ((norms >= MIN_NORM) & (norms <= MAX_NORM)).all():
@@ -126,7 +126,7 @@ def check_directions(tensor: TensorData, mode: str, param: str) -> None:
 
 
 def reorder_rows(tensor: TensorData, order: Sequence[int]) -> TensorData:
-    """Return the tensor with its second-to-last axis in the order of these indices."""
+    """Return the tensor with its second-to-last axis reordered by these indices."""
     if list(order) == list(range(len(order))):
         return tensor
     items = np.frombuffer(tensor.data, _ITEM_TYPES[tensor.dtype]).reshape(tensor.shape)

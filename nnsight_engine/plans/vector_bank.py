@@ -1,8 +1,8 @@
-"""Vectors of live requests, each held once however many requests use it.
+"""Vectors of live requests, each held once for all requests that use it.
 
-A vector is known by the hash of its content; what a kernel needs of it (scaled, normalised)
+A vector is identified by the hash of its content; the form that a kernel needs (scaled, normalized)
 is derived once per distinct scale. Requests acquire at registration and release at their
-end; what nobody uses any more is freed at once.
+end; a vector without users is freed at once.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ class VectorBank:
     """Reference-counted tensors by content hash, derivation and scale."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._tensors: dict[BankKey, torch.Tensor] = {}
         self._num_users: dict[BankKey, int] = {}
 
     def __len__(self) -> int:
-        """Return how many tensors are held."""
+        """Return the number of tensors held."""
         return len(self._tensors)
 
     def acquire(self, key: BankKey, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the tensor for ``key``, made by ``make`` on first use, and count one user more."""
+        """Return the tensor for ``key``, created by ``make`` on first use, and add a user."""
         tensor = self._tensors.get(key)
         if tensor is None:
             tensor = self._tensors[key] = make()
@@ -35,7 +34,7 @@ class VectorBank:
         return tensor
 
     def release(self, keys: list[BankKey]) -> None:
-        """Count one user less for each key; the last one frees the tensor."""
+        """Remove one user of each key; without users the tensor is freed."""
         for key in keys:
             self._num_users[key] -= 1
             if not self._num_users[key]:

@@ -1,9 +1,9 @@
-"""Which rows a rule names, decided for many positions at once.
+"""Evaluation of where rules: which positions a rule matches, for many positions at once.
 
-The one place that gives a ``WhereRule`` its meaning: admission asks it before a request is
+The only module that gives a ``WhereRule`` its meaning: admission uses it before a request is
 accepted, the worker at every step that is not a steady decode, the API process for ``applied``.
-What depends on the position alone and what depends on the token are kept apart, because decode
-steps may reuse a plan only where no token can change the answer.
+Conditions on the position alone are separate from those on the token, because decode
+steps may reuse a plan only if no token can change the result.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Mask = npt.NDArray[np.bool_]
 def evaluate(
     rule: WhereRule, positions: Positions, token_ids: npt.NDArray[np.integer], prompt_len: int
 ) -> Mask:
-    """Return which positions the rule names.
+    """Return which positions the rule matches.
 
     Args:
         rule: The rule.
         positions: Absolute positions, ``[n]``, in any order.
-        token_ids: Input token at each of them, ``[n]``; not looked at where the rule has no tokens.
-        prompt_len: Tokens of the prompt.
+        token_ids: Input token at each of them, ``[n]``; unused if the rule has no tokens.
+        prompt_len: Number of prompt tokens.
 
     Returns:
-        ``[n]``, True where named.
+        ``[n]``, True for a match.
     """
     mask = _by_position(rule, positions, prompt_len)
     if rule.tokens is not None:
@@ -40,10 +40,10 @@ def evaluate(
 
 
 def generated_is_constant(rule: WhereRule, prompt_len: int, from_position: int) -> bool | None:
-    """Return the rule's one answer for every generated position from ``from_position`` on.
+    """Return the rule's constant result for every generated position from ``from_position`` on.
 
     Returns:
-        True or False where it is the same whatever the position and the token, None where it
+        True or False if it is the same for any position and token, None if it
         depends on either.
     """
     named = _clause_is_constant(rule, prompt_len, from_position)
@@ -56,7 +56,7 @@ def generated_is_constant(rule: WhereRule, prompt_len: int, from_position: int) 
 
 
 def reads_prompt(rule: WhereRule, prompt_len: int) -> bool:
-    """Return whether the rule may name a position of the prompt, whatever its tokens are."""
+    """Return whether the rule may match a position of the prompt, for any tokens."""
     positions = np.arange(prompt_len, dtype=np.int64)
     mask = _by_position(rule, positions, prompt_len)
     if rule.exclude is not None and rule.exclude.tokens is None:
@@ -65,7 +65,7 @@ def reads_prompt(rule: WhereRule, prompt_len: int) -> bool:
 
 
 def may_generate(rule: WhereRule, prompt_len: int, num_positions: int) -> bool:
-    """Return whether the rule may name a generated position below ``num_positions``."""
+    """Return whether the rule may match a generated position below ``num_positions``."""
     if rule.phase == "prompt":
         return False
     start = max(rule.start, prompt_len)
@@ -81,7 +81,10 @@ def may_generate(rule: WhereRule, prompt_len: int, num_positions: int) -> bool:
 
 
 def last_position(rule: WhereRule, prompt_len: int) -> int | None:
-    """Return a position beyond which the rule names none, -1 where it names none; None for no such bound."""
+    """Return an upper bound on the positions that the rule matches, or None without one.
+
+    The bound is -1 if the rule lists no positions at all.
+    """
     bounds: list[int] = []
     if rule.phase == "prompt":
         bounds.append(prompt_len - 1)
@@ -93,14 +96,14 @@ def last_position(rule: WhereRule, prompt_len: int) -> int | None:
 
 
 def _sure_of_tokens(rule: WhereRule, exclude: WhereRule) -> bool:
-    """Return whether every token that the rule lets through is one that ``exclude`` names."""
+    """Return whether ``exclude`` matches every token that the rule matches."""
     if exclude.tokens is None:
         return True
     return rule.tokens is not None and set(rule.tokens) <= set(exclude.tokens)
 
 
 def _by_position(rule: WhereRule, positions: Positions, prompt_len: int) -> Mask:
-    """Apply phase, range and positions; tokens and ``exclude`` are left out."""
+    """Apply phase, range and positions; ignore tokens and ``exclude``."""
     if rule.phase == "prompt":
         mask = positions < prompt_len
     elif rule.phase == "generated":

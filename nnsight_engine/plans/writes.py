@@ -1,9 +1,9 @@
 """Batched writes: one kernel changes the rows of many requests at one site.
 
-A site's value is ``hidden + residual`` where the engine keeps the residual stream in two
+A site's value is ``hidden + residual`` if the engine keeps the residual stream in two
 tensors, else ``hidden`` alone. Each kernel computes everything first and changes memory
-with its last statements, so that one which raises has changed nothing and its members can
-be tried one by one. Row indices of one kernel never repeat.
+in its last statements, so that a kernel that raises has changed nothing and its members can
+be run one by one. Row indices of one kernel never repeat.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from nnsight_engine.core.errors import InterventionError
 
 
 class Kernel(Protocol):
-    """Something that runs at one site in one step on behalf of one or more requests."""
+    """An operation that runs at one site in one step for one or more requests."""
 
     def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Read or change the value of the kernel's rows, both tensors being ``[tokens, width]``."""
+        """Read or change the value of the kernel's rows; both tensors are ``[tokens, width]``."""
 
 
 def value_at(
@@ -35,8 +35,8 @@ def narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return float32 values in the model's dtype.
 
     Raises:
-        InterventionError: ``not_finite``: one is beyond float16. Others hold what float32 does, and
-            are not looked at, for which a GPU would have to be waited for.
+        InterventionError: ``not_finite``: a value is beyond float16. The other dtypes have the range of
+            float32 and are not checked, since the check synchronizes with the GPU.
     """
     narrow = values.to(dtype)
     if dtype is torch.float16 and bool((narrow.isinf() & values.isfinite()).any()):
@@ -53,7 +53,7 @@ class Add:
     """``x += delta``; ``delta`` is ``[rows, width]`` in the model's dtype.
 
     Adding to ``hidden`` alone is enough: the model sums the two tensors itself. ``span`` is
-    ``(start, stop)`` when the rows are contiguous, which costs less than an index.
+    ``(start, stop)`` if the rows are contiguous, which costs less than an index.
     """
 
     rows: torch.Tensor
@@ -73,14 +73,14 @@ class Add:
 class NormMatch:
     """``x += ||x|| * direction``; ``direction`` is ``[rows, width]`` float32, scale times the unit vector.
 
-    The scale is a multiple of the residual's own norm, so that one number suits every layer.
+    The scale is a multiple of the residual stream's own norm, so that one number suits every layer.
     """
 
     rows: torch.Tensor
     direction: torch.Tensor
 
     def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Add in place."""
+        """Add to ``hidden`` in place."""
         norm = value_at(self.rows, hidden, residual, torch.float32).norm(dim=-1, keepdim=True)
         hidden.index_add_(0, self.rows, narrowed(norm * self.direction, hidden.dtype))
 
@@ -99,7 +99,7 @@ class Project:
     keep: torch.Tensor
 
     def run(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Add in place."""
+        """Add to ``hidden`` in place."""
         value = value_at(self.rows, hidden, residual, torch.float32)
         along = (value * self.unit).sum(dim=-1, keepdim=True)
         delta = (self.target - self.keep * along) * self.unit
@@ -113,7 +113,7 @@ def store(
     hidden: torch.Tensor,
     residual: torch.Tensor | None,
 ) -> None:
-    """Make the rows' values exactly ``values`` ``[rows, width]``, or only their ``units``."""
+    """Set the rows' values to exactly ``values`` ``[rows, width]``, or only their ``units``."""
     if units is None:
         hidden.index_copy_(0, rows, values.to(hidden.dtype))
         if residual is not None:
@@ -140,11 +140,11 @@ class Set:
 
 @dataclasses.dataclass(slots=True)
 class SetMean:
-    """``x = mean of x over the request's named prompt positions``, for one request at one site.
+    """``x = mean of x over the request's matching prompt positions``, for one request at one site.
 
-    The mean exists once every named prompt position has passed in one step; later steps, and
-    recomputation after a preemption, use the one kept in ``means``. ``source_rows`` are the
-    named prompt rows of this step when they are all there, else None.
+    The mean exists once one step has computed every matching prompt position; later steps, and
+    recomputation after a preemption, use the mean stored in ``means``. ``source_rows`` are the
+    matching prompt rows if this step has all of them, else None.
     """
 
     rows: torch.Tensor
