@@ -1,1 +1,1 @@
-"""What the server does between a route and the engine."""
+"""The server's logic between the routes and the engine."""

@@ -1,4 +1,4 @@
-"""The prefix cache between tenants: what one has sent, another's request neither reads nor learns of."""
+"""Isolation of the prefix cache: requests neither reuse nor detect another tenant's prompts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from app.engine.client import JsonObject
 
 
 def keep_apart(body: JsonObject, caller: Principal) -> None:
-    """Let nobody learn from how long a prompt takes whether another tenant has sent it."""
+    """Set the cache salt, so that timing does not reveal whether another tenant sent a prompt."""
     if not caller.has_key:
         return
     salt = body.get("cache_salt")
-    if salt is None or (salt and isinstance(salt, str)):  # vLLM refuses the rest
-        # No tenant's name has a colon; vLLM takes no more than so many characters.
+    if salt is None or (salt and isinstance(salt, str)):  # vLLM refuses other values
+        # Unambiguous, since no tenant's name has a colon; hashed, since vLLM limits the salt's length.
         body["cache_salt"] = hashlib.sha256(f"{caller.tenant}:{salt or ''}".encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""From the model's description to the answer of ``GET /v1/capabilities``."""
+"""Builds the answer of ``GET /v1/capabilities`` from the model's description."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MODEL_LEAVES: Final = frozenset({"embed.output", "norm.output", "logits", "samp
 
 
 def describe(spec: ModelSpec, settings: Settings) -> Capabilities:
-    """Return what a server with these settings offers on this model."""
+    """Return the capabilities of a server with these settings and this model."""
     operations = {operation for leaf in spec.leaves for operation in leaf.operations}
     operations |= {"trace"} if takes_code(settings) else set()
     return Capabilities(

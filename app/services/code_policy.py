@@ -1,7 +1,7 @@
-"""Whether a client may send code. Traces are code, and it runs with the rights of the engine's process.
+"""Permission to send code: traces are code and, outside a sandbox, have the rights of the engine's process.
 
-On a server with keys, those may whose key says so. On one without, unless the operator has decided, only
-whoever is on the same machine may; ``hosts`` keeps out what a browser there sends for others.
+With keys, the key's scopes decide. Without keys, unless the operator has decided, only clients on the same
+machine may; ``hosts`` rejects requests that a browser there sends on behalf of other sites.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from app.hosts import is_loopback
 from app.settings import Settings
 
 SANDBOX_OF: Final = "nnsight_engine.sandbox_of"
-"""Where a request's ASGI scope keeps in whose sandbox its code runs."""
+"""The ASGI scope's key for the tenant in whose sandbox the request's code runs."""
 
 
 def takes_code(settings: Settings) -> bool:
-    """Tell whether some client may send code: with keys, which every other address asks for, some may."""
+    """Return whether any client may send code: unless it is forbidden, a key can allow it on any address."""
     return settings.allow_code is not False
 
 
 def check_code_allowed(settings: Settings, http: Request, caller: Principal) -> None:
-    """Raise ApiError unless the client may send code; notes with the request where it runs."""
+    """Raise ApiError unless the client may send code; records the sandbox in the request's scope."""
     http.scope[SANDBOX_OF] = sandbox_of(settings, caller)
     if settings.allow_code is False:
         raise _refusal("This server takes no traces: allow_code is false (NNSIGHT_ENGINE_ALLOW_CODE).")
@@ -43,13 +43,13 @@ def check_code_allowed(settings: Settings, http: Request, caller: Principal) -> 
 
 
 def sandbox_of(settings: Settings, caller: Principal) -> str:
-    """Return in whose sandbox a caller's code runs, a tenant's; nothing where it runs as the engine's own."""
+    """Return the tenant in whose sandbox a caller's code runs; empty if it runs in the engine's process."""
     is_stranger = caller.has_key and caller.tier is not Tier.TRUSTED
     return caller.tenant if is_stranger and settings.sandbox != "off" else ""
 
 
 def has_process(settings: Settings, sandbox_of: str) -> bool:
-    """Tell whether code in a sandbox has a process to itself, of which there are only so many."""
+    """Return whether sandboxed code has a process of its own, which are limited in number."""
     return bool(sandbox_of) and settings.sandbox == "process"
 
 

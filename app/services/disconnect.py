@@ -1,7 +1,7 @@
-"""Stopping work nobody waits for: run something only for as long as the client is there, and may wait.
+"""Cancellation of work when the client disconnects or the request's deadline has passed.
 
-Cancellation comes once, as asyncio's own, so that an engine which cleans up in ``finally`` may
-await there; anyio's task groups, as in starlette's streaming response, would cancel that too.
+Cancellation is asyncio's own and arrives once, so that an engine may await in ``finally`` to clean up;
+anyio's task groups, which starlette's streaming response uses, would cancel those awaits too.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ T = TypeVar("T")
 async def while_connected(
     receive: Receive, work: Coroutine[Any, Any, T], cutoff: RequestDeadline | None = None
 ) -> T:
-    """Run ``work``; when the client goes first, or the request is ended, cancel it, wait for it, and raise.
+    """Run ``work``; cancel it and raise if the client disconnects or the request is ended first.
 
-    The request's body must have been read: whatever else arrives is dropped.
+    Waits for the cancelled work. The request's body must have been read: other messages are discarded.
 
     Raises:
-        ClientDisconnect: The client went away before ``work`` was done.
-        ApiError: ``cutoff`` came before that; its ``error``.
+        ClientDisconnect: The client disconnected before ``work`` was done.
+        ApiError: ``cutoff`` was reached before that; its ``error``.
     """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnected(receive))

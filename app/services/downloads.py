@@ -1,4 +1,4 @@
-"""Sending a stored file, whole or from where an earlier download broke off (RFC 9110, section 14)."""
+"""Download of a stored file, complete or resumed from an offset (RFC 9110, section 14)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ async def download(
     """Return a file as the response, or the one range of it that the request asks for.
 
     Args:
-        request: May have ``Range`` and ``If-Range``; several ranges, or a malformed one, get the whole.
-        file: Closed in the end.
+        request: May have ``Range`` and ``If-Range``; several ranges, or a malformed one, return the whole
+            file.
+        file: Closed when the response ends.
         media_type: Content type.
-        tag: Changes with the content, an ``ETag``.
-        stall_s: How long the client may take none of it.
+        tag: Changes with the content; sent as the ``ETag``.
+        stall_s: The time after which a client that reads nothing is disconnected, in seconds.
     """
     size = file.num_bytes
     headers = {"Accept-Ranges": "bytes", "ETag": tag, "Cache-Control": "private, no-store"}
@@ -51,7 +52,7 @@ async def download(
 
 
 def _range(request: Request, size: int, tag: str) -> tuple[int, int] | None:
-    """Return the bytes that are asked for, or None where that is all; an empty range cannot be served."""
+    """Return the requested range as (start, stop); None for the whole file, empty if unsatisfiable."""
     found = _RANGE.fullmatch(request.headers.get("range", "").strip())
     if found is None or request.headers.get("if-range", tag) != tag:
         return None

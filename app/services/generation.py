@@ -1,6 +1,6 @@
-"""One generation, from the request's bytes to the response: the way both OpenAI routes go.
+"""One generation, from the request's bytes to the response; used by both OpenAI routes.
 
-The body is parsed once. A request without ``interventions`` skips everything that concerns them.
+The body is parsed once. A request without ``interventions`` skips all work that concerns them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from app.vectors.names import names_vectors
 _WRITES: Final = (Steer, Ablate, Patch, Trace)
 
 _CLOSE: Final = 0.8
-"""How alike a name must be to be taken for ours, 1 being the same."""
+"""Minimum similarity (1: equal) of a field's name to ours for it to count as a misspelling."""
 _MOST_NAMES: Final = 256
 _MOST_MORE: Final = 4
 
@@ -63,8 +63,8 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
     """Read the request, have the engine answer it, and return the response.
 
     Raises:
-        ApiError: The request is refused or fails before its first byte.
-        ClientDisconnect: The client went away; the engine's work has been cancelled.
+        ApiError: The request is refused, or fails before its first byte.
+        ClientDisconnect: The client disconnected; the engine's work has been cancelled.
     """
     settings = context.settings
     limits = BodyLimits(settings.max_body_bytes, settings.max_json_depth, settings.upload_idle_timeout_s)
@@ -75,11 +75,11 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
     check_prompts(body, context.engine.capabilities().sizes.max_model_len)
     admitted = admitted_of(request)
     if raw:
-        # Before they are read, which takes as long as whoever sent them likes.
+        # Checked before parsing, whose duration is up to the sender.
         caller.check(Scope.INTERVENTIONS)
         if admitted is not None:
             await admitted.check(*INTERVENING)
-    # A conversation is one prompt, whatever fields of others stand beside it.
+    # A conversation is one prompt, even if it also has fields of completions.
     count = 1 if "messages" in body else num_prompts(body)
     interventions = await _interventions(raw, count, request, settings)
     note_operations(body.get("model"), interventions)
@@ -113,7 +113,7 @@ async def generate(context: Context, request: Request, caller: Principal, call: 
 
 
 def _check_spelling(body: JsonObject) -> None:
-    """Refuse what was meant for our field and is not called that: vLLM ignores what it does not know.
+    """Refuse a misspelling of our field, since vLLM ignores unknown fields.
 
     Raises:
         ApiError: ``invalid_shape``.
@@ -138,7 +138,7 @@ def _check_spelling(body: JsonObject) -> None:
 async def _interventions(
     raw: object, count: int, request: Request, settings: Settings
 ) -> tuple[Intervention, ...]:
-    """Return a request's operations, read beside the others' turns where that takes a while."""
+    """Return a request's operations; large bodies are parsed in a thread, off the event loop."""
     if not raw:
         return parse_interventions(raw)
     declared = request.headers.get("content-length", "")
@@ -153,7 +153,7 @@ def limits_of(settings: Settings) -> Limits:
 
 
 def _salt_of(body: JsonObject, caller: Principal, interventions: tuple[Intervention, ...]) -> str:
-    """Return what keeps a request's part of the prefix cache from others', which is told of apart."""
+    """Return what separates the request's prefix cache entries from those of others, for the audit log."""
     if any(isinstance(operation, _WRITES) for operation in interventions):
         return "writes"
     if body.get("cache_salt"):
@@ -165,7 +165,7 @@ async def _start(call: Awaitable[EngineReply], times: TokenTimes | None) -> _Sta
     reply = await call
     if reply.stream is None:
         return _Started(reply, None)
-    # Waiting for the first event lets an error that comes before it have its own status.
+    # The first event is awaited so that an error before it gets its own HTTP status.
     first = await first_event(reply.stream)
     if first is not None and times is not None:
         times.saw(first)

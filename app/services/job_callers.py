@@ -1,7 +1,7 @@
-"""For whom jobs run: what their keys still are when their turn comes, and what running them uses up.
+"""The callers of jobs: the current state of their keys when a job runs, and the usage that it is charged.
 
-A job waits, perhaps for hours, perhaps over a restart. Whether its key has ended meanwhile, and what is left
-to it, is found out when it is about to run, whichever process ended the key.
+A job may wait for hours, or across a restart. Whether its key has ended meanwhile, and its remaining quota,
+are checked when it is about to run, whichever process ended the key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from app.storage.tables import JobRow
 from nnsight_engine.core.metering import UsageMeter
 
 RunOver = Callable[[JobStatus | None, UsageMeter], None]
-"""Is told of a run that is over: how it ended, None if it is to run again, and what it used."""
+"""Called when a run is over: with its final status, None if it is to run again, and its usage."""
 
 
 def _unwatched(_record: Record, _traceparent: str) -> RunOver:
@@ -30,15 +30,15 @@ def _unwatched(_record: Record, _traceparent: str) -> RunOver:
 
 
 class JobCallers:
-    """The keys of jobs.
+    """The keys under which jobs run.
 
     Args:
-        keys: Know them.
-        rates: Count what jobs use.
-        stored: Is told what may be kept.
-        settings: Say how far code is trusted.
-        watch: Is called as a run begins, in its task: with its record, and the ``traceparent`` of the request
-            that let it run. What it returns is called when the run is over.
+        keys: Looks up keys.
+        rates: Counts the usage of jobs.
+        stored: Receives the storage limits of callers.
+        settings: Determine which code runs in a sandbox.
+        watch: Called when a run begins, in its task, with its record and the ``traceparent`` of the request
+            that queued it. The returned function is called when the run is over.
     """
 
     def __init__(
@@ -49,7 +49,6 @@ class JobCallers:
         settings: Settings,
         watch: Callable[[Record, str], RunOver] = _unwatched,
     ) -> None:
-        """Keep the parts."""
         self.watch = watch
         self._settings = settings
         self._keys = keys
@@ -57,31 +56,31 @@ class JobCallers:
         self._stored = stored
 
     async def of(self, job: JobRow) -> Principal | None:
-        """Return for whom a job runs; None if its key has ended, and none was made to replace it."""
+        """Return the caller of a job; None if its key has ended without a replacement."""
         caller = await self._keys.holder(job.key_id)
         if caller is not None:
             learn(self._stored, caller)
         return caller
 
     def sandbox_of(self, caller: Principal) -> str:
-        """Return in whose sandbox their code runs, see ``code_policy``."""
+        """Return the tenant in whose sandbox a caller's code runs, see ``code_policy``."""
         return sandbox_of(self._settings, caller)
 
     async def wait_s(self, caller: Principal) -> int:
-        """Return in how many seconds a job of theirs may begin; 0 for now."""
+        """Return the seconds until a job of the caller may begin; 0 for now."""
         return await self._rates.wait_s(caller)
 
     async def set_aside(self, caller: Principal, estimate: Estimate) -> list[Taken]:
-        """Set aside what a job states that it will use, which waits no more."""
+        """Reserve the usage that a job declares; it begins now."""
         return await self._rates.set_aside(caller, estimate)
 
     async def count(self, caller: Principal, meter: UsageMeter, reserved: Sequence[Taken]) -> None:
-        """Count what a job has used, of which some was set aside."""
+        """Charge the usage of a job, of which ``reserved`` was set aside."""
         await self._rates.count(caller, meter, reserved)
 
 
 def learn(stored: StoredBytes, caller: Principal) -> None:
-    """Have the places where something is kept know what a caller may keep."""
+    """Pass a caller's storage limits to the storage counters."""
     stored.learn(f"key:{caller.key_id}", caller.limits.stored_bytes)
     stored.learn(f"tenant:{caller.tenant}", caller.tenant_limits.stored_bytes)
 

@@ -1,7 +1,7 @@
-"""Which jobs this process runs: it takes what is next as long as it has room, and keeps what it has taken.
+"""The dispatcher of jobs: claims the next job while there is a free slot, and renews the leases of its jobs.
 
-Claims are in the database, so servers that share one never run the same job; what a dead one held is taken in
-hand when its lease is over. Nothing is claimed unless the engine serves, or while the server drains.
+Claims are in the database, so servers that share one never run the same job; a dead server's jobs are
+recovered when their leases expire. No job is claimed unless the engine serves, or while the server drains.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ _RENEW_S: Final = LEASE_S / 3
 _RECOVER_S: Final = LEASE_S / 3
 _MAX_HOLD_S: Final = 5.0
 _STOP_S: Final = 15.0
-"""What an engine has not ended after so long is left to the next start, which takes it for interrupted."""
+"""An engine that has not ended a job after this time is left; the next start takes the job for interrupted.
+"""
 
 
 class JobDispatcher:
     """Claims and runs jobs.
 
     Args:
-        tools: What running them takes.
-        store: Removes those that were to be removed while they ran.
-        lifecycle: Says whether jobs may begin, and counts those that run as in flight.
-        model: Returns the name of the model served.
-        max_running: Most jobs at once; those that wait for an engine without room do not count.
-        share: The part of them that may be one tenant's.
-        callers: Know whose jobs may run, and count what they use.
+        tools: The services that running a job needs.
+        store: Removes jobs that were deleted while they ran.
+        lifecycle: Determines whether jobs may begin, and counts the running ones as in flight.
+        model: Returns the name of the served model.
+        max_running: The maximum number of running jobs; those that wait for a busy engine do not count.
+        share: The fraction of them that one tenant may use.
+        callers: Determine whose jobs may run, and count their usage.
     """
 
     def __init__(
@@ -62,7 +63,6 @@ class JobDispatcher:
         share: float,
         callers: JobCallers,
     ) -> None:
-        """Run nothing yet."""
         self._tools = tools
         self._store = store
         self._lifecycle = lifecycle
@@ -80,31 +80,31 @@ class JobDispatcher:
 
     @property
     def running(self) -> list[str]:
-        """The ids of the jobs that run here."""
+        """The ids of the jobs running here."""
         return list(self._running)
 
     def num_running(self, owner: str) -> int:
-        """Return how many of them are an owner's."""
+        """Return the number of an owner's jobs running here."""
         return sum(run.owner == owner for run in self._runs.values())
 
     def start(self) -> None:
-        """Begin to claim; called inside the running event loop."""
+        """Begin to claim jobs; must be called in the running event loop."""
         self._loops = [
             asyncio.create_task(self._dispatch(), name="jobs-dispatch"),
             asyncio.create_task(self._keep(), name="jobs-keep"),
         ]
 
     def wake(self) -> None:
-        """Look for a job now: one was queued."""
+        """Look for a job now, since one was queued or a slot is free."""
         self._wake.set()
 
     def cancel(self, job_id: str) -> None:
-        """End a job that runs here; the database has been told before."""
+        """Cancel a job that runs here; the database records the cancellation before."""
         if job_id in self._runs:
             self._runs[job_id].end_early(Ending.CANCELLED)
 
     async def stop(self) -> None:
-        """Give back what runs, and claim nothing more."""
+        """Return running jobs to the queue, and claim no more."""
         self._is_stopping = True
         self.wake()
         for run in list(self._runs.values()):
@@ -126,7 +126,7 @@ class JobDispatcher:
                     pass
             except Exception:
                 logger.exception("no job could be claimed; trying again")
-            # Jobs that other servers queued or lost, and an engine that is ready now, wake nobody.
+            # Jobs queued or lost by other servers, and an engine that becomes ready, do not set the event.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), _LOOK_S)
 
@@ -153,7 +153,7 @@ class JobDispatcher:
             if caller is not None and await self._hold(job, caller):
                 return True
             if self._is_stopping:
-                return False  # given back by stop()
+                return False  # its lease is given back by stop()
             self._begin(job, slot, caller)
             is_begun = True
         finally:
@@ -178,21 +178,21 @@ class JobDispatcher:
         )
 
     def _held(self) -> list[str]:
-        """Return the keys whose jobs wait until there is something left to them."""
+        """Return the keys whose jobs wait because their quota is used up."""
         moment = time.monotonic()
         self._held_until = {key: until for key, until in self._held_until.items() if moment < until}
         return list(self._held_until)
 
     def _full(self) -> list[str]:
-        """Return the tenants who have their share of the places; without keys there are none."""
+        """Return the tenants that use their whole share of the slots; without keys there are none."""
         running = Counter(run.owner for run in self._runs.values())
         return [owner for owner, num in running.items() if owner and num >= self._max_each]
 
     async def _hold(self, job: JobRow, caller: Principal) -> bool:
-        """Let a job wait whose key has used up what it may; returns whether it has."""
+        """Put a job back whose key has used up its quota; return whether it was."""
         wait_s = await self._callers.wait_s(caller)
         if wait_s:
-            # Asked again before that is over: limits change.
+            # Asked again before the wait is over, since limits may change.
             self._held_until[job.key_id] = time.monotonic() + min(wait_s, _MAX_HOLD_S)
             await self._tools.leases.put_back(job)
         return bool(wait_s)
@@ -204,7 +204,7 @@ class JobDispatcher:
         self, job: JobRow, run: JobRun, slot: JobSlot, caller: Principal, reserved: Sequence[Taken]
     ) -> None:
         meter = UsageMeter(job.key_id)
-        METER.set(meter)  # of this task, which is the job's
+        METER.set(meter)  # in the context of this task, which is the job's own
         over: Callable[..., None] | None = None
         try:
             over = self._callers.watch(run.record, job.traceparent)
@@ -215,7 +215,7 @@ class JobDispatcher:
                 for holder, num_bytes in gone.freed:
                     self._tools.files.space.free(num_bytes, holder)
         except Exception:
-            # It keeps its lease until that is over, and is then taken for lost.
+            # The job keeps its lease until it expires, and is then recovered as lost.
             logger.exception("what became of job %s could not be written down", job.id)
         finally:
             # Before another job of the same key may begin.
@@ -243,7 +243,7 @@ class JobDispatcher:
                 logger.exception("leases of jobs could not be looked after; trying again")
 
     async def _look(self) -> None:
-        """End what clients of other servers cancelled, and what another server has taken over."""
+        """End jobs that were cancelled through other servers or taken over by them."""
         asked = self.running
         mine = await self._tools.leases.look(asked)
         for job_id in asked:

@@ -1,7 +1,7 @@
-"""Following jobs: their events from any point on, as they are written, without gaps and without repeats.
+"""Following jobs: their events from any number on, as they are written, without gaps or repeats.
 
-Everything is read from the database; a follower is only woken when there is something to read. Events of this
-process wake at once, those of other servers when the next look at the database finds them.
+All events are read from the database; followers are only woken when there is something to read. Events of
+this process wake them at once, those of other servers at the next poll of the database.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ _UNREAD, _GONE = -1, -2
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Follower:
-    """Who follows a job: how many events it had when they last looked, and what wakes them."""
+    """One reader of a job's events: the number of events at its last read, and the signal that wakes it."""
 
     num_events: int = _UNREAD
     news: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
 
 class JobFeed:
-    """Who follows which job.
+    """The followers of all jobs.
 
     Args:
-        store: Has the events.
+        store: Contains the events.
     """
 
     def __init__(self, store: JobStore) -> None:
-        """Begin without followers."""
         self._store = store
         self._followers: dict[str, set[_Follower]] = {}
         self._looking: asyncio.Task[None] | None = None
@@ -48,19 +47,19 @@ class JobFeed:
 
     @property
     def num_followers(self) -> int:
-        """How many follow a job now."""
+        """The number of followers."""
         return sum(len(followers) for followers in self._followers.values())
 
     def told(self, job_id: str) -> None:
-        """Wake those who follow a job: there is something to read."""
+        """Wake the followers of a job: there are new events."""
         for follower in self._followers.get(job_id, ()):
             follower.news.set()
 
     async def follow(self, job_id: str, owner: str, after: int = 0) -> AsyncGenerator[JobEvent, None]:
         """Yield a job's events after its event number ``after``, up to the job's end.
 
-        Ends early where the job is removed or the server stops. A number that no event has yet is waited
-        past.
+        Ends early if the job is removed or the server stops. If ``after`` is beyond the last event, waits
+        until the job has events with higher numbers.
         """
         with self._following(job_id) as follower:
             while not self._is_closed:
@@ -81,7 +80,7 @@ class JobFeed:
                     await follower.news.wait()
 
     async def close(self) -> None:
-        """End all that is followed."""
+        """End all followers."""
         self._is_closed = True
         for job_id in self._followers:
             self.told(job_id)
@@ -104,7 +103,7 @@ class JobFeed:
                 self._followers.pop(job_id, None)
 
     async def _look(self) -> None:
-        """Find out about other servers' events for as long as there are followers."""
+        """Poll for other servers' events for as long as there are followers."""
         while True:
             await asyncio.sleep(_LOOK_S)
             if not self._followers:
@@ -120,8 +119,8 @@ class JobFeed:
             counts = await self._store.num_events(chunk)
             for job_id in chunk:
                 for follower in self._followers.get(job_id, ()):
-                    # Each has its own count: what one has read the next may not know of. One whose job is
-                    # gone is sent home.
+                    # Followers compare their own counts: one may have read events that another has not. A
+                    # follower whose job was removed is woken to end.
                     if counts.get(job_id, _GONE) != follower.num_events:
                         follower.news.set()
 

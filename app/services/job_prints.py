@@ -1,7 +1,7 @@
-"""What a job's blocks print, as far as it is kept: it lies in the database, which has to stay small.
+"""Limits on the prints of a job's blocks, which are stored in the database.
 
-A run asks for each line before it is written. Lines count among the bytes of jobs, so that whoever prints
-much has less room for results, and a disk is not filled with what no limit knows of.
+A run asks for admission of each line before it is written. Lines count against the storage limits of jobs, so
+a job that prints much leaves less room for results, and prints cannot fill the disk beyond the limits.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ _NOT_KEPT: Final = "… (what the block prints from here on is not kept{why})"
 
 
 class JobPrints:
-    """The room that the events of one run take.
+    """The storage reserved for the events of one run.
 
     Args:
-        space: Counts them.
-        holder: Whose they are.
+        space: Counts the bytes.
+        holder: The tenant and key that own them.
     """
 
     def __init__(self, space: JobStorageQuota, holder: Holder) -> None:
-        """Begin without any."""
         self._space = space
         self._holder = holder
         self._num_lines = 0
@@ -38,7 +37,7 @@ class JobPrints:
         self._is_full = False
 
     def admit(self, event: JobEvent) -> bool:
-        """Return whether a printed line is written down; the first one that has no room says so instead."""
+        """Return whether a printed line is written; the first line beyond a limit becomes a notice."""
         if self._is_full:
             return False
         self._num_lines += 1
@@ -60,13 +59,13 @@ class JobPrints:
         event.message = _NOT_KEPT.format(why=why)
 
     def written(self, events: Sequence[JobEvent]) -> None:
-        """Count events as stored, lines and others: the database has them."""
+        """Count events that are in the database as stored, prints and others."""
         num_bytes = size_of(events)
         self._give_up(min(num_bytes, self._num_taken))
         self._space.add(num_bytes, self._holder)
 
     def close(self) -> None:
-        """Give up the room of what was never written; harmless when repeated."""
+        """Release the reservation of lines that were not written; idempotent."""
         self._give_up(self._num_taken)
 
     def _give_up(self, num_bytes: int) -> None:

@@ -1,8 +1,7 @@
-"""One job being run: frames come from its engine, events go into the database, the result into a file.
+"""One run of a job: frames come from its engine, events go to the database, the result to a file.
 
-Only the final frames are kept, those that ``POST /v1/traces`` would send last. However it goes, what is
-written down in the end is true: a result is whole on disk before its job has ended, and a job that was not
-finished has none.
+Only the final frames are stored, the ones that ``POST /v1/traces`` would send last. Invariant: a result is
+complete on disk before its job is recorded as ended, and a job that did not finish has no result.
 """
 
 from __future__ import annotations
@@ -44,42 +43,42 @@ logger = logging.getLogger(__name__)
 
 _MAX_PENDING: Final = 500
 _TAKEN_S: Final = 0.2
-"""An engine that has not refused a job for so long has taken it, though it says nothing yet."""
+"""An engine that has not refused a job within this time has accepted it, even if it sends no frame yet."""
 
 _BUSY_DELAYS_S: Final = (1.0, 2.0, 5.0)
-"""How long a job leaves an engine in peace that has no room for it; the last from then on."""
+"""Delays before a job retries an engine whose queue is full; the last one repeats."""
 
 _NO_REQUEST: Final = "The job's request on the server's disk is gone or broken; send the trace as a new job."
 _BUSY: Final = "The engine's own queue is full; the job waits until it has room."
 _NO_ENGINE: Final = frozenset({ErrorCode.STARTING, ErrorCode.ENGINE_RESTARTING})
-"""What an engine says that was gone when a job came to it, of which nothing has run then."""
+"""Errors of an engine that was not available when the job was sent to it, so that nothing has run."""
 
 _TO_RUN_AGAIN: Final = "to_run_again"
 _RETRY_DELAYS_S: Final = (0.5, 1.5, 4.0)
 
 
 class Ending(enum.Enum):
-    """Why a job is ended before its time."""
+    """The reason why a job is ended early."""
 
     CANCELLED = enum.auto()
     STOPPED = enum.auto()
-    """The server stops, and the job runs again later."""
+    """The server stops; the job runs again later."""
     LOST = enum.auto()
-    """Another server runs it."""
+    """Another server runs the job."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobTools:
-    """What running a job takes; all runs of a server share it.
+    """The services that running a job needs; shared by all runs of a server.
 
     Attributes:
-        traces: Runs its trace.
-        files: Have its request and take its result.
-        leases: Take what happens to it.
-        check: Raises ApiError for a trace that may not run any more.
-        told: Called with its id after something was written down.
-        calls: Asks its client to run parts of its blocks.
-        log: Takes what was run, and for whom.
+        traces: Runs the trace.
+        files: Stores the request and the result.
+        leases: Writes events and states to the database.
+        check: Raises ApiError for a trace that may no longer run.
+        told: Called with the job's id after something was written to the database.
+        calls: Asks the job's client to run parts of its blocks.
+        log: Records the run and its tenant.
     """
 
     traces: TraceService
@@ -95,16 +94,16 @@ class JobRun:
     """One attempt at a job.
 
     Args:
-        job: As it was claimed.
-        tools: What it takes.
-        slot: Its place among those that run.
-        refusal: Why it is not to run after all.
-        sandbox_of: In whose sandbox it runs; nothing where it runs as the engine's own.
-        set_aside: Called once with what it states that it will use.
+        job: The row as it was claimed.
+        tools: The services that it needs.
+        slot: Its slot among the running jobs.
+        refusal: The error to end the job with instead of running it.
+        sandbox_of: The tenant in whose sandbox it runs; empty if it runs in the engine's own process.
+        set_aside: Called once with the usage that the trace declares.
 
     Attributes:
-        record: What is known of it for operators.
-        ended: How it ended; None until it has, and if it is to run again.
+        record: The audit record of the run.
+        ended: The final status; None before the end, and if the job is to run again.
     """
 
     def __init__(
@@ -117,7 +116,6 @@ class JobRun:
         sandbox_of: str = "",
         set_aside: Callable[[Estimate], Awaitable[None]] | None = None,
     ) -> None:
-        """Prepare; ``run`` does it all."""
         self._job = job
         self._sandbox_of = sandbox_of
         self._tools = tools
@@ -139,11 +137,11 @@ class JobRun:
 
     @property
     def owner(self) -> str:
-        """Whose it is."""
+        """The tenant that owns the job."""
         return self._job.owner
 
     def end_early(self, ending: Ending) -> None:
-        """End it now; too late once its end is being written down, harmless when repeated."""
+        """End the run now; no effect once its end is being recorded. Idempotent."""
         if self._is_over or self._ending is not None:
             return
         self._ending = ending
@@ -151,9 +149,9 @@ class JobRun:
             self._task.cancel()
 
     async def run(self) -> None:
-        """Run the job to its end and write that down."""
+        """Run the job to its end and record the end in the database."""
         self._task = asyncio.current_task()
-        RECORD.set(self.record)  # of this task, which is the job's
+        RECORD.set(self.record)  # in the context of this task, which is the job's own
         if self._ending is not None and self._task is not None:
             self._task.cancel()  # it was ended before its first step
         result = self._tools.files.new_result(self._job.id, self._job.attempt, self._job.holder)
@@ -163,7 +161,7 @@ class JobRun:
             end = await self._finished(await self._end(result), result)
             has_result = end is not None and end.result_bytes is not None
             if not has_result:
-                await result.discard()  # on a full disk its room is what the database needs
+                await result.discard()  # on a full disk, the database may need this space
             await self._write_down(end)
             result.keep()
             self._note_run(end)
@@ -181,7 +179,7 @@ class JobRun:
             self._tools.told(self._job.id)
 
     def _note_run(self, end: JobEnd | None) -> None:
-        """Note how it ended, and have it written down where it was a tenant's."""
+        """Complete the audit record, and write it if the job belongs to a tenant."""
         record = self.record
         self.ended = None if end is None else end.status
         record.duration_s = time.time() - record.time
@@ -197,7 +195,7 @@ class JobRun:
             self._tools.log.add(record)
 
     async def _finished(self, end: JobEnd | None, result: ResultFile) -> JobEnd | None:
-        """Return how the job ended now that its result, if it has one, is on disk or cannot be there."""
+        """Return how the job ended, once its result is flushed to disk; an error if that fails."""
         if end is None or end.result_bytes is None:
             return end
         try:
@@ -207,13 +205,13 @@ class JobRun:
         return end
 
     async def _end(self, result: ResultFile) -> JobEnd | None:
-        """Run the trace, and return how it ended; None where it is to run again."""
+        """Run the trace and return how it ended; None if it is to run again."""
         try:
             await self._play(result)
         except asyncio.CancelledError:
             return self._ended_early()
         except ApiError as error:
-            # An engine may have its own words for having been ended.
+            # An engine may raise its own error when it is cancelled.
             return self._refused(error) if self._ending is None else self._ended_early()
         except LeaseLostError:
             raise
@@ -243,18 +241,18 @@ class JobRun:
         self._tools.check(request.head)
         if self._set_aside is not None:
             await self._set_aside(of_trace(request.head))
-        # Nobody reads outputs as they come, so none need be made.
+        # No client reads outputs as they are produced, so the engine need not send them.
         request.head = msgspec.structs.replace(request.head, streams=False)
         request.sandbox_of = self._sandbox_of
         request.tenant = self._job.owner
         request.sender = f"jobs of {self._job.owner!r}"
-        request.is_patient = True  # of an owner's jobs, no more than their share run
+        request.is_patient = True  # bounded by the owner's share of the running jobs
         request.ask = functools.partial(self._tools.calls.ask, self._job.id)
         for count in itertools.count():
             try:
                 await self._play_once(request, result)
             except ApiError as error:
-                # The engine's own queue is full of others' traces: a job has time.
+                # The engine's queue is full of other traces: a job waits and retries.
                 if error.code is not ErrorCode.QUEUE_FULL:
                     raise
                 if count == 0 or self._dispatched is None:
@@ -266,8 +264,8 @@ class JobRun:
 
     async def _play_once(self, request: TraceRequest, result: ResultFile) -> None:
         async with contextlib.aclosing(self._tools.traces.run(request, self._job.id)) as frames:
-            # The first frame is the service's and says that it asks the engine. Whether that takes the job
-            # shows later, and only then has the job been dispatched.
+            # The first frame is the service's own and precedes the engine's answer. The job counts as
+            # dispatched only once the engine has accepted it.
             self._dispatched = JobEvent.model_validate_json(bytes((await anext(frames)).data))
             timer = asyncio.get_running_loop().call_later(_TAKEN_S, self._tell_dispatched)
             try:
@@ -300,12 +298,12 @@ class JobRun:
                 await result.write(frame)
                 self._has_result = True
             case _:
-                pass  # of use only to who follows the trace as it runs
+                pass  # only for a client that follows the trace as it runs
 
     async def _take_event(self, event: JobEvent) -> None:
         event.time = event.time or time.time()
         if event.status is JobStatus.ERROR:
-            # A block's own error: the result that tells of it follows, and the job has ended only then.
+            # A block's exception: the result that contains it follows, and the job ends only then.
             self._failure = JobEnd(JobStatus.ERROR, event.message, ErrorCode.BLOCK_FAILED)
         elif event.status is JobStatus.LOG:
             if self._prints.admit(event):
@@ -314,7 +312,7 @@ class JobRun:
             await self._events.add(event)
 
     def _refused(self, error: ApiError) -> JobEnd | None:
-        """Return how a job ended that its engine did not run, or not to its end."""
+        """Return how a job ended that its engine did not run to the end; None if it is to run again."""
         if error.code in _NO_ENGINE:
             return None
         self._was_interrupted = error.code is ErrorCode.ENGINE_DEAD
@@ -323,7 +321,7 @@ class JobRun:
         return JobEnd(JobStatus.ERROR, error.message, error.code)
 
     def _ended_early(self) -> JobEnd | None:
-        """Return how a job ended that was told to; raises where it is the event loop that ends."""
+        """Return how a cancelled job ended; re-raises the cancellation if the event loop is stopping."""
         if self._ending is None:
             raise asyncio.CancelledError
         if self._task is not None:
@@ -335,10 +333,10 @@ class JobRun:
         return JobEnd(JobStatus.CANCELLED, CANCELLED_MESSAGE, ErrorCode.JOB_CANCELLED)
 
     async def _write_down(self, end: JobEnd | None) -> None:
-        """Write down how the job ended; a database that fails is asked again, for what ran has been run.
+        """Record how the job ended; retry if the database fails, since the run cannot be repeated.
 
         Raises:
-            LeaseLostError: The job is no longer ours, or, where ``_is_unsure``, has been written down.
+            LeaseLostError: The job is no longer ours or, where ``_is_unsure``, may already be recorded.
         """
         for delay_s in _RETRY_DELAYS_S:
             try:
@@ -367,10 +365,10 @@ class JobRun:
 
 
 class _Batches:
-    """Writes events in order, as many at once as came while the last were being written.
+    """Writes events in order; those that arrive during a write go into the next batch.
 
     Args:
-        write: Writes some.
+        write: Writes one batch.
     """
 
     def __init__(self, write: Callable[[list[JobEvent]], Awaitable[None]]) -> None:
@@ -379,11 +377,11 @@ class _Batches:
         self._writing: asyncio.Task[None] | None = None
 
     async def add(self, event: JobEvent) -> None:
-        """Have an event written; waits only where very many are to be.
+        """Queue an event for writing; waits only while the backlog is long.
 
         Raises:
-            LeaseLostError: The job is no longer ours. What else writing raises is no reason to end a job:
-                all is written with what comes next, or when it settles.
+            LeaseLostError: The job is no longer ours. Other write errors do not end a job: the events are
+                written with the next batch, or by ``settle``.
         """
         writing = self.put(event)
         if len(self._pending) >= _MAX_PENDING:
@@ -392,7 +390,7 @@ class _Batches:
             writing.result()
 
     def put(self, event: JobEvent) -> asyncio.Task[None]:
-        """Have an event written, without waiting."""
+        """Queue an event for writing, without waiting."""
         self._pending.append(event)
         before = self._writing
         if before is None or (before.done() and not isinstance(before.exception(), LeaseLostError)):
@@ -400,7 +398,7 @@ class _Batches:
         return before
 
     async def settle(self) -> None:
-        """Wait until all is written; raises what writing raised."""
+        """Wait until all events are written; raises the write's error."""
         writing, self._writing = self._writing, None
         if writing is not None:
             await writing
@@ -409,7 +407,7 @@ class _Batches:
     async def _drain(self) -> None:
         while batch := self._pending[:]:
             await self._write(batch)
-            # Only now: those that could not be written are not forgotten.
+            # Deleted only after the write: events that could not be written stay pending.
             del self._pending[: len(batch)]
 
 
@@ -421,14 +419,14 @@ def run_record(job: JobRow, error: str = "") -> Record:
 
 
 def note_interrupted(jobs: Sequence[JobRow], log: AuditLog) -> None:
-    """Have it written down which tenants' jobs ran on servers that died."""
+    """Write audit records for tenants' jobs that ran on servers that died."""
     for job in jobs:
         if job.owner and job.started_at is not None:
             log.add(run_record(job, ErrorCode.INTERRUPTED))
 
 
 def _failure_of(body: Any) -> JobEnd:
-    """Return the end of a job whose engine sent OpenAI's error object."""
+    """Return the end of a job whose engine sent an error object in OpenAI's format."""
     try:
         info = body["error"]
         return JobEnd(JobStatus.ERROR, str(info["message"]), str(info["code"])[:64])

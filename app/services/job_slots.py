@@ -1,7 +1,7 @@
-"""How many jobs run at once, and which kinds of them wait for an engine whose own queue is full.
+"""The number of jobs that run at once, and the kinds of jobs that wait for an engine whose queue is full.
 
-A job that waits for its engine takes no place from those of other engines. As long as it waits no more of its
-kind are claimed: they would only wait with it, out of their turn. ``JobDispatcher`` owns the one instance.
+A job that waits for its engine uses no slot, so jobs of other engines can run. While it waits, no more jobs
+of its kind are claimed: they would only wait with it, out of order. ``JobDispatcher`` owns the one instance.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from app.storage.job_leases import JobKind
 
 
 class JobSlots:
-    """The places of the jobs that run.
+    """The slots of running jobs.
 
     Args:
-        max_running: How many there are.
-        changed: Called when jobs may be claimed that could not be before.
+        max_running: The number of slots.
+        changed: Called when more jobs may be claimed than before.
     """
 
     def __init__(self, max_running: int, changed: Callable[[], None]) -> None:
-        """All are free."""
         self._places = asyncio.Semaphore(max_running)
         self._changed = changed
         self._waiting: Counter[JobKind] = Counter()
 
     @property
     def are_taken(self) -> bool:
-        """Whether there is no place, or one only for jobs that wait for one already."""
+        """Whether no slot is free, or free ones go to jobs that already wait for one."""
         return self._places.locked()
 
     @property
@@ -38,18 +37,18 @@ class JobSlots:
         return list(self._waiting)
 
     async def take(self) -> JobSlot:
-        """Take a place; at once unless they ``are_taken``."""
+        """Acquire a slot; returns at once unless they ``are_taken``."""
         await self._places.acquire()
         return JobSlot(self._places, self._waiting, self._changed)
 
 
 class JobSlot:
-    """A job's place, which it has, or has left while its engine has no room."""
+    """A job's slot, released while its engine has no room."""
 
     def __init__(
         self, places: asyncio.Semaphore, waiting: Counter[JobKind], changed: Callable[[], None]
     ) -> None:
-        """Take over a place that was taken."""
+        """Wrap a slot that was acquired."""
         self._places = places
         self._waiting = waiting
         self._changed = changed
@@ -57,7 +56,7 @@ class JobSlot:
         self._waits_for: JobKind | None = None
 
     async def wait(self, kind: JobKind, delay_s: float) -> None:
-        """Leave the place, come back later: the engine has no room for a job of this kind."""
+        """Release the slot and acquire one after a delay, while the engine has no room for this kind."""
         if self._waits_for is None:
             self._waits_for = kind
             self._waiting[kind] += 1
@@ -68,7 +67,7 @@ class JobSlot:
         self._is_held = True
 
     def accepted(self) -> None:
-        """Let more of the job's kind be claimed: its engine has taken it, or it has ended."""
+        """Allow more jobs of this kind to be claimed: the engine has accepted this one, or it has ended."""
         kind, self._waits_for = self._waits_for, None
         if kind is not None:
             self._waiting[kind] -= 1
@@ -77,7 +76,7 @@ class JobSlot:
             self._changed()
 
     def leave(self) -> None:
-        """Give the place up for good; harmless when repeated."""
+        """Release the slot for good; idempotent."""
         self._release()
         self.accepted()
 

@@ -1,8 +1,8 @@
-"""Jobs: traces that run while nobody waits for them, and outlive their client, their server, or both.
+"""Jobs: traces that run independently of a connection and may outlive their client, their server, or both.
 
-An accepted job is on disk. From then on it runs as soon as there is room, once, whatever becomes of the
-connection; a server that dies finds it again at its next start. ``create_app`` owns the one service of a
-server, and the routes under ``/v1/jobs`` are its callers.
+An accepted job is on disk. From then on it runs once, as soon as a slot is free, even if the connection
+closes; after a crash the server finds it again at its next start. ``create_app`` owns the one service of a
+server, and the routes under ``/v1/jobs`` call it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _MAX_SWEEP_S: Final = 60.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Submitted:
-    """A job, and whether this request made it."""
+    """A job, and whether this request created it."""
 
     job: Job
     is_new: bool
@@ -63,10 +63,12 @@ class Submitted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobResult:
-    """The frames that a job ended with: a file, or, where it has no result, the frame that says why.
+    """The final frames of a job: a file, or an error frame if it has no result.
 
     Attributes:
-        tag: Changes when the job runs again.
+        tag: An ETag; changes when the job runs again.
+        file: The result's frames; the caller closes it.
+        frame: The error frame; empty where there is a file.
     """
 
     tag: str
@@ -79,16 +81,16 @@ class JobService:
 
     Args:
         settings: The server's.
-        database: Keeps them; started before ``start``.
+        database: Stores the jobs; started before ``start``.
         traces: Runs them.
-        lifecycle: Says whether they may run.
-        served: Returns what the model is called.
-        callers: Know whose jobs may run, and count what they use.
-        stored: What tenants and keys may keep.
-        log: Takes what was run.
+        lifecycle: Determines whether they may run.
+        served: Returns the served model's names.
+        callers: Determine whose jobs may run, and count their usage.
+        stored: The storage limits of tenants and keys.
+        log: Records the runs.
 
     Attributes:
-        local_calls: Parts of its jobs' blocks that wait for their clients.
+        local_calls: Pending calls of ``tracer.local()`` in its jobs' blocks.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class JobService:
         stored: StoredBytes,
         log: AuditLog,
     ) -> None:
-        """Remember the parts; nothing is opened before ``start``."""
+        """Create the parts; nothing is opened before ``start``."""
         self._settings = settings
         self._traces = traces
         self._lifecycle = lifecycle
@@ -125,39 +127,39 @@ class JobService:
 
     @property
     def num_followers(self) -> int:
-        """How many follow a job's events now."""
+        """The number of clients that follow a job's events."""
         return self._feed.num_followers
 
     @property
     def num_running(self) -> int:
-        """How many jobs run here now."""
+        """The number of jobs running in this process."""
         return len(self._dispatcher.running) if self._dispatcher is not None else 0
 
     def num_running_of(self, owner: str) -> int:
-        """Return how many of them are an owner's."""
+        """Return the number of an owner's jobs running in this process."""
         return self._dispatcher.num_running(owner) if self._dispatcher is not None else 0
 
     @property
     def used_bytes(self) -> int:
-        """How many bytes all jobs have, as far as this server knows."""
+        """The bytes stored for all jobs, as far as this server knows."""
         return self._files.space.used_bytes
 
     async def levels(self) -> tuple[dict[str, int], float]:
-        """Return how many jobs of this model there are by status, and how long the first has waited."""
+        """Return the number of this model's jobs by status, and the longest wait in seconds."""
         counts, since = await self._store.levels(self._served().names[0])
         return counts, 0.0 if since is None else max(0.0, time.time() - since)
 
     def _check(self, head: TraceHead) -> None:
-        """Raise ApiError for a job that this server would not take any more, or that is of another model."""
+        """Raise ApiError for a job that this server no longer accepts, or that is for another model."""
         check_still_taken(self._settings, head)
         self._served().check(head)
 
     async def num_waiting(self, owner: str | None = None) -> int:
-        """Return how many jobs wait for a server of this model, of all owners or of one."""
+        """Return the number of jobs waiting for a server of this model, of all owners or of one."""
         return await self._store.num_waiting(self._served().names[0], owner)
 
     async def start(self) -> None:
-        """Find out what dead servers left, and begin to run jobs."""
+        """Recover the jobs and files of dead servers, and begin to run jobs."""
         try:
             own = await self._files.start()
             leases = JobLeases(self._database, holder=own.path.name, ttl_s=self._settings.job_ttl_s)
@@ -191,7 +193,7 @@ class JobService:
         self._sweeper = asyncio.create_task(self._sweep(), name="jobs-sweep")
 
     async def stop(self) -> None:
-        """Let what runs wait again, and close; harmless when repeated."""
+        """Return running jobs to the queue, and close; idempotent."""
         dispatcher, self._dispatcher = self._dispatcher, None
         if dispatcher is not None:
             await dispatcher.stop()
@@ -210,22 +212,23 @@ class JobService:
         holder: Holder,
         reruns: bool,
     ) -> Submitted:
-        """Accept a trace, or return the job that its key named before.
+        """Accept a trace, or return the job that was created before with the same idempotency key.
 
         Args:
-            chunks: The request's bytes, as they come.
-            check: Raises ApiError unless the server takes a trace with this head from its sender.
-            key: The client's name for the request.
-            holder: Whose it is.
-            reruns: Whether it runs again by itself where the server dies while it runs.
+            chunks: The request's bytes, as they arrive.
+            check: Raises ApiError unless the server accepts a trace with this head from its sender.
+            key: The request's idempotency key.
+            holder: The tenant and key that own the job.
+            reruns: Whether the job runs again automatically if the server dies while it runs.
 
         Raises:
             ApiError: ``invalid_trace``, ``queue_full``, ``job_store_full``, ``stored_bytes_full``,
-                ``idempotency_conflict``, or what no engine here runs; what ``chunks`` and ``check`` raise.
+                ``idempotency_conflict``, an error for a trace that no engine here runs, and the errors of
+                ``chunks`` and ``check``.
         """
         model = self._served().names[0]
         if key is None:
-            # With a key it may be one that waits already, which only its bytes tell.
+            # With a key it may repeat a queued job, which only the digest of its bytes can tell.
             await self._store.check_room(model, holder.tenant)
         async with self._files.received(chunks, holder) as upload:
             try:
@@ -247,12 +250,13 @@ class JobService:
                 traceparent=_traceparent(),
             )
             await self._files.adopt(upload, new.id)
-        # Goes on where we are cancelled: the job may be in the database then, or its files must go.
+        # Shielded from cancellation: the job may already be in the database, or else its files must be
+        # removed.
         accepted = await asyncio.shield(asyncio.ensure_future(self._accept(new)))
         return Submitted(_job(accepted.job), accepted.is_new)
 
     async def _accept(self, new: NewJob) -> Accepted:
-        """Write down a job whose request lies in its folder, or remove that."""
+        """Insert a job whose request is in its folder into the database, or remove the folder."""
         never_was = Gone([new.id], [(new.holder, JOB_BYTES + new.request_bytes)])
         try:
             accepted = await self._store.accept(new)
@@ -284,7 +288,9 @@ class JobService:
         return JobList(data=jobs, has_more=has_more, **ends)
 
     async def cancel(self, job_id: str, owner: str) -> Job:
-        """End a job, wherever it is; one that runs takes a moment, one that has ended stays as it is.
+        """Cancel a job on whichever server it runs; a finished job stays as it is.
+
+        A running job may take a moment to end.
 
         Raises:
             ApiError: ``job_not_found``.
@@ -294,7 +300,7 @@ class JobService:
         return _job(job)
 
     async def remove(self, job_id: str, owner: str) -> None:
-        """End a job and remove it with its files; nobody finds it any more.
+        """Cancel a job and delete it with its files; it cannot be found afterwards.
 
         Raises:
             ApiError: ``job_not_found``.
@@ -304,7 +310,7 @@ class JobService:
         await self._forget(gone)
 
     async def rerun(self, job_id: str, holder: Holder) -> Job:
-        """Let a job that failed or was cancelled run again, for whoever asks for that.
+        """Queue a job that failed or was cancelled again, now owned by the key of this request.
 
         Raises:
             ApiError: ``job_not_found``, ``job_not_rerunnable``, ``queue_full``.
@@ -317,11 +323,11 @@ class JobService:
         return _job(job)
 
     async def result(self, job_id: str, owner: str) -> JobResult:
-        """Return the frames that a job ended with.
+        """Return the final frames of a job.
 
         Raises:
-            ApiError: ``job_not_found``, ``job_not_finished``, ``result_not_found`` (its file was taken away),
-                ``rate_limit_exceeded`` (too many are read at once).
+            ApiError: ``job_not_found``, ``job_not_finished``, ``result_not_found`` (its file was deleted),
+                ``rate_limit_exceeded`` (too many results are open).
         """
         row = await self._store.get(job_id, owner)
         if not JobStatus(row.status).is_final:
@@ -374,7 +380,7 @@ class JobService:
                     await self._forget(gone)
                 self._files.space.set_stored(await self._store.used_bytes())
                 if time.monotonic() - others_at > ORPHAN_S:
-                    # What servers left behind that died between a job's files and its row.
+                    # Files of servers that died between writing a job's files and inserting its row.
                     others_at = time.monotonic()
                     await self._files.remove_others(await self._store.known())
             except Exception:
@@ -422,7 +428,7 @@ def _job(row: JobRow) -> Job:
 
 
 def _traceparent() -> str:
-    """Return what a collector knows this request by."""
+    """Return the ``traceparent`` that links the job's spans to this request's; empty if none."""
     return (TRACE_HEADERS.get() or {}).get("traceparent", "")
 
 
@@ -436,7 +442,10 @@ def _error_frame(row: JobRow) -> bytes:
 
 
 def folder_of(settings: Settings) -> Path:
-    """Return where files of jobs lie: each database has its own, since others' look left behind to it."""
+    """Return the folder of the jobs' files.
+
+    Each database has a folder of its own: the files of another database's jobs would look like orphans.
+    """
     if not settings.database_url:
         return settings.data_dir
     digest = hashlib.sha256(place_of(settings.database_url).encode()).hexdigest()

@@ -1,8 +1,8 @@
-"""What a client sends over its job's WebSocket: answers of ``tracer.local()``, in pieces.
+"""Answers of ``tracer.local()`` that a client sends over its job's WebSocket, in pieces.
 
-An answer may be as large as a trace, and anybody who follows a job may begin one. So nothing is kept of an
-answer that no call waits for: it is read past, like the rest of one whose call ends meanwhile. What is kept
-counts among the bytes that its tenant's requests may have.
+An answer may be as large as a trace, and any client that follows a job may begin one. So an answer for which
+no call waits is skipped and not stored, and so is the rest of one whose call ends meanwhile. The stored bytes
+count against the tenant's limit for requests.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from nnsight_engine.remote_backend.frames import ANSWER_HEAD_BYTES, answer_head
 
 
 class LocalAnswers:
-    """Puts the answers of one connection together.
+    """Assembles the answers of one connection.
 
     Args:
-        calls: Wait for them.
-        job_id: The job whose block is asked.
-        intake: Counts what is held.
-        max_bytes: What an answer may have.
+        calls: The pending calls.
+        job_id: The job whose calls are answered.
+        intake: Counts the bytes held.
+        max_bytes: The maximum size of an answer.
     """
 
     def __init__(self, calls: LocalCalls, job_id: str, intake: Intake, max_bytes: int) -> None:
-        """Begin between two answers."""
         self._calls = calls
         self._job_id = job_id
         self._intake = intake
@@ -34,11 +33,11 @@ class LocalAnswers:
         self._body: bytearray | None = None
 
     def feed(self, data: bytes) -> None:
-        """Take more bytes, and hand over the answers that they complete.
+        """Process more bytes, and deliver the answers that they complete.
 
         Raises:
-            ApiError: ``rate_limit_exceeded``: there is no room for an answer now.
-            DecodeError: They are no answer, or one that is too long.
+            ApiError: ``rate_limit_exceeded``: there is no memory for an answer now.
+            DecodeError: The bytes are not an answer, or it is too long.
         """
         rest = memoryview(data)
         while rest:
@@ -48,7 +47,7 @@ class LocalAnswers:
                 self._end()
 
     def close(self) -> None:
-        """Let go of what is half read."""
+        """Release an incomplete answer."""
         self._drop()
 
     def _take_head(self, rest: memoryview) -> memoryview:

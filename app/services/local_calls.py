@@ -1,7 +1,8 @@
-"""Parts of blocks that wait for their clients: ``tracer.local()``, asked over the jobs' WebSockets.
+"""Pending calls of ``tracer.local()``: parts of blocks that the job's client runs, over its WebSocket.
 
-A job has at most one such call at a time. Whoever follows the job and says that it answers is sent it, also
-who comes later; the first answer counts. Numbers never come twice, so that nobody answers for another call.
+A job has at most one such call at a time. Every client that follows the job and offers to answer receives it,
+also one that connects later; the first answer counts. Call numbers are never reused, so that a late answer
+cannot match another call.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ Bytes = bytes | bytearray | memoryview
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Call:
-    """What a client is asked.
+    """One call to a client.
 
     Attributes:
-        number: The call's own.
-        frame: What is sent.
-        answer: What comes back.
+        number: The call's unique number.
+        frame: The frame that is sent.
+        answer: Resolves to the client's answer.
     """
 
     number: int
@@ -36,11 +37,10 @@ class LocalCalls:
     """The calls of all jobs that run here.
 
     Args:
-        timeout_s: How long one waits for its answer.
+        timeout_s: The timeout of a call.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        """Begin without calls."""
         self._timeout_s = timeout_s
         self._numbers = itertools.count(1)
         self._pending: dict[str, _Call] = {}
@@ -48,14 +48,14 @@ class LocalCalls:
 
     @property
     def num_pending(self) -> int:
-        """How many wait for an answer."""
+        """The number of calls that wait for an answer."""
         return len(self._pending)
 
     async def ask(self, job_id: str, data: Bytes) -> Bytes:
-        """Ask a job's client, and return its answer.
+        """Send a call to a job's client, and return its answer.
 
         Raises:
-            TimeoutError: There is none in time.
+            TimeoutError: No answer arrived in time.
         """
         number = next(self._numbers)
         call = _Call(number, calling(number, data), asyncio.get_running_loop().create_future())
@@ -69,7 +69,7 @@ class LocalCalls:
                 del self._pending[job_id]
 
     async def frames(self, job_id: str) -> AsyncGenerator[Frame, None]:
-        """Yield what a job's client is asked, for ever."""
+        """Yield the calls to a job's client; never ends."""
         last = 0
         with self._listening(job_id) as news:
             while True:
@@ -82,12 +82,12 @@ class LocalCalls:
                     await news.wait()
 
     def is_waiting(self, job_id: str, number: int) -> bool:
-        """Tell whether a call of a job still waits for its answer."""
+        """Return whether a call of a job still waits for its answer."""
         call = self._pending.get(job_id)
         return call is not None and call.number == number and not call.answer.done()
 
     def answer(self, job_id: str, number: int, data: Bytes) -> None:
-        """Take a client's answer; one that nobody waits for any more is dropped."""
+        """Deliver a client's answer; discarded if its call is no longer pending."""
         if self.is_waiting(job_id, number):
             self._pending[job_id].answer.set_result(data)
 

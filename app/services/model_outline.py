@@ -1,4 +1,4 @@
-"""What a server says of its model to clients that write blocks without having it."""
+"""The description of the model for clients that write blocks without loading it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ async def model_outline(engine: EngineClient, engines: Sequence[str]) -> TraceOu
 
     Args:
         engine: The engine, which must be ready.
-        engines: What runs traces of the model.
+        engines: The names of the trace engines.
     """
     served, described = engine.served(), await engine.describe_model()
     return TraceOutline(

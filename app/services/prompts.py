@@ -1,4 +1,4 @@
-"""Prompts of token ids, looked at as a whole before anything looks at each id."""
+"""Validation of prompts of token ids as a whole, before code that examines each id."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _FORMS: Final = ({int}, {str}, {list})
 
 
 def check_prompts(body: Mapping[str, Any], max_model_len: int) -> None:
-    """Check the kind and the length of a completion's prompts.
+    """Check the type and the length of a completion's prompts.
 
-    vLLM finds both out too, of each id by itself, and tells of each that is wrong.
+    vLLM checks both too, but id by id, and reports each one that is wrong.
 
     Raises:
         ApiError: ``invalid_value``.

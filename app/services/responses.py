@@ -1,8 +1,7 @@
-"""A choice's collected results as the JSON of its ``interventions`` field.
+"""Serialization of a choice's collected results as the JSON of its ``interventions`` field.
 
-Tensors travel inline as base64 while they are small together, and as one safetensors file of
-the result store when they are not. Engine clients call ``choice_json`` for each choice, and
-with each token of a stream.
+Tensors are inline as base64 while their total size is small, and otherwise in one safetensors file of the
+result store. Engine clients call ``choice_json`` for each choice, and for each token of a stream.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from nnsight_engine.plans.collected import (
 )
 
 _LOWEST_LOGPROB: Final = -9999.0
-"""What stands for the logarithm of zero, as in vLLM's own log-probabilities."""
+"""Replaces the logarithm of zero, as in vLLM's own log-probabilities."""
 
 _NUMBER_BYTES: Final = 4
-"""Of a number that comes by itself, as the engine has it."""
+"""Size of a single number, as the engine stores it."""
 
 Decode = Callable[[int], str]
 _Result = CaptureResult | ProbeResult | LensResult | TraceResult
@@ -51,21 +50,20 @@ async def choice_json(
     operations: Sequence[Intervention] = (),
     inline: bool = False,
 ) -> dict[str, Any]:
-    """Return the ``interventions`` object of one choice or of one token's part of it.
+    """Return the ``interventions`` object of one choice, or of one token's part of it.
 
     Args:
-        collected: What came back.
-        store: Takes tensors that together exceed ``settings.inline_tensor_bytes``.
-        owner: The tenant whose they are.
+        collected: The results.
+        store: Stores tensors that together exceed ``settings.inline_tensor_bytes``.
+        owner: The tenant that owns the tensors.
         settings: The limit on inline tensors.
-        decode: Text of a token id.
-        operations: The request's, in its order; those that named a vector are told which it was.
+        decode: Returns the text of a token id.
+        operations: The request's operations, in its order; the answer says which vector each named one used.
         inline: Whether tensors stay in the answer, however large.
-        base_path: What stands before ``/v1`` in the server's URLs (ASGI's ``root_path``).
+        base_path: The prefix of ``/v1`` in the server's URLs (ASGI's ``root_path``).
 
     Returns:
-        ``results`` by name; in the final part also ``applied``, of operations that are not code, and
-        ``provenance``.
+        ``results`` by name; in the final part also ``provenance`` and, except for code, ``applied``.
 
     Raises:
         ApiError: The store refuses the tensors.
@@ -83,7 +81,7 @@ async def choice_json(
     if num_bytes > settings.inline_tensor_bytes and not inline:
         key_id = "" if meter is None else meter.key_id
         stored = await store.put(large, owner, key_id)
-        # Rounded down: the file is there for at least as long as the answer says.
+        # Rounded down: the file exists at least as long as the answer says.
         tensors = _Stored(f"{base_path}/v1/results/{stored.id}", math.floor(stored.expires_at))
     answer: dict[str, Any] = {
         "results": {result.name: _result_json(result, tensors, decode) for result in collected.results}
@@ -113,7 +111,7 @@ def _applied_json(applied: Sequence[Applied], operations: Sequence[Intervention]
 
 
 def _number_bytes(result: _Result) -> int:
-    """Return how many bytes the numbers have that a lens or a probe brings."""
+    """Return the size of the numbers in a lens or probe result."""
     if isinstance(result, ProbeResult):
         return _NUMBER_BYTES * len(result.points) * len(result.positions)
     if isinstance(result, LensResult):
@@ -126,7 +124,7 @@ class _Inline:
     """Tensors as base64 inside the JSON."""
 
     def reference(self, name: str, point: str, tensor: TensorResult) -> dict[str, Any]:
-        """Return the object that stands for the tensor captured as ``name`` at ``point``."""
+        """Return the JSON object for the tensor captured as ``name`` at ``point``."""
         del name, point
         return {
             "dtype": tensor.dtype,
@@ -137,14 +135,14 @@ class _Inline:
 
 
 class _Stored(_Inline):
-    """Tensors as entries of a file behind a URL."""
+    """Tensors as entries of a file at a URL."""
 
     def __init__(self, url: str, expires_at: int) -> None:
         self._url = url
         self._expires_at = expires_at
 
     def reference(self, name: str, point: str, tensor: TensorResult) -> dict[str, Any]:
-        """Return the URL and the key under which the file has the tensor."""
+        """Return the URL and the tensor's key in the file."""
         return {
             "url": self._url,
             "format": "safetensors",
@@ -160,7 +158,7 @@ def _file_key(name: str, point: str) -> str:
 
 
 def _tensors_of(result: _Result) -> Iterator[tuple[str, TensorResult]]:
-    """Yield a result's tensors with their places in it."""
+    """Yield a result's tensors with their paths in it."""
     if isinstance(result, CaptureResult):
         yield from result.points.items()
     if isinstance(result, TraceResult):
@@ -176,7 +174,7 @@ def _tensors_in(value: Any, place: str) -> Iterator[tuple[str, TensorResult]]:
 
 
 def _below(place: str, key: object) -> str:
-    """Return the place of an item, as JSON pointers spell it: no two are alike, whatever the keys."""
+    """Return the path of an item, escaped as in JSON pointers, so that a slash in a key is unambiguous."""
     return f"{place}/{str(key).replace('~', '~0').replace('/', '~1')}"
 
 
@@ -261,5 +259,5 @@ def _token_json(token: LensToken, decode: Decode) -> dict[str, Any]:
 
 
 def _finite_or_none(value: float) -> float | None:
-    # JSON has no infinity; null says that the number overflowed, 0 would be a lie.
+    # JSON has no infinity: null means that the number overflowed; 0 would be a wrong value.
     return value if math.isfinite(value) else None

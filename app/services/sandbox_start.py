@@ -1,8 +1,8 @@
-"""Starting the sandbox before its first code comes, where keys exist whose code would wait for it.
+"""Early start of the sandbox where keys exist whose code would otherwise wait for it.
 
-It takes ten seconds and some memory, so whoever has no such keys is spared both. The lifecycle runs this each
-time that an engine serves anew, since the sandbox goes with its engine; nothing waits for it, and what goes
-wrong is said again to whoever needs a sandbox.
+The start takes ten seconds and some memory, which servers without such keys save. The lifecycle calls this
+each time that an engine becomes ready, since the sandbox ends with its engine. No request waits for it; if it
+fails, the first request that needs a sandbox gets the error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 async def start_sandbox(settings: Settings, engine: EngineClient, keys: Keys) -> None:
-    """Have sandboxes started, if some key's code is to run in one."""
+    """Start the sandbox if code of some key has to run in one; errors are only logged."""
     if settings.sandbox != "process" or not takes_code(settings):
         return
     try:

@@ -1,4 +1,4 @@
-"""The model that a server has, and whether it is the one that a trace was written against."""
+"""The served model's identity, and the check that a trace was written for it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _DEFAULT_REVISION: Final = "main"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What clients may call the model.
+    """The names and the identity of the served model.
 
     Attributes:
-        names: Under which it is served.
-        source: What it was loaded from: a repository's name, or a folder.
-        fingerprint: Of its shape, see ``fingerprint_of``; empty while that is not known.
-        revision: Of the repository, if the server was started with one.
+        names: The names under which it is served.
+        source: A repository's name, or a folder.
+        fingerprint: Hash of the model's shape, see ``fingerprint_of``; empty until the model is loaded.
+        revision: The repository's revision, if the server was started with one.
     """
 
     names: tuple[str, ...]
@@ -30,7 +30,7 @@ class ServedModel:
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """By which clients may ask for it, those under which it is served first."""
+        """The names that clients may use; those under which it is served come first."""
         source = _normal(self.source)
         others = (posixpath.basename(source),) if _is_path(source) else (source, posixpath.basename(source))
         return tuple(dict.fromkeys((*self.names, *others)))
@@ -38,7 +38,8 @@ class ServedModel:
     def check(self, head: TraceHead) -> None:
         """Raise ApiError unless a trace's blocks are for this model.
 
-        A folder on the client's machine says nothing here, so for one the shape decides.
+        A folder on the client's machine does not identify the model here, so for a folder the fingerprint
+        decides.
         """
         if head.revision and head.revision != (self.revision or _DEFAULT_REVISION):
             raise ApiError(

@@ -1,7 +1,7 @@
-"""Streams to the client: whatever happens, the source is closed and the client is told.
+"""Streams to the client: the source is always closed, and the client always receives the error.
 
-An error before the first event still gets its own HTTP status; one after it becomes an event of
-OpenAI's error shape and ``[DONE]``, as in vLLM. A client that leaves ends the source at once.
+An error before the first event still gets its own HTTP status; a later one becomes an event in
+OpenAI's error format and ``[DONE]``, as in vLLM. A client's disconnect closes the source at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _LAST_WORDS_S: Final = 2.0
 _LOOKS: Final = 2
-"""Into how many parts the time is cut for which a client may take nothing."""
+"""The number of intervals into which the stall timeout is divided."""
 
 
 def last_events(error: ApiError) -> bytes:
@@ -33,19 +33,19 @@ def last_events(error: ApiError) -> bytes:
 
 
 class ClosingStream(StreamingResponse):
-    """A stream whose source is closed on every way out: its end, an error, a client that left.
+    """A stream whose source is closed however it ends: completion, an error or a disconnect.
 
     Args:
         source: Yields the content.
         media_type: Content type.
-        headers: More headers.
-        on_close: Awaited last. A generator that was never started has no ``finally`` to run, so what it
-            was to close must be closed here.
+        headers: Extra headers.
+        on_close: Awaited last. A generator that was never started does not run its ``finally``, so the
+            resources that it was to close must be closed here.
         status_code: HTTP status.
-        stall_s: How long the client may take none of it before it counts as gone: memory, files and places
-            are held for as long as somebody reads. None for as long as it likes.
-        last_words: Makes the end of a stream out of the error that ends it before its time; None where it
-            just breaks off.
+        stall_s: The time after which a client that reads nothing counts as disconnected, in seconds: memory,
+            files and slots are held while it reads. None for no limit.
+        last_words: Returns the last bytes of a stream that an error ends early; None if the stream just
+            breaks off.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class ClosingStream(StreamingResponse):
         stall_s: float | None = None,
         last_words: Callable[[ApiError], bytes] | None = None,
     ) -> None:
-        """Take over ``source``."""
         super().__init__(source, status_code, headers=headers, media_type=media_type)
         self._source = source
         self._on_close = on_close
@@ -69,13 +68,13 @@ class ClosingStream(StreamingResponse):
         self._last_words = last_words
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream until it ends, is ended, or the client leaves."""
+        """Send the stream until it completes, is ended, or the client disconnects."""
         cutoff = cutoff_of(scope) or RequestDeadline()
         sending = _Sending(send, cutoff, self._stall_s)
         try:
             await while_connected(receive, self.stream_response(sending.send), cutoff)
         except OSError as error:
-            # The server, of a newer ASGI version, can send no more.
+            # An ASGI server of a newer version raises this when the connection is closed.
             raise ClientDisconnect from error
         except ApiError as error:
             if error is not cutoff.error or not sending.has_started:
@@ -92,13 +91,13 @@ class ClosingStream(StreamingResponse):
 
 
 class _Sending:
-    """What is sent of one response, and whether its client takes any of it.
+    """Sends the messages of one response and detects a client that reads nothing.
 
-    One timeout for each token would be most of what we add to a stream: a timer looks at it instead.
+    A timeout for each token would be most of our overhead on a stream: one timer polls the progress instead.
 
     Attributes:
-        has_started: Whether the status is on its way.
-        is_stalled: Whether the client took nothing for too long.
+        has_started: Whether the status was sent.
+        is_stalled: Whether the client read nothing for too long.
     """
 
     def __init__(self, send: Send, cutoff: RequestDeadline, stall_s: float | None) -> None:
@@ -114,14 +113,14 @@ class _Sending:
             self._wait()
 
     async def send(self, message: Message) -> None:
-        """Send a message on; waits for as long as the client has not taken what came before."""
+        """Send a message; waits while the client has not read the earlier ones."""
         self._is_sending = True
         await self._send(message)
         self._is_sending, self.has_started = False, True
         self._num_sent += 1
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -141,16 +140,16 @@ class _Sending:
 
 
 async def _say(last: bytes, send: Send) -> None:
-    """Send the end of a stream, if the client takes it."""
+    """Send the end of a stream; raises ClientDisconnect if the client does not read it."""
     try:
         async with asyncio.timeout(_LAST_WORDS_S):
             await send({"type": "http.response.body", "body": last, "more_body": False})
-    except OSError as error:  # it takes nothing
+    except OSError as error:  # closed, or the client reads nothing
         raise ClientDisconnect from error
 
 
 async def first_event(stream: AsyncIterator[str]) -> str | None:
-    """Return the stream's first event, or None where it has none; closes the stream if that fails."""
+    """Return the stream's first event, or None if it is empty; closes the stream on an error."""
     try:
         return await anext(stream, None)
     except BaseException:
@@ -164,9 +163,9 @@ async def events(
     """Yield ``first`` and the rest of the stream; turn an error into its last two events.
 
     Args:
-        first: Which ``saw`` has been told of.
+        first: The first event, already passed to ``saw``; None for an empty stream.
         stream: The rest.
-        saw: Is told of each event before it is yielded.
+        saw: Called with each event before it is yielded.
     """
     try:
         if first is not None:
@@ -187,7 +186,7 @@ async def events(
 
 
 async def close_stream(stream: AsyncIterator[str]) -> None:
-    """Close a stream where it can be closed; harmless when repeated."""
+    """Close a stream if it has ``aclose``; idempotent."""
     aclose = getattr(stream, "aclose", None)
     if aclose is not None:
         await aclose()

@@ -1,7 +1,7 @@
-"""Which traces the server takes: from whom, under what content type, in which codec, for which model.
+"""Admission of traces: by sender, content type, codec and model.
 
-Whatever brings a trace goes through here, ``/v1/traces`` as well as jobs: first who sends it, before its body
-is read, then what its head says, before anybody looks at its parts.
+``/v1/traces`` and jobs both use it: first the sender is checked, before the body is read; then the head,
+before its parts are decoded.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from nnsight_engine.remote_backend.messages import MEDIA_TYPE, TraceHead
 
 
 def check_sender(settings: Settings, http: Request, caller: Principal) -> None:
-    """Raise ApiError unless whoever sends a request may send traces, and it is one.
+    """Raise ApiError unless the sender may send traces and the content type is that of a trace.
 
     Raises:
-        ApiError: ``code_not_allowed``, ``missing_scope``, ``bad_request`` (of another content type).
+        ApiError: ``code_not_allowed``, ``missing_scope``, ``bad_request`` (wrong content type).
     """
     check_code_allowed(settings, http, caller)
-    # No form of a page can send this type: a browser asks first whether the page's site may.
+    # An HTML form cannot send this type: for it a browser makes a CORS preflight request first.
     check_media_type(http, MEDIA_TYPE)
 
 
 def check_head(settings: Settings, caller: Principal, served: ServedModel, head: TraceHead) -> None:
-    """Raise ApiError unless the server takes a trace with this head from this sender.
+    """Raise ApiError unless the server accepts a trace with this head from this sender.
 
     Raises:
         ApiError: ``codec_not_allowed``, ``model_not_found``.
@@ -40,7 +40,7 @@ def check_head(settings: Settings, caller: Principal, served: ServedModel, head:
 
 
 def check_still_taken(settings: Settings, head: TraceHead) -> None:
-    """Raise ApiError where the operator has changed their mind since a trace was taken.
+    """Raise ApiError if the settings no longer allow a trace that was accepted earlier.
 
     Raises:
         ApiError: ``code_not_allowed``, ``codec_not_allowed``.

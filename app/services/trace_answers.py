@@ -1,7 +1,7 @@
 """One trace over HTTP, from the request's bytes to a stream of frames.
 
-What goes wrong before the engine's first frame has a status of its own; afterwards it is an ``ERROR`` frame.
-A client that leaves, at whatever stage, ends the trace.
+An error before the engine's first frame gets its own HTTP status; a later one becomes an ``ERROR`` frame.
+A client's disconnect ends the trace at any stage.
 """
 
 from __future__ import annotations
@@ -39,24 +39,25 @@ from nnsight_engine.serialization import DecodeError
 logger = logging.getLogger(__name__)
 
 _PIECE_BYTES: Final = 2**20
-"""What is written at once: the server waits for the client in between, and never copies all of a result."""
+"""The maximum size of one write: the server applies backpressure in between, and never copies a whole result.
+"""
 
 Frames = AsyncGenerator[Frame, None]
 
 
 async def answer_trace(context: Context, http: Request, caller: Principal) -> Response:
-    """Read a trace, have it run, and return the response, whose body goes on until the trace has ended.
+    """Read a trace, run it, and return the response, whose body lasts until the trace has ended.
 
     Raises:
         ApiError: The trace is refused, or fails before its first frame.
-        ClientDisconnect: The client went away; the trace has been ended.
+        ClientDisconnect: The client disconnected; the trace has been ended.
     """
     request = await read_trace(context, http, caller)
     job_id = f"trace-{secrets.token_hex(16)}"
     note(subject=job_id)
     engine = context.traces.engine_for(request.head)
     frames = context.traces.run(request, job_id)
-    del request  # large, perhaps
+    del request  # it may be large
     opened = await while_connected(http.receive, _opened(frames), cutoff_of(http.scope))
     return ClosingStream(
         _answer([event_frame(JobStatus.RECEIVED, job=job_id), *opened], frames),
@@ -74,13 +75,13 @@ async def answer_trace(context: Context, http: Request, caller: Principal) -> Re
 
 
 async def read_trace(context: Context, http: Request, caller: Principal) -> TraceRequest:
-    """Return the trace that a request brings, once it is known that the server would take it.
+    """Return the trace of a request after checking that the server accepts it.
 
     Raises:
-        ApiError: ``code_not_allowed``, ``bad_request`` (of another content type), ``body_too_large``,
+        ApiError: ``code_not_allowed``, ``bad_request`` (wrong content type), ``body_too_large``,
             ``invalid_trace``, ``codec_not_allowed``, ``model_not_found``, ``rate_limit_exceeded``,
             ``request_beyond_limit``.
-        ClientDisconnect: The client went away before the end.
+        ClientDisconnect: The client disconnected before the end of the body.
     """
     check_sender(context.settings, http, caller)
     admitted = admitted_of(http)
@@ -100,14 +101,14 @@ async def read_trace(context: Context, http: Request, caller: Principal) -> Trac
     if admitted is not None:
         await admitted.reserve(of_trace(request.head))
     request.sandbox_of = http.scope[SANDBOX_OF]
-    # Whose turn it is where traces wait: each tenant's, or, without keys, each machine's.
+    # The sender for fair queueing: the tenant or, without keys, the client's address.
     request.tenant = caller.tenant
     request.sender = caller.tenant or ("" if http.client is None else http.client.host)
     return request
 
 
 async def _opened(frames: Frames) -> list[Frame]:
-    """Return the frames up to the first one of the engine's, which follows one of the service's."""
+    """Return the frames up to the engine's first one, which follows one of the service."""
     try:
         return [await anext(frames), await anext(frames)]
     except StopAsyncIteration as error:
@@ -118,7 +119,7 @@ async def _opened(frames: Frames) -> list[Frame]:
 
 
 async def _answer(opened: list[Frame], frames: Frames) -> AsyncGenerator[bytes | memoryview, None]:
-    """Yield a trace's frames as bytes; turn an error into the last of them."""
+    """Yield a trace's frames as bytes; an error becomes the last frame."""
     try:
         async with contextlib.aclosing(_completed(opened, frames)) as told:
             async for frame in told:
@@ -135,10 +136,10 @@ async def _answer(opened: list[Frame], frames: Frames) -> AsyncGenerator[bytes |
 
 
 async def _completed(opened: list[Frame], frames: Frames) -> Frames:
-    """Yield all frames of a trace, with what the engine does not say: that it is over.
+    """Yield all frames of a trace, and a ``COMPLETED`` event before the result of one without errors.
 
     Raises:
-        ApiError: The engine ended it without a result.
+        ApiError: The engine ended the trace without a result.
     """
     has_failed = False
     for frame in opened:
@@ -163,7 +164,7 @@ def _last_frame(error: ApiError) -> bytes:
 
 
 def pieces(frame: Frame) -> Iterator[bytes | memoryview]:
-    """Yield a frame's bytes, as much at once as is to be written at once."""
+    """Yield a frame's bytes in pieces that are each written at once."""
     data = memoryview(frame.data)
     if len(data) < _PIECE_BYTES:
         yield b"".join((frame.head(), data))

@@ -1,4 +1,4 @@
-"""Traces, from a client's message to the frames that answer it: the way ``/v1/traces`` and jobs go."""
+"""Running a trace, from a client's message to the frames of its answer; used by ``/v1/traces`` and jobs."""
 
 from __future__ import annotations
 
@@ -14,33 +14,32 @@ from nnsight_engine.remote_backend.frames import Frame, FrameKind, json_frame
 from nnsight_engine.remote_backend.messages import TraceHead, TraceRequest
 
 _ENGINE_OF: Final = {"vllm": "vllm", "transformers": "local"}
-"""What runs a trace whose client leaves that to the server, by the modules that its blocks name."""
+"""The trace engine by the dialect of the blocks, if the client leaves the choice to the server."""
 
 _SAVES: Final = frozenset({FrameKind.OUTPUT, FrameKind.RESULT})
-"""Frames that bring what blocks saved."""
+"""Frames that contain saved values of blocks."""
 
 
 class TraceService:
-    """Chooses what runs a trace.
+    """Selects the engine of a trace and runs it.
 
     Args:
-        engines: What runs traces, by name.
+        engines: The trace engines by name.
     """
 
     def __init__(self, engines: Mapping[str, TraceEngine]) -> None:
-        """Know the engines."""
         self._engines = dict(engines)
 
     @property
     def names(self) -> list[str]:
-        """What runs traces here."""
+        """The names of the trace engines."""
         return list(self._engines)
 
     def engine_for(self, head: TraceHead) -> TraceEngine:
-        """Return what is to run a trace.
+        """Return the engine for a trace.
 
         Raises:
-            ApiError: The server has nothing that can.
+            ApiError: The server has no engine for it.
         """
         able = _ENGINE_OF[head.dialect]
         name = able if head.engine == "auto" else head.engine
@@ -49,10 +48,10 @@ class TraceService:
         return self._engines[name]
 
     async def run(self, request: TraceRequest, job_id: str) -> AsyncGenerator[Frame, None]:
-        """Run a trace, and yield what is to be told: events, outputs, and in the end what came of it.
+        """Run a trace and yield the frames for its client: events, outputs, and finally the result.
 
         Raises:
-            ApiError: The trace cannot be run; nothing was yielded where that is so from the start.
+            ApiError: The trace cannot be run; raised before the first frame if no engine here runs it.
         """
         engine = self.engine_for(request.head)
         meter = METER.get()
@@ -70,7 +69,7 @@ class TraceService:
 def event_frame(
     status: JobStatus, *, message: str | None = None, engine: str | None = None, job: str | None = None
 ) -> Frame:
-    """Return something that happened to a trace as a frame."""
+    """Return an event of a trace as a frame."""
     event = {"status": status, "time": time.time(), "message": message, "engine": engine, "job": job}
     return json_frame(FrameKind.EVENT, {key: value for key, value in event.items() if value is not None})
 
