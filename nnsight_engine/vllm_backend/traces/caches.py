@@ -1,9 +1,9 @@
-"""Caches of blocks in the serving engine: the values of many modules, a request's rows of each, brought home.
+"""Caches of blocks in the serving engine: a request's rows of many modules' values, sent to the client.
 
-A cache is filled on the model's side, after every block has had a value, with rows of positions that are
-computed for the first time: what a preemption makes the engine compute again is there already. Of a prompt in
-chunks each module's rows are put together, so that a cache has whole values or its request an error. It goes
-home as data, where it is read with the client's names.
+A cache is filled on the model's side, after all blocks have had a value, with rows of positions that are
+computed for the first time; positions recomputed after a preemption are in it already. The chunks of a
+chunked prompt are concatenated per module, so that a cache has whole values or its request an error. It is
+sent as data, and on the client it is read with the client's names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class RequestCache(Cache):
-    """A cache that a request's block has made; it says what it keeps, and is read with standard names."""
+    """A cache made by a request's block; it accounts for its memory and can be read with standard names."""
 
     def __init__(
         self,
@@ -37,19 +37,19 @@ class RequestCache(Cache):
         dtype: torch.dtype | None = None,
         detach: bool = True,
     ) -> None:
-        """Keep tensors there, in that type.
+        """Store tensors on ``device``, as ``dtype``.
 
         Raises:
             RuntimeError: There is no such device here.
         """
-        torch.empty(0, device=device, dtype=dtype)  # now, at the line that asks for it
+        torch.empty(0, device=device, dtype=dtype)  # raises now, at the line that made the cache
         super().__init__(device=device, dtype=dtype, detach=detach)
         self.spend: Callable[[int], None] = _spends_nothing
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.device is None or torch.device(self.device).type != "meta":
             self.spend(tensor.nbytes)
-        with torch.inference_mode(mode=False):  # whoever gets it may edit it
+        with torch.inference_mode(mode=False):  # the receiver may edit it
             return super()._copied(tensor)
 
     def view(self, model: Envoy) -> CacheView:
@@ -58,14 +58,13 @@ class RequestCache(Cache):
 
 
 class RequestCaches:
-    """The caches of one request, and the parts that they wait for the rest of.
+    """The caches of one request, and parts of values whose prompt is not complete yet.
 
     Args:
-        holdings: What the request holds.
+        holdings: The request's memory account.
     """
 
     def __init__(self, holdings: MemoryAccount) -> None:
-        """Start without any."""
         self._holdings = holdings
         self._by_provider: dict[str, list[RequestCache]] = {}
         self._parts: dict[tuple[int, str], list[list[Any]]] = {}
@@ -73,32 +72,32 @@ class RequestCaches:
         self._step = 0
 
     def add(self, cache: RequestCache, providers: Iterable[str]) -> None:
-        """Fill a cache from now on."""
+        """Fill a cache with values of these providers from now on."""
         cache.spend = self._spend
         for provider in providers:
             self._by_provider.setdefault(provider, []).append(cache)
 
     def has_use_for(self, provider: str) -> bool:
-        """Tell whether some cache keeps a provider's values."""
+        """Return whether some cache stores a provider's values."""
         return provider in self._by_provider
 
     def begin(self) -> None:
-        """Begin a step: modules count their calls anew."""
+        """Begin a step: reset the call counts of modules."""
         self._step += 1
         self._calls.clear()
 
     def end(self) -> None:
-        """The prompt is whole; nothing waits for the rest of it."""
+        """Drop stored parts: the prompt is complete."""
         self._parts.clear()
 
     def note(self, provider: str, rows: Any, chunk: int, *, is_last: bool) -> None:
-        """Keep a value, or put it aside until the last chunk of its prompt has come.
+        """Cache a value, or store it as a part until the last chunk of its prompt has been computed.
 
         Args:
             provider: The place.
             rows: The request's new rows.
-            chunk: How many chunks of the prompt came before.
-            is_last: Whether the prompt ends with these.
+            chunk: Number of chunks of the prompt computed before.
+            is_last: Whether the prompt ends with these rows.
 
         Raises:
             ChunkedPromptError: The first chunks passed before the cache was made.
@@ -136,10 +135,10 @@ class RequestCaches:
 
 
 class EngineCacheView(CacheView):
-    """A cache of a block in vLLM: modules by their paths, and by standard names what these stand for.
+    """A view of a block's cache in vLLM: modules by their paths, and point values by standard names.
 
-    ``cache.model.layers[3].output`` is the residual stream, one tensor, as in a block; the module's own
-    value is at ``cache["model.model.layers.3"].output``.
+    ``cache.model.layers[3].output`` is the residual stream, one tensor, as in a block. The module's own value
+    is at ``cache["model.model.layers.3"].output``.
     """
 
     def _value(self, name: str) -> Any:
@@ -173,7 +172,7 @@ class EngineCacheView(CacheView):
             )
         _, layer, group = prefix.split(".", 2)
         here = self
-        if f"{group}.{side}" == ATTENTION_INPUT:  # attention itself is given more than that, in any order
+        if f"{group}.{side}" == ATTENTION_INPUT:  # attention has more arguments, in varying order
             projection = family.leaves[table.QUERIES].path
             path = f"{points.root.path}.{family.layers}.{layer}.{projection}"
             here = type(self)(self._cache, path, None)
@@ -182,11 +181,11 @@ class EngineCacheView(CacheView):
 
 
 def _values(entry: Entry, side: str) -> list[Any]:
-    """Return what an entry has of each call: outputs, or arguments in order."""
+    """Return an entry's values of each call: outputs, or arguments in order."""
     if side == "output":
-        _ = entry.output  # which says how to have outputs, if there are none
+        _ = entry.output  # raises, with advice, if there are none
         return entry.values["output"]
-    _ = entry.inputs
+    _ = entry.inputs  # the same for inputs
     return [(*args, *kwargs.values()) for args, kwargs in entry.values["input"]]
 
 
@@ -196,7 +195,7 @@ def _each(values: list[Any], form: Callable[[Any], Any]) -> Any:
 
 
 def _tensor(value: Any, index: int, family: EngineFamily, *, is_stream: bool) -> torch.Tensor:
-    """Return the one tensor that a standard name stands for."""
+    """Return the single tensor of a value that a standard name refers to."""
     several = value if isinstance(value, tuple) else (value,)
     first: torch.Tensor = several[index]
     second = several[index + 1] if is_stream and len(several) > index + 1 else None
@@ -206,10 +205,10 @@ def _tensor(value: Any, index: int, family: EngineFamily, *, is_stream: bool) ->
 
 
 def _spends_nothing(num_bytes: int) -> None:
-    """Stand in until a cache is a request's."""
+    """Account for nothing, until a cache is added to a request."""
 
 
 HOME_CLASSES: Final = (Cache, RequestCache, CacheView, EngineCacheView, Entry)
-"""What comes home beside data: these hold data and nothing else."""
+"""Classes that may be sent to the client beside plain data: they hold data and nothing else."""
 
 _NORM: Final = "norm"

@@ -1,9 +1,10 @@
-"""A prompt that is computed in chunks, for a block that knows nothing of it.
+"""Chunked prefill for a block that expects the whole prompt at once.
 
-The block asks for the prompt's value at a place, all rows of it. The first place that it asks for is
-gathered: each chunk's rows are kept as it passes, and the last chunk brings the whole. What the block assigns
-there goes to every chunk, each taking its share. By then the earlier chunks have passed all other places:
-asking for one of those, or editing what was gathered, cannot be made good and is a ``ChunkedPromptError``.
+The block requests the prompt's value at a place, with all rows. The first place that it requests is gathered:
+the rows of each chunk are stored as it passes, and the last chunk completes the value. A value that the block
+assigns there is applied to every chunk, each taking its share. By then the earlier chunks have passed all
+other places. So a request for another place, or an edit of the gathered value, cannot be served and is a
+``ChunkedPromptError``.
 """
 
 from __future__ import annotations
@@ -23,14 +24,13 @@ if TYPE_CHECKING:
 
 
 class PromptChunks:
-    """What the chunks of one request's prompt have left.
+    """The gathered values of the chunks of one request's prompt.
 
     Attributes:
-        num_passed: How many have been computed; 0 once the last has.
+        num_passed: Number of chunks computed so far; 0 again after the last.
     """
 
     def __init__(self, request: TracedRequest) -> None:
-        """Start before the first chunk."""
         self.num_passed = 0
         self._request = request
         self._gathered: dict[tuple[Mediator, str], list[Any]] = {}
@@ -38,27 +38,27 @@ class PromptChunks:
         self._whole: set[tuple[Mediator, str]] = set()
 
     def clear(self) -> None:
-        """The prompt has been computed."""
+        """Drop the gathered values: the prompt has been computed."""
         self.num_passed = 0
         self._request.holdings.keep("chunks", -num_bytes(self._gathered.values()))
         self._gathered.clear()
         self._whole.clear()
 
     def serve_part(self, provider: str) -> None:
-        """Gather rows for reads, or write this chunk's share of writes; the blocks go on waiting."""
+        """Gather rows for reads, or apply this chunk's share of writes; the blocks continue to wait."""
         request, batcher = self._request, self._request.batcher
         for mediator in request.due(provider):
             kind, _, _, more = mediator.waiting or (None, None, None, None)
             gathered = self._gathered.setdefault((mediator, provider), [])
             if len(gathered) != self.num_passed:
-                continue  # an earlier chunk has passed this place; the last one tells the block
+                continue  # an earlier chunk has passed this place; the last chunk raises it in the block
             gathered.append(batcher.narrow(batcher.group))
             request.holdings.keep("chunks", num_bytes(gathered[-1:]))
             if kind is Events.SWAP:
                 batcher.swap(batcher.group, self._share_of(more))
 
     def serve_last(self, provider: str) -> None:
-        """Serve a block at the end of a prompt that came in chunks."""
+        """Serve a block at the last chunk of a prompt that was computed in chunks."""
         request, batcher = self._request, self._request.batcher
         mediator = request.due(provider)[0]
         place = (mediator, provider)
@@ -80,10 +80,10 @@ class PromptChunks:
             mediator.fail(ChunkedPromptError.writing(provider, self.num_passed + 1))
 
     def leave(self, provider: str) -> None:
-        """The model goes on.
+        """Check the gathered values for edits when the model continues.
 
         Raises:
-            ChunkedPromptError: The block has edited what was gathered.
+            ChunkedPromptError: The block has edited a gathered value.
         """
         given, self._given = self._given, []
         for whole, before in given:
@@ -101,10 +101,10 @@ class PromptChunks:
             mediator.respond()
 
     def _share_of(self, value: Any, *, is_last: bool = False) -> Any:
-        """Return the rows of a whole prompt's value that this chunk computes.
+        """Return the rows of a whole prompt's value that belong to this chunk.
 
         Raises:
-            ValueError: With the last chunk: it has more rows than the prompt, or fewer.
+            ValueError: At the last chunk: the value's number of rows is not the length of the prompt.
         """
         batcher = self._request.batcher
         start, stop = self._request.start, self._request.start + self._request.num_new
@@ -124,7 +124,7 @@ class PromptChunks:
 
 
 def joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return one chunk's rows before the next one's."""
+    """Concatenate the rows of two consecutive chunks."""
     if first.ndim != second.ndim or not first.ndim:
         return first
     axis = 1 if first.ndim > 1 and first.shape[0] == 1 and second.shape[0] == 1 else 0
@@ -133,5 +133,5 @@ def joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def _versions(value: Any) -> list[tuple[int, int]]:
-    """Return which tensors a value holds, and how often each has been edited in place."""
+    """Return the id of each tensor in a value with its version counter."""
     return [(id(tensor), tensor._version) for tensor in tensors(value)]  # noqa: SLF001 - has no public name

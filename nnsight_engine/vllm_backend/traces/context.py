@@ -1,4 +1,4 @@
-"""One trace in the worker: its blocks, the variables they share, and the requests that run them."""
+"""One trace in the worker: its decoded blocks, their shared variables, and the mediators that run them."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class TraceContext:
     """The blocks of one trace.
 
     Args:
-        entry: The trace as it came.
-        model: What ``model`` is in the blocks.
-        policy: What strangers' blocks may do; None for those of trusted senders.
+        entry: The trace as received.
+        model: The object that ``model`` refers to in the blocks.
+        policy: The policy for untrusted blocks; None for those of trusted senders.
     """
 
     def __init__(self, entry: TraceEntry, model: WorkerModel, policy: Policy | None = None) -> None:
-        """Read the blocks.
+        """Decode the blocks.
 
         Raises:
-            DecodeError: They cannot be read.
+            DecodeError: They cannot be decoded.
         """
         self.key = entry.key
         self._model = model
         self._tracer = BlockTracer(model)
-        # Entries are made by the server, which has checked whose codec it is, and by nobody else.
+        # Only the server makes entries, and it has checked that the sender may use this codec.
         received = decode_blocks(
             entry.codec, entry.data, resolve=self._resolved, trusted=policy is None, policy=policy or TRUSTED
         )
@@ -51,18 +51,18 @@ class TraceContext:
         self._wanted = frozenset(entry.wanted)
 
     def code(self, index: int) -> CodeType:
-        """Return a block's code, which is equal for equal blocks."""
+        """Return a block's code object; equal blocks have equal code objects."""
         return self._invokes[index].info.block.code
 
     def mediator(
         self, index: int, choice: int, threads: Threads, enter: Callable[[], None]
     ) -> ThreadMediator:
-        """Return what runs a block; each choice of its request draws its own random numbers.
+        """Return the mediator of a block; each choice of its request draws its own random numbers.
 
         Args:
             index: The block.
-            choice: Which of its request's ``n``.
-            threads: What it runs on.
+            choice: Which of its request's ``n`` choices.
+            threads: The threads on which it runs.
             enter: Called on its thread before it runs.
         """
         invoke = self._invokes[index]
@@ -83,20 +83,20 @@ class TraceContext:
         return run
 
     def marked(self, index: int) -> list[Any]:
-        """Return what a block has saved so far, under whatever name, and what was saved before it ran."""
+        """Return all values saved so far in a block, whatever their names, and those saved before it ran."""
         return list(self._invokes[index].marked.values())
 
     def saves(self, index: int) -> dict[str, Any]:
-        """Return the variables of a block that were saved, by name."""
+        """Return the saved variables of a block, by name."""
         return self._invokes[index].saves(self._marks.all())
 
     def flows(self, index: int) -> dict[str, Any]:
-        """Return the variables of a block that were not saved and are wanted all the same, by name."""
+        """Return the variables of a block that were not saved but that the client wants, by name."""
         return self._invokes[index].flows(self._marks.all(), self._wanted)
 
     @property
     def saved_before(self) -> list[Any]:
-        """What had been saved before the blocks ran, as they have left it."""
+        """The values saved before the blocks ran, as the blocks have left them."""
         return list(self._saved)
 
     def _resolved(self, reference: tuple[str, ...]) -> Any:

@@ -1,7 +1,7 @@
-"""What a traced request brings in ``SamplingParams.extra_args``, and what its block leaves behind.
+"""The data that a traced request carries in ``SamplingParams.extra_args``, and the marks of saved values.
 
-The whole trace travels with each of its requests, because nobody knows which of them the engine runs first,
-or ahead of them; the worker reads it once.
+The whole trace is sent with each of its requests, because it is not known which of them the engine runs
+first; the worker decodes it once.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ TRACE_KEY: Final = "nnsight_engine_trace"
 
 
 class EditEntry(msgspec.Struct, frozen=True):
-    """An edit that a request has chosen.
+    """An edit that a request has selected.
 
     Attributes:
-        name: What it is called, in the engine if it is kept there, and in messages.
-        digest: Of the block that is meant; the engine may have another by that name.
-        data: The block, if the engine does not keep it.
+        name: Its name in the engine, if it is stored there, and in messages.
+        digest: Digest of the intended block; the engine may have another block under that name.
+        data: The encoded block, if the engine does not store it.
     """
 
     name: str
@@ -35,21 +35,22 @@ class TraceEntry(msgspec.Struct, frozen=True):
 
     Attributes:
         key: The trace.
-        index: Which of its blocks is the request's.
-        num_choices: How many requests run the block, ``n`` of its sampling.
-        data: All of them, see ``wire``; nothing if the worker was given them before, see ``hold``.
-        groups: For each block, its variables' names and the numbers of the surrounding variables they stand
-            for: equal numbers are one variable.
-        streams: Whether what the block saves is told after each step.
-        edits: The edits that run beside the block, in the order in which they have each value.
+        index: Index of the request's block among the trace's.
+        num_choices: Number of requests that run the block (``n`` of its sampling parameters).
+        data: All blocks, encoded, see ``serialization``; empty if the worker has received them before, see
+            ``WorkerTraces.hold``.
+        groups: For each block, the names of its variables with the numbers of the surrounding variables they
+            refer to: equal numbers are one variable.
+        streams: Whether deltas of the block's saved values are reported after each step.
+        edits: The edits that run beside the block, in the order in which they receive each value.
         is_rehearsal: Whether the request ends once its block has nothing new to ask for, see ``request``.
-        is_scan: Whether the shapes of all modules' values are asked for too.
-        codec: What the blocks are written in; another than ``wire`` only from senders that are trusted.
-        wanted: Names whose values are to come home although nobody saved them.
-        prints: Whether what the block prints is told, rather than printed by the worker.
-        plain: Whether what is saved must be of JSON's types and tensors, see ``plain``.
-        compresses: Whether what is left of the trace is to be compressed.
-        sandbox_of: Whose code it is, if they are strangers: it runs as the engine's limits say.
+        is_scan: Whether the shapes of all modules' values are requested as well.
+        codec: The encoding of the blocks; only trusted senders may use another than ``wire``.
+        wanted: Names of variables whose values are returned although they were not saved.
+        prints: Whether the block's printed text is reported to the client instead of printed by the worker.
+        plain: Whether saved values must be JSON types and tensors, see ``json_values``.
+        compresses: Whether the results of the trace are compressed.
+        sandbox_of: The tenant whose code it is, if the code is untrusted; it runs as ``EngineLimits`` says.
     """
 
     key: str
@@ -69,30 +70,30 @@ class TraceEntry(msgspec.Struct, frozen=True):
     sandbox_of: str = ""
 
     def to_plain(self) -> dict[str, Any]:
-        """Return what vLLM carries."""
+        """Return the entry as built-in types, which vLLM can carry."""
         plain: dict[str, Any] = msgspec.to_builtins(self, builtin_types=(bytes,))
         return plain
 
     def choice_of(self, request_id: str) -> int:
-        """Return which of its request's ``n`` a request is: vLLM names these <choice>_<parent>."""
+        """Return which of its ``n`` choices a request is: vLLM names these <choice>_<parent>."""
         return int(request_id.partition("_")[0]) if self.num_choices > 1 else 0
 
     @staticmethod
     def from_plain(plain: Any) -> TraceEntry:
-        """Read what ``to_plain`` made; raises msgspec.ValidationError."""
+        """Read the output of ``to_plain``; raises msgspec.ValidationError."""
         return msgspec.convert(plain, TraceEntry)
 
 
 class Marks:
-    """What the blocks of one trace have saved, on whichever thread."""
+    """The values that the blocks of one trace have saved, over all threads."""
 
     def __init__(self, saved: Sequence[Any]) -> None:
-        """Start with what was saved before the blocks ran."""
+        """Start with the values that were saved before the blocks ran."""
         self.before = list(saved)
         self._kept: list[dict[int, Any]] = []
 
     def enter(self) -> dict[int, Any]:
-        """Collect what the calling thread saves from here on, by identity; the thread ends with its block."""
+        """Collect values that the calling thread saves from now on, by identity, until the thread ends."""
         SAVES.enter()
         SAVES.marked.update({id(value): value for value in self.before})
         self._kept.append(SAVES.marked)

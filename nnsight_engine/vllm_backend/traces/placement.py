@@ -1,4 +1,4 @@
-"""Which part a worker has in tracing: of several ranks or pipeline stages, one runs the blocks."""
+"""The role of a worker in tracing: one rank or stage runs the blocks, the others serve its requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def traces_of_worker(
     points: ModelPoints, config: VllmConfig, limits: EngineLimits
 ) -> WorkerTraces | EarlyStageTraces:
-    """Return this worker's traces; where there are several workers, all must make theirs together."""
+    """Return the traces of this worker, by its role; all workers of a group must call this together."""
     last = num_stages() - 1
     if points.tensor_parallel_size > 1:  # and one stage: both together are refused at start
         ranks = Ranks.of_this_worker()

@@ -1,11 +1,11 @@
 """The standard names of a model in vLLM: ``model.layers[3].attn.heads`` and ``model.points``.
 
-vLLM's own modules keep their own values: a block of Llama returns ``(hidden, residual)``, queries, keys and
-values come out of one projection. Beside them are these names, the same on every architecture and the same as
-on ``LanguageModel``, whose values are single tensors ``[tokens, ...]`` of the block's own request.
+vLLM's own modules keep their own values: a block of Llama returns ``(hidden, residual)``, and one projection
+returns queries, keys and values. In addition there are these names, the same on every architecture and the
+same as on ``LanguageModel``, whose values are single tensors ``[tokens, ...]`` of the block's own request.
 
-Both sides have them. In the worker a point reads and writes (``points_worker``). The client's lead nowhere:
-they are for code around a block, and travel by name.
+Both sides have the names. In the worker a point reads and writes values (``points_worker``). On the client a
+point has no value: the names are for code in blocks, and are sent as references.
 """
 
 from __future__ import annotations
@@ -46,13 +46,12 @@ class NamedPlace:
     """A point on the client: a name and a shape."""
 
     def __init__(self, points: EnginePoints, name: str, shape: tuple[int, ...]) -> None:
-        """Be the point of this name."""
         self.points = points
         self.name = name
         self.shape = shape
 
     def read(self) -> torch.Tensor:
-        """Return the shape that a scan has found, as a tensor without numbers.
+        """Return a meta tensor of the shape that a scan has found.
 
         Raises:
             ValueError: There was no scan, and the model runs elsewhere.
@@ -71,7 +70,7 @@ class NamedPlace:
         )
 
     def write(self, value: torch.Tensor) -> NoReturn:
-        """Refuse: the model runs elsewhere."""
+        """Raise ValueError: the model runs elsewhere."""
         del value
         raise ValueError(f"Cannot set {self.name} that is not interleaving: assign it inside a trace.")
 
@@ -81,12 +80,12 @@ class EnginePoints(NamedPoints):
 
     Args:
         root: The envoy of the model.
-        family: Where its points lie.
-        num_layers: How many layers it has.
-        leaves: The points it has, with their shapes.
+        family: The locations of the family's points.
+        num_layers: The number of layers.
+        leaves: The points of the model, with their shapes.
 
     Attributes:
-        scanned: What the last scan found: how many tokens, of which type values are.
+        scanned: The number of tokens and the dtype of values in the last scan; None without a scan.
     """
 
     scanned: tuple[int, torch.dtype] | None = None
@@ -94,28 +93,28 @@ class EnginePoints(NamedPoints):
     def __init__(
         self, root: Envoy, family: EngineFamily, num_layers: int, leaves: Sequence[LeafSpec]
     ) -> None:
-        """Offer what ``leaves`` names."""
+        """Offer the points in ``leaves``."""
         super().__init__()
         self.root = root
         self.family = family
         self._count = num_layers
         self._shapes = {leaf.name: leaf.shape for leaf in leaves}
-        # Not among the points, but a part's own: what attention projects, what the final norm is given.
+        # Not in ``points``, only on parts: the input of attention's projections, and of the final norm.
         self._shapes |= dict.fromkeys((ATTENTION_INPUT, NORM_INPUT), self._shapes["input"])
 
     @staticmethod
     def on_client(root: Envoy, class_name: str, spec: ModelSpec) -> EnginePoints:
-        """Return the names of an engine's model, whose class has this name there."""
+        """Return the points of an engine's model for the client; ``class_name`` is the model's class in vLLM."""
         family = family_named(class_name, [spec.architecture])
         return EnginePoints(root, family, spec.num_layers, spec.leaves)
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are."""
+        """The number of layers."""
         return self._count
 
     def has(self, name: str) -> bool:
-        """Tell whether there is a point of this name, of a layer that there is."""
+        """Return whether the model has the point of this name; the layer's index is not checked."""
         return _leaf_of(name) in self._shapes
 
     def _num_layers(self) -> int:
@@ -131,7 +130,7 @@ class EnginePoints(NamedPoints):
         return NamedPlace(self, name, self._shapes[self._resolved(name)[1]])
 
     def _resolved(self, name: str) -> tuple[int, str]:
-        """Return the layer, -1 for a point of the whole model, and the leaf; raises UnknownPointError."""
+        """Return the layer (-1 for a point of the whole model) and the leaf; raises UnknownPointError."""
         if name in {EMBED, NORM_INPUT, *self._behind()}:
             return -1, name
         layer, leaf = self._parsed(name)
@@ -140,7 +139,7 @@ class EnginePoints(NamedPoints):
         return layer, leaf
 
     def layer_of(self, envoy: Envoy) -> int:
-        """Return the number of the layer that ``envoy`` is or is in."""
+        """Return the index of the layer that ``envoy`` is or is in."""
         layers = f"{self.root.path}.{self.family.layers}."
         return int(str(envoy.path).removeprefix(layers).partition(".")[0])
 
@@ -150,16 +149,16 @@ class EnginePoints(NamedPoints):
         return envoy
 
     def skipping(self, prefix: str, value: Any) -> Any:  # noqa: ARG002 - the worker's knows the form
-        """Return what takes the place of the output of a layer or its part."""
+        """Return the replacement for the output of a layer or its part."""
         return value
 
     # Names.
 
     def standard(self, name: str) -> Any:
-        """Return what stands at a name: the points themselves, the layers, one of them, or a part.
+        """Return the object with a standard name: the points, the layers, one layer, or a part.
 
         Raises:
-            LookupError: Nothing does.
+            LookupError: There is none.
         """
         if name == _POINTS:
             return self
@@ -176,7 +175,7 @@ class EnginePoints(NamedPoints):
         return self.layer(int(layer)) if not group else self.part(int(layer), group)
 
     def layer(self, index: int) -> Part:
-        """Return a layer, counted from 0."""
+        """Return a layer by its index."""
         return Part(self, f"{_LAYERS}.{index}", self.raw(f"{self.family.layers}.{index}"))
 
     def part(self, layer: int, group: str) -> PointGroup:
@@ -189,10 +188,10 @@ class EnginePoints(NamedPoints):
 
 
 class Part(PointGroup):
-    """A layer, or its attention or MLP, by its standard name; all else is looked up on vLLM's module."""
+    """A layer, or its attention or MLP, by its standard name; other attributes are those of vLLM's module."""
 
     def __init__(self, points: EnginePoints, prefix: str, raw: Envoy) -> None:
-        """Stand for ``raw``."""
+        """Wrap the envoy ``raw``."""
         super().__init__(points, prefix)
         self.__dict__["_raw"] = raw
 
@@ -204,12 +203,12 @@ class Part(PointGroup):
 
     @property
     def owner(self) -> EnginePoints:
-        """The points of the model that it is a part of."""
+        """The points of the model to which the part belongs."""
         points: EnginePoints = self.__dict__["_points"]
         return points
 
     def __getattr__(self, name: str) -> Any:
-        """Return a part, the value of a point, or what vLLM's module's envoy has."""
+        """Return a part, the value of a point, or an attribute of the envoy of vLLM's module."""
         mine = self.__dict__
         points: EnginePoints = mine["_points"]
         layer = _layer(mine["_prefix"])
@@ -225,13 +224,13 @@ class Part(PointGroup):
         return getattr(raw, name)
 
     def _has(self, name: str) -> bool:
-        """Tell whether a name is a point; a module of that name hides it."""
+        """Return whether a name is a point; a child module of that name takes precedence."""
         mine = self.__dict__
         children: list[str] = mine["_raw"]._names  # noqa: SLF001 - an envoy of ours
         return name not in children and bool(mine["_points"].has(f"{mine['_prefix']}.{name}"))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Write a point, or what vLLM's module's envoy has."""
+        """Write a point, or an attribute of the envoy of vLLM's module."""
         if self._has(name):
             super().__setattr__(name, value)
         else:
@@ -242,16 +241,16 @@ class Part(PointGroup):
         return self.__dict__["_raw"](*args, **kwargs)
 
     def skip(self, value: Any) -> None:
-        """Have ``value`` as the output, one tensor; the module runs for others only."""
+        """Use ``value``, one tensor, as the output; the module runs for other requests only."""
         mine = self.__dict__
         mine["_raw"].skip(mine["_points"].skipping(mine["_prefix"], value))
 
     def __dir__(self) -> list[str]:
-        """List points and what vLLM's module has."""
+        """List the points and the attributes of vLLM's module."""
         return sorted({*super().__dir__(), *dir(self.__dict__["_raw"])})
 
     def __repr__(self) -> str:
-        """Show the module."""
+        """Return the representation of the module."""
         return repr(self.__dict__["_raw"])
 
 
@@ -259,15 +258,14 @@ class Layers(PartList):
     """The layers of a model, in order: ``model.layers[3]``, ``for layer in model.layers``."""
 
     def __init__(self, points: EnginePoints) -> None:
-        """Stand for the layers of these points."""
         self.points = points
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of layers."""
         return self.points.num_layers
 
     def __iter__(self) -> Iterator[Part]:
-        """Iterate over them."""
+        """Iterate over the layers."""
         return (self.points.layer(index) for index in range(len(self)))
 
     @overload
@@ -277,26 +275,26 @@ class Layers(PartList):
     def __getitem__(self, key: slice) -> list[Part]: ...
 
     def __getitem__(self, key: int | slice) -> Part | list[Part]:
-        """Return one, negatives counted from the end, or several."""
+        """Return one layer, or several; a negative index counts from the end."""
         numbers = range(len(self))
         if isinstance(key, slice):
             return [self.points.layer(index) for index in numbers[key]]
         return self.points.layer(numbers[key])
 
     def __repr__(self) -> str:
-        """Show the modules."""
+        """Return the representation of the modules."""
         return repr(self.points.raw(self.points.family.layers))
 
 
 class StandardNames(Envoy):
-    """An envoy of a model in vLLM, on either side, with the standard names beside the model's own."""
+    """An envoy of a model in vLLM, on either side, that has the standard names beside the model's own."""
 
     def _standard_points(self) -> EnginePoints | None:
-        """Return the points; None if the model has none, or not yet."""
+        """Return the points; None if the model has none, or they have not been set yet."""
         return self.__dict__.get("_points")
 
     def __getattr__(self, name: str) -> Any:
-        """Look a name up as ``Envoy`` does, then among the standard ones, which never hide another."""
+        """Look a name up as ``Envoy`` does, then among the standard names, which never hide another name."""
         if name not in _STANDARD:
             return self._renamed(name)
         try:
@@ -311,7 +309,7 @@ class StandardNames(Envoy):
                 raise AttributeError(str(error), name=name, obj=self) from error
 
     def _renamed(self, name: str) -> Any:
-        """Return what a name of the user's own stands for, a module or something with a standard name."""
+        """Return the target of a user's own name: a module or an object with a standard name."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -323,7 +321,7 @@ class StandardNames(Envoy):
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Write the logits, or do as ``Envoy`` does."""
+        """Write the logits, or set an attribute as ``Envoy`` does."""
         points = self.__dict__.get("_points")
         if name == LOGITS and points is not None and not isinstance(value, torch.nn.Module):
             points[LOGITS] = value
@@ -332,13 +330,13 @@ class StandardNames(Envoy):
 
 
 def further_names(envoy: Envoy, name: str) -> list[str]:
-    """Return the paths that a further name may stand for on an envoy."""
+    """Return the paths that an additional name may refer to on an envoy."""
     aliases = envoy._alias  # noqa: SLF001 - an envoy of ours
     return [] if aliases is None else aliases.resolve(name, is_root=envoy._is_root)  # noqa: SLF001 - the same
 
 
 def place_of(value: object) -> tuple[str, str] | None:
-    """Return the name by which the other side finds the same place in the model; None if it is none."""
+    """Return the reference by which the other side finds the same place in the model; None if it is no place."""
     if isinstance(value, Envoy):
         return ("envoy", str(value.path))
     name = standard_name(value)
@@ -346,10 +344,10 @@ def place_of(value: object) -> tuple[str, str] | None:
 
 
 def place_named(root: StandardNames, kind: str, name: str) -> Any:
-    """Return what ``place_of`` named.
+    """Return the object of a reference made by ``place_of``.
 
     Raises:
-        LookupError: Nothing has such a name.
+        LookupError: There is none.
     """
     if kind == "envoy":
         return root if name == root.path else root.get(name)
@@ -360,7 +358,7 @@ def place_named(root: StandardNames, kind: str, name: str) -> Any:
 
 
 def standard_name(value: object) -> str | None:
-    """Return the standard name of a value; None for what has none."""
+    """Return the standard name of an object; None if it has none."""
     if isinstance(value, EnginePoints):
         return _POINTS
     if isinstance(value, Layers):
@@ -372,7 +370,7 @@ def standard_name(value: object) -> str | None:
 
 
 def _layer(prefix: str) -> int | None:
-    """Return the number of the layer that a prefix is, or None if it is something else's."""
+    """Return the layer's index if a prefix is a layer's standard name, else None."""
     first, _, rest = prefix.partition(".")
     return int(rest) if first == _LAYERS and rest.isdecimal() else None
 

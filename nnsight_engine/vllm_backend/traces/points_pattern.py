@@ -1,9 +1,9 @@
-"""Attention probabilities for blocks: vLLM never forms them, so they are computed beside its attention.
+"""Attention probabilities for blocks; vLLM never computes them, so they are computed beside its attention.
 
-Queries and keys are met on their way into the kernel, after rotary embedding and per-head norms, and the
-probabilities of the request's own rows are computed in float32, as a capture's are (see ``plans/patterns``).
-A generated token attends to all before it, whose keys are in the engine's cache by then. A block that reads a
-layer's pattern from the prompt on has its keys kept, step by step, until it ends.
+Queries and keys are intercepted at the input of the kernel, after rotary embedding and per-head norms. The
+probabilities of the request's own rows are computed in float32, as for a capture (see ``plans/patterns``). A
+generated token attends to all earlier positions, whose keys are only in the engine's KV cache by then. So if
+a block reads a layer's pattern from the prompt on, the layer's keys are stored, step by step, until it ends.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ if TYPE_CHECKING:
 
 
 class PatternPoint:
-    """The probabilities of one layer's attention, ``[heads, tokens, keys]``; read only.
+    """The attention probabilities of one layer, ``[heads, tokens, keys]``; read only.
 
     Args:
         name: The point's name.
         kernel: The envoy of vLLM's ``Attention``.
-        num_heads: How many heads the model has, and how many of keys and values.
-        shape: Shape of one position's value.
+        num_heads: The model's number of attention heads and of key-value heads.
+        shape: Shape of the value at one position.
     """
 
     def __init__(self, name: str, kernel: Envoy, num_heads: tuple[int, int], shape: tuple[int, ...]) -> None:
-        """Stand for a layer's probabilities."""
         self.name = name
         self.shape = shape
         self._kernel = kernel
-        # Not the module's own, which are one rank's.
+        # Not the module's own numbers, which are those of one rank.
         self._num_heads, self._num_kv_heads = num_heads
         self._kept: weakref.WeakKeyDictionary[Mediator, AttentionKeyStore] = weakref.WeakKeyDictionary()
 
@@ -47,7 +46,8 @@ class PatternPoint:
         """Wait for the queries and the keys, and return the probabilities.
 
         Raises:
-            PatternError: The attention cannot be computed apart, or keys of earlier steps are unknown.
+            PatternError: The attention has a form that cannot be recomputed, the layer shares another layer's
+                keys, or keys of earlier steps were not stored.
         """
         module: Any = self._kernel._module  # noqa: SLF001 - an envoy of ours
         args, kwargs = self._kernel.inputs
@@ -72,7 +72,7 @@ class PatternPoint:
         return out.transpose(0, 1)
 
     def write(self, value: torch.Tensor) -> NoReturn:
-        """Refuse.
+        """Raise: probabilities cannot be written.
 
         Raises:
             PatternError: Always.
@@ -84,13 +84,13 @@ class PatternPoint:
         )
 
     def _start(self, mediator: Mediator, num_rows: int) -> int:
-        """Return the position of the first row: of a prompt in chunks, all are given with the last."""
+        """Return the position of the first row; a prompt in chunks is given whole at its last chunk."""
         request: Any = mediator.interleaver
         stop: int = request.done + request.batcher.group[1]
         return stop - num_rows
 
     def _store(self, mediator: Mediator, start: int, keys: torch.Tensor) -> AttentionKeyStore:
-        """Keep the keys with those of the steps before; returns all of them."""
+        """Store the keys after those of earlier steps; return the store with all of them."""
         stop = start + len(keys)
         store = self._kept.get(mediator)
         before = 0 if store is None else store.capacity

@@ -1,8 +1,8 @@
-"""What blocks print, kept for whoever sent them.
+"""Redirection of the text that blocks print to the clients that sent them.
 
-A block that came over a network prints for its sender, who does not see the worker's output. So the worker's
-``sys.stdout`` is stood in for by one that looks which thread is writing: a block has a thread of its own, and
-what is written on it goes to its request. Everybody else's output goes where it went before.
+A block that arrived over a network prints for its client, which does not see the worker's output. So the
+worker's ``sys.stdout`` is replaced by an object that dispatches on the writing thread: a block has a thread
+of its own, and text written on it goes to its request. Output of other threads goes to the original stream.
 """
 
 from __future__ import annotations
@@ -15,27 +15,30 @@ from nnsight_engine.remote_backend.prints import Prints
 
 
 class BlockStdout:
-    """Stands for ``sys.stdout``; like it in everything but where blocks' output goes."""
+    """Replaces ``sys.stdout``; it behaves like the original except for the output of blocks."""
 
     def __init__(self, real: Any) -> None:
-        """Stand for this one."""
         self._real = real
         self._own = threading.local()
 
     @staticmethod
     def install() -> BlockStdout:
-        """Return the one that stands for ``sys.stdout``, from now on if there was none."""
+        """Return the object that replaces ``sys.stdout``, installing it if there is none."""
         now = sys.stdout
         if not isinstance(now, BlockStdout):
             sys.stdout = now = BlockStdout(now)
         return now
 
     def enter(self, prints: Prints) -> None:
-        """Keep what the calling thread prints, until it ends."""
+        """Redirect the calling thread's output to ``prints`` until the thread ends."""
         self._own.prints = prints
 
     def write(self, text: str) -> int:
-        """Write, to whom the calling thread prints."""
+        """Write to the calling thread's destination.
+
+        Raises:
+            TypeError: ``text`` is not a string, on a block's thread.
+        """
         prints: Prints | None = getattr(self._own, "prints", None)
         if prints is None:
             written: int = self._real.write(text)
@@ -46,12 +49,12 @@ class BlockStdout:
         return len(text)
 
     def writelines(self, lines: Any) -> None:
-        """Write one after another."""
+        """Write several strings."""
         for line in lines:
             self.write(line)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the real one has."""
+        """Return an attribute of the original stream."""
         return getattr(self._real, name)
 
 

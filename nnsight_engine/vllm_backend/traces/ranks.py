@@ -1,10 +1,11 @@
-"""Tensor-parallel ranks of one model: the first one leads, and tells the others what to do with it.
+"""Communication between the tensor-parallel ranks of one model: the leading rank sends orders to the others.
 
-Blocks run on the first rank only (see ``tp_leader``). The others compute their parts of the model, and
-wherever a block may have its hand in, they do what the first one says until it lets them go on. So nothing
-that a block does, draws or forgets is different on two ranks, and none waits for one that is elsewhere.
+Blocks run on the first rank only (see ``tp_leader``). The other ranks compute their parts of the model.
+Wherever a block may read or change a value, they execute the leading rank's orders until it lets them
+continue. So random draws, control flow and lifetimes of blocks cannot diverge between ranks, and no rank
+waits for one that is elsewhere.
 
-What is said travels as vLLM's own ranks talk to each other; tensors by the groups' collectives.
+Orders are sent as vLLM's ranks send objects to each other; tensors by the collectives of the group.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype,
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """A tensor that an order mentions.
+    """A placeholder for a tensor in an order.
 
     Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-        content: Its bytes; None of one that follows by a collective of its device.
+        shape: The tensor's shape.
+        dtype: The tensor's dtype.
+        content: The tensor's bytes; None if it follows by a collective on its device.
     """
 
     shape: tuple[int, ...]
@@ -42,23 +43,23 @@ class TensorSlot:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorSlot:
-        """Return what stands for a tensor."""
+        """Return the placeholder of a tensor."""
         content = _as_bytes(tensor).numpy().tobytes() if tensor.device.type == "cpu" else None
         return TensorSlot(tuple(tensor.shape), tensor.dtype, content)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GatherMessage:
-    """Put the value at hand together."""
+    """The order to gather the value at hand."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallMessage:
-    """Call a module for a block.
+    """The order to call a module for a block.
 
     Attributes:
         path: The module.
-        method: Which of its methods; empty for the module itself.
+        method: The name of its method; empty for the module itself.
         arguments: ``(args, kwargs)`` with slots for tensors.
     """
 
@@ -69,11 +70,11 @@ class CallMessage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fetch:
-    """Put together a tensor that a module has.
+    """The order to gather a tensor of a module.
 
     Attributes:
         path: The module.
-        name: Its attribute.
+        name: The attribute's name.
     """
 
     path: str
@@ -82,11 +83,11 @@ class Fetch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GoOn:
-    """Let the model run on.
+    """The order to let the model continue.
 
     Attributes:
-        wanted: The providers at which to stop and listen.
-        changed: Which tensors of the value at hand the blocks have replaced, by number.
+        wanted: The providers at which to stop and wait for orders.
+        changed: Slots of the tensors of the value at hand that blocks have replaced, by number.
         traced: Whether some block takes part in the step.
     """
 
@@ -102,19 +103,18 @@ class Ranks:
     """The ranks of a tensor-parallel group, seen from one of them.
 
     Attributes:
-        rank: This one's number.
-        size: How many there are.
+        rank: This rank's number.
+        size: The number of ranks.
     """
 
     def __init__(self, group: GroupCoordinator) -> None:
-        """Stand for a group."""
         self.rank: int = group.rank_in_group
         self.size: int = group.world_size
         self._group = group
 
     @staticmethod
     def of_this_worker() -> Ranks:
-        """Return those that share this worker's model."""
+        """Return the ranks that share this worker's model."""
         return Ranks(get_tp_group())
 
     @property
@@ -123,7 +123,7 @@ class Ranks:
         return self.rank == 0
 
     def tell(self, order: Order, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Tell the other ranks what to do, and send the tensors that the order mentions."""
+        """Send an order to the other ranks, followed by the tensors that it refers to."""
         self._group.broadcast_object(order)
         for tensor in tensors:
             if tensor.device.type != "cpu":
@@ -135,7 +135,7 @@ class Ranks:
         return order
 
     def receive(self, slot: TensorSlot) -> torch.Tensor:
-        """Return a tensor that an order mentions."""
+        """Return a tensor that an order refers to; for a device tensor all followers call this together."""
         if slot.content is None:
             tensor = torch.empty(slot.shape, dtype=slot.dtype, device=self._group.device)
             self._group.broadcast(_as_bytes(tensor))
@@ -146,14 +146,14 @@ class Ranks:
         return tensor
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Return ``[ranks, *shape]`` of each rank's tensor; all ranks call this together."""
+        """Return each rank's tensor, ``[ranks, *shape]``; all ranks call this together."""
         whole: torch.Tensor = self._group.all_gather(part.detach().contiguous()[None], dim=0)
         return whole
 
-    # What is said of values.
+    # Encoding of values.
 
     def packed(self, value: Any, tensors: list[torch.Tensor]) -> Any:
-        """Return ``value`` with slots for its tensors, which are added to ``tensors``.
+        """Return ``value`` with slots in place of its tensors, which are appended to ``tensors``.
 
         Raises:
             SpreadModuleError: It holds something that cannot be sent.
@@ -172,7 +172,7 @@ class Ranks:
         return value
 
     def unpacked(self, value: Any) -> Any:
-        """Return what ``packed`` was given, receiving its tensors."""
+        """Return the value that was given to ``packed``, receiving its tensors."""
         if isinstance(value, TensorSlot):
             return self.receive(value)
         if isinstance(value, tuple | list):
@@ -183,5 +183,5 @@ class Ranks:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's memory, or a copy's: whatever the collectives know of its dtype."""
+    """Return a tensor's memory, or a copy, as bytes, since collectives may not support its dtype."""
     return flat_bytes(tensor)

@@ -1,4 +1,4 @@
-"""The names by which a trace on vLLM refers to what the worker has itself."""
+"""References by which a trace on vLLM names objects that exist in the worker."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from nnsight_engine.vllm_backend.traces.points import place_of
 
 
 def reference_of(value: Any, model: Envoy, barriers: list[Barrier]) -> tuple[str, ...] | None:
-    """Return the name of something that is not sent but found in the worker; None for what is sent.
+    """Return the reference of an object that is looked up in the worker; None for objects that are sent.
 
     Args:
-        value: Any object that a trace's message meets.
+        value: Any object that the encoder of a trace's message visits.
         model: The model.
-        barriers: The trace's.
+        barriers: The trace's barriers.
 
     Raises:
-        EncodeError: It is a module of another model, which the worker does not have.
+        EncodeError: The object is a module of another model, which the worker does not have.
     """
     if isinstance(value, Envoy) and value._root is not model._root:  # noqa: SLF001 - envoys of ours
         raise EncodeError(

@@ -1,7 +1,8 @@
-"""What a request's block has written, kept for positions that are computed anew.
+"""Storage of a request's writes, and their replay for positions that are computed again.
 
-After a preemption everything so far is computed again, and keys and values that lack a write would be wrong.
-The block is not asked again: what it left at these positions is put there, by absolute position.
+After a preemption all positions so far are computed again, and without the writes the rebuilt keys and values
+would be wrong. The block does not run again for them: the values that it left at these positions are written
+back, by absolute position.
 """
 
 from __future__ import annotations
@@ -17,20 +18,19 @@ if TYPE_CHECKING:
     from nnsight_engine.vllm_backend.traces.request import TracedRequest
 
 _WRITES: Final = "writes"
-"""What they are called among what a request holds."""
+"""Name of the writes' account in ``MemoryAccount``."""
 
 
 class ReplayedWrites:
     """The writes of one request so far."""
 
     def __init__(self, request: TracedRequest) -> None:
-        """Start with none."""
         self._request = request
         self._written: dict[str, list[tuple[int, Any]]] = {}
         self._again: tuple[int, int, int] | None = None
 
     def begin(self, row: int, start: int, num_rows: int) -> None:
-        """Begin a step that computes so many rows anew, the first of them here and of this position."""
+        """Begin a step that recomputes ``num_rows`` positions from ``start`` on, in rows from ``row`` on."""
         self._again = (row, start, num_rows) if num_rows else None
         for provider in self._written if num_rows else ():
             self._request.board.want(provider, self._request)
@@ -43,16 +43,16 @@ class ReplayedWrites:
                 self._request.release(provider)
 
     def clear(self) -> None:
-        """Forget all: nothing is computed anew any more."""
+        """Drop all writes: no position will be computed again."""
         self._written.clear()
         self._request.holdings.let_go(_WRITES)
 
     def has_use_for(self, provider: str) -> bool:
-        """Tell whether something is to be written again here in this step."""
+        """Return whether a write is to be replayed at this provider in this step."""
         return self._again is not None and provider in self._written
 
     def put_back(self, provider: str) -> None:
-        """Write again, into the value at hand, what was written at positions that are computed anew."""
+        """Replay the writes at recomputed positions into the value at hand."""
         if self._again is None or provider not in self._written:
             return
         row, start, num_rows = self._again
@@ -78,7 +78,7 @@ class ReplayedWrites:
         return map_pairs(value, rows, again)
 
     def note(self, provider: str) -> None:
-        """Keep what the block has left in the value at hand, at its own positions."""
+        """Store the rows that the block has left in the value at hand, by their absolute position."""
         request, batcher = self._request, self._request.batcher
         first, num_rows = batcher.group
 

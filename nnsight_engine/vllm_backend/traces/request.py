@@ -1,12 +1,12 @@
-"""One traced request, over all the steps of the engine that it lives through.
+"""One traced request, over all steps of the engine in which it takes part.
 
-The block's requests are for generation steps: ``.i0`` is the whole prompt, ``.i1`` the forward pass of the
-first generated token, and so on. What the engine runs are *spans* of positions, and the two differ: a prompt
-may come in chunks, and after a preemption everything so far is computed again in one go. So a value is
-addressed by absolute positions. Positions that the block has seen are never shown to it again; what it wrote
-there is written again, or the rebuilt keys and values would lack it.
+The block's requests refer to generation steps: ``.i0`` is the whole prompt, ``.i1`` the forward pass of the
+first generated token, and so on. The engine runs *spans* of positions, and the two differ: a prompt may be
+computed in chunks, and after a preemption all positions so far are computed again at once. So a value is
+addressed by absolute positions. Positions that the block has seen are never shown to it again. Its writes at
+these positions are replayed, or the rebuilt keys and values would lack them.
 
-Nothing a block does raises into the model: the request notes its failure and is ended after the step.
+No error of a block propagates into the model: the request records its failure and is ended after the step.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _OF_THE_MODEL = frozenset({Events.VALUE, Events.SWAP, Events.SKIP})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TraceSpan:
-    """A traced request's rows in one step.
+    """The rows of a traced request in one step.
 
     Attributes:
         request_id: vLLM's id.
-        index: Place of the request among the step's.
-        row: First row.
-        num_rows: How many.
-        start: Absolute position of the first.
+        index: Index of the request among the step's requests.
+        row: Index of the first row.
+        num_rows: Number of rows.
+        start: Absolute position of the first row.
         complete: Whether a token is sampled after the step.
     """
 
@@ -63,26 +63,26 @@ class TraceSpan:
 
 
 class TracedRequest(Interleaver):
-    """The model's side of one request's block.
+    """The interleaver of one request: the model's side of its block and its edits.
 
     Attributes:
         number: The generation step that is running, or comes next.
-        done: Positions below this one have been computed, and shown to the block.
+        done: Positions below this one have been computed and shown to the block.
         in_step: Whether the request takes part in the engine's step.
-        start: Position of the first row of the step that the block has not seen.
-        num_new: How many of these there are.
-        partial: Whether the step computes a part of the prompt only, and not its end.
-        muted: The module whose call the block skips, while it runs for others.
-        holdings: The bytes that it holds.
-        caches: What the block keeps of many modules.
-        cache_misses: What each of its caches was asked for and did not get.
-        last_label: What the block that ran last is called in errors; None for the request's own.
-        is_rehearsal: Whether the request ends as soon as its blocks have nothing new to ask for. A block that
-            is in a loop over all steps is left there, since what follows may count on all of them.
-        max_spent_s: Seconds that its blocks may compute in all steps.
-        is_elsewhere: Whether, by the last step, its blocks want what no tap provides.
-        went_elsewhere: Whether they did in this step.
-        tier: ``tap`` while the compiled step sufficed, ``eager`` once a step ran with modules heard of.
+        start: Position of the step's first row that the block has not seen.
+        num_new: Number of rows that the block has not seen.
+        partial: Whether the step computes a chunk of the prompt that does not reach its end.
+        muted: The module whose call the block skips while it runs for other requests.
+        holdings: The account of the memory that it holds.
+        caches: The caches that the block fills with values of many modules.
+        cache_misses: For each cache, the requested values that it does not have.
+        last_label: The name, in errors, of the block that ran last; None for the request's own block.
+        is_rehearsal: Whether the request ends as soon as its blocks have nothing new to ask for. A block in a
+            loop over all steps is left there, since the code behind the loop may rely on all of them.
+        max_spent_s: Limit for the seconds that its blocks may compute in all steps.
+        is_elsewhere: Whether its blocks needed, in the last step, values that no tap provides.
+        went_elsewhere: Whether they need such values in this step.
+        tier: ``tap`` while the compiled step sufficed, ``eager`` once a step ran with module calls observed.
     """
 
     batcher: FlatBatcher
@@ -95,14 +95,15 @@ class TracedRequest(Interleaver):
         holdings: MemoryAccount,
         edits: Sequence[ThreadMediator] = (),
     ) -> None:
-        """Stand beside ``trace_dispatcher``'s other requests; nothing runs before ``open``.
+        """Register beside the dispatcher's other requests; no block runs before ``open``.
 
         Args:
-            board: Where the model's calls come from.
+            board: The dispatcher of the model's calls.
             mediator: Runs the request's block.
-            order: Which of all requests this is.
-            holdings: Counts what it holds.
-            edits: Run the edits that the request chose; they have each value before the block.
+            order: Position of this request in the order of arrival.
+            holdings: The request's memory account.
+            edits: The mediators of the edits that the request selected; they receive each value before the
+                block.
         """
         self.board = board
         self.order = order
@@ -132,11 +133,11 @@ class TracedRequest(Interleaver):
         self.calls = _Calls(self)
         self.initialize([*edits, mediator], batcher=FlatBatcher(board.place))
 
-    # One worker has one board, and one block runs at a time.
+    # One worker has one dispatcher, and one block runs at a time.
 
     @property
     def current(self) -> Mediator | None:
-        """The block that is running, of any request."""
+        """The running block, of any request."""
         return self.board.current
 
     @current.setter
@@ -145,14 +146,14 @@ class TracedRequest(Interleaver):
 
     @property
     def listener(self) -> int:
-        """The thread whose calls of modules are the model's own."""
+        """The id of the thread whose module calls are the model's own."""
         return self.board.listener
 
     @listener.setter
     def listener(self, thread: int) -> None:
         self.board.listener = thread
 
-    # A life.
+    # Lifecycle.
 
     def open(self) -> None:
         """Run the block until it first waits."""
@@ -164,10 +165,10 @@ class TracedRequest(Interleaver):
         for mediator in self.mediators:
             if not self._has_failed:
                 mediator.start(self)
-                self._settle()  # it may have been the last to come to a barrier
+                self._settle()  # it may have been the last to reach a barrier
 
     def _refill(self) -> None:
-        """Let every block compute for as long as one step allows."""
+        """Reset the time budget of every block to that of one step."""
         for mediator in self.mediators:
             cast("ThreadMediator", mediator).refill()
 
@@ -176,7 +177,7 @@ class TracedRequest(Interleaver):
 
         Args:
             span: The request's rows in it.
-            total_rows: Rows of the step, all requests' together.
+            total_rows: Number of rows of the step, over all requests.
         """
         self.in_step, self._behind, self._index = True, False, span.index
         self._span, self.went_elsewhere = span, False
@@ -193,7 +194,7 @@ class TracedRequest(Interleaver):
             self._guarded(self._begin_step)
 
     def again(self) -> None:
-        """The step is run again from its first layer: what was written in it is to be written again."""
+        """Prepare to rerun the step from its first layer: writes already made in it are to be replayed."""
         span = self._span
         assert span is not None  # noqa: S101 - a step is running
         self._writes.begin(span.row, span.start, span.num_rows)
@@ -211,7 +212,7 @@ class TracedRequest(Interleaver):
             mediator.batch_group = (row, num_rows)
 
     def after_model(self, num_requests: int) -> None:
-        """From here on, values have one row per request."""
+        """Switch to the phase behind the model, in which values have one row per request."""
         self.batcher.place(num_requests)
         self._own(self._index, 1)
         self._behind = True
@@ -237,7 +238,7 @@ class TracedRequest(Interleaver):
                 self.caches.end()
 
     def close(self, result: Any) -> None:
-        """The request is over: give the block what the request returned, and end it."""
+        """End the block after its request has ended; give it the request's result if it waits for it."""
         self._refill()
         self._guarded(lambda: self._finish(result))
         if self.error is None:
@@ -253,22 +254,24 @@ class TracedRequest(Interleaver):
 
     @property
     def spent_s(self) -> float:
-        """Seconds for which the engine has waited for the request's blocks."""
+        """Seconds that the engine has waited for the request's blocks."""
         return sum(cast("ThreadMediator", mediator).spent_s for mediator in self.mediators)
 
     def warnings(self) -> list[str]:
-        """Return what whoever wrote the block is to be warned of, once the request is over."""
+        """Return the warnings for the author of the block, once the request has ended."""
         return [said for cache in self.cache_misses if (said := cache.warning()) is not None]
 
     def retire(self) -> None:
-        """No further step comes: nothing is computed anew any more."""
+        """Drop data stored for later steps: no further step follows, and no position is computed again."""
         self._writes.clear()
         self._chunks.clear()
         self.caches.end()
 
     @property
     def is_over(self) -> bool:
-        """Whether the request should end, because its block failed or stopped it, or has rehearsed."""
+        """Whether the request should end because its block failed or stopped it, or its rehearsal is
+        complete.
+        """
         return self._has_failed or self._has_rehearsed
 
     @property
@@ -276,7 +279,7 @@ class TracedRequest(Interleaver):
         return self.error is not None or self.stopped
 
     def failed(self, error: BaseException) -> None:
-        """Take note that a block failed, and say which if it is not the request's own."""
+        """Record that a block failed, with a note that names the block if it is not the request's own."""
         if self.last_label is not None and self.error is None:
             BaseException.add_note(
                 error, f"This was in {self.last_label}, which the request runs beside its own block."
@@ -284,7 +287,7 @@ class TracedRequest(Interleaver):
         super().failed(error)
 
     def _guarded(self, act: Callable[[], Any]) -> None:
-        """Let nothing out that a block, or what it asked for, raises."""
+        """Run ``act`` and record an exception of a block, or of an operation it requested, as a failure."""
         try:
             act()
         except Exception as error:
@@ -298,10 +301,10 @@ class TracedRequest(Interleaver):
         if self._has_failed and not self.ending:
             self.wanted.clear()
 
-    # What blocks wait for.
+    # Requests of blocks.
 
     def queue(self, mediator: Mediator) -> Any:
-        """Let a block wait for what it asked for, see ``Interleaver``."""
+        """Queue a block's request, or answer it with an error if it is refused, see ``Interleaver``."""
         kind, provider, _, _ = mediator.waiting or (None, "", None, None)
         if kind in _OF_THE_MODEL:
             refusal = self.board.refusal(provider)
@@ -310,12 +313,14 @@ class TracedRequest(Interleaver):
         return super().queue(mediator)
 
     def uses(self, provider: str) -> bool:
-        """Tell whether the block, or what it wrote, skipped or caches, has a use for this very call."""
+        """Return whether this call of a provider is waited for, cached, skipped or needed for replayed
+        writes.
+        """
         replays = self._writes.has_use_for(provider)
         return self.in_step and (replays or self.has_use_for(provider) or self.is_due(provider))
 
     def watch(self, watcher: Watcher, providers: Iterable[str]) -> None:
-        """Let a cache see this request's rows from now on, after the blocks have.
+        """Fill a cache with this request's rows from now on, as the blocks leave them.
 
         Raises:
             Exception: No block can have one of these values.
@@ -329,33 +334,33 @@ class TracedRequest(Interleaver):
             self.board.want(provider, self)
 
     def skips(self, provider: str) -> bool:
-        """Tell whether a value that the block gave is to take the place of this one."""
+        """Return whether a value that the block provided replaces this one."""
         return provider in self._skips
 
     def has_use_for(self, provider: str) -> bool:
-        """Tell whether a value is of use although no block waits for it."""
+        """Return whether a value is used although no block waits for it."""
         return self.skips(provider) or self.caches.has_use_for(provider)
 
     def release(self, provider: str) -> None:
-        """Have no more use for a provider, if nothing else of this request's has one."""
+        """Unregister the use of a provider, unless the request has another use for it."""
         if not (provider in self.wanted or self.has_use_for(provider)):
             self.board.unwant(provider, self)
 
     def is_due(self, provider: str) -> bool:
-        """Tell whether the block waits for this very call."""
+        """Return whether a block waits for this call of a provider."""
         if not (self.in_step and self.num_new) or self.muted is not None or (self._behind and self.partial):
             return False
         return bool(self.due(provider))
 
     def due(self, provider: str) -> list[Mediator]:
-        """Return the blocks that wait for this very call, in the order in which they are answered."""
+        """Return the blocks that wait for this call of a provider, in the order in which they are answered."""
         now = (self.number, None)
         return [one for one in self.wanted.get(provider, ()) if one.waiting and one.waiting[2] in now]
 
-    # What the model provides.
+    # Values that the model provides.
 
     def arrive(self, provider: str) -> None:
-        """Put in what the block wrote before, or skips the module with; before it may have the value."""
+        """Apply replayed writes or the value of a skip, before any request is served."""
         if self.in_step:
             self._guarded(lambda: self._arrive(provider))
 
@@ -365,7 +370,7 @@ class TracedRequest(Interleaver):
             self._put_skipped(provider)
 
     def serve(self, provider: str) -> None:
-        """Let the block have the value at hand, which it waits for."""
+        """Give the value at hand to the blocks that wait for it."""
         try:
             if self.partial:
                 self._chunks.serve_part(provider)
@@ -380,7 +385,7 @@ class TracedRequest(Interleaver):
             self.wanted.clear()
 
     def leave(self, provider: str) -> None:
-        """The model goes on: what the block does from now on with what it was given is its own affair."""
+        """Close the value at hand: later edits of the block's copies no longer reach the model."""
         if self.batcher.changed:
             self._guarded(lambda: self._note_written(provider))
         self.holdings.give(self.batcher.lent_bytes)
@@ -389,13 +394,13 @@ class TracedRequest(Interleaver):
         self._guarded(self.holdings.check)
 
     def watch_pass(self, provider: str) -> None:
-        """Let the caches see the value at hand, as all blocks have left it."""
+        """Add the value at hand to the caches, as all blocks have left it."""
         if not self.caches.has_use_for(provider) or not (self.in_step and self.num_new):
             return
         if self.is_over or (self._behind and self.partial):
             return
         if self.muted in {None, provider.removesuffix(".input")}:
-            self.last_label = None  # a cache is the own block's
+            self.last_label = None  # a cache belongs to the request's own block
             self._guarded(lambda: self._note_cached(provider))
 
     def _note_cached(self, provider: str) -> None:
@@ -414,7 +419,7 @@ class TracedRequest(Interleaver):
             self._serve_all(*self.providing)
         finally:
             self.providing = outer
-        for _, skip in self.skipped:  # the module runs all the same, for the others
+        for _, skip in self.skipped:  # the module still runs, for the other requests
             self._skip(provider, skip)
         self.skipped.clear()
 
@@ -441,13 +446,13 @@ class TracedRequest(Interleaver):
         self.batcher.changed = False
 
     def _note_written(self, provider: str) -> None:
-        """Keep what the block left at these positions, should they be computed again."""
-        if not self._behind:  # where nothing is
+        """Store the block's writes at these positions, in case they are computed again."""
+        if not self._behind:  # values behind the model are not computed again
             self._writes.note(provider)
 
 
 def _asks_nothing_new(mediator: Mediator) -> bool:
-    """Tell whether a block has ended, or waits for a turn of a loop that ends where generation does."""
+    """Return whether a block has ended, or waits in a loop that only ends when generation does."""
     event = mediator.waiting
     if event is None:
         return True
@@ -455,7 +460,7 @@ def _asks_nothing_new(mediator: Mediator) -> bool:
 
 
 class _Wanted(dict[str, list[Mediator]]):
-    """What one request's block waits for, of which the board keeps count."""
+    """The providers that one request's blocks wait for, mirrored in the dispatcher."""
 
     def __init__(self, request: TracedRequest) -> None:
         super().__init__()
@@ -476,7 +481,7 @@ class _Wanted(dict[str, list[Mediator]]):
 
 
 class _Calls(dict[str, int]):
-    """How often each provider was reached: as many times as there were steps, and once more in this one."""
+    """How often each provider was reached: once per earlier step, and once more if passed in this one."""
 
     def __init__(self, request: TracedRequest) -> None:
         super().__init__()

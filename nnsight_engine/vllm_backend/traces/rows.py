@@ -1,9 +1,9 @@
-"""One request's rows in the flat tensors of a step.
+"""Slicing and replacement of one request's rows in the flat tensors of a step.
 
-vLLM puts the tokens of all scheduled requests one after the other, ``[tokens, width]``, and behind the model
-one row per request, ``[requests, vocabulary]``. A block gets its rows as *copies*, because vLLM's kernels go
-on to write into the tensors that modules return. What a block edits in its copy is put back when it hands
-over: the model goes on with a new tensor, in which nobody else's row has changed a bit.
+vLLM concatenates the tokens of all scheduled requests, ``[tokens, width]``. Behind the model there is one row
+per request, ``[requests, vocabulary]``. A block receives *copies* of its rows, because vLLM's kernels later
+write into the tensors that modules return. Edits of a copy are written back when the block hands over: the
+model continues with a new tensor, in which the rows of all other requests are unchanged, bit by bit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nnsight_engine.interleaving.batching import Batcher, BatchGroup, Loans, che
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is nothing else: a class of its own would have its say in all that follows."""
+    """Return the tensor as a plain ``torch.Tensor``: a subclass would intercept all later operations."""
     if type(tensor) is torch.Tensor:
         return tensor
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - has no public name
@@ -27,50 +27,49 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def zeros_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return zeros of a tensor's shape and type, which take no memory: nobody has looked at its shape yet."""
+    """Return zeros of a tensor's shape and dtype without allocating them (expanded from one element)."""
     return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
 class RowSpan:
-    """Where the model is: what it has made there, for all requests of the step.
+    """The place that the model has reached, and the value there, for all requests of the step.
 
-    A block may edit what it was given as long as the model has not gone on, also after other requests have
-    had their turn there: at a barrier it waits for one of them. So the value is one for all, and whoever
-    replaces some of it tells the others.
+    A block may edit a value that it was given until the model continues, also after other requests have been
+    served at the same place: it may wait for one of them at a barrier. So all requests share one value, and a
+    replacement of some of its rows is applied to the tensors that the other copies refer to.
 
     Attributes:
-        provider: What the place is called.
+        provider: The name of the place.
         value: The value, as the blocks have left it so far.
-        copies: What they were given of it.
-        tokens: The places at which integers are ids of tokens, with how many there are.
+        copies: The copies of its rows that blocks were given.
+        tokens: The places whose integers are token ids, with their vocabulary sizes.
     """
 
     __slots__ = ("copies", "provider", "tokens", "value")
 
     def __init__(self) -> None:
-        """Start nowhere."""
         self.provider = ""
         self.value: Any = None
         self.copies: list[_Copy] = []
         self.tokens: Mapping[str, int] = {}
 
     def enter(self, provider: str, value: Any) -> None:
-        """The model has made a value."""
+        """Set the place that the model has reached, and its value."""
         self.provider, self.value = provider, value
 
     def leave(self) -> Any:
-        """The model goes on; returns with what."""
+        """Clear the value and the copies; return the value with which the model continues."""
         value, self.value = self.value, None
         self.copies.clear()
         return value
 
     def check(self, rows: torch.Tensor) -> None:
-        """Refuse integers that the model must not go on with: kernels look up what they say, unchecked.
+        """Reject integers that would be unsafe for the model: kernels use them as indices without a check.
 
-        A position or an id out of range would have them read memory that is nobody's, or end the engine.
+        A position or a token id out of range would make kernels read out of bounds, or crash the engine.
 
         Raises:
-            ValueError: They are no ids of tokens, or out of range.
+            ValueError: The integers are not token ids, or out of range.
         """
         if rows.is_floating_point() or rows.is_complex():
             return
@@ -88,7 +87,7 @@ class RowSpan:
 
 
 def row_axis(tensor: torch.Tensor, num_rows: int) -> int | None:
-    """Return the axis of a tensor's rows in a step of so many; None if it has none of single requests.
+    """Return the axis of a tensor's rows in a step of ``num_rows``; None if it has no rows of requests.
 
     Models of vLLM's Transformers backend have a leading axis of size 1.
     """
@@ -100,7 +99,7 @@ def row_axis(tensor: torch.Tensor, num_rows: int) -> int | None:
 
 
 class _Copy:
-    """A copy of rows: of which tensor, and how often it had been edited when it was given."""
+    """A copy of rows, with the tensor it was copied from and its version counter at that time."""
 
     __slots__ = ("rows", "version", "whole")
 
@@ -111,7 +110,7 @@ class _Copy:
 
 
 class _Copies(Loans):
-    """What a request was given of one value."""
+    """The copies of one value that a request was given."""
 
     __slots__ = ("copies",)
 
@@ -121,7 +120,7 @@ class _Copies(Loans):
 
 
 class FlatBatcher(Batcher):
-    """The rows of one request; where they are is set for each phase of a step.
+    """The rows of one request; their position is set for each phase of a step.
 
     Attributes:
         changed: Whether the block has edited or replaced the current value since this was last set to False.
@@ -135,7 +134,7 @@ class FlatBatcher(Batcher):
 
     @property
     def current_value(self) -> Any:
-        """The value at the point that the model is at."""
+        """The value at the place that the model has reached."""
         return self._place.value
 
     @current_value.setter
@@ -143,15 +142,15 @@ class FlatBatcher(Batcher):
         self._place.value = value
 
     def place(self, num_rows: int) -> None:
-        """Say how many rows tensors have in this phase, all requests' together."""
+        """Set the number of rows of tensors in this phase, over all requests."""
         self.total_batch_size = num_rows
 
     def sees_all(self, group: BatchGroup | None) -> bool:  # noqa: ARG002 - a hook
-        """A request never owns the flat tensors, even alone in the batch: it gets copies."""
+        """Return False: a request gets copies of the flat tensors even if it is alone in the batch."""
         return False
 
     def narrow(self, group: BatchGroup | None) -> Any:  # noqa: ARG002 - a batcher has one request
-        """Return a copy of the current value with only the request's rows, wherever they were before."""
+        """Return a copy of the request's rows of the current value, at their position in this phase."""
         own = self.group
         with torch.inference_mode(mode=False):  # blocks run outside of it, and may edit what they get
             narrowed = map_tensors(self.current_value, lambda tensor: self._rows(tensor, own))
@@ -177,19 +176,19 @@ class FlatBatcher(Batcher):
         return rows
 
     def axis(self, tensor: torch.Tensor) -> int | None:
-        """Return the axis of a tensor's rows; None if it has none of single requests."""
+        """Return the axis of a tensor's rows; None if it has no rows of single requests."""
         return row_axis(tensor, self.total_batch_size)
 
     @property
     def lent_bytes(self) -> int:
-        """Bytes of what the block was given of the current value."""
+        """Bytes of the copies of the current value that the block was given."""
         return sum(copy.rows.nbytes for copy in self._lending().copies) if self.loans is not None else 0
 
     def took_back(self) -> None:
-        """Put back what the block edited of what it was given, once it has handed over.
+        """Write back the block's edits of its copies after it has handed over.
 
         Raises:
-            ValueError: It edited a tensor that has no rows of single requests.
+            ValueError: The block edited a tensor that has no rows of single requests.
         """
         super().took_back()
         if self.loans is None:
@@ -248,4 +247,4 @@ class FlatBatcher(Batcher):
         return replaced
 
     def settle(self) -> None:
-        """Do nothing: copies are put back when the block hands over, and there are no views."""
+        """Do nothing: copies are written back when the block hands over, and there are no views."""

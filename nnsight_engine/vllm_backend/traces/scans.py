@@ -1,7 +1,6 @@
-"""Shapes of a scan: every module's values on torch's meta device, which has shapes and no numbers.
+"""Scans: the shapes of every module's values, on torch's meta device, which has shapes but no data.
 
-vLLM's kernels run on real values only. So a scan is a request like any other, and what is kept of it are
-shapes.
+vLLM's kernels run on real values only. So a scan is an ordinary request of which only the shapes are kept.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _KEYS = ("input", "output")
 
 
 def scanned(request: TracedRequest, model: WorkerModel) -> RequestCache:
-    """Let a cache see the shapes of all that a request's rows pass."""
+    """Return a cache that records the shapes of all values that a request's rows pass."""
     cache = RequestCache(device="meta")
     names = [f"{path}.{key}" for path, _ in model.named_modules() for key in _KEYS]
     request.watch(cache, [name for name in names if request.board.refusal(name) is None])
@@ -28,7 +27,7 @@ def scanned(request: TracedRequest, model: WorkerModel) -> RequestCache:
 
 
 def first_values(cache: RequestCache) -> dict[str, dict[str, Any]]:
-    """Return the first value of each module, by path and side; what is no data is left out."""
+    """Return the first value of each module, by path and side; objects that are not data are left out."""
     return {
         path: {key: _data_of(values[0]) for key, values in entry.values.items()}
         for path, entry in cache.entries.items()

@@ -1,11 +1,11 @@
-"""Which values of a model are spread over tensor-parallel ranks, and how their parts make a whole.
+"""The layouts of values that are sharded over tensor-parallel ranks, and the conversion of parts and wholes.
 
 Between a column-parallel and a row-parallel layer each rank has columns of its own: of queries, keys, values,
-of what attention returns, of the MLP's neurons. A fused projection is spread matrix by matrix, so the ranks'
-parts one after the other are not the whole: its queries stand first, then all keys, then all values. With
-more ranks than key-value heads, neighbouring ranks have the same ones.
+of the attention's output, of the MLP's neurons. A fused projection is sharded matrix by matrix, so the
+concatenation of the ranks' parts is not the whole, in which all queries come first, then all keys, then all
+values. With more ranks than key-value heads, neighbouring ranks hold copies of the same heads.
 
-``Shards`` is made once from the loaded model. A block sees wholes only; what it leaves is split again.
+``Shards`` is built once from the loaded model. A block sees whole values only; its results are split again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PLAIN_WEIGHTS: Final = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 _HEAD_NORMS: Final = ("q_norm", "k_norm")
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
-"""Makes ``[ranks, *shape]`` of each rank's tensor; all ranks call it together."""
+"""Returns each rank's tensor, ``[ranks, *shape]``; all ranks call it together."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class ShardPiece:
     """A part of a rank's columns that comes from one matrix.
 
     Attributes:
-        width: How many columns a rank has of it.
-        copies: How many neighbouring ranks have the same ones.
+        width: Number of columns of the matrix on one rank.
+        copies: Number of neighbouring ranks that hold the same columns.
     """
 
     width: int
@@ -67,22 +67,22 @@ class ShardPiece:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """How one tensor is spread.
+    """The sharding of one tensor.
 
     Attributes:
-        pieces: What a rank's part consists of, in order.
-        axis: The axis of the columns.
+        pieces: The pieces of a rank's part, in order.
+        axis: The axis of the columns, counted from the end.
     """
 
     pieces: tuple[ShardPiece, ...]
     axis: int = -1
 
     def fits(self, part: torch.Tensor) -> bool:
-        """Tell whether a tensor can be one rank's part."""
+        """Return whether a tensor can be one rank's part."""
         return part.ndim >= -self.axis and part.shape[self.axis] == self._width
 
     def whole(self, parts: torch.Tensor) -> torch.Tensor:
-        """Put the ranks' parts, ``[ranks, *shape]``, together."""
+        """Return the whole of the ranks' parts, ``[ranks, *shape]``."""
         starts = _starts(piece.width for piece in self.pieces)
         return torch.cat(
             [
@@ -94,7 +94,7 @@ class Layout:
         )
 
     def part(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """Cut a rank's part out of the whole; a new tensor.
+        """Return a rank's part of the whole, as a new tensor.
 
         Raises:
             ValueError: The whole has another number of columns.
@@ -115,7 +115,7 @@ class Layout:
         )
 
     def width_over(self, size: int) -> int:
-        """Return how many columns so many ranks have together."""
+        """Return the number of columns of the whole over ``size`` ranks."""
         return sum(piece.width * size // piece.copies for piece in self.pieces)
 
     @property
@@ -129,11 +129,11 @@ def _starts(widths: Iterable[int]) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardLocation:
-    """How the tensors of one value are spread.
+    """The sharding of the tensors of one value.
 
     Attributes:
-        layouts: Those of the first ones; None for what every rank has.
-        rest: That of all others.
+        layouts: The layouts of the first tensors; None for a tensor that every rank has whole.
+        rest: The layout of all further tensors.
     """
 
     layouts: tuple[Layout | None, ...] = ()
@@ -145,16 +145,16 @@ class ShardLocation:
 
     @property
     def is_spread(self) -> bool:
-        """Whether any tensor is."""
+        """Whether any tensor is sharded."""
         return self.rest is not None or any(layout is not None for layout in self.layouts)
 
     def fits(self, parts: Sequence[torch.Tensor]) -> bool:
-        """Tell whether these can be one rank's parts."""
+        """Return whether these tensors can be one rank's parts."""
         found = [(self.of(index), part) for index, part in enumerate(parts)]
         return all(layout is None or layout.fits(part) for layout, part in found)
 
     def whole(self, value: Any, gather: Gather) -> Any:
-        """Put the wholes in the places of the parts; every rank calls this together."""
+        """Replace the parts in a value by wholes; all ranks call this together."""
 
         def gathered(index: int, part: torch.Tensor) -> torch.Tensor:
             layout = self.of(index)
@@ -163,7 +163,7 @@ class ShardLocation:
         return map_numbered(value, gathered)
 
     def part(self, value: Any, rank: int, size: int) -> Any:
-        """Put a rank's parts in the places of the wholes."""
+        """Replace the wholes in a value by a rank's parts."""
 
         def cut(index: int, whole: torch.Tensor) -> torch.Tensor:
             layout = self.of(index)
@@ -173,7 +173,7 @@ class ShardLocation:
 
 
 def map_numbered(value: Any, change: Callable[[int, torch.Tensor], torch.Tensor]) -> Any:
-    """Return ``value`` with every tensor changed, which are numbered from left to right."""
+    """Apply ``change`` to every tensor of ``value``, with its number, counted from left to right."""
     number = -1
 
     def numbered(tensor: torch.Tensor) -> torch.Tensor:
@@ -185,11 +185,11 @@ def map_numbered(value: Any, change: Callable[[int, torch.Tensor], torch.Tensor]
 
 
 EVERYWHERE: Final = ShardLocation()
-"""What every rank has the whole of."""
+"""The location of values that every rank has whole."""
 
 
 class Shards:
-    """Where the model's values are spread.
+    """The sharding of the model's values.
 
     Args:
         points: The loaded model's points.
@@ -197,7 +197,7 @@ class Shards:
     """
 
     def __init__(self, points: ModelPoints, modules: Iterable[tuple[nn.Module, str]]) -> None:
-        """Look at every module."""
+        """Determine the layouts of all modules."""
         self._size = points.tensor_parallel_size
         self._num_kv_heads = points.num_kv_heads
         self._modules = {path: module for module, path in modules}
@@ -212,31 +212,31 @@ class Shards:
             self._place_mlp(points, layer)
 
     def place(self, provider: str) -> ShardLocation:
-        """Return how a provider's value is spread."""
+        """Return how a provider's value is sharded."""
         return self._places.get(provider, EVERYWHERE)
 
     def is_understood(self, provider: str) -> bool:
-        """Tell whether it is known how a provider's value is spread."""
+        """Return whether it is known how a provider's value is sharded."""
         path, dot, _ = provider.rpartition(".")
         return not dot or (path in self._modules and provider not in self._unknown)
 
     def needs_all(self, path: str) -> bool:
-        """Tell whether a call of the module at ``path`` is one of all ranks together."""
+        """Return whether all ranks must call the module at ``path`` together."""
         return any(one == path or one.startswith(f"{path}.") for one in self._spread)
 
     def has_parts(self, path: str) -> bool:
-        """Tell whether the tensors that a module has may be parts."""
+        """Return whether a module's own tensors may be parts."""
         return path in self._spread
 
     def held(self, path: str, name: str, part: torch.Tensor) -> ShardLocation:
-        """Return how a tensor that a module has is spread.
+        """Return how a module's own tensor is sharded.
 
         Raises:
-            SpreadModuleError: Nobody knows.
+            SpreadModuleError: The layout is not known.
         """
         module: Any = self._modules[path]
         if not part.numel():
-            return EVERYWHERE  # vLLM has packed a weight away
+            return EVERYWHERE  # vLLM has repacked the weight and left an empty tensor
         if not isinstance(getattr(module, "quant_method", None), _PLAIN_WEIGHTS):
             raise SpreadModuleError.held(path, name)
         # A matrix is [out, in], a bias [out].
@@ -255,7 +255,7 @@ class Shards:
         raise SpreadModuleError.held(path, name)
 
     def _put(self, path: str, entrance: ShardLocation | None, exit_: ShardLocation | None) -> None:
-        """Note how a module's input and output are spread; None if nobody knows."""
+        """Record how a module's input and output are sharded; None if it is not known."""
         for provider, place in ((f"{path}.input", entrance), (f"{path}.output", exit_)):
             if place is None:
                 self._unknown.add(provider)
@@ -275,7 +275,7 @@ class Shards:
             )
 
     def _place_attention(self, points: ModelPoints, layer: int) -> None:
-        """Place what lies between attention's projections."""
+        """Record the layouts between attention's projections."""
         block, family = points.layers[layer], points.family
         attention = block.get_submodule(family.attention)
         kernel: Any = points.attention(layer)
@@ -301,7 +301,7 @@ class Shards:
         self._leave_unknown(attention)
 
     def _heads(self, kernel: Any) -> tuple[Layout, Layout, Layout]:
-        """Return how a kernel's queries, keys and values are spread."""
+        """Return the layouts of a kernel's queries, keys and values."""
         copies = self._kv_copies(kernel)
         keys = Layout((ShardPiece(kernel.num_kv_heads * kernel.head_size, copies),))
         values = Layout((ShardPiece(kernel.num_kv_heads * kernel.head_size_v, copies),))
@@ -311,7 +311,7 @@ class Shards:
         return max(1, int(kernel.num_kv_heads * self._size // self._num_kv_heads))
 
     def _place_mlp(self, points: ModelPoints, layer: int) -> None:
-        """Place the activation function between an MLP's projections."""
+        """Record the layouts of the activation function between an MLP's projections."""
         block, leaves = points.layers[layer], points.family.leaves
         up, down = (block.get_submodule(leaves[leaf].path) for leaf in ("mlp.up", "mlp.act"))
         parent = block.get_submodule(leaves["mlp.act"].path.rpartition(".")[0])
@@ -324,7 +324,7 @@ class Shards:
             self._leave_unknown(block.get_submodule(points.family.mlp))
 
     def _leave_unknown(self, container: nn.Module) -> None:
-        """Note of what is in an attention or an MLP, and was not placed, that it is not understood."""
+        """Record the modules inside an attention or an MLP whose layouts were not determined as unknown."""
         for module in container.modules():
             path = self._paths.get(id(module))
             if path is None or module is container or isinstance(module, ReplicatedLinear):
@@ -335,7 +335,7 @@ class Shards:
 
 
 def _columns(module: ColumnParallelLinear) -> Layout:
-    """Return how a column-parallel layer's output is spread."""
+    """Return the layout of a column-parallel layer's output."""
     if isinstance(module, QKVParallelLinear):
         copies = module.num_kv_head_replicas
         return Layout(

@@ -1,7 +1,7 @@
-"""What all tensor-parallel ranks do together for a block, each with its part of the model.
+"""Collective operations of all tensor-parallel ranks for a block, each on its part of the model.
 
-Every method here is called on all ranks, with the same arguments: by the leading one because a block asks for
-it, by the others because they were told to.
+Every method here is called on all ranks with the same arguments: on the leading rank because a block requests
+it, on the others because the leading rank orders it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 
 _ITSELF: Final = frozenset({"", "forward"})
-"""Methods that are what a module does when it is called."""
+"""Method names that mean calling the module itself."""
 
 
 class TpCollectives:
-    """A model that is spread over ranks.
+    """A model that is sharded over tensor-parallel ranks.
 
     Attributes:
         ranks: The ranks.
-        shards: Where its values are spread.
+        shards: The layout of its sharded values.
     """
 
     def __init__(self, ranks: Ranks, model: WorkerModel, points: ModelPoints) -> None:
-        """Stand for this rank's part of it."""
+        """Prepare the collectives for this rank's part of the model."""
         self.ranks = ranks
         self.shards = Shards(points, model.own_modules())
         self._model = model
@@ -45,24 +45,30 @@ class TpCollectives:
         return None if self.shards.is_understood(provider) else SpreadModuleError.place(provider)
 
     def check(self, provider: str, value: Any) -> None:
-        """Make sure that a value can be put together.
+        """Check that the whole of a value can be formed.
 
         Raises:
-            SpreadModuleError: It is not spread as its place says.
+            SpreadModuleError: The value is not sharded as the layout of its place says.
         """
         if not self.shards.place(provider).fits(list(tensors(value))):
             raise SpreadModuleError.place(provider)
 
     def is_spread(self, provider: str) -> bool:
-        """Tell whether each rank has a part of a provider's value only."""
+        """Return whether each rank has only a part of a provider's value."""
         return self.shards.place(provider).is_spread
 
     def whole(self, provider: str, value: Any) -> Any:
-        """Return a provider's value put together."""
+        """Return the whole of a provider's value, gathered from all ranks."""
         return self.shards.place(provider).whole(value, self.ranks.gather)
 
     def with_parts(self, provider: str, value: Any, changed: Mapping[int, torch.Tensor]) -> Any:
-        """Return this rank's part of a provider's value, of which some wholes were changed, by number."""
+        """Return this rank's part of a provider's value with some tensors replaced.
+
+        Args:
+            provider: The place.
+            value: This rank's part before.
+            changed: The whole tensors that replace others, by number.
+        """
         place = self.shards.place(provider)
 
         def put_in(number: int, part: torch.Tensor) -> torch.Tensor:
@@ -74,10 +80,10 @@ class TpCollectives:
         return map_numbered(value, put_in)
 
     def check_call(self, path: str, method: str) -> None:
-        """Make sure that a block can call a module, or a method of it.
+        """Check that a block can call a module, or a method of it.
 
         Raises:
-            SpreadModuleError: It is not known how what goes in or comes out is spread.
+            SpreadModuleError: It is not known how the input or the output is sharded.
         """
         for provider in (f"{path}.input", f"{path}.output"):
             if not self.shards.is_understood(provider):
@@ -86,7 +92,7 @@ class TpCollectives:
             raise SpreadModuleError.method(path, method)
 
     def call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module, or a method of it, with wholes; returns the whole of what it returns."""
+        """Call a module, or a method of it, with whole arguments; return the whole result."""
         envoy = self._model.at(path)
         # As on a block's own thread.
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -98,10 +104,10 @@ class TpCollectives:
             return exit_.whole(output, self.ranks.gather)
 
     def fetch(self, path: str, name: str) -> torch.Tensor:
-        """Return the whole of a tensor that a module has a part of.
+        """Return the whole of a tensor of which each rank's module has a part.
 
         Raises:
-            SpreadModuleError: It is not known how it is spread.
+            SpreadModuleError: It is not known how the tensor is sharded.
         """
         part: torch.Tensor = getattr(self._model.at(path)._module, name)  # noqa: SLF001 - an envoy of ours
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -110,14 +116,13 @@ class TpCollectives:
 
 
 class Presence:
-    """Which traced requests there are, as every rank knows it: by what the scheduler says.
+    """The set of traced requests, as every rank derives it from the scheduler's output.
 
-    Whether a block is still of use is for the leading rank to know; whether ranks talk to each other in a
-    step must be the same on all.
+    Only the leading rank knows whether a block still needs to run. Whether ranks communicate in a step must
+    be decided alike on all ranks, so it depends on this set only.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Start without any."""
         super().__init__(*args, **kwargs)
         self._present: set[str] = set()
 
@@ -127,11 +132,11 @@ class Presence:
         return not self._present
 
     def takes_part(self, request_id: str) -> bool:
-        """Tell whether a request is traced."""
+        """Return whether a request is traced."""
         return request_id in self._present
 
     def _met(self, arrived: Sequence[tuple[str, Any]], finished: set[str]) -> bool:
-        """Take note of requests that came and went; False if there are none."""
+        """Record requests that arrived and finished; return False if there are none."""
         gone = finished & self._present
         self._present -= gone
         self._present |= {request_id for request_id, _ in arrived}

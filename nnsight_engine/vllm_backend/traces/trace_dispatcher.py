@@ -1,9 +1,9 @@
-"""Where the model's calls and the traced requests of a step meet.
+"""The dispatcher between the model's calls and the traced requests of a step.
 
-A worker has one model and many traced requests, each with a side of its own (see ``request``). The board is
-what stands for all of them towards the model and the tree of envoys, like the interleaver of a single trace:
-the probes of ``envoys`` offer it each module's values, and it lets the requests that wait have their rows, in
-the order in which they came. Within a step one block runs at a time, of whichever request.
+A worker has one model and many traced requests, each with an interleaver of its own (see ``request``).
+Towards the model and the tree of envoys the dispatcher represents all of them, as the interleaver does for a
+single trace: the probes of ``envoys`` offer it each module's values, and it gives the waiting requests their
+rows, in the order in which they arrived. Within a step one block runs at a time, across all requests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NEVER: Final = sys.maxsize
-"""Stands for the next tap where there is none to stop at."""
+"""The value of ``next_tap`` if the model need not stop at any tap."""
 
 _SEVERAL: Final = 2
 
@@ -39,31 +39,32 @@ _by_order = attrgetter("order")
 
 
 class TraceDispatcher(ModuleUse):
-    """The requests that wait, by what they wait for.
+    """The waiting requests, indexed by the providers that they wait for.
 
     Attributes:
-        wanted: For each provider, the requests that have a use for it.
+        wanted: For each provider, the requests that have a use for its values.
         calls: How often each provider was reached in this step.
-        ever: Every provider that was reached in any step before.
-        place: Where the model is.
-        current: The block that is running; None while the model is.
-        listener: The thread whose calls of modules are the model's own; 0 while none are.
-        skipped: Always empty: a module runs for whoever does not skip it.
-        route: Where the taps lie; None where there are none, or other workers would have to agree.
-        entry: The place where the residual stream begins, if a tap lies there that serves blocks; else empty.
-        next_tap: At no tap before this one is there anything to do.
-        by_taps: Whether blocks are served at the taps in this step, and no module's call is heard of.
-        is_uncompiled: Whether this step ran uncompiled, for whomever.
-        gather: Waits for those that were offered a value and answer later; None where nobody does.
+        ever: Every provider that was reached in any earlier step.
+        place: The place that the model has reached, with its value.
+        current: The running block; None while the model runs.
+        listener: The id of the thread whose module calls are the model's own; 0 while none are.
+        skipped: Always empty: a module still runs for the requests that do not skip it.
+        route: The order of the places and taps; None if there are no taps, or other workers would have to
+            agree.
+        entry: The place where the residual stream begins, if a tap there serves blocks; else empty.
+        next_tap: The first tap at which something is to be done; earlier taps can be passed.
+        by_taps: Whether blocks are served at the taps in this step, and module calls are not observed.
+        is_uncompiled: Whether this step ran uncompiled, for whichever request.
+        gather: Waits for the sandbox sessions that were offered a value and answer asynchronously; None if
+            there are none.
     """
 
     step = float("inf")
-    """No module's call begins a step here; the engine does."""
+    """Infinite, because no module's call begins a step here; the engine begins it."""
 
     skipped: tuple[()] = ()
 
     def __init__(self) -> None:
-        """Start without requests."""
         self.wanted: dict[str, dict[TracedRequest, None]] = {}
         self.calls: dict[str, int] = {}
         self.ever: set[str] = set()
@@ -83,16 +84,16 @@ class TraceDispatcher(ModuleUse):
         self._seen: str | None = None
         self._is_past = False
 
-    # What requests have a use for.
+    # Registration of uses.
 
     def want(self, provider: str, request: TracedRequest) -> None:
-        """Note that a request has a use for a provider's values."""
+        """Register a request's use for a provider's values."""
         self.wanted.setdefault(provider, {})[request] = None
         if self.route is not None and provider not in self.route.served:
             self._untapped.add(provider)
 
     def unwant(self, provider: str, request: TracedRequest) -> None:
-        """Note that it has none any more."""
+        """Unregister a request's use for a provider's values."""
         wanting = self.wanted.get(provider)
         if wanting is not None:
             wanting.pop(request, None)
@@ -101,18 +102,18 @@ class TraceDispatcher(ModuleUse):
                 self._untapped.discard(provider)
 
     def forget(self, request: TracedRequest) -> None:
-        """Forget a request that has ended."""
+        """Unregister a request that has ended from all providers."""
         for provider in [provider for provider, wanting in self.wanted.items() if request in wanting]:
             self.unwant(provider, request)
 
     def is_known(self, provider: str) -> bool:
-        """Tell whether any step has reached a provider."""
+        """Return whether any step has reached a provider."""
         route = self.route
         is_on_route = route is not None and provider in route.number_of
         return is_on_route or provider in self.ever or provider in self.calls
 
     def has_passed(self, provider: str) -> bool:
-        """Tell whether this step has reached a provider."""
+        """Return whether this step has reached a provider."""
         if provider in self.calls:
             return True
         return self.route is not None and self.route.number_of.get(provider, self._reach) < self._reach
@@ -126,10 +127,10 @@ class TraceDispatcher(ModuleUse):
         return list(dict.fromkeys((*self.route.order[: self._reach], *self.calls)))
 
     def refusal(self, provider: str) -> Exception | None:  # noqa: ARG002 - a hook
-        """Return why no block can have a provider's value; None if they can."""
+        """Return why no block can have a provider's value; None if blocks can."""
         return None
 
-    # What blocks do with modules, see ``ModuleUse``.
+    # Use of modules by blocks, see ``ModuleUse``.
 
     def applied(
         self,
@@ -139,19 +140,19 @@ class TraceDispatcher(ModuleUse):
         kwargs: dict[str, Any],
         method: str = "",
     ) -> Any:
-        """Apply the module at ``path``, or a method of it, to copies of what the block gives.
+        """Apply the module at ``path``, or a method of it, to copies of the block's arguments.
 
-        vLLM's norms and rotary embeddings write into their arguments. Those that the model has made would
-        count as edited by the block, and go back into the model.
+        vLLM's norms and rotary embeddings write into their arguments. Without copies, tensors that come from
+        the model would count as edited by the block and be written back into the model.
         """
         args, kwargs = map_tensors((args, kwargs), torch.clone)
         return super().applied(path, apply, args, kwargs, method)
 
     def called_directly(self, path: str) -> None:
-        """Refuse a block's call of the module at ``path`` that probes would hear of.
+        """Reject a block's call of the module at ``path`` that probes would observe.
 
         Raises:
-            ValueError: The call is a block's.
+            ValueError: The call is made by a block.
         """
         if self.current is not None:
             raise ValueError(
@@ -159,7 +160,7 @@ class TraceDispatcher(ModuleUse):
                 "own calls of it. Call it without."
             )
 
-    # What the model provides.
+    # Values that the model provides.
 
     def begin(self) -> None:
         """Begin a step."""
@@ -173,11 +174,11 @@ class TraceDispatcher(ModuleUse):
         self.next_tap = 0
 
     def listen(self) -> None:
-        """Hear this thread's calls: the model runs."""
+        """Observe this thread's module calls: the model runs."""
         self.listener = threading.get_ident()
 
     def pause(self) -> None:
-        """Hear nothing any more: the model has run."""
+        """Stop observing module calls: the model has run."""
         self.listener = 0
 
     def end(self) -> None:
@@ -185,7 +186,7 @@ class TraceDispatcher(ModuleUse):
         self.interleaving = False
 
     def offer(self, provider: str, number: int | None, value: Any) -> Any:  # noqa: ARG002 - each request counts for itself
-        """Let the requests that wait for a value have their rows; returns it as they leave it."""
+        """Give the waiting requests their rows of a value; return the value as they leave it."""
         self.place.enter(provider, value)
         for request in self._wanting(provider):
             request.arrive(provider)
@@ -196,14 +197,14 @@ class TraceDispatcher(ModuleUse):
         if self.route is not None and provider not in self.route.served:
             for request in served:
                 request.went_elsewhere = True
-        for request in served:  # no sooner: one may have released another from a barrier
+        for request in served:  # not earlier: one may have released another from a barrier
             request.leave(provider)
         for request in self._wanting(provider):
             request.watch_pass(provider)
         return self.place.leave()
 
     def _serve(self, provider: str) -> list[TracedRequest]:
-        """Let those have the value at hand who wait for it; returns them."""
+        """Give the value at hand to the requests that wait for it; return those requests."""
         served: dict[TracedRequest, None] = {}
         more = True
         while more:
@@ -218,19 +219,19 @@ class TraceDispatcher(ModuleUse):
         return list(served)
 
     def provide(self, provider: str, value: Any) -> Any:
-        """Provide a value that no module's call makes."""
+        """Provide a value that is not produced by a module's call."""
         if provider in self.wanted:
             value = self.offer(provider, None, value)
         self.calls[provider] = 1
         return value
 
-    # A step that is served at the taps.
+    # Steps that are served at the taps.
 
     def choose(self, requests: Iterable[Any]) -> None:
-        """Choose how this step is run: by the taps if, as far as can be told, they have all that is wanted.
+        """Choose the tier of this step: the taps, if they are expected to provide all wanted values.
 
         Args:
-            requests: Those that take part in it.
+            requests: The requests that take part in it.
         """
         likely = not any(request.is_elsewhere for request in requests)
         self.by_taps = self.route is not None and likely and not self._users_of_modules()
@@ -238,7 +239,10 @@ class TraceDispatcher(ModuleUse):
             self._look_ahead()
 
     def _look_ahead(self) -> None:
-        """Find the next tap behind this one at which somebody waits; the last one tells that it is there."""
+        """Set ``next_tap`` to the next tap at which a request waits.
+
+        If there is none, it is the last tap, where the dispatcher only records that the model has reached it.
+        """
         assert self.route is not None  # noqa: S101 - without one there is no such step
         waiting = [self.route.tap_at.get(provider, -1) for provider in self.wanted]
         self.next_tap = min((tap for tap in waiting if tap > self._tap), default=self.route.last)
@@ -252,10 +256,10 @@ class TraceDispatcher(ModuleUse):
         ]
 
     def at_tap(self, tap: int, value: Any) -> None:
-        """The model has come to a tap, with a value that may be changed in place.
+        """Serve the blocks that wait at a tap; the value may be changed in place.
 
         Raises:
-            UntappedError: Blocks go on to want what no tap provides.
+            UntappedError: Blocks now need a value that no tap provides.
         """
         assert self.route is not None  # noqa: S101 - without one there is no such step
         provider = self.route.exits[tap]
@@ -273,7 +277,7 @@ class TraceDispatcher(ModuleUse):
         self._look_ahead()
 
     def _at_tap_among_modules(self, provider: str, value: Any) -> None:
-        """Come to a tap where modules are heard of, which have all places but the first tap's."""
+        """Handle a tap while module calls are observed; these provide all places except the first tap's."""
         if provider == self.entry:
             self._offer_in_place(provider, value)
             self.calls[provider] = 1
@@ -290,10 +294,10 @@ class TraceDispatcher(ModuleUse):
                     old.copy_(new)
 
     def at_end(self) -> None:
-        """The model has run by the taps.
+        """Check, after the model has run with taps, that it has reached the last tap.
 
         Raises:
-            UntappedError: It never came to them.
+            UntappedError: It has not.
         """
         assert self.route is not None  # noqa: S101 - as above
         if self._tap != self.route.last:
@@ -302,14 +306,14 @@ class TraceDispatcher(ModuleUse):
         self._reach = len(self.route.order)
 
     def again(self) -> None:
-        """The step is run again, with the modules heard of: blocks go on where it was left."""
+        """Rerun the step with module calls observed; blocks continue from the tap that was reached."""
         assert self.route is not None  # noqa: S101 - as above
         self.go_by_modules()
         self._seen = self.route.exits.get(self._tap)
         self._is_past = self._seen is not None
 
     def go_by_modules(self) -> None:
-        """Hear of modules in this step."""
+        """Observe module calls in this step."""
         self.by_taps = False
         self.next_tap = 0
 
@@ -318,20 +322,20 @@ class TraceDispatcher(ModuleUse):
         return list(wanting) if len(wanting) < _SEVERAL else sorted(wanting, key=_by_order)
 
     def fail(self, provider: str, error: Exception) -> None:
-        """End the requests that have a use for a value which cannot be had."""
+        """Fail the requests that have a use for a value that cannot be provided."""
         for request in self._wanting(provider):
             if request.uses(provider):
                 request.failed(error)
                 request.wanted.clear()
 
     def handle(self, provider: str | None = None, value: Any = None, iterate: bool = False) -> Any:  # noqa: ARG002, FBT001, FBT002 - the documented signature
-        """Provide a value, as an envoy's own code may."""
+        """Provide a value, as the custom code of an envoy may."""
         return value if provider is None else self.provide(provider, value)
 
-    # What envoys and tracers ask of the running block's side.
+    # Attributes that envoys and tracers read from the running block's interleaver.
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the running block's request knows."""
+        """Return an attribute of the running block's request."""
         current = self.__dict__.get("current")
         if current is None or current.interleaver is None:
             raise AttributeError(f"no block is running, so there is no {name!r}", name=name, obj=self)

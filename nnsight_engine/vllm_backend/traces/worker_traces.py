@@ -1,8 +1,8 @@
-"""Every traced request of a worker, from its arrival to the collection of what it saved.
+"""All traced requests of a worker, from arrival to collection of their saved values.
 
-The runner calls, for each step: ``begin`` with who came and who went, ``step`` when the rows are final,
-``running`` around the model, ``on_logits`` and ``on_samples`` behind it, ``end``. The client fetches what a
-trace has saved with ``collect``, once its requests have ended.
+For each step the runner calls ``begin`` with the requests that arrived and finished, ``step`` when the rows
+are final, ``running`` around the model, ``on_logits`` and ``on_samples`` behind it, and ``end``. The client
+fetches a trace's saved values with ``collect`` after its requests have ended.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_UNCOLLECTED: Final = 1024
-"""Traces that have ended and wait to be collected; the oldest beyond are dropped."""
+"""Limit for ended traces that wait to be collected; beyond it the oldest are dropped."""
 
 
 class WorkerTraces:
@@ -62,16 +62,16 @@ class WorkerTraces:
 
     Args:
         points: The loaded model's points.
-        config: vLLM's.
-        limits: What blocks may use.
-        board: Where the model's calls and the requests meet.
+        config: vLLM's configuration.
+        limits: Resource limits for blocks.
+        board: The dispatcher that connects the model's calls with the requests.
 
     Attributes:
-        last_spent_s: Seconds for which the engine has waited for the trace that was closed last: its blocks,
-            reading them and writing what they saved.
-        last_tier: How the steps of the trace ran that was closed last, see ``TracedRequest``.
-        last_step_s: Seconds for which the engine has waited for blocks in the step that ended last.
-        cells: Those that run in processes of their own.
+        last_spent_s: Seconds that the engine has waited for the trace closed last: for its blocks, decoding
+            them and encoding their saved values.
+        last_tier: How the steps of the trace closed last ran, see ``TracedRequest``.
+        last_step_s: Seconds that the engine has waited for blocks in the step that ended last.
+        cells: The traces that run in sandbox processes.
     """
 
     def __init__(
@@ -82,7 +82,6 @@ class WorkerTraces:
         *,
         board: TraceDispatcher | None = None,
     ) -> None:
-        """Start without requests."""
         self.board = board if board is not None else TraceDispatcher()
         self._points = points
         self._config = config
@@ -112,12 +111,12 @@ class WorkerTraces:
         self._spent_s: defaultdict[str, float] = defaultdict(float)
 
     def _new_model(self, names: Names) -> WorkerModel:
-        """Return what ``model`` is in the blocks."""
+        """Return the object that ``model`` refers to in the blocks."""
         return WorkerModel(self._points, self._config, self.board, names=names)
 
     @property
     def idle(self) -> bool:
-        """Whether no traced request is running, or has failed before it could."""
+        """Whether no traced request is running, and none that failed on arrival has yet to be ended."""
         return not (self._live or self._ended) and self.cells.idle
 
     def outline(self) -> list[OutlineEntry]:
@@ -125,7 +124,7 @@ class WorkerTraces:
         return outline_of(self.model._module)  # noqa: SLF001 - an envoy of ours
 
     def num_live(self) -> dict[str, int]:
-        """Return how much is held, for tests and metrics."""
+        """Return the numbers of live objects, for tests and metrics."""
         held = {
             "traced": len(self._live),
             "traces": len(self._by_key.keys() | self._held.keys()),
@@ -137,7 +136,7 @@ class WorkerTraces:
     # A step.
 
     def begin(self, arrived: Sequence[tuple[str, Any]], finished: set[str]) -> None:
-        """Open the blocks of requests that arrived, and let go of those that finished."""
+        """Open the blocks of requests that arrived, and retire requests that finished."""
         for request_id in finished & self._live.keys():
             self._live.pop(request_id).retire()
         self.cells.begin(finished)
@@ -190,17 +189,17 @@ class WorkerTraces:
             self._ended.append(request_id)
 
     def _arrive_in_cell(self, request_id: str, entry: TraceEntry) -> None:
-        """Let a request's blocks begin in a process of their own.
+        """Start a request's blocks in a sandbox process.
 
         Raises:
-            SandboxUnavailableError: There is none.
+            SandboxUnavailableError: No process is available.
         """
         if not entry.data:
             entry = msgspec.structs.replace(entry, data=self._held.get(entry.key, b""))
         self.cells.arrive(request_id, self.edits.filled_in(entry), self._num_arrived)
 
     def _policy(self, entry: TraceEntry) -> Policy | None:
-        """Return what a request's blocks may do; None for those of trusted senders."""
+        """Return the policy for a request's blocks; None for those of trusted senders."""
         return strangers_policy(self._limits) if self._is_restricted(entry) else None
 
     def _threads_for(self, entry: TraceEntry) -> Threads:
@@ -210,11 +209,13 @@ class WorkerTraces:
         return bool(entry.sandbox_of) and self._limits.sandbox == RESTRICTED
 
     def prepare_sandbox(self) -> bool:
-        """Begin to start sandboxes, if blocks of strangers run in them; returns whether there is one now.
+        """Start the sandbox processes if untrusted blocks run in them; return whether one is ready.
+
+        Does not wait for them: call it again until it returns True.
 
         Raises:
-            SandboxUnavailableError: There can be none.
-            SandboxedError: The model is not in one process.
+            SandboxUnavailableError: Processes cannot be started.
+            SandboxedError: The model is distributed over several processes.
         """
         if self._limits.sandbox != PROCESS:
             return True
@@ -223,21 +224,21 @@ class WorkerTraces:
         return self.cells.is_ready
 
     def count_sandboxes(self) -> dict[str, int]:
-        """Return what has happened to sandboxes, by event."""
+        """Return the counts of sandbox events, by event."""
         return dict(self.cells.counts)
 
     def _open_sandbox_pool(self) -> None:
         open_sandbox_pool(self.cells, self.model, self._points, self._config, self._limits)
 
     def _context(self, entry: TraceEntry, choice: int) -> tuple[TraceContext | None, BaseException | None]:
-        """Return the blocks of a request's trace, or why they cannot be read."""
+        """Return the decoded blocks of a request's trace, or the error that prevents decoding."""
         context = self._contexts.get((entry.key, choice))
         if context is not None:
             return context, None
         if not entry.data:
             entry = msgspec.structs.replace(entry, data=self._held.get(entry.key, b""))
         policy = self._policy(entry)
-        # On a thread, because reading a trace runs code of its sender's, and outside of inference mode.
+        # On a block thread, because decoding a trace runs its sender's code, and outside of inference mode.
         with self._timed(entry.key):
             context, error = (
                 self._threads_for(entry).take().start(lambda: TraceContext(entry, self.model, policy)).empty()
@@ -248,7 +249,7 @@ class WorkerTraces:
 
     @contextlib.contextmanager
     def _timed(self, key: str) -> Iterator[None]:
-        """Count the time of the block as one that a trace had the engine to itself."""
+        """Count the time spent in the context as time for which the trace had the engine to itself."""
         begin = time.monotonic()
         try:
             yield
@@ -256,13 +257,13 @@ class WorkerTraces:
             self._spent_s[key] += time.monotonic() - begin
 
     def hold(self, key: str, data: bytes) -> None:
-        """Keep the blocks of a trace for its requests, so that they need not all bring them."""
+        """Store the blocks of a trace, so that its requests need not all carry them."""
         self._held[key] = data
 
-    # What a client leaves in the engine.
+    # Names and edits that a client stores in the engine.
 
     def adopt(self, data: bytes) -> dict[str, Any] | None:
-        """Take over a client's names and classes, before any trace; returns what went wrong, if anything."""
+        """Apply a client's names and classes, before any trace; return the error as data, if any."""
 
         def adopt() -> None:
             self.model = self._threads.run(lambda: self._new_model(Names.read(data)))
@@ -270,11 +271,11 @@ class WorkerTraces:
         return self._failure_of(adopt)
 
     def keep_edit(self, name: str, data: bytes) -> dict[str, Any] | None:
-        """Keep an edit under a name; returns what went wrong, if anything."""
+        """Store an edit under a name; return the error as data, if any."""
         return self._failure_of(lambda: self.edits.keep(name, data, self.model, self._threads))
 
     def _failure_of(self, act: Callable[[], Any]) -> dict[str, Any] | None:
-        """Do something for a client; returns its error, which is not to reach the engine's own calls."""
+        """Run ``act`` for a client; return its error as data, since it must not reach the engine's own calls."""
         try:
             act()
         except Exception as error:  # noqa: BLE001 - whatever a client's code does
@@ -282,17 +283,17 @@ class WorkerTraces:
         return None
 
     def remove_edit(self, name: str) -> None:
-        """Forget an edit; requests that run it go on."""
+        """Remove an edit; requests that already run it continue to."""
         self.edits.remove(name)
 
     # A step's rows.
 
     def takes_part(self, request_id: str) -> bool:
-        """Tell whether a request is traced, and its block still of use."""
+        """Return whether a request is traced and its block still takes part in steps."""
         return request_id in self._live or self.cells.has(request_id)
 
     def step(self, spans: Sequence[TraceSpan], num_rows: int) -> bool:
-        """Begin a step for these requests; False if no block takes part in it."""
+        """Begin a step for these requests; return False if no block takes part in it."""
         if not spans:
             return False
         self.board.begin()
@@ -313,10 +314,10 @@ class WorkerTraces:
 
     @contextlib.contextmanager
     def tapped(self) -> Iterator[None]:
-        """Hear of the taps alone while the model runs.
+        """Observe only the taps while the model runs.
 
         Raises:
-            UntappedError: Blocks want more: call ``again``, and run it under ``running``.
+            UntappedError: Blocks need more: call ``again``, and rerun the step under ``running``.
         """
         self.board.listen()
         try:
@@ -327,18 +328,18 @@ class WorkerTraces:
             self.model.forget_sources()
 
     def again(self) -> None:
-        """The step is run again from its first layer, and blocks go on where they are."""
+        """Prepare to rerun the step from its first layer; blocks continue from where they are."""
         self.board.again()
         for request in self._active:
             request.again()
         self.cells.again()
 
     def learn_route(self, run: Callable[[], Any], taps: Collection[int]) -> None:
-        """Learn from a run of the model in which order it calls its modules: taps can serve blocks then.
+        """Record the order of the model's module calls from one run, after which taps can serve blocks.
 
         Args:
             run: Runs the model.
-            taps: The numbers of those in place.
+            taps: The numbers of the installed taps.
         """
         with self.model.heard(self.board):
             run()
@@ -354,7 +355,7 @@ class WorkerTraces:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Hear of the modules' calls while the model runs."""
+        """Observe the modules' calls while the model runs."""
         self.board.go_by_modules()
         with self.model.heard(self.board):
             yield
@@ -365,7 +366,7 @@ class WorkerTraces:
         return bool(self._active) or self.cells.in_step
 
     def on_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Offer the logits, ``[requests, vocabulary]``; returns them as the blocks leave them."""
+        """Offer the logits, ``[requests, vocabulary]``; return them as the blocks leave them."""
         for request in self._active:
             request.after_model(logits.shape[0])
         self.cells.after_model(logits.shape[0])
@@ -373,12 +374,12 @@ class WorkerTraces:
         return value
 
     def on_samples(self, samples: torch.Tensor) -> torch.Tensor:
-        """Offer the sampled tokens, ``[requests, 1]``; returns them as the blocks leave them."""
+        """Offer the sampled tokens, ``[requests, 1]``; return them as the blocks leave them."""
         value: torch.Tensor = self.board.provide(f"{self.model.path}.{SAMPLES}.output", samples)
         return value
 
     def end(self) -> list[str]:
-        """End the step; returns the requests that are to end, because their blocks failed or stopped them."""
+        """End the step; return the requests that are to end because their blocks failed or stopped them."""
         for request in self._active:
             request.end()
         self._note_habits()
@@ -396,11 +397,11 @@ class WorkerTraces:
         return ended
 
     def has_collected(self, key: str, results: Mapping[str, Any], wait_s: float) -> bool:
-        """Close the blocks of a trace that run elsewhere; returns whether that is done after so long."""
+        """Wait up to ``wait_s`` for a sandboxed trace to close; return whether its result is ready."""
         return not self.cells.knows(key) or self.cells.has_collected(key, results, None, wait_s)
 
     def _note_habits(self) -> None:
-        """Remember what blocks wanted in their first step."""
+        """Record for each block whether its first step needed values that no tap provides."""
         for request_id, request in self._live.items():
             member = self._members[request_id]
             if request.number == 1 and member.context is not None and not member.is_known:
@@ -408,7 +409,7 @@ class WorkerTraces:
                 self._habits.note(member.context.code(member.entry.index), elsewhere=request.is_elsewhere)
 
     def news(self) -> dict[str, Parcel]:
-        """Return what watched blocks tell since the last step."""
+        """Return the reports of streamed blocks since the last step, by request."""
         told, self._cell_news = self._cell_news, {}
         for request_id in self._live:
             if self.telling.has_news(request_id):
@@ -421,17 +422,17 @@ class WorkerTraces:
                     told[request_id] = parcel
         return told
 
-    # What is left.
+    # Results.
 
     def collect(self, key: str, results: Mapping[str, Any], index: int | None = None) -> list[Piece]:
-        """Close blocks whose requests have ended, and return what they saved as pieces of a message.
+        """Close blocks whose requests have ended, and return their saved values as pieces of a message.
 
-        Tensors on the host are pieces as they are: they must be written before the worker does anything else.
+        Host tensors are pieces without a copy: they must be written out before the worker does anything else.
 
         Args:
             key: The trace.
-            results: What each request returned, by ``"<block>/<choice>"``, for blocks that wait for it.
-            index: The one block to close; the trace goes on until it is dropped. None ends the trace.
+            results: The result of each request, by ``"<block>/<choice>"``, for blocks that wait for it.
+            index: The only block to close; the trace continues until it is dropped. None ends the trace.
         """
         if index is None:
             self._held.pop(key, None)
@@ -461,10 +462,10 @@ class WorkerTraces:
         blocks = [self._closing.closed(member, results) for member in in_order]
         for request_id in request_ids:
             self.telling.close(request_id, key)
-        if any(member.entry.prints for member in members):  # somebody asks for both
+        if any(member.entry.prints for member in members):  # the client fetches prints and failure together
             self.telling.fail(key, failure_of(blocks))
         contexts = [context for name, context in self._contexts.items() if name[0] == key]
-        # Containers of all blocks, which whoever has saved too much has filled.
+        # Containers shared by all blocks; a block that saved too much may have filled them.
         too_much = any(one.request is not None and is_too_much(one.request.error) for one in members)
         before = contexts[0].saved_before if contexts and not too_much else None
         if index is None:
@@ -479,7 +480,7 @@ class WorkerTraces:
             return self._closing.encoded({"blocks": blocks, "before": before}, num_bytes, compress=compress)
 
     def drop(self, key: str) -> float | None:
-        """Close what is left of a trace, which nobody will collect; returns ``last_spent_s``."""
+        """Close the rest of a trace that no client will collect; return ``last_spent_s``."""
         self._held.pop(key, None)
         self.last_spent_s = 0.0
         self._spent_s[key] += self.cells.drop(key)
@@ -490,7 +491,7 @@ class WorkerTraces:
         return self.last_spent_s
 
     def take_left(self, key: str) -> tuple[str, str]:
-        """Return what a trace printed last, and what is to be said of its failure; and forget both."""
+        """Return and remove a trace's remaining printed text and the text of its failure."""
         return self.cells.take_left(key) or self.telling.take_left(key)
 
     def _drop_uncollected(self) -> None:
