@@ -1,8 +1,8 @@
 """Barriers between invokes, so that one invoke can use a value that another has just read.
 
 Invokes that wait for the same point of the model are answered in order of definition; each runs until it
-waits for something else. If an invoke needs a value that a later one reads *at that same point*, it must be
-blocked before it asks for the point itself; a barrier does that.
+waits for something else. An invoke that uses a value which an earlier one reads *at that same point* would
+evaluate its request before the earlier invoke has been served; a barrier blocks it until then.
 """
 
 from __future__ import annotations

@@ -31,9 +31,7 @@ def map_state(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: map_state(one, fn) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(
-            [map_state(one, fn) for one in value]
-        )  # a cache's own containers; they are not namedtuples
+        return type(value)([map_state(one, fn) for one in value])  # a cache has no namedtuples
     if not _is_part(value):
         return value
     made = copy.copy(value)
