@@ -1,1 +1,1 @@
-"""The server: OpenAI's API with interventions, in front of an engine client."""
+"""The HTTP server: OpenAI's API with interventions, in front of an engine client."""

@@ -1,8 +1,8 @@
-"""A request's body, from bytes to a JSON object, with every limit enforced before it can hurt.
+"""Reads request bodies into JSON objects and enforces every limit before the work it bounds.
 
-The size is counted while reading, the nesting before parsing (the parser recurses), numbers
-that JSON does not have are refused while parsing. Routes call ``read_object``, once per request;
-those whose bodies are no JSON, ``read_bytes`` or ``stream_bytes``.
+The size is counted while reading. The nesting depth is checked before parsing, because the parser recurses.
+Numbers that JSON does not define (NaN, infinities) are rejected while parsing. Routes call ``read_object``
+once per request; routes whose bodies are not JSON call ``read_bytes`` or ``stream_bytes``.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from app.services.disconnect import while_connected
 
 _QUOTE: Final = ord('"')
 _HALVES: Final = re.compile(rb"\\u[dD][89a-fA-F]")
-"""Escapes of surrogates, which JSON has in pairs for characters beyond U+FFFF."""
+"""Escapes of surrogates. Valid JSON has them in pairs, for characters beyond U+FFFF."""
 _IRRELEVANT: Final = bytes(set(range(256)) - set(b'[]{}"'))
 _SCAN_CHUNK_BYTES: Final = 64 * 1024
 THREAD_BYTES: Final = 1024 * 1024
-"""What is larger is looked at in a thread."""
+"""Bodies larger than this are processed in a thread."""
 _LARGE_BYTES: Final = 128 * 1024
-"""What is larger is read in a process, see ``large_bodies``."""
+"""Bodies of at least this size are parsed in a separate process, see ``large_bodies``."""
 _SMALL_BYTES: Final = 16 * 1024
-"""What is smaller cannot hold much."""
+"""Bodies smaller than this are too small to exceed the field limits, so their fields are not counted."""
 _STEPS: Final = np.zeros(256, dtype=np.int8)
 _STEPS[[ord("["), ord("{")]] = 1
 _STEPS[[ord("]"), ord("}")]] = -1
@@ -43,7 +43,13 @@ _STEPS.setflags(write=False)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """The most that one body may be: ``max_bytes`` long, ``max_depth`` deep, and ``idle_s`` on its way."""
+    """The limits of one body.
+
+    Attributes:
+        max_bytes: The maximum size in bytes.
+        max_depth: The maximum nesting depth of arrays and objects.
+        idle_s: The longest pause between two chunks, in seconds; None for no limit.
+    """
 
     max_bytes: int
     max_depth: int
@@ -51,15 +57,15 @@ class BodyLimits:
 
 
 async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
-    """Read and parse the request's body.
+    """Read the request's body and parse it as a JSON object.
 
     Returns:
         The JSON object.
 
     Raises:
-        ApiError: ``bad_request`` (not JSON by its content type), ``body_too_large``,
-            ``upload_timed_out``, ``json_too_deep``, ``not_finite``, ``invalid_json``, ``invalid_shape``.
-        ClientDisconnect: The client went away before the end.
+        ApiError: ``bad_request`` (wrong content type), ``body_too_large``, ``upload_timed_out``,
+            ``json_too_deep``, ``not_finite``, ``invalid_json``, ``invalid_shape``.
+        ClientDisconnect: The client disconnected before the end of the body.
     """
     check_media_type(request, "application/json")
     body = await read_bytes(request, limits.max_bytes, limits.idle_s)
@@ -74,7 +80,7 @@ async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
 
 
 def check_media_type(request: Request, expected: str) -> None:
-    """Raise ApiError unless the request's body is of a content type."""
+    """Raise ApiError unless the request's body has the content type ``expected``."""
     media_type = request.headers.get("content-type", "").split(";", maxsplit=1)[0].strip().lower()
     if media_type != expected:
         message = f"A request needs the header 'Content-Type: {expected}', got {media_type!r}."
@@ -82,14 +88,15 @@ def check_media_type(request: Request, expected: str) -> None:
 
 
 def parse_object(body: bytes | bytearray) -> dict[str, Any]:
-    """Parse UTF-8 JSON whose depth is already checked; raises as ``read_object`` does."""
+    """Parse UTF-8 JSON whose depth is already checked; raise the errors of ``read_object``."""
     value: Any = None
     try:
-        # A byte order mark is let through, as json.loads does for bytes; UTF-16 is not, because
-        # the depth was counted on single bytes.
+        # A byte order mark is accepted, as json.loads does for bytes. UTF-16 is not, because the depth was
+        # counted on single bytes.
         value = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant)
         if _HALVES.search(body):
-            json.dumps(value, ensure_ascii=False).encode()  # which halves that make up a whole survive
+            # raises for lone surrogates; paired ones were joined into characters
+            json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ApiError(
             ErrorCode.INVALID_JSON,
@@ -98,7 +105,7 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
             _field_with_half(value),
         ) from error
     except ValueError as error:
-        # Bad UTF-8, bad JSON, and integers beyond Python's limit on digits are all ValueError.
+        # Invalid UTF-8, invalid JSON and integers beyond Python's digit limit are all ValueError.
         raise ApiError(ErrorCode.INVALID_JSON, f"The body must be JSON in UTF-8: {error}.") from error
     except RecursionError as error:
         raise ApiError(ErrorCode.JSON_TOO_DEEP, "The body's JSON is nested too deeply to parse.") from error
@@ -110,7 +117,7 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def _field_with_half(body: Any) -> str | None:
-    """Return the field of a body that holds half of a character, or whose name does."""
+    """Return the name of the field that contains a lone surrogate in its value or in its name."""
     for name, value in body.items() if isinstance(body, dict) else ():
         try:
             json.dumps({name: value}, ensure_ascii=False).encode()
@@ -131,13 +138,13 @@ def check_depth(body: bytes | bytearray, max_depth: int) -> None:
 def exceeds_depth(body: bytes | bytearray, max_depth: int) -> bool:
     """Return whether arrays and objects nest deeper than ``max_depth``, in linear time.
 
-    Counts brackets outside strings, up to where a parser would stop at an error; works in chunks,
-    so that a hostile body costs no more memory than an honest one.
+    Counts brackets outside strings, up to the position at which a parser would report an error. Works in
+    chunks, so that a hostile body costs no more memory than an ordinary one.
     """
     if body.count(b"[") + body.count(b"{") <= max_depth:
         return False
-    # Escape pairs go first (in a run of backslashes they pair from the left), then every quote
-    # that is left opens or closes a string.
+    # Escape pairs are removed first (in a run of backslashes they pair from the left); every remaining quote
+    # then opens or closes a string.
     text = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
     text = text.translate(None, _IRRELEVANT)
     depth, in_string = 0, 0
@@ -152,18 +159,20 @@ def exceeds_depth(body: bytes | bytearray, max_depth: int) -> bool:
 
 
 async def read_bytes(request: Request, max_bytes: int, idle_s: float | None = None) -> bytearray:
-    """Return the request's body, read no further than ``max_bytes``.
+    """Read the request's body, at most ``max_bytes`` of it.
 
     Args:
-        request: Not read yet.
-        max_bytes: Its largest size.
-        idle_s: How long it may pause: whoever vanished in the middle does not say so.
+        request: A request whose body has not been read.
+        max_bytes: The maximum size.
+        idle_s: The longest pause between two chunks; a client that vanished in the middle of an upload sends
+            no disconnect.
 
     Raises:
-        ApiError: ``body_too_large``, ``upload_timed_out``, ``rate_limit_exceeded`` (as much is held already).
-        ClientDisconnect: The client went away before the end.
+        ApiError: ``body_too_large``, ``upload_timed_out``, ``rate_limit_exceeded`` (the server already holds
+            as many received bytes as it may).
+        ClientDisconnect: The client disconnected before the end of the body.
     """
-    body = bytearray()  # which grows in place: a list of chunks, joined, would take its size twice
+    body = bytearray()  # grows in place; joining a list of chunks would need twice the memory
     intake = intake_of(request.scope)
     async for chunk in stream_bytes(request, max_bytes, idle_s):
         if intake is not None:
@@ -175,18 +184,19 @@ async def read_bytes(request: Request, max_bytes: int, idle_s: float | None = No
 async def stream_bytes(
     request: Request, max_bytes: int, idle_s: float | None = None
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the request's body as it comes, for whoever does not hold it; raises as ``read_bytes`` does."""
-    # An over-long body is answered without being read; the server discards the rest of it, so that
-    # clients which write before they read still see the answer.
+    """Yield the chunks of the request's body without buffering it; raise the errors of ``read_bytes``."""
+    # A body that is too long by its Content-Length is rejected without being read. The server discards the
+    # rest of it, so that clients which write before they read still receive the response.
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > max_bytes:
         raise _too_large(f"{declared[:20]} bytes", max_bytes)
     num_bytes = 0
     chunks = aiter(request.stream())
-    cutoff = cutoff_of(request.scope) or RequestDeadline()  # one that nothing ends
+    cutoff = cutoff_of(request.scope) or RequestDeadline()  # a deadline that is never reached
     while True:
         if cutoff.reached.done():
-            raise cutoff.reached.result()  # one that sends slowly enough never pauses
+            # a client that keeps sending slowly never triggers the idle timeout
+            raise cutoff.reached.result()
         try:
             async with cutoff.pause(idle_s):
                 chunk = await anext(chunks, None)

@@ -1,9 +1,10 @@
-"""What the fields of a JSON body may hold, checked by counting before anything validates them.
+"""Bounds the number of values in the fields of a JSON body before anything validates them.
 
-Validating costs by the number of values, not of bytes: a megabyte of empty objects takes longer than a
-hundred of base64. So each field has so many objects and lists, and so many values, and numbers that stand for
-a tensor become a tensor object, which is one string. ``body`` does this to small bodies, ``body_process`` to
-large ones.
+The cost of validation depends on the number of values, not on the number of bytes: a megabyte of empty
+objects takes longer than a hundred megabytes of base64. Each field is therefore limited in its number of
+objects and lists and in its number of values, and lists of numbers that represent a tensor are converted to a
+tensor object, which is a single string. ``body`` applies this to small bodies, ``body_process`` to large
+ones.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ PROMPT: Final = "prompt"
 _TENSOR_FIELDS: Final = frozenset({"interventions", "values", "vectors"})
 _TENSOR_KEYS: Final = frozenset({"vector", "values", "vectors", "weights"})
 _MIN_NUMBERS: Final = 1024
-"""Shorter lists stay as they are."""
+"""Lists with fewer numbers are not converted."""
 _MAX_RANK: Final = 3
 
 
 class FieldLimits(msgspec.Struct, frozen=True):
-    """The most that one body has.
+    """Limits on the content of one body.
 
     Attributes:
-        max_depth: Of nested arrays and objects.
+        max_depth: Nesting depth of arrays and objects.
         max_objects: Objects and lists in one field.
-        max_values: Items of all of these together.
+        max_values: Items in all objects and lists of one field together.
         max_prompt_ids: Token ids of all prompts together.
     """
 
@@ -42,7 +43,7 @@ class FieldLimits(msgspec.Struct, frozen=True):
 
 
 def checked(body: dict[str, Any], limits: FieldLimits) -> dict[str, Any]:
-    """Return a body whose tensors are objects, and whose fields hold no more than they may.
+    """Convert tensors in a body to tensor objects and check the counts of its fields.
 
     Raises:
         ApiError: ``invalid_value``, ``invalid_shape``, ``not_finite``.
@@ -81,7 +82,10 @@ def _too_many(name: str, what: str, most: int, setting: str) -> ApiError:
 
 
 def _with_tensors(value: Any, path: str, *, is_tensor: bool) -> Any:
-    """Return a value with its long lists of numbers as tensor objects; it is at most as deep as a body."""
+    """Return a value with its long lists of numbers as tensor objects.
+
+    Recursion is bounded by the depth of a body, which is checked before.
+    """
     if isinstance(value, dict):
         inner = value.items()
         are_named = is_tensor and path == "vectors"
@@ -97,10 +101,12 @@ def _with_tensors(value: Any, path: str, *, is_tensor: bool) -> Any:
 
 
 def _as_tensor(value: list[Any], path: str) -> Any:
-    """Return a list of numbers, or of lists of them, as float32; what is short or no tensor as it is.
+    """Return a list of numbers, nested up to three deep, as a float32 tensor object.
+
+    A list that is short or ragged is returned unchanged.
 
     Raises:
-        ApiError: It is long, and not of numbers that float32 can hold.
+        ApiError: The list is long and contains values other than numbers that float32 can represent.
     """
     shape, rows = [len(value)], [value]
     while len(shape) < _MAX_RANK and {type(one) for row in rows for one in row} == {list}:
@@ -119,7 +125,7 @@ def _as_tensor(value: list[Any], path: str) -> Any:
     try:
         with np.errstate(over="ignore"):
             numbers = np.array(rows, dtype=np.float64).astype("<f4")
-    except OverflowError:  # of an integer
+    except OverflowError:  # an integer too large for a float
         numbers = np.full(1, np.inf)
     if not np.isfinite(numbers).all():
         raise ApiError(ErrorCode.NOT_FINITE, "Numbers must be finite, in float32 too.", path)

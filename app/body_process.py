@@ -1,8 +1,9 @@
-"""Large bodies read in a process of its own: ``python -m`` this one, by ``large_bodies``.
+"""Parses large bodies in a separate process, started by ``large_bodies`` with ``python -m``.
 
-Parsing JSON holds the interpreter's lock from the first byte to the last, so in a thread it holds up the
-event loop all the same. This process reads a body, checks it, and answers with JSON that is quick to parse:
-what would be many values is a string, or was refused. It takes one at a time, and ends when the server does.
+Parsing JSON holds the GIL from the first byte to the last, so that parsing in a thread blocks the event loop
+all the same. This process parses and checks a body, then answers with JSON that is quick to parse: large
+lists of numbers have become a single string, and bodies with too many values were rejected. It handles one
+body at a time and exits with the server.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from nnsight_engine.core.process_memory import address_space_bytes, end_before_s
 
 _NICENESS: Final = 5
 _BYTES_PER_BYTE: Final = 32
-"""Memory for each byte of a body. A list of numbers that becomes a tensor needs about 24, with all that is
-made of it, and nothing that a request may hold needs more; empty lists in lists take up to 48: refused."""
+"""Memory per byte of a body. A list of numbers that becomes a tensor needs about 24, including all
+intermediate
+values, and nothing that a request may contain needs more. Nested empty lists need up to 48 and are rejected.
+"""
 _SPARE_BYTES: Final = 64 * 2**20
-"""For the interpreter, whatever the body."""
+"""Memory for the interpreter, independent of the body."""
 
 
 def _answer(limits: FieldLimits, body: bytes) -> tuple[bool, bytes]:
@@ -43,13 +46,13 @@ def _answer(limits: FieldLimits, body: bytes) -> tuple[bool, bytes]:
         )
         refusal = [ErrorCode.INVALID_VALUE, message, None]
         return False, json.dumps(refusal).encode()
-    # In ASCII, so that lone surrogates, which JSON allows, stay what they are.
+    # ASCII output preserves lone surrogates, which JSON allows.
     return True, json.dumps(value, separators=(",", ":")).encode()
 
 
 def serve(asked: BinaryIO, answered: BinaryIO) -> None:
-    """Answer until nobody asks any more."""
-    gc.disable()  # JSON has no circles, and looking for some takes longer than parsing
+    """Answer requests until the input pipe is closed."""
+    gc.disable()  # parsed JSON has no reference cycles, and collecting takes longer than parsing
     os.nice(_NICENESS)
     end_before_server()
     own_bytes = address_space_bytes() + _SPARE_BYTES

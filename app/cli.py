@@ -1,7 +1,7 @@
 """The command line: ``nnsight-engine serve [MODEL] [any vLLM engine argument]``.
 
-Slow things (vLLM's import, the bundled model, the engine) happen behind a progress bar, after
-everything that can be refused quickly was refused: bad arguments, a port that is taken.
+Slow steps (importing vLLM, the bundled model, the engine) run behind a progress bar, after everything that
+can be rejected quickly has been checked: invalid arguments, a port in use.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ vLLM's own arguments: vllm serve --help=all
 
 _USAGE_ERROR: Final = 2
 _INTERRUPTED: Final = 130
-"""As shells have it for a command that Ctrl-C ended."""
+"""The exit status that shells use for a command ended by Ctrl-C."""
 
 _DEMO_AXIS: Final = 464
-"""A unit of the bundled model's residual stream along which steering reads well."""
+"""A dimension of the bundled model's residual stream along which steering has a readable effect."""
 
 _OWN_OPTIONS: Final = {
     "--local-engine-device": "cpu, cuda or cuda:1, for example",
@@ -89,7 +89,7 @@ _OWN_OPTIONS: Final = {
     "--sandbox": "process, restricted or off",
     "--taps": "all, off or points such as layers.4:20.output",
 }
-"""Options with a value that are this server's own and not vLLM's, and what the value is."""
+"""This server's own options that take a value (unlike vLLM's), with a description of the value."""
 
 _COMPILE_COST: Final = (
     "--compile: on CPU the model is compiled anew at every start, which takes about a minute longer than the "
@@ -98,7 +98,7 @@ _COMPILE_COST: Final = (
 
 
 class CommandError(Exception):
-    """A command that cannot run; the message tells what to change."""
+    """A command that cannot run; the message says what to change."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CommandError, BundledModelError, UnsupportedOptionError) as error:
         console.print(f"nnsight-engine: {error}", markup=False, soft_wrap=True)
         return 1
-    except KeyboardInterrupt:  # raised again by uvicorn once everything is closed
+    except KeyboardInterrupt:  # re-raised by uvicorn after the shutdown is complete
         return _INTERRUPTED
 
 
@@ -141,12 +141,12 @@ def _serve(arguments: list[str], console: Console) -> int:
     refuse_named(options)
     set_engine_defaults()
     start_logs(settings)
-    # The bundled model's checksums are read beside the import: hashing lets go of the interpreter's lock.
+    # The bundled model's checksums are verified during the import: hashing releases the GIL.
     bundled = settings.bundled_model_dir
     with _progress(console) as progress, ThreadPoolExecutor(1) as beside:
         found = None if model is not None else beside.submit(intact_bundled_model, cache_dir=bundled)
         progress.add_task("Importing vLLM", total=None)
-        # Importing vLLM takes seconds, so it waits until there is something to show.
+        # Importing vLLM takes seconds, so it starts only after the progress bar is visible.
         with uncollected():
             arguments_module = importlib.import_module("app.engine.vllm_arguments")
             client_module = importlib.import_module("app.engine.vllm_client")
@@ -178,7 +178,7 @@ def _serve_replicas(arguments: list[str], replicas: dict[str, Any], console: Con
         raise CommandError(
             f"--replicas needs Ray Serve: pip install 'nnsight-engine[ray]' ({error})"
         ) from error
-    if model is None:  # made once, and not by each of them
+    if model is None:  # built once here instead of once per replica
         with _progress(console) as progress:
             reporter = _reporter(progress, progress.add_task("Bundled model", total=None))
             bundled_model_path(cache_dir=settings.bundled_model_dir, progress=reporter)
@@ -192,7 +192,7 @@ def _serve_replicas(arguments: list[str], replicas: dict[str, Any], console: Con
 
 
 def _trace_options(options: list[str], settings: Settings) -> list[str]:
-    """Return vLLM's arguments for the server's collector, unless it is to have one of its own."""
+    """Return vLLM's arguments for exporting spans to the server's collector, unless it is given its own."""
     name, *_ = found = engine_trace_options(settings) or [""]
     given = any(option.partition("=")[0] == name for option in options)
     return found if name and not given else []
@@ -204,7 +204,8 @@ def _settings() -> Settings:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = ".".join(map(str, first["loc"]))
-        if name in Settings.model_fields:  # else it is a variable's, of those with a name of their own
+        # otherwise the location is the name of an environment variable with an alias
+        if name in Settings.model_fields:
             name = f"{Settings.model_config['env_prefix']}{name}".upper()
         raise CommandError(
             f"the variable {name} is wrong: {first['msg']}, got {first['input']!r}; see docs/settings.md"
@@ -212,10 +213,13 @@ def _settings() -> Settings:
 
 
 def _check_callers(settings: Settings) -> bool:
-    """Return whether there are keys; without, refuse to listen to other machines, whose every user comes in.
+    """Return whether any keys exist; without keys, require a loopback address.
+
+    A server without keys admits every caller.
 
     Raises:
-        CommandError: They would.
+        CommandError: There are no keys and the address is reachable from other machines, or the database
+            cannot be opened.
     """
     try:
         with_keys = asyncio.run(has_keys(settings))
@@ -231,10 +235,10 @@ def _check_callers(settings: Settings) -> bool:
 
 
 def _check_sandbox(settings: Settings) -> None:
-    """Refuse to start where sandboxes lack what the operator asks for.
+    """Check that sandboxes have the namespaces that the operator requires.
 
     Raises:
-        CommandError: They do.
+        CommandError: Namespaces are missing.
     """
     if settings.sandbox != "process" or not settings.sandbox_needs_namespaces:
         return
@@ -261,7 +265,7 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
     app = create_app(settings, engine, store, on_engine_failure=stop, local=_local_engine(args, settings))
     config = server_config(app, settings)
     server = DrainingServer(config)
-    # Bound before the model is loaded: a port that is taken is known at once.
+    # The socket is bound before the model is loaded, so that a port in use is reported at once.
     sock = listening_socket(config, stall_s=settings.client_stall_timeout_s)
     port = sock.getsockname()[1]
 
@@ -284,7 +288,7 @@ def _run(args: argparse.Namespace, settings: Settings, client_module: Any, conso
 
 
 def _local_engine(args: argparse.Namespace, settings: Settings) -> LocalTraceEngine | None:
-    """Return what runs traces of ``LanguageModel``, on the checkpoint that vLLM serves, if it is wanted."""
+    """Return the engine for traces of ``LanguageModel`` on the served checkpoint, or None if disabled."""
     if not settings.local_engine:
         return None
     options = ProcessOptions(
@@ -300,14 +304,14 @@ def _local_engine(args: argparse.Namespace, settings: Settings) -> LocalTraceEng
 
 
 async def _log_ready(engine: Any, url: str) -> None:
-    """Log that the engine serves, for programs."""
+    """Log that the engine is ready, in a machine-readable form."""
     await engine.started.wait()
     logger.setLevel(logging.INFO)
     logger.info("ready", extra={"model": engine.engine.spec.name, "url": url})
 
 
 async def _announce(engine: Any, url: str, console: Console, *, with_keys: bool, with_page: bool) -> None:
-    """Show that the engine is loading, then one line to try it with."""
+    """Show progress while the engine loads, then print how to reach and try it."""
     with _progress(console) as progress:
         progress.add_task("Loading the engine", total=None)
         await engine.started.wait()
@@ -321,7 +325,7 @@ async def _announce(engine: Any, url: str, console: Console, *, with_keys: bool,
 
 
 def _steering_line(url: str, spec: Any, *, with_key: bool = False) -> str:
-    """Return one line for a shell that steers along one axis of the residual stream, half way up."""
+    """Return a shell command that steers one dimension of the residual stream at the middle layer."""
     key = " -H 'authorization: Bearer '$NNSIGHT_ENGINE_KEY" if with_key else ""
     axis = _DEMO_AXIS if spec.hidden_size > _DEMO_AXIS else 1
     after = spec.hidden_size - axis - 1
@@ -338,10 +342,13 @@ def _steering_line(url: str, spec: Any, *, with_key: bool = False) -> str:
 
 
 def split_options(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return the arguments without those that are this server's own, and what these set.
+    """Split this server's own options from the arguments.
+
+    Returns:
+        The remaining arguments, and the settings that the options set.
 
     Raises:
-        CommandError: One of them lacks its value.
+        CommandError: An option lacks its value.
     """
     left: list[str] = []
     chosen: dict[str, Any] = {}
@@ -361,7 +368,7 @@ def split_options(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def _split_model(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Return the model, which comes first or not at all, and the options."""
+    """Return the model, which is the first argument or absent, and the options."""
     if arguments and not arguments[0].startswith("-"):
         return arguments[0], arguments[1:]
     if "--model" in arguments:
@@ -370,7 +377,7 @@ def _split_model(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _port(options: list[str], args: argparse.Namespace, settings: Settings) -> int:
-    """Return the port: the command line's where given, since vLLM's parser has a default of its own."""
+    """Return the command line's port if given, else the setting; vLLM's parser has a default of its own."""
     given = any(option == "--port" or option.startswith("--port=") for option in options)
     return int(args.port) if given else settings.port
 

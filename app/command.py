@@ -1,9 +1,9 @@
-"""The door of the command line: what the console script ``nnsight-engine`` and ``python -m app`` run.
+"""The entry point of the command line, run by the console script ``nnsight-engine`` and by ``python -m app``.
 
-vLLM starts its engine's process by spawning, which imports the parent's main module once more. So the
-main module is this one, which imports nothing of weight: ``app.cli`` and what it needs, seconds of import
-that an engine has no use for, are imported only in the process that runs the command. So are the commands
-that talk to a server, which need neither torch nor ``app.cli`` and start at once.
+vLLM spawns its engine process, which imports the parent's main module again. The main module is therefore
+this one, which imports nothing heavy: ``app.cli`` and its dependencies take seconds to import, are of no use
+to an engine, and are imported only in the process that runs the command. The commands that talk to a running
+server are also imported lazily; they need neither torch nor ``app.cli`` and start at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 from nnsight_engine.core.garbage_collection import uncollected
 
 TERMINAL: Final = frozenset({"chat", "lens", "steer"})
-"""Commands that talk to a server that runs."""
+"""Commands that talk to a running server."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""What routes need of their server, and how they get it: through the application, never a global."""
+"""The components that routes need, reached through the application and never through a global."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from app.vectors.training import Trainer
 from nnsight_engine.core.metering import METER
 
 _RUN_AT_ONCE: Final = {"/v1/completions", "/v1/chat/completions", "/v1/traces", "/v1/vectors/train"}
-"""What a limit on concurrency is of."""
+"""Routes that count against the limit on concurrency."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Context:
-    """The parts of one server; two servers in one process have one each."""
+    """The components of one server; two servers in one process have one each."""
 
     settings: Settings
     engine: EngineClient
@@ -72,7 +72,7 @@ async def _context_of(connection: HTTPConnection) -> Context:
 
 
 class _BearerKey(SecurityBase):
-    """Says in the document how a key is sent; ``auth.keys`` reads it."""
+    """Documents in the OpenAPI document how a key is sent; ``auth.keys`` evaluates it."""
 
     def __init__(self) -> None:
         self.model = BearerModel(description="A key: `nnsight-engine keys create`. None on a server without.")
@@ -108,15 +108,15 @@ async def _caller_of(
 
 
 def _check_origin(connection: HTTPConnection) -> None:
-    """Refuse pages of other origins, which browsers let open WebSockets to anywhere, key or not."""
+    """Reject WebSockets from pages of other origins, with or without a key: browsers do not."""
     if is_from_elsewhere(connection):
         raise ApiError(ErrorCode.ORIGIN_NOT_ALLOWED, "Cross-origin WebSocket connections are not allowed.")
 
 
 Served = Annotated[Context, Depends(_context_of)]
-"""A route's parameter that receives the server's parts."""
+"""A route's parameter that receives the server's components."""
 ANYBODY: Final = Security(_caller_of)
-"""A route's dependency: a key of any scope, where the server has keys. The next ones ask for a scope."""
+"""A route's dependency: a key with any scope, if the server has keys. The following ones require scopes."""
 COMPLETER: Final = Security(_caller_of, scopes=[Scope.COMPLETIONS])
 INTERVENER: Final = Security(_caller_of, scopes=[Scope.INTERVENTIONS])
 TRAINER: Final = Security(_caller_of, scopes=[Scope.INTERVENTIONS, Scope.COMPLETIONS])
@@ -124,7 +124,7 @@ CODER: Final = Security(_caller_of, scopes=[Scope.CODE])
 MONITOR: Final = Security(_caller_of, scopes=[Scope.METRICS])
 ADMIN: Final = Security(_caller_of, scopes=[Scope.ADMIN])
 Caller = Annotated[Principal, ANYBODY]
-"""A route's parameter: who calls. So are the next ones."""
+"""A route's parameter that receives the caller, as do the following ones."""
 Completer = Annotated[Principal, COMPLETER]
 Intervener = Annotated[Principal, INTERVENER]
 Trains = Annotated[Principal, TRAINER]

@@ -1,6 +1,6 @@
-"""The first thing that ``nnsight-engine serve`` does: begin the engine's process, beside all imports.
+"""Starts the engine's process as the first step of ``nnsight-engine serve``, in parallel with all imports.
 
-Imports nothing of weight itself.
+Imports nothing heavy itself.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from app.settings import Settings, set_engine_defaults
 from nnsight_engine.vllm_backend.early_process import begin
 
 _ELSEWHERE: Final = ("-h", "--help", "--replicas")
-"""Options with which this process serves nothing itself."""
+"""Options with which this process itself serves nothing."""
 
 
 def begin_early(options: Sequence[str]) -> None:
-    """Begin it where vLLM will spawn one, which is on CPUs; nothing is told here of what is wrong.
+    """Start the engine's process where vLLM is going to spawn one, which is on CPUs.
+
+    Invalid settings are not reported here; the command reports them later.
 
     Args:
-        options: What follows ``serve``.
+        options: The arguments after ``serve``.
     """
     if any(option.partition("=")[0] in _ELSEWHERE for option in options) or _has_gpu():
         return

@@ -1,7 +1,7 @@
-"""Errors on their way out: whatever goes wrong becomes OpenAI's error object.
+"""Converts every exception to OpenAI's error object.
 
-Handlers here and the outermost middleware together cover every exception, so that no client
-ever sees another shape. Internals stay in the log.
+The handlers here and the outermost middleware together cover all exceptions, so that clients never see
+another format. Internal details appear only in the log.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from app.audit.records import note
 from app.json_text import printable
 
 RETRY_AFTER_S: Final = 5
-"""What a client is told to wait before it asks a server that is starting, full or draining."""
+"""The default Retry-After for a server that is starting, full or draining."""
 
 _WORTH_WAITING: Final = {429, 503}
 _MAX_PROBLEMS: Final = 5
@@ -51,21 +51,21 @@ _CODES: Final = {404: ErrorCode.NOT_FOUND, 405: ErrorCode.METHOD_NOT_ALLOWED}
 
 
 def error_bytes(error: ApiError) -> bytes:
-    """Return the error as JSON in ASCII, whatever the request smuggled into the message."""
-    # A lone surrogate, legal in JSON, would fail pydantic's check and the UTF-8 encoder.
+    """Return the error as ASCII JSON, whatever characters of the request the message contains."""
+    # A lone surrogate, legal in JSON, would fail pydantic's validation and the UTF-8 encoder.
     param = None if error.param is None else printable(error.param)
     body = ApiError(error.code, printable(error.message), param).body()
     return json.dumps(body.model_dump(mode="json"), separators=(",", ":")).encode("ascii")
 
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
-    """Return the error as a response with its status, and Retry-After where waiting helps."""
+    """Return a response with the error's status, and with Retry-After where waiting helps."""
     note(error=error.code)
     sent = dict(headers or {})
     if error.code in _CHALLENGES:
         sent.setdefault("WWW-Authenticate", _CHALLENGES[error.code])
     if error.code in _MID_BODY:
-        sent.setdefault("Connection", "close")  # what else came would be taken for the next request
+        sent.setdefault("Connection", "close")  # the rest of the body would be parsed as the next request
     if error.status in _WORTH_WAITING:
         sent.setdefault("Retry-After", str(RETRY_AFTER_S))
     return Response(error_bytes(error), error.status, sent, media_type="application/json")
@@ -76,10 +76,10 @@ async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send, *,
 
     Args:
         error: The error.
-        scope: The connection's.
-        receive: The connection's.
-        send: The connection's.
-        code: What a WebSocket is closed with by a server that can send no answer to it.
+        scope: The connection's scope.
+        receive: The connection's receive callable.
+        send: The connection's send callable.
+        code: The close code of a WebSocket, if the server does not support denial responses.
     """
     if scope["type"] == "websocket" and "websocket.http.response" not in scope.get("extensions", {}):
         await send({"type": "websocket.close", "code": code, "reason": error.code})
@@ -88,13 +88,13 @@ async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send, *,
 
 
 def error_frame(error: ApiError) -> str:
-    """Return the error as one event of a stream whose status is already sent."""
+    """Return the error as an event of a stream whose status was already sent."""
     note(error=error.code)
     return f"data: {error_bytes(error).decode('ascii')}\n\n"
 
 
 def internal_error() -> ApiError:
-    """Return the error for a fault of ours, which names nothing of it."""
+    """Return the error for an internal failure, without any details."""
     return ApiError(
         ErrorCode.INTERNAL,
         "The server failed on this request and has logged why; the request may be sent again.",
@@ -102,7 +102,7 @@ def internal_error() -> ApiError:
 
 
 def said(problems: Sequence[Mapping[str, Any]]) -> str:
-    """Return what pydantic found wrong: where and why, and nothing of the value or of the server."""
+    """Return pydantic's problems as text: locations and reasons, without values or server internals."""
     return "; ".join(
         f"{'.'.join(clip(str(part)) for part in one['loc'])}: {one['msg']}"
         for one in problems[:_MAX_PROBLEMS]
@@ -110,15 +110,15 @@ def said(problems: Sequence[Mapping[str, Any]]) -> str:
 
 
 def validated(model: type[T], value: object, limits: Limits | None = None) -> T:
-    """Return a body as its model.
+    """Validate a body as its model.
 
     Args:
-        model: What the route takes.
-        value: The JSON.
-        limits: What tensors in it may have.
+        model: The model of the route.
+        value: The parsed JSON.
+        limits: Limits of the tensors in it.
 
     Raises:
-        ApiError: ``invalid_shape``, or the code of what the model itself found.
+        ApiError: ``invalid_shape``, or the code of the problem that the model itself reported.
     """
     try:
         return model.model_validate(value, context=limits)
@@ -132,14 +132,14 @@ def validated(model: type[T], value: object, limits: Limits | None = None) -> T:
 
 
 def _place(value: object, problem: Mapping[str, Any]) -> list[str]:
-    """Return where in a body pydantic, or a model of ours, found something wrong."""
+    """Return the location in the body of a problem that pydantic or one of our models reported."""
     field = problem.get("ctx", {}).get("field", "") if problem["type"] in _OUR_CODES else ""
     place = path_in(value, problem["loc"], keep_last=problem["type"] == "missing")
     return [*place, *field.split(".")] if field else place
 
 
 def install_error_handlers(app: Starlette) -> None:
-    """Translate the framework's errors and ours; other exceptions go on to the middleware."""
+    """Install handlers for the framework's errors and ours; other exceptions propagate to the middleware."""
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)

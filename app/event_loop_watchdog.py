@@ -1,7 +1,8 @@
-"""Whether the event loop goes on: noticed from outside of it, counted, and logged with what it was doing.
+"""Detects, counts and logs stalls of the event loop, from another thread.
 
-Everything that a server does waits for its loop. What holds that up, a computation that should have been
-elsewhere, shows as slow answers of everybody and says nothing of itself.
+Everything that a server does depends on its event loop. A blocking computation that should have run elsewhere
+otherwise only shows as slow responses for all clients, without a hint at its cause. The log therefore says
+where the loop's thread was.
 """
 
 from __future__ import annotations
@@ -19,26 +20,25 @@ logger = logging.getLogger(__name__)
 
 _BEAT_S: Final = 0.05
 _STALL_S: Final = 1.0
-"""From which on a pause counts, and is logged."""
+"""Pauses of at least this length are counted and logged."""
 _MAX_FRAMES: Final = 12
 
 
 class Counted(Protocol):
-    """What stalls are counted in."""
+    """A counter of stalls."""
 
     def count_stall(self, seconds: float, *, is_new: bool) -> None:
-        """Count a stall, or that one goes on."""
+        """Count a new stall, or the continuation of a stall that is already counted."""
 
 
 class LoopWatch:
-    """Watches the event loop of the thread that makes it.
+    """Watches the event loop of the thread that constructs it.
 
     Args:
-        counted: Learns of stalls; None if nobody does.
+        counted: The counter to report stalls to, or None.
     """
 
     def __init__(self, counted: Counted | None) -> None:
-        """Watch nothing yet."""
         self._counted = counted
         self._thread = threading.get_ident()
         self._lock = threading.Lock()
@@ -47,11 +47,11 @@ class LoopWatch:
 
     @property
     def lag_s(self) -> float:
-        """For how long the loop has not come round, beyond its pace."""
+        """How long the loop is overdue, in seconds beyond its interval."""
         return max(0.0, time.monotonic() - self._beat - _BEAT_S)
 
     async def beat(self) -> None:
-        """Come round, until cancelled; in the loop that is watched."""
+        """Record heartbeats until cancelled; runs in the watched loop."""
         while True:
             with self._lock:
                 lag_s, told_s = self.lag_s, self._told_s
@@ -62,7 +62,7 @@ class LoopWatch:
             await asyncio.sleep(_BEAT_S)
 
     async def watch(self) -> None:
-        """Look at it, until cancelled; in another loop, of another thread."""
+        """Check the heartbeats until cancelled; runs in another loop, on another thread."""
         while True:
             await asyncio.sleep(_BEAT_S)
             with self._lock:
@@ -79,7 +79,7 @@ class LoopWatch:
             self._counted.count_stall(seconds, is_new=is_new)
 
     def _where(self) -> str:
-        """Return what the loop's thread is doing: places in code, and nothing of values."""
+        """Return the stack of the loop's thread: locations in code, without values."""
         frame = sys._current_frames().get(self._thread)  # noqa: SLF001 - the standard library's, and documented
         frames = traceback.extract_stack(frame, _MAX_FRAMES) if frame is not None else []
         return " > ".join(f"{Path(one.filename).name}:{one.lineno} {one.name}" for one in frames)

@@ -1,7 +1,8 @@
-"""The header ``Forwarded`` of RFC 7239, said as the older ``X-Forwarded-For`` and ``-Proto``, for uvicorn.
+"""Translates the header ``Forwarded`` (RFC 7239) to ``X-Forwarded-For`` and ``-Proto`` for uvicorn.
 
-A proxy writes one of the two kinds and passes the other on as a client made it up, so a server reads only the
-one that its operator has chosen. Whose headers count is uvicorn's to decide.
+A proxy sets one of the two kinds of header and passes the other on unchanged, as forged by a client. The
+server therefore reads only the kind that its operator configured. Which peers are trusted is decided by
+uvicorn.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ Headers = list[tuple[bytes, bytes]]
 
 
 def as_x_forwarded(headers: Headers) -> Headers:
-    """Return a request's headers with what ``Forwarded`` says of each hop in place of the older ones.
+    """Return the headers with the content of ``Forwarded`` in place of the ``X-Forwarded`` headers.
 
-    A header that cannot be read says nothing, so that the client is the connection's other side.
+    A malformed header is ignored, so that the client is the peer of the connection.
     """
     text = ",".join(value.decode("latin-1") for name, value in headers if name == _NAME)
     others = [(name, value) for name, value in headers if name not in _OTHERS]
@@ -36,7 +37,7 @@ def as_x_forwarded(headers: Headers) -> Headers:
 
 
 def _hops(text: str) -> list[dict[str, str]]:
-    """Return what each hop says, by name; none where the text is no such header."""
+    """Return the parameters of each hop by name, or an empty list if the text is malformed."""
     hops: list[dict[str, str]] = [{}]
     place = 0
     while place < len(text):
@@ -53,7 +54,7 @@ def _hops(text: str) -> list[dict[str, str]]:
 
 
 def _address(node: str) -> str:
-    """Return a node's address without its port."""
+    """Return the address of a node without its port."""
     if node.startswith("["):
         return node[1:].partition("]")[0]
     return node.partition(":")[0] if node.count(":") == 1 else node

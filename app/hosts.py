@@ -1,9 +1,9 @@
-"""Which host a request names, and which page of a browser sends it.
+"""Checks the ``Host`` and ``Origin`` of requests while the server has no keys.
 
-A server without keys lets in whoever is on its machine, and a browser there shows pages of people who are
-not. Such a page can have a name of its own resolve to this machine (DNS rebinding), so the name that a
-request came to must be one of this machine's own; and what a page of another origin sends is refused,
-whatever the route. Where there are keys, the key says who may come in.
+A server without keys admits every caller on its machine, including browsers there, which show pages from
+untrusted sites. Such a page can make a name of its own resolve to this machine (DNS rebinding), so the host
+name of a request must be one of this machine's. Requests from pages of another origin are rejected on every
+route. If the server has keys, the key alone authorizes a request.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Authority(NamedTuple):
 
     Attributes:
         name: In lower case, an IPv6 address without brackets.
-        port: Empty for the default one: behind a proxy that ends TLS, only the browser knows which that is.
+        port: Empty for a default port: behind a proxy that terminates TLS, only the browser knows which
+            default applies.
     """
 
     name: str
@@ -44,27 +45,27 @@ class Authority(NamedTuple):
 
 
 class HostMiddleware:
-    """Refuses requests to names of others and from pages of others, while the server has no keys.
+    """Rejects requests to foreign host names and from pages of other origins, while the server has no keys.
 
     Args:
-        app: What is behind it.
-        settings: Where the server listens, and what else it is called.
-        are_keys_required: Tells whether the server has keys; asked only about what would be refused.
+        app: The wrapped application.
+        settings: The address on which the server listens and its further names.
+        are_keys_required: Returns whether the server has keys; called only for requests that would be
+            rejected.
     """
 
     def __init__(
         self, app: ASGIApp, settings: Settings, are_keys_required: Callable[[], Awaitable[bool]]
     ) -> None:
-        """Wrap ``app``."""
         self._app = app
-        # Other machines may call theirs whatever they like; without keys none reaches the server.
+        # Without keys the server listens on loopback only; other host names are checked only there.
         self._checks_name = is_loopback(settings.host)
         self._own = {name.strip().lower() for name in settings.allowed_hosts.split(",")} - {""}
         self._are_keys_required = are_keys_required
         self._has_keys = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection of the ASGI server."""
+        """Handle one ASGI connection."""
         if scope["type"] in _CONNECTIONS:
             refusal = self._refusal(HTTPConnection(scope))
             if refusal is not None and not await self._asks_for_keys():
@@ -73,7 +74,7 @@ class HostMiddleware:
         await self._app(scope, receive, send)
 
     def _refusal(self, connection: HTTPConnection) -> ApiError | None:
-        # Whoever sends none at all is no browser.
+        # A request without a Host header does not come from a browser.
         if self._checks_name and "host" in connection.headers and not self._is_own(host_of(connection)):
             return ApiError(
                 ErrorCode.HOST_NOT_ALLOWED,
@@ -94,7 +95,7 @@ class HostMiddleware:
         return host is not None and (is_loopback(host.name) or host.name in self._own)
 
     async def _asks_for_keys(self) -> bool:
-        if not self._has_keys:  # once it has, that does not change
+        if not self._has_keys:  # once keys exist, that does not change
             try:
                 self._has_keys = await self._are_keys_required()
             except Exception:
@@ -103,13 +104,13 @@ class HostMiddleware:
 
 
 def host_of(connection: HTTPConnection) -> Authority | None:
-    """Return what a request calls the server; None where that is no host, or no single one."""
+    """Return the host in the request's ``Host`` header; None if it is malformed, missing or repeated."""
     given = connection.headers.getlist("host")
     return _authority(given[0]) if len(given) == 1 else None
 
 
 def is_from_elsewhere(connection: HTTPConnection) -> bool:
-    """Tell whether a browser sends this for a page of another origin, as it says itself: host and port."""
+    """Return whether the ``Origin`` header names another host or port than the ``Host`` header."""
     given = connection.headers.getlist("origin")
     if not given:
         return False
@@ -119,7 +120,7 @@ def is_from_elsewhere(connection: HTTPConnection) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine reaches an address."""
+    """Return whether an address is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -127,7 +128,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _authority(text: str) -> Authority | None:
-    """Return a host and port; None for anything else, user information (``127.0.0.1@evil``) among it."""
+    """Return the host and port; None for anything else, including user information (``127.0.0.1@evil``)."""
     found = _AUTHORITY.fullmatch(text)
     if found is None:
         return None

@@ -1,7 +1,7 @@
-"""Answers as JSON that every client can read: no NaN, no infinity, no half of a character.
+"""Serializes responses as JSON that every client can parse: no NaN, no infinity, no lone surrogates.
 
-Models overflow, and clients' code saves what it likes. What JSON has no number for is null, as in results of
-operations; what UTF-8 has no character for is written as an escape, as in printed text.
+Models overflow, and users' code saves arbitrary values. Non-finite numbers become null, as in results of
+operations; lone surrogates, which UTF-8 cannot encode, become escapes, as in printed text.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from starlette.responses import JSONResponse
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with what UTF-8 cannot hold, lone surrogates, as escapes."""
+    """Return ``text`` with lone surrogates, which UTF-8 cannot encode, as escapes."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def json_text(value: Any) -> str:
-    """Return a value as strict JSON that UTF-8 can hold."""
+    """Return a value as strict JSON that can be encoded in UTF-8."""
     try:
         text = _dumped(value)
         text.encode()
-    except ValueError:  # of both: a surrogate's is one too
+    except ValueError:  # of either: UnicodeEncodeError is a ValueError too
         return _dumped(_sendable(value))
     return text
 
 
 class JsonAnswer(JSONResponse):
-    """A response of strict JSON."""
+    """A response with strict JSON."""
 
     def render(self, content: Any) -> bytes:
-        """Return the body."""
+        """Return the encoded body."""
         return json_text(content).encode()
 
 

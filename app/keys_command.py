@@ -1,7 +1,7 @@
-"""The command line of keys: ``nnsight-engine keys create | adopt | list | limit | rotate | revoke``.
+"""The command line for keys: ``nnsight-engine keys create | adopt | list | limit | rotate | revoke``.
 
-It works on the server's database, whether or not the server runs. A new key goes to standard output alone, so
-that a script can take it; whatever is said of it goes to standard error.
+It works on the server's database, whether or not the server runs. A new key is written to standard output
+alone, so that a script can capture it; all messages go to standard error.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
         return _ERROR
     except (ApiError, DatabaseError, ValidationError, typer.TyperException) as error:
         message = _first(error) if isinstance(error, ValidationError) else str(error)
-        if message:  # without a command there is only the help, which was printed
+        if message:  # without a subcommand the help has already been printed
             Console(stderr=True).print(f"nnsight-engine: {message}", markup=False, soft_wrap=True)
         return _ERROR
     return int(status or 0)
 
 
 async def has_keys(settings: Settings) -> bool:
-    """Tell whether a key was ever made for this server.
+    """Return whether a key was ever created for this server.
 
     Raises:
         DatabaseError: The database cannot be opened.
@@ -84,7 +84,7 @@ async def _opened(settings: Settings) -> AsyncIterator[Database]:
 
 
 def _change(settings: Settings, command: str, subject: str, work: Work[Changed]) -> Changed:
-    """Change something, and have the audit log tell of it."""
+    """Perform a change and record it in the audit log."""
 
     async def changing() -> Changed:
         async with _opened(settings) as database:
@@ -109,7 +109,7 @@ def create(
     ] = False,
     expires: Annotated[float | None, typer.Option(help="Days until it ends.")] = None,
 ) -> None:
-    """Make a key, and print it: it is not shown again."""
+    """Create a key and print it; it is not shown again."""
     new = NewKey(
         tenant=tenant,
         scopes=_scopes(scopes),
@@ -130,7 +130,7 @@ def adopt(
     scopes: Annotated[str, typer.Option(help="What it opens, with commas between.")] = "completions",
     name: Annotated[str, typer.Option(help="What it is for.")] = "",
 ) -> None:
-    """Make a key of one that a file has, unless there is one of its id: a secret of an orchestrator's."""
+    """Register the key that a file contains, such as an orchestrator's secret, unless it is registered."""
     new = NewKey(tenant=tenant, scopes=_scopes(scopes), name=name)
     try:
         text = file.read_text(encoding="utf-8").strip()
@@ -147,7 +147,7 @@ def adopt(
     if known is None:
         try:
             known = _change(context.obj, "keys adopt", "", lambda keys: keys.adopt(secret, new))
-        except KeyTakenError:  # several start at once, and another one was first
+        except KeyTakenError:  # several processes start at once, and another one was first
             known = recognized()
             if known is None:
                 raise
@@ -160,7 +160,7 @@ def list_keys(
     tenant: Annotated[str | None, typer.Option(help="Only this tenant's.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,  # noqa: FBT002 - a flag
 ) -> None:
-    """List keys, the newest first, those that have ended too."""
+    """List keys, newest first, including those that have ended."""
     keys = asyncio.run(_on_keys(context.obj, lambda keys: keys.page(tenant)))
     if as_json:
         typer.echo(json.dumps([key.model_dump(mode="json") for key in keys], indent=2))
@@ -182,7 +182,7 @@ def limit(
     tenant: Annotated[str, typer.Argument(help="The tenant.")],
     limits: Annotated[str, typer.Argument(help=_LIMITS_HELP)] = "",
 ) -> None:
-    """Limit all keys of a tenant together; without limits, not any more."""
+    """Limit all keys of a tenant together; without LIMITS, remove the limits."""
     wanted = _limits(limits)
     changed = _change(context.obj, "keys limit", tenant, lambda keys: keys.limit(tenant, wanted))
     typer.echo(f"All keys of {changed.name} together: {_said(changed.limits) or 'no limits'}.", err=True)
@@ -194,14 +194,14 @@ def rotate(
     key_id: Annotated[str, typer.Argument(help="The key's id.")],
     grace: Annotated[float, typer.Option(help="Hours for which the old one still works.")] = 0.0,
 ) -> None:
-    """Replace a key by another of the same rights, and print that."""
+    """Replace a key by a new one with the same rights, and print it."""
     rotation = Rotation(grace_s=grace * 3600)
     _show(_change(context.obj, "keys rotate", key_id, lambda keys: keys.rotate(key_id, rotation.grace_s)))
 
 
 @_COMMANDS.command()
 def revoke(context: typer.Context, key_id: Annotated[str, typer.Argument(help="The key's id.")]) -> None:
-    """End a key. A running server notices within seconds."""
+    """Revoke a key. A running server notices within seconds."""
     key = _change(context.obj, "keys revoke", key_id, lambda keys: keys.revoke(key_id))
     typer.echo(f"The key {key.id} of {key.tenant} opens nothing any more.", err=True)
 
@@ -232,7 +232,7 @@ def _limits(text: str) -> Limits:
 
 
 def _number(text: str) -> float | str:
-    """Return a number as one, and what is none as it is: the limits say what is wrong with it."""
+    """Return the text as a number, or unchanged if it is none; validation of the limits then reports it."""
     try:
         return int(text) if text.isdecimal() else float(text)
     except ValueError:

@@ -1,8 +1,8 @@
-"""Large bodies, read beside the event loop: in processes, since parsing JSON in a thread stops the loop too.
+"""Parses large bodies in child processes, because parsing JSON in a thread blocks the event loop too.
 
-A process that takes too long, or whose client has left, is ended, and the next body gets another one.
-Tenants take turns, and none has more than its share of the processes. How many bodies may wait is bounded by
-their bytes, which are counted where they are received.
+A process that takes too long, or whose client has disconnected, is killed, and the next body gets a new one.
+Tenants take turns, and no tenant occupies more than its share of the processes. The number of waiting bodies
+is bounded by their bytes, which are counted as they are received.
 """
 
 from __future__ import annotations
@@ -23,32 +23,33 @@ from app.body_fields import FieldLimits
 from app.engine.slot_pool import SlotPool
 
 BODIES: Final = "nnsight_engine.bodies"
-"""Where the scope of a request has its server's ``LargeBodyReader``."""
+"""The key of a request's scope that holds the server's ``LargeBodyReader``."""
 
 ASKED: Final = struct.Struct("<QQ")
-"""Bytes of the limits, and of the body, which follow."""
+"""The request header: sizes in bytes of the limits and of the body, which follow."""
 ANSWERED: Final = struct.Struct("<?Q")
-"""Whether it is a body, or an error's code, message and field; and its bytes, which follow."""
+"""The response header: whether a body follows (else an error's code, message and field), and its size in
+bytes.
+"""
 
 _MODULE: Final = "app.body_process"
 _AT_ONCE: Final = 2
 _CHUNK_BYTES: Final = 2**20
 _LIMIT_S: Final = 60.0
 _KEPT_BYTES: Final = 16 * 2**20
-"""A process that has read more is ended, since it may keep the memory."""
+"""A process that has parsed a body of at least this size is ended, since it may retain the memory."""
 
 
 class LargeBodyReader:
-    """Reads large bodies for one server.
+    """Parses large bodies for one server.
 
     Args:
-        limits: What one may hold.
-        environment: Of the processes.
-        share: The part of the processes which one tenant may have.
+        limits: Limits of one body.
+        environment: The environment of the processes.
+        share: The fraction of the processes that one tenant may occupy.
     """
 
     def __init__(self, limits: FieldLimits, environment: Mapping[str, str], *, share: float = 1.0) -> None:
-        """Start nothing before a body comes."""
         self.limits = limits
         self._environment = environment
         self._places = SlotPool(_AT_ONCE, max_waiting=0, share=share, what="large bodies")
@@ -58,17 +59,17 @@ class LargeBodyReader:
         """Return a body's JSON object.
 
         Args:
-            body: Whole.
-            tenant: Whose share of the processes reads it; nobody's if empty.
+            body: The complete body.
+            tenant: The tenant that the process is counted for; none if empty.
 
         Raises:
-            ApiError: What ``body.read_object`` raises for it; ``rate_limit_exceeded`` if it takes too long.
+            ApiError: The errors of ``body.read_object``; ``rate_limit_exceeded`` if parsing takes too long.
         """
         async with self._places.ask(tenant, object(), is_patient=True):
             try:
                 async with asyncio.timeout(_LIMIT_S):
                     is_body, data = await self._answered(body)
-            except (OSError, asyncio.IncompleteReadError) as error:  # a timeout is one
+            except (OSError, asyncio.IncompleteReadError) as error:  # TimeoutError is an OSError
                 raise ApiError(
                     ErrorCode.RATE_LIMITED,
                     "The server could not read so large a body in time; send it again later.",
@@ -80,12 +81,12 @@ class LargeBodyReader:
         raise ApiError(ErrorCode(code), message, param)
 
     async def close(self) -> None:
-        """End the processes."""
+        """Kill the idle processes."""
         while self._idle:
             await _end(self._idle.pop())
 
     async def _answered(self, body: bytes | bytearray) -> tuple[bool, bytes]:
-        """Return a process's answer: of an idle one, or of a new one, since an idle one may have died."""
+        """Return the response of an idle process, or of a new one if none is idle or it has died."""
         if self._idle:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
                 return await self._answered_by(self._idle.pop(), body)
@@ -128,7 +129,7 @@ class LargeBodyReader:
 
 
 def bodies_of(scope: Scope) -> LargeBodyReader | None:
-    """Return what reads large bodies of a request whose caller is known."""
+    """Return the reader of large bodies for a request whose caller is authenticated, else None."""
     bodies: LargeBodyReader | None = scope.get(BODIES)
     return bodies
 
