@@ -1,1 +1,1 @@
-"""From a ``with`` block to a function that can run later: find its source, compile it, keep its variables."""
+"""Conversion of ``with`` blocks to functions that run later: source, compilation, shared variables."""

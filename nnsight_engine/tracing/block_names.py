@@ -1,6 +1,7 @@
-"""Which names the statements of a block mention and assign, and what in them would leave it.
+"""Names that the statements of a block mention and assign, and statements that would leave the block.
 
-``blocks`` compiles by this, and whoever sends a block elsewhere decides by it what goes along.
+``blocks`` compiles with this information, and a client that sends a block to a server selects the variables
+to send with it.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ def names_in(body: Sequence[ast.stmt]) -> frozenset[str]:
 
 
 def mangled(names: frozenset[str], class_name: str | None) -> frozenset[str]:
-    """Return the names as the compiler spells them within ``class_name``: ``__x`` becomes ``_C__x``."""
+    """Return the names with the compiler's name mangling within ``class_name``: ``__x`` becomes ``_C__x``."""
     return frozenset(mangled_name(class_name, name) for name in names)
 
 
 def mangled_name(class_name: str | None, name: str) -> str:
-    """Return a name as the compiler spells it within ``class_name``."""
+    """Return a name with the compiler's name mangling within ``class_name``."""
     prefix = (class_name or "").lstrip("_")
     private = prefix and name.startswith("__") and not name.endswith("__")
     return f"_{prefix}{name}" if private else name
 
 
 def is_bare_super(node: ast.Call) -> bool:
-    """Tell whether a call is ``super()``, whose class and first argument are the surrounding function's."""
+    """Return whether a call is ``super()``, which implies arguments of the surrounding function."""
     return isinstance(node.func, ast.Name) and node.func.id == "super" and not node.args and not node.keywords
 
 
 def names_outside(node: ast.With, body: Sequence[ast.stmt]) -> frozenset[str]:
-    """Return the names that statements mention outside of one of them, and all of loops that it is in."""
+    """Return the names that statements mention outside of ``node``, and all names of the loops around it."""
     visitor = _Elsewhere(node)
     for statement in body:
         visitor.visit(statement)
@@ -49,29 +50,29 @@ def names_outside(node: ast.With, body: Sequence[ast.stmt]) -> frozenset[str]:
 
 
 def stored_in(body: Sequence[ast.stmt]) -> frozenset[str]:
-    """Return the names that statements assign in the scope that they stand in."""
+    """Return the names that statements assign in their own scope."""
     scope = _scan(body)
     return frozenset((scope.stored | scope.from_functions) - scope.global_)
 
 
 def bound_in(body: Sequence[ast.stmt]) -> frozenset[str]:
-    """Return the names that are a function's own because the statements of its body bind them."""
+    """Return the names that are local to a function because the statements of its body bind them."""
     scope = _scan(body)
     return frozenset(scope.stored - scope.nonlocal_ - scope.global_)
 
 
 def declared_nonlocal(body: Sequence[ast.stmt]) -> frozenset[str]:
-    """Return the names that statements declare ``nonlocal`` in the scope that they stand in."""
+    """Return the names that statements declare ``nonlocal`` in their own scope."""
     return frozenset(_scan(body).nonlocal_)
 
 
 def leaving(body: Sequence[ast.stmt]) -> list[ast.AST]:
-    """Return what would leave the function that the statements stand in."""
+    """Return the nodes that would leave the function around the statements."""
     return _scan(body).leaving
 
 
 class _Elsewhere(ast.NodeVisitor):
-    """Gathers the names outside of a statement, and all names of the loops that it stands in."""
+    """Collects the names outside of a statement, and all names of the loops around it."""
 
     def __init__(self, node: ast.With) -> None:
         self._place = (node.lineno, node.col_offset)
@@ -95,7 +96,7 @@ class _Elsewhere(ast.NodeVisitor):
 
 
 class _Scope(ast.NodeVisitor):
-    """Names assigned in one function scope, by functions in it too, and statements that would leave it."""
+    """Names assigned in one function scope, also by nested functions, and statements that would leave it."""
 
     def __init__(self) -> None:
         self.stored: set[str] = set()
@@ -149,7 +150,7 @@ class _Scope(ast.NodeVisitor):
         inner = _scan(node.body)
         own = inner.stored - inner.nonlocal_
         if isinstance(node, ast.ClassDef):
-            own = set()  # which functions in it do not see
+            own = set()  # functions in a class do not see its names
         else:
             own |= {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}
         self.from_functions |= inner.nonlocal_ | (inner.from_functions - own)
@@ -157,15 +158,15 @@ class _Scope(ast.NodeVisitor):
     visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _definition  # noqa: N815 - ast's names
 
     def _arguments(self, arguments: ast.arguments) -> None:
-        """Visit what is computed where the function is defined: defaults and annotations."""
+        """Visit the parts that are evaluated where the function is defined: defaults and annotations."""
         self.generic_visit(arguments)
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
-        """A lambda's names are its own, but for its defaults'."""
+        """Visit the defaults only: other names in a lambda are local to it."""
         self._arguments(node.args)
 
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> None:
-        """A comprehension's loop variables are its own; a walrus in it assigns outside."""
+        """Collect walrus targets, which are assigned outside; the loop variables are local."""
         for child in ast.walk(node):
             if isinstance(child, ast.NamedExpr):
                 self.stored.add(child.target.id)

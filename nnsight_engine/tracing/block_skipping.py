@@ -1,8 +1,9 @@
-"""Leaving a ``with`` block before its first statement.
+"""Skipping a ``with`` block before its first statement.
 
 Python offers a context manager no way to skip its block. But an error raised *inside* the block reaches
-``__exit__``, which may swallow it. A trace function, which Python calls before the next line of a frame runs,
-raises that error. Debuggers and coverage use the same hook: theirs is put back.
+``__exit__``, which may suppress it. A trace function, which Python calls before the next line of a frame
+runs, raises that error. Debuggers and coverage tools use the same hook, so their trace functions are
+restored.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from typing import Any
 
 
 class BlockSkipped(BaseException):
-    """Raised before the first statement of a traced block, and swallowed by the trace's ``__exit__``."""
+    """Raised before the first statement of a traced block, and suppressed by the trace's ``__exit__``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WayOut:
-    """Where a block can be left.
+    """The place where a block is left.
 
     Attributes:
         after: Offset of the instruction after which the error is raised.
-        at_once: Raise before the very next instruction rather than the next line, because something else
-            stands on the same line, or no later place will do.
+        at_once: Raise before the next instruction rather than the next line, because other code stands on
+            the same line, or no later place reaches ``__exit__``.
         binds: The name after ``as``, if the block is left before it is stored.
     """
 
@@ -38,8 +39,8 @@ def skip_block(frame: FrameType, way_out: WayOut) -> Callable[[], None] | None:
     """Make ``frame``, which is entering a ``with`` statement, raise ``BlockSkipped`` there.
 
     Returns:
-        What ``__exit__`` must call to put back the trace function that was active, if one was. Python drops
-        any that raises, so it cannot be done sooner.
+        A function that restores the previous trace function, to be called by ``__exit__``; None if there was
+        none. Python removes a trace function that raises, so it cannot be restored sooner.
     """
     previous, local = sys.gettrace(), frame.f_trace
     if way_out.at_once:
@@ -59,11 +60,11 @@ def skip_block(frame: FrameType, way_out: WayOut) -> Callable[[], None] | None:
 
 
 class _Leave:
-    """The trace function that leaves; an object, since a function that returns itself would be a cycle."""
+    """The trace function that raises; a function returning itself would be a reference cycle."""
 
     __slots__ = ("after", "opcodes")
 
-    def __init__(self, after: int, opcodes: bool | None) -> None:  # noqa: FBT001 - what a frame's attribute was
+    def __init__(self, after: int, opcodes: bool | None) -> None:  # noqa: FBT001 - the previous value of the frame's attribute
         self.after = after
         self.opcodes = opcodes
 
@@ -76,4 +77,4 @@ class _Leave:
 
 
 def _ignore(_frame: FrameType, _event: str, _: Any) -> None:
-    """Trace no call made on the way: leaving ``__enter__`` makes some."""
+    """Do not trace the calls made in between: returning from ``__enter__`` makes some."""

@@ -1,13 +1,13 @@
-"""A ``with`` block as a function: compiled from its own syntax tree, its variables in shared cells.
+"""Compilation of a ``with`` block to a function, from its syntax tree, with its variables in shared cells.
 
 The tree keeps the file name and line numbers it was parsed with, so an error in the block, a debugger or a
-profiler points at the user's own line, and nothing needs translating back.
+profiler points at the user's own line, without translation.
 
 Every variable that the block shares with its surroundings is a *cell*, exactly as if the block were a nested
-function. A block inside a block gets the very same cells, which is how one invoke sees what another one
-assigned: no copying, no synchronisation, whatever runs first writes first.
+function. A block inside a block gets the same cells, so one invoke sees the assignments of another without
+copying or synchronization; assignments take effect in the order in which they run.
 
-Some constructs inside a block are rewritten, because a block may hold further traces and loops over
+Some constructs inside a block are rewritten, because a block may contain further traces and loops over
 generation steps:
 
 ``with EXPR as T: BODY``
@@ -16,12 +16,12 @@ generation steps:
     Contexts that are not traces run as before. ``with A, B:`` becomes two nested statements.
 
 ``for T in ITER: BODY``
-    may loop over generation steps whose number nobody knows. When generation is over, a request inside BODY
-    raises ``IterationOver``; the loop it belongs to ends normally and the code after it runs.
+    may loop over generation steps whose number is not known in advance. When generation is over, a request
+    inside BODY raises ``IterationOver``; the loop it belongs to ends normally and the code after it runs.
 
 ``X.requires_grad = VALUE``
-    may be said of a value that the model has computed, see ``core.gradients``. As a target of any statement
-    it becomes ``asked_for_gradients(X).requires_grad``.
+    may be applied to a value that the model has computed, see ``core.gradients``. As a target of any
+    statement it becomes ``asked_for_gradients(X).requires_grad``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ OVER = "__nnsight_over__"
 REQUIRES_GRAD = "__nnsight_requires_grad__"
 _HELPERS = (BIND, DEFERRED, OVER, OWN, REQUIRES_GRAD)
 WITH_MARKER = "__nnsight_with_"
-"""Begins the name that a rewritten ``with`` statement keeps its context under."""
+"""Prefix of the name that holds the context of a rewritten ``with`` statement."""
 _OUTER = "__nnsight_scope__"
 Node = TypeVar("Node", bound=ast.AST)
 _FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
@@ -63,14 +63,14 @@ _FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.al
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Nested:
-    """A ``with`` statement inside a block, should it turn out to open a trace."""
+    """A ``with`` statement inside a block, which may turn out to open a trace."""
 
     node: ast.With
     item: int
 
     @property
     def body(self) -> list[ast.stmt]:
-        """The statements under this item: the block, or the rest of the items around it."""
+        """The statements under this item: the block, wrapped in the remaining items if there are any."""
         rest = self.node.items[self.item + 1 :]
         if not rest:
             return self.node.body
@@ -83,13 +83,14 @@ class Block:
 
     Attributes:
         code: The function's code; its free variables are the block's shared variables and our helpers.
-        stored: Names the block may assign, those of blocks inside it included.
-        source: The text it came from.
+        stored: Names the block may assign, including those of blocks inside it.
+        source: The text it was compiled from.
         line: Line of its first statement, from 1.
-        nested: The ``with`` statements in it, by the index that its code hands to ``bind``.
-        context: What a nested block needs to be compiled like this one.
-        origin: The statement it is the block of, which is what travels to another process.
-        counts: Whether its code stores through an ``Assignments``.
+        nested: The ``with`` statements in it, by the index that its code passes to ``bind``.
+        context: The context with which a nested block is compiled.
+        origin: The statement that the block belongs to; it is sent to another process to run the block
+            there.
+        counts: Whether its code assigns through an ``Assignments``.
     """
 
     code: CodeType
@@ -118,8 +119,8 @@ class Block:
 
         Args:
             variables: The block's shared variables.
-            helpers: ``BIND``, what a rewritten ``with`` statement calls, if there are any; ``OWN``, if the
-                block's stores are counted.
+            helpers: ``BIND``, the function that a rewritten ``with`` statement calls, if there are any;
+                ``OWN``, if the block's assignments are counted.
             globals_: The module's variables.
         """
         code = self.code
@@ -130,7 +131,7 @@ class Block:
         return FunctionType(code, globals_, code.co_name, None, tuple(cells))
 
     def counting(self) -> Block:
-        """Return the same block, its stores counted."""
+        """Return the same block with its assignments counted."""
         if self.counts:
             return self
         block = self.compiled.get(_COUNTING)
@@ -149,28 +150,28 @@ class Block:
         return block
 
     def used_after(self, index: int) -> frozenset[str]:
-        """Return the names that may be read once the ``with`` statement ``index`` has been passed."""
+        """Return the names that may be read after the ``with`` statement ``index``."""
         names = names_outside(self.nested[index].node, self.origin.body)
         return mangled(names, self.context.class_name)
 
 
 _COUNTING = -1
-"""Where ``Block.compiled`` has the block itself, its stores counted."""
+"""Key of ``Block.compiled`` for the counting variant of the block itself."""
 
 
 def _other(name: str, helpers: Mapping[str, CellType]) -> CellType:
-    """Return the cell of a name that is not a variable yet, or is no variable."""
+    """Return the cell of a helper, or a new one for a variable that has none yet."""
     cell = HELPERS.get(name) or helpers.get(name)
     return cell if cell is not None else CellType()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockContext:
-    """Where a block stands in the user's code.
+    """The place of a block in the user's code.
 
     Attributes:
         name: Name of the function around it, shown in tracebacks; ``<module>`` at the top.
-        class_name: The class around it, which decides what ``self.__x`` means, or None.
+        class_name: The class around it, which determines the mangling of ``self.__x``, or None.
         first_argument: The surrounding function's first argument, for ``super()`` without arguments.
         flags: ``from __future__`` features of the user's file.
     """
@@ -182,7 +183,7 @@ class BlockContext:
 
 
 def context_of(code: CodeType) -> BlockContext:
-    """Describe the surroundings of a block by the code of the frame that holds it."""
+    """Return the context of a block from the code of the frame that it stands in."""
     parts = [part for part in code.co_qualname.split(".") if part != "<locals>"]
     in_method = code.co_qualname.endswith(f".{code.co_name}") and len(parts) > 1
     holder = code.co_qualname.split(".")[-2] if in_method else "<locals>"
@@ -206,14 +207,14 @@ def compile_block(
 
     Args:
         origin: The statement.
-        source: The text that it stands in.
-        shared: Names that it shares; those that it assigns are shared anyway.
-        context: Where it stands.
-        counts: Whether it stores through an ``Assignments``.
+        source: The text that contains it.
+        shared: Names that it shares; names that it assigns are always shared.
+        context: The place of the block.
+        counts: Whether it assigns through an ``Assignments``.
 
     Raises:
-        TraceSyntaxError: A ``return``, ``yield`` or ``await`` would have to leave the block, or a ``break``
-            or ``continue`` belongs to a loop around it.
+        TraceSyntaxError: A ``return``, ``yield`` or ``await`` would leave the block, or a ``break`` or
+            ``continue`` belongs to a loop around it.
     """
     body = origin.body
     _refuse_leaving(body, source)
@@ -280,7 +281,7 @@ def _inner_code(code: CodeType) -> CodeType:
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Rewrites nested ``with`` and ``for`` statements, see the module's docstring; copies what it changes."""
+    """Rewrites nested ``with`` and ``for`` statements, see the module; copies nodes before a change."""
 
     def __init__(self, context: BlockContext) -> None:
         self.context = context
@@ -288,7 +289,7 @@ class _Rewriter(ast.NodeTransformer):
         self.loops = 0
 
     def rewrite(self, body: Sequence[ast.stmt]) -> list[ast.stmt]:
-        """Return the statements rewritten; the given ones stay as they are, to be compiled again."""
+        """Return the statements rewritten; the given ones are not changed, since they are compiled again."""
         return [statement for node in body for statement in _as_list(self.visit(node))]
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
@@ -296,7 +297,7 @@ class _Rewriter(ast.NodeTransformer):
         return super().generic_visit(_copy_node(node))
 
     def visit_With(self, node: ast.With) -> ast.AST:
-        """Let a context that turns out to be a trace defer its body."""
+        """Rewrite a ``with`` statement, so that a context that is a trace can defer its body."""
         return self._with_item(node, 0)
 
     def _with_item(self, node: ast.With, item: int) -> ast.stmt:
@@ -343,7 +344,7 @@ class _Rewriter(ast.NodeTransformer):
         return _located(entered, node)
 
     def visit_For(self, node: ast.For) -> list[ast.stmt]:
-        """Let a loop over generation steps end when generation does."""
+        """Rewrite a loop, so that one over generation steps ends when generation does."""
         number = self.loops
         self.loops += 1
         loop, error = f"__nnsight_loop_{number}__", f"__nnsight_over_{number}__"
@@ -369,7 +370,7 @@ class _Rewriter(ast.NodeTransformer):
         return both
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        """Let gradients be asked of any tensor, wherever its attribute is assigned."""
+        """Rewrite assignments to ``requires_grad``, so that they work on any tensor."""
         if node.attr != "requires_grad" or not isinstance(node.ctx, ast.Store):
             return self.generic_visit(node)
         owner = ast.Call(
@@ -378,7 +379,7 @@ class _Rewriter(ast.NodeTransformer):
         return _located(ast.Attribute(value=owner, attr=node.attr, ctx=ast.Store()), node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """Spell ``super()`` out: the block is a function of its own, without the method's first argument."""
+        """Write out the arguments of ``super()``: the block's function has no first argument."""
         visited = self.generic_visit(node)
         first = self.context.first_argument
         if isinstance(visited, ast.Call) and is_bare_super(visited) and first is not None:
@@ -387,7 +388,7 @@ class _Rewriter(ast.NodeTransformer):
         return visited
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        """Drop the annotation of a name, which a function never evaluates, and a shared name cannot have."""
+        """Drop the annotation of a name: it is never evaluated, and not allowed on a ``nonlocal`` name."""
         if not isinstance(node.target, ast.Name):
             return self.generic_visit(node)
         if node.value is None:
@@ -395,11 +396,11 @@ class _Rewriter(ast.NodeTransformer):
         return _located(ast.Assign(targets=[self.visit(node.target)], value=self.visit(node.value)), node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        """Rewrite the body of a function defined in the block, where ``super()`` is its own affair."""
+        """Rewrite the body of a function defined in the block, but not ``super()`` in it."""
         return self._inner_scope(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        """Leave classes defined in a block as they are: their scopes cannot lend cells."""
+        """Return a class unchanged: a class scope cannot provide cells."""
         return node
 
     def _inner_scope(self, node: ast.FunctionDef) -> ast.AST:
@@ -425,7 +426,7 @@ def _as_list(node: Any) -> list[Any]:
 
 
 def _located(node: Node, original: ast.AST) -> Node:
-    """Give a made node, and the made nodes in it, the place of the one it stands for."""
+    """Give new nodes, nested ones included, the position of the node that they replace."""
     for child in ast.walk(node):
         if isinstance(child, (ast.stmt, ast.expr, ast.excepthandler)) and not hasattr(child, "lineno"):
             ast.copy_location(child, original)

@@ -1,12 +1,14 @@
-"""A block's stores to its shared variables, rewritten so that each one is counted.
+"""Rewriting of a block's assignments to shared variables, so that each one is counted.
 
-A cell tells what a variable holds, and not whether the block has assigned it: it may have assigned the very
-object that was there. Invokes, which pass their variables on, have to know. So a store to ``x`` becomes one
-to ``__nnsight_own__["x"]``, an ``Assignments``, which fills the cell and counts. Where Python's syntax wants
-a plain name (an import, a ``def``, ``+=``, ``except … as``, a pattern), a call after it counts.
+A cell shows which value a variable holds, but not whether the block has assigned it: the block may have
+assigned the same object again. Invokes, which pass their variables on, need this information. So an
+assignment to ``x`` becomes one to ``__nnsight_own__["x"]``, an ``Assignments``, which sets the cell and
+counts. Where Python's syntax requires a plain name (an import, a ``def``, ``+=``, ``except … as``, a
+pattern), a call after it does the counting.
 
-Reads are left alone. Classes' own variables are not shared. A function's are where it says ``nonlocal``, and
-where a trace may stand in it: such a function begins with an ``Assignments`` of each call's own variables.
+Reads are not rewritten. A class's own variables are not shared. A function's variables are shared where it
+declares them ``nonlocal``, and where a trace may stand in the function: such a function first creates an
+``Assignments`` of its own variables, one per call.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from typing import Any, TypeVar
 from nnsight_engine.tracing.block_names import bound_in, declared_nonlocal, stored_in
 
 BIND = "__nnsight_bind__"
-"""What is called for each ``with`` statement of a block, see ``blocks``."""
+"""The helper that is called for each ``with`` statement of a block, see ``blocks``."""
 OWN = "__nnsight_own__"
-"""What the code calls its ``Assignments``."""
+"""The name of the ``Assignments`` in a block's code."""
 
 Node = TypeVar("Node", bound=ast.AST)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -31,12 +33,13 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 def count_stores(
     body: Sequence[ast.stmt], names: frozenset[str], spell: Callable[[str], str]
 ) -> list[ast.stmt]:
-    """Return the statements with their stores to shared variables counted.
+    """Return the statements with their assignments to shared variables counted.
 
     Args:
-        body: The statements of a block, rewritten, which are changed; classes in it are copied first.
+        body: The statements of a block, already rewritten; they are changed, except for classes, which are
+            copied first.
         names: The shared variables, as they are written.
-        spell: Gives a name as the compiler spells it, see ``block_names.mangled``.
+        spell: Returns a name after the compiler's name mangling, see ``block_names.mangled``.
     """
     counter = _Counter(names, spell)
     found: list[ast.stmt] = []
@@ -47,34 +50,34 @@ def count_stores(
 
 
 class _Counter(ast.NodeTransformer):
-    """Rewrites the stores of one scope, and of the scopes in it."""
+    """Rewrites the assignments of one scope, and of the scopes in it."""
 
     def __init__(self, names: frozenset[str], spell: Callable[[str], str]) -> None:
         self._counted = names
-        """Names that a store in the current scope shares with the surroundings."""
+        """Names that an assignment in the current scope shares with the surroundings."""
         self._within_reach = names
         """Names that ``nonlocal`` in a function here would share with the surroundings."""
         self._spell = spell
         self._own = OWN
-        """What the current scope calls its ``Assignments``."""
+        """The name of the current scope's ``Assignments``."""
         self._numbers = itertools.count(1)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        """Store to, or delete, the counted variable."""
+        """Assign or delete the variable through the ``Assignments``."""
         if isinstance(node.ctx, ast.Load) or node.id not in self._counted:
             return node
         key = ast.Constant(value=self._spell(node.id))
         return _at(node, ast.Subscript(value=self._assignments(), slice=key, ctx=node.ctx))
 
     def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.expr:
-        """Assign by a call: ``:=`` takes plain names only."""
+        """Assign with a call, since ``:=`` accepts plain names only."""
         node.value = self.visit(node.value)
         if node.target.id not in self._counted:
             return node
         return _at(node, self._call("assign", [ast.Constant(value=self._spell(node.target.id)), node.value]))
 
     def visit_AugAssign(self, node: ast.AugAssign) -> Any:
-        """Count after the store, which also reads."""
+        """Count after the assignment, because it also reads the variable."""
         node.value = self.visit(node.value)
         if not isinstance(node.target, ast.Name):
             node.target = self.visit(node.target)
@@ -82,21 +85,21 @@ class _Counter(ast.NodeTransformer):
         return [node, *self._counts(node, [node.target.id])]
 
     def visit_Import(self, node: ast.Import | ast.ImportFrom) -> Any:
-        """Count after the store."""
+        """Count after the import."""
         names = [alias.asname or alias.name.partition(".")[0] for alias in node.names]
         return [node, *self._counts(node, names)]
 
     visit_ImportFrom = visit_Import  # noqa: N815 - ast's name
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.ExceptHandler:
-        """Count where the handler begins; at its end Python deletes the name."""
+        """Count at the beginning of the handler; at its end Python deletes the name."""
         counts = self._counts(node.body[0], [node.name] if node.name else [])
         self.generic_visit(node)
         node.body = [*counts, *node.body]
         return node
 
     def visit_match_case(self, node: ast.match_case) -> ast.match_case:
-        """Count before the guard, which is where a pattern's names have been stored."""
+        """Count before the guard, where the pattern's names have been assigned."""
         captured = [
             name
             for part in ast.walk(node.pattern)
@@ -112,7 +115,7 @@ class _Counter(ast.NodeTransformer):
         return node
 
     def visit_FunctionDef(self, node: Function) -> Any:
-        """Count the function's name, and what it stores to as ``nonlocal``."""
+        """Count the function's name, and its assignments to ``nonlocal`` variables."""
         node.decorator_list = [self.visit(decorator) for decorator in node.decorator_list]
         node.args = self.visit(node.args)
         shared = declared_nonlocal(node.body)
@@ -133,7 +136,7 @@ class _Counter(ast.NodeTransformer):
     def _lending(
         self, node: Function, outside: str, lent: frozenset[str], bound: frozenset[str]
     ) -> list[ast.stmt]:
-        """Return what a function does first: have its own variables counted, which stay its own."""
+        """Return the statements at a function's begin that have its own variables counted."""
         names = sorted(lent)
         elements: list[ast.expr] = [ast.Name(id=name, ctx=ast.Load()) for name in names]
         capture = ast.Lambda(
@@ -149,7 +152,8 @@ class _Counter(ast.NodeTransformer):
         targets: list[ast.expr] = [ast.Name(id=name, ctx=ast.Store()) for name in names if name in bound]
         if not targets:
             return [_at(node, begin)]
-        # Never run: it tells the compiler whose the names are, since no other statement stores to them.
+        # Never run: it makes the names local to the function, since no other statement assigns them any
+        # more.
         owned = ast.Assign(targets=targets, value=ast.Constant(value=None))
         never = ast.If(test=ast.Constant(value=False), body=[owned], orelse=[])
         return [_at(node, begin), _at(node, never)]
@@ -157,11 +161,11 @@ class _Counter(ast.NodeTransformer):
     visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815 - ast's name
 
     def visit_TypeAlias(self, node: Any) -> Any:
-        """Count after the store, of Python 3.12's ``type X = ...``."""
+        """Count after Python 3.12's ``type X = ...``."""
         return [node, *self._counts(node, [node.name.id])]
 
     def visit_ClassDef(self, node: ast.ClassDef) -> Any:
-        """Count the class's name; its body's names are attributes, which functions in it do not see."""
+        """Count the class's name; names in its body are attributes, which functions in it do not see."""
         node = copy.deepcopy(node)
         for given in (node.decorator_list, node.bases, node.keywords):
             given[:] = [self.visit(one) for one in given]
@@ -170,12 +174,12 @@ class _Counter(ast.NodeTransformer):
         return [node, *self._counts(node, [node.name])]
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.Lambda:
-        """A lambda's names are its own, but for its defaults'."""
+        """Visit the defaults only: other names in a lambda are local to it."""
         node.args = self.visit(node.args)
         return node
 
     def visit_comprehension(self, node: ast.comprehension) -> ast.comprehension:
-        """A comprehension's loop variables are its own."""
+        """Visit the iterable and the conditions: the loop variables are local."""
         node.iter = self.visit(node.iter)
         node.ifs = [self.visit(test) for test in node.ifs]
         return node
@@ -195,7 +199,7 @@ class _Counter(ast.NodeTransformer):
             self._counted, self._within_reach = outside
 
     def _counts(self, node: ast.stmt, names: Iterable[str]) -> list[ast.stmt]:
-        """Return the statement that counts these names at the place of ``node``; none if none is shared."""
+        """Return the statement that counts these names, located at ``node``; none if no name is shared."""
         counted = [name for name in names if name in self._counted]
         return [_at(node, ast.Expr(value=self._count(counted)))] if counted else []
 
@@ -211,7 +215,7 @@ class _Counter(ast.NodeTransformer):
 
 
 def _lent_in(body: Sequence[ast.stmt]) -> frozenset[str]:
-    """Return the names that rewritten ``with`` statements lend to what may be traces, see ``blocks``."""
+    """Return the names that rewritten ``with`` statements capture for nested traces, see ``blocks``."""
     captures = [
         node.args[0]
         for statement in body
@@ -231,7 +235,7 @@ def _after_docstring(body: Sequence[ast.stmt]) -> int:
 
 
 def _at(place: ast.AST, made: Node) -> Node:
-    """Give a made node, and the made nodes in it, the place of another."""
+    """Give new nodes, nested ones included, the position of another node."""
     for child in ast.walk(made):
         if isinstance(child, ast.stmt | ast.expr) and not hasattr(child, "lineno"):
             ast.copy_location(child, place)

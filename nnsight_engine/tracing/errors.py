@@ -1,15 +1,15 @@
-"""What can go wrong between a ``with`` statement and the function made of its block."""
+"""Errors of converting a ``with`` block to a function."""
 
 from __future__ import annotations
 
 
 class WithBlockNotFoundError(Exception):
-    """The ``with`` statement of a trace was not found, or is not one; says where it was looked for."""
+    """The ``with`` statement of a trace was not found, or there is none; the message names the place."""
 
 
 class ChangedSourceError(Exception):
-    """A file, or a notebook's cell, does not say what was loaded from it."""
+    """A file, or a notebook's cell, has changed since the running code was loaded from it."""
 
 
 class TraceSyntaxError(SyntaxError):
-    """The block holds a statement that cannot be run later, such as ``return`` or ``await``."""
+    """The block contains a statement that cannot be run later, such as ``return`` or ``await``."""

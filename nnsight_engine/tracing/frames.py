@@ -1,7 +1,7 @@
-"""Variables of a running frame: read before a block runs, written when its saved values come home.
+"""Variables of a running frame: read before a block runs, written when its saved values are returned.
 
-A block runs after its ``with`` statement was left, so it cannot use the frame's own fast variables. It gets
-cells (see ``blocks``), filled from here, and what was saved is written back here.
+A block runs after its ``with`` statement was left, so it cannot use the frame's own fast variables. It uses
+cells (see ``blocks``), which are filled from the frame; saved values are written back to the frame.
 
 How a function's variables are written depends on the Python version: up to 3.12 ``f_locals`` is a copy that
 must be pushed back into the frame, from 3.13 on (PEP 667) it writes through. Module-level frames, class
@@ -25,7 +25,7 @@ _locals_to_fast.restype = None
 
 
 def is_function(code: CodeType) -> bool:
-    """Tell whether ``code`` keeps its variables in fast slots, as functions do."""
+    """Return whether ``code`` keeps its variables in fast slots, as functions do."""
     return bool(code.co_flags & _CO_OPTIMIZED)
 
 
@@ -46,7 +46,7 @@ def write_variables(
 
     Args:
         frame: A frame that is running.
-        values: What to bind.
+        values: The values by name.
         module_names: Names that the function declares ``global``, which are bound in its module.
     """
     if not values:

@@ -1,7 +1,7 @@
-"""Code that comes as text of its own becomes a block, as if it stood in a ``with`` statement of a file.
+"""Compilation of a block from text, as if the text stood in a ``with`` statement of a file.
 
-The statement is written around the text. Its lines are moved in by one level, those that lie in a string
-excepted, whose content must not change; so line 1 of the text is line 2 of the block's source.
+A ``with`` statement is put before the text, and its lines are indented by one level, except for lines that
+lie in a string, whose content must not change. So line 1 of the text is line 2 of the block's source.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from nnsight_engine.tracing.parsing import parse
 from nnsight_engine.tracing.source_text import SourceText
 
 NUM_LINES_BEFORE = 1
-"""Lines of a block's source that stand before the text."""
+"""Number of lines of a block's source that precede the text."""
 _STATEMENT = "with trace:\n"
 _INDENT = "    "
 
@@ -23,11 +23,11 @@ def block_of_text(text: str, filename: str, names: frozenset[str]) -> Block:
 
     Args:
         text: Python statements.
-        filename: What tracebacks are to call it; other text should have another.
-        names: Variables that the block finds.
+        filename: Its name in tracebacks; other text should have another name.
+        names: Variables that are bound when the block starts.
 
     Raises:
-        SyntaxError: It is no Python, or nothing that a block can be; its lines are the text's.
+        SyntaxError: It is not valid Python, or not valid as a block; line numbers are those of the text.
     """
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     tree = _parsed(text, filename)
@@ -44,7 +44,7 @@ def block_of_text(text: str, filename: str, names: frozenset[str]) -> Block:
 
 def _compiled(whole: str, filename: str, names: frozenset[str]) -> Block:
     (statement,) = parse(whole, filename).body
-    assert isinstance(statement, ast.With)  # noqa: S101 - so it begins
+    assert isinstance(statement, ast.With)  # noqa: S101 - the text begins with it
     lines = tuple(f"{line}\n" for line in whole.split("\n"))
     source = SourceText(filename, lines, ast.Module(body=[statement], type_ignores=[]))
     context = BlockContext(name="trace", class_name=None, first_argument=None, flags=0)

@@ -1,8 +1,9 @@
-"""Whether a text says what runs: the file, or the cell, may have been edited since its code was loaded.
+"""Comparison of source text with loaded code: a file or a cell may have been edited since it was loaded.
 
-What is compared is instructions, by their places in the text: those of the loaded code within some lines, and
-those that the text compiles to there. Import hooks compile something else than what is written, pytest's
-``assert`` for one; of a module that came through one, what is written has to be there, and more may be.
+Instructions are compared by their positions in the text: those of the loaded code within some lines, and
+those that the text compiles to there. Import hooks compile something else than the text, for example
+pytest's rewriting of ``assert``. In a module that was loaded through a hook, the text's instructions must be
+present, and there may be additional ones.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from zipimport import zipimporter
 Defining = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 
 Instruction = tuple[str, str, int | None, int | None, int | None]
-"""What it does, with what, and where: line, first column, last column."""
+"""Operation, argument, line, first column, last column."""
 
 _FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
 
@@ -27,18 +28,18 @@ _UNSAID: Final = frozenset({
     "CACHE", "COPY", "COPY_FREE_VARS", "EXTENDED_ARG", "MAKE_CELL", "NOP", "NOT_TAKEN", "POP_TOP", "PRECALL",
     "PRINT_EXPR", "PUSH_NULL", "RESUME", "RETURN_CONST", "RETURN_VALUE", "SWAP",
 })  # fmt: skip
-"""Instructions that depend on what stands around, not only on the text at their place."""
+"""Instructions that depend on the code around them, not only on the text at their position."""
 
 _PLAIN_LOADERS: Final = (SourceFileLoader, zipimporter, BuiltinImporter, FrozenImporter)
 
 
 def says(tree: ast.Module, code: CodeType, globals_: Mapping[str, Any], node: ast.stmt) -> bool:
-    """Tell whether a text says of one of its statements what the loaded code does there.
+    """Return whether a statement of a text matches the loaded code at its position.
 
     Args:
         tree: The text.
         code: The loaded code that the statement is in.
-        globals_: Of the module; says who loaded it.
+        globals_: The module's variables, which show its loader.
         node: The statement.
     """
     lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
@@ -49,12 +50,12 @@ def says(tree: ast.Module, code: CodeType, globals_: Mapping[str, Any], node: as
 
 
 def defines(tree: ast.Module, code: CodeType, globals_: Mapping[str, Any], node: Defining) -> bool:
-    """Tell whether a text says of one of its definitions what the loaded code of a function does.
+    """Return whether a definition in a text matches the loaded code of a function.
 
     Args:
         tree: The text.
         code: The loaded code.
-        globals_: Of the module; says who loaded it.
+        globals_: The module's variables, which show its loader.
         node: The definition.
     """
     loaded = _instructions(code)
@@ -69,8 +70,8 @@ def defines(tree: ast.Module, code: CodeType, globals_: Mapping[str, Any], node:
 def _agree(
     written: set[Instruction], loaded: set[Instruction], node: ast.AST, globals_: Mapping[str, Any]
 ) -> bool:
-    """Tell whether instructions that are written in ``node`` are those that were loaded."""
-    if any(column is None for *_, column in loaded):  # compiled by a Python that was told to keep none
+    """Return whether the instructions written in ``node`` match those that were loaded."""
+    if any(column is None for *_, column in loaded):  # compiled with -X no_debug_ranges
         written, loaded = _without_columns(written), _without_columns(loaded)
     if written == loaded:
         return True
@@ -86,10 +87,10 @@ def _agree(
 
 
 def _replaced(node: ast.AST, loaded: set[Instruction]) -> set[Instruction]:
-    """Return what is written of augmented assignments for which a hook has put something else.
+    """Return the written instructions of augmented assignments that an import hook has replaced.
 
-    typeguard makes a checked call of ``x += y``: the operation at its place has gone, and its operand is
-    there. Where an operation is there it has to be the one that is written.
+    typeguard replaces ``x += y`` by a checked call: the operation at its position is gone, and its operand
+    remains. If there is an operation at the position, it must be the one that is written.
     """
     operations = {one[2:] for one in loaded if one[0] == "BINARY_OP"}
     found: set[Instruction] = set()
@@ -117,16 +118,17 @@ def _is_hooked(globals_: Mapping[str, Any]) -> bool:
 
 
 def _compiled(tree: ast.Module, code: CodeType, node: ast.stmt | ast.expr) -> Iterator[CodeType]:
-    """Compile the part of a text that a node is in; all of it may be long.
+    """Compile the top-level statement of a text that contains a node, rather than all of the text.
 
-    Yields what this process makes of it, then what it may have been compiled to otherwise: with or without
-    assertions and docstrings, and as the prompt compiles it, which keeps expressions that do nothing.
+    Yields the code with this process's options, then with the other options it may have been compiled with:
+    with or without assertions and docstrings, and as at the interactive prompt, which keeps expressions
+    without effect.
     """
     around = next((one for one in tree.body if _begin(one) <= node.lineno <= (one.end_lineno or 0)), None)
     if around is None:
         return
     flags = code.co_flags & _FUTURE | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-    # Python compiles the calls of imported modules' functions in another way than those of methods.
+    # Python compiles calls of imported modules' functions in another way than method calls.
     imports = [ast.Import([ast.alias(name)]) for name in sorted(set(_imported(tree)))]
     module = ast.fix_missing_locations(ast.Module([around, *imports], []))
     prompt = ast.fix_missing_locations(ast.Interactive([around, *imports]))
@@ -181,7 +183,7 @@ def _is_said(one: dis.Instruction) -> bool:
 
 
 def _kind(name: str) -> str:
-    """Return what an instruction does, wherever the compiler has put the variable that it does it to."""
+    """Return the operation of an instruction without the scope of its variable."""
     if name in {"LOAD_METHOD", "LOAD_ATTR"}:
         return "LOAD_ATTR"
     if name.startswith(("LOAD_", "STORE_", "DELETE_")) and name.endswith(_SCOPES):
@@ -196,14 +198,14 @@ def _argument(one: dis.Instruction, code: CodeType) -> str:
     if isinstance(one.argval, CodeType):
         return one.argval.co_name
     if one.opname in {"FOR_ITER", "SEND"}:
-        return ""  # a place in the code
+        return ""  # a position in the code
     if one.opname == "KW_NAMES":
         return repr(code.co_consts[one.arg or 0])
     return f"{type(one.argval).__name__} {_constant(one.argval)}"
 
 
 def _constant(value: object) -> str:
-    """Return a constant as text; a set has no order of its own."""
+    """Return a constant as text; the elements of a set are sorted."""
     if isinstance(value, frozenset):
         return f"frozenset({sorted(map(_constant, value))})"
     if isinstance(value, tuple):

@@ -1,8 +1,8 @@
-"""Parsing Python that may happen while other threads parse and garbage waits to be collected.
+"""Thread-safe parsing of Python.
 
-CPython 3.11 keeps the depth of the tree it is making in one place for all threads, and checks it at the end.
-A garbage collection in between can run code that parses, or lets another thread do so, and then the check
-fails with a ``SystemError``. So one thread parses at a time, and garbage waits.
+CPython 3.11 keeps the depth of the tree it is building in one place for all threads, and checks it at the
+end. A garbage collection in between can run code that parses, or let another thread do so, and then the
+check fails with a ``SystemError``. So one thread parses at a time, with garbage collection disabled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _one_at_a_time = threading.RLock()
 
 
 def parse(text: str, filename: str = "<unknown>") -> ast.Module:
-    """Do what ``ast.parse`` does.
+    """Parse as ``ast.parse`` does.
 
     Raises:
         SyntaxError: The text is not Python.

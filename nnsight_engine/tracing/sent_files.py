@@ -1,9 +1,9 @@
-"""Names of files whose code came from elsewhere: the name itself has the text that the code was made from.
+"""File names of received code: the name object itself holds the source text.
 
-Whoever sends code says which file and line it stands in, and may say anything: the name of a file of this
-machine, or of another sender's. So nothing is looked up under such a name. Code objects keep the very object
-that they were compiled with as their file's name, those within them too, and what needs their text asks it:
-``SourceReader`` for the blocks in received functions, the wire for the lines of a traceback.
+The client that sends code states its file and line, and may state anything: the name of a file of this
+machine, or of another client's. So such a name is never used to look up text. Code objects, nested ones
+included, keep the file name object that they were compiled with, and the text is read from that object: by
+``SourceReader`` for the blocks in received functions, by the serialization for the lines of a traceback.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import overload
 
 
 class Lines(Sequence[str]):
-    """Lines by number from 0, each of which can be made when it is asked for."""
+    """Lines by number from 0, each of which can be computed on access."""
 
     __slots__ = ()
 
     @abstractmethod
     def at(self, index: int) -> str:
-        """Return one of them."""
+        """Return one line."""
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -35,21 +35,21 @@ class Lines(Sequence[str]):
         return self.at(found) if isinstance(found, int) else list(map(self.at, found))
 
     def __iter__(self) -> Iterator[str]:
-        """Go through all lines."""
+        """Iterate over all lines."""
         return map(self.at, range(len(self)))
 
 
 class LinesFrom(Lines):
-    """A text's lines at their numbers in a file, after empty ones that take no room.
+    """The lines of a text at their numbers in a file, after empty lines that use no memory.
 
     Attributes:
-        num_characters: How long the text is.
+        num_characters: The length of the text.
     """
 
     __slots__ = ("_before", "_lines", "num_characters")
 
     def __init__(self, first: int, text: str) -> None:
-        """Place a text whose first line has this number, from 1."""
+        """Place a text; ``first`` is the number of its first line, from 1."""
         self.num_characters = len(text)
         self._before = first - 1
         self._lines = [f"{line}\n" for line in text.removesuffix("\n").split("\n")] if text else []
@@ -64,12 +64,12 @@ class LinesFrom(Lines):
 
 
 class SentFile(str):
-    """The name of a file that received code stands in.
+    """The file name of received code.
 
     Attributes:
-        sent: The name as the sender gave it, which errors show.
-        lines: What came of the file; no others are known.
-        tree: Makes the same, parsed, as it was compiled here; None where that is not known.
+        sent: The name as the client sent it, shown in errors.
+        lines: The received lines of the file; no others are known.
+        tree: Returns their syntax tree as it was compiled here; None where it is not available.
     """
 
     __slots__ = ("lines", "sent", "tree")
@@ -85,14 +85,15 @@ class SentFile(str):
         *,
         is_hidden: bool = False,
     ) -> SentFile:
-        """Name a file.
+        """Create the name of a file.
 
         Args:
-            sent: What its sender calls it.
-            lines: Its lines, as far as they came.
+            sent: The client's name of the file.
+            lines: Its lines, as far as they were received.
             tree: See ``SentFile``.
-            is_hidden: Whether Python's own tools, which open files by such names to show their lines, are to
-                take it for none: what torch warns of at a line of a block's is shown so.
+            is_hidden: Whether to change the name so that Python's own tools, which open files by name to
+                show their lines, do not take it for a local file; torch's warnings at a line of a block are
+                shown like this.
         """
         made = super().__new__(cls, f"<sent {sent}>" if is_hidden else sent)
         made.sent, made.tree = str(sent), tree
@@ -100,14 +101,14 @@ class SentFile(str):
         return made
 
     def line(self, number: int) -> str:
-        """Return a line by its number, from 1, as it came; empty if it did not."""
+        """Return a line by its number, from 1; empty if it was not received."""
         return self.lines[number - 1] if 1 <= number <= len(self.lines) else ""
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """Go elsewhere as the plain name."""
+        """Pickle as the plain name."""
         return str, (self.sent,)
 
 
 def sent_name(filename: str) -> str:
-    """Return the name of code's file as its author knows it."""
+    """Return the file name of code as its author knows it."""
     return filename.sent if isinstance(filename, SentFile) else filename

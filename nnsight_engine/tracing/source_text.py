@@ -1,13 +1,17 @@
-"""The text that a piece of running code was compiled from.
+"""The source text that running code was compiled from.
 
-A ``with`` block is read back from its source, so everything depends on finding it: in a file, a notebook
-cell, a zip archive, the argument of ``python -c``, a script fed through stdin, or the lines typed at the
-prompt. Two rules hold. The text is that of the moment the code was first asked about: an edit to the file
-afterwards must not shift what runs. And where a name such as ``<string>`` says nothing, text is accepted only
-if it compiles to the code asked for. A file may have been edited between its import and the first look, or
-imported anew; who asks says whether a text fits (``loaded_code``), and is offered those that were read before
-and what the file says now. Code that was received has its text with it (``sent_files``), and nothing else is
-looked at for it. Capture calls ``SourceReader.read`` with the code and the globals of the user's frame.
+A ``with`` block is read back from its source, which may be in a file, a notebook cell, a zip archive, the
+argument of ``python -c``, a script fed through stdin, or lines typed at the prompt. Two rules apply:
+
+- The text is cached when the code is first looked up: a later edit of the file must not shift the code that
+  runs.
+- Where a name such as ``<string>`` identifies no text, text is accepted only if it compiles to the code in
+  question.
+
+A file may have been edited between its import and the first look-up, or been imported again. The caller
+checks whether a text fits (``loaded_code``), and is offered the cached texts and the current content of the
+file. Received code carries its text with it (``sent_files``), and no other text is used for it. Capture
+calls ``SourceReader.read`` with the code and the globals of the user's frame.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ ValueT = TypeVar("ValueT")
 
 _MAX_HISTORY_LINES = 1000
 _MAX_STDIN_BYTES = 16 * 2**20
-# Options of python whose value may be the next argument; -c is looked for, -m ends the search.
+# Options of python whose value may be the next argument; -c gives the program, -m ends the search.
 _OPTIONS_WITH_VALUE = "WX"
 
 
@@ -47,8 +51,8 @@ class SourceText:
 
     Attributes:
         filename: The code's ``co_filename``, not always the name of a file.
-        lines: The text, each line with its end.
-        tree: The same, parsed. Shared between callers: copy before editing.
+        lines: The text, each line with its line end.
+        tree: The syntax tree of the text. Shared between callers: copy before editing.
     """
 
     filename: str
@@ -57,17 +61,17 @@ class SourceText:
 
 
 class SourceReader:
-    """Finds source and remembers what it found, within bounds; safe to share between threads.
+    """Finds source text and caches it, within bounds; safe to share between threads.
 
     Args:
-        max_texts: How many parsed texts are kept.
-        max_codes: For how many code objects their text is remembered.
+        max_texts: Maximum number of parsed texts in the cache.
+        max_codes: Maximum number of code objects whose text is cached.
     """
 
     def __init__(self, max_texts: int = 64, max_codes: int = 512) -> None:
-        """Start with nothing remembered."""
         self._texts: _Recent[tuple[str, tuple[str, ...]], SourceText] = _Recent(max_texts)
-        # By identity, since equal codes may come from different files; the code is kept so that its id is.
+        # By identity, since equal codes may come from different files; the code is referenced so that its id
+        # stays valid.
         self._found: _Recent[int, tuple[CodeType, SourceText]] = _Recent(max_codes)
 
     def read(
@@ -76,12 +80,12 @@ class SourceReader:
         globals_: dict[str, object],
         fits: Callable[[SourceText], bool] | None = None,
     ) -> SourceText | None:
-        """Return the text that ``code`` is part of, or None where there is none to be had or it is broken.
+        """Return the text that contains ``code``; None if it is not available or cannot be parsed.
 
         Args:
-            code: Of a module, a function or a statement; its ``co_filename`` says where to look.
-            globals_: The globals it runs in; their ``__loader__`` knows modules that are in no file.
-            fits: Tells whether a text is the one; by default the first is.
+            code: Of a module, a function or a statement; its ``co_filename`` names the place to look.
+            globals_: The globals it runs in; their ``__loader__`` finds modules that are not in a file.
+            fits: Returns whether a text is the right one; by default the first is.
 
         Raises:
             ChangedSourceError: There are texts of this name, and none fits.
@@ -91,7 +95,9 @@ class SourceReader:
             return known[1]
         name = code.co_filename
         if isinstance(name, SentFile) and name.tree is not None:
-            return SourceText(name, name.lines, name.tree())  # kept by nobody longer than the code is
+            return SourceText(
+                name, name.lines, name.tree()
+            )  # not cached, so that it lives no longer than the code
         num_read = 0
         for text in self._texts_of(code, globals_):
             num_read += 1
@@ -109,7 +115,7 @@ class SourceReader:
         return None
 
     def _texts_of(self, code: CodeType, globals_: dict[str, object]) -> Iterator[SourceText]:
-        """Yield what the code may be part of: what is known of its file, then what that says now."""
+        """Yield the texts that may contain the code: cached ones, then the file's current content."""
         name = code.co_filename
         lines = _find_lines(code, globals_)
         text = self._parsed(name, lines) if lines else None
@@ -126,7 +132,7 @@ class SourceReader:
                 yield text
 
     def clear(self) -> None:
-        """Forget everything; files that changed since are read again."""
+        """Drop all cached texts; files that have changed are read again."""
         self._texts.clear()
         self._found.clear()
         linecache.checkcache()
@@ -137,7 +143,7 @@ class SourceReader:
         if text is None:
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # each was shown when the code was compiled
+                    warnings.simplefilter("ignore")  # warnings were shown when the code was compiled
                     text = SourceText(*key, parse("".join(lines), filename))
             except (SyntaxError, ValueError, RecursionError, MemoryError):
                 return None
@@ -146,7 +152,7 @@ class SourceReader:
 
 
 def _find_lines(code: CodeType, globals_: dict[str, object]) -> Sequence[str]:
-    """Return the lines of the first place that has some; empty if none has."""
+    """Return the lines from the first place that has some; empty if none has."""
     lines = linecache.getlines(code.co_filename, globals_)
     if not lines:
         # From Python 3.13 on, the prompt and -c register their text under the code rather than its file.
@@ -171,7 +177,7 @@ def _if_compiled_to(code: CodeType, text: str | None) -> Sequence[str]:
 
 
 def _lines(text: str | None) -> Sequence[str]:
-    """Split at line feeds alone, as the compiler counts lines; ``splitlines`` knows several more."""
+    """Split at line feeds only, as the compiler does; ``splitlines`` splits at several other characters."""
     if not text:
         return ()
     return [f"{line}\n" for line in text.removesuffix("\n").split("\n")]
@@ -186,7 +192,7 @@ def _command_text(argv: Sequence[str]) -> str | None:
                 next(rest, None)
             continue
         if not argument.startswith("-") or argument == "-":
-            return None  # a script, or stdin; what follows is for the program
+            return None  # a script, or stdin; the remaining arguments are the program's
         for index, option in enumerate(argument[1:], start=2):
             if option == "c":
                 text = argument[index:] or next(rest, None)
@@ -206,14 +212,14 @@ def _stdin_text() -> str | None:
         status = os.fstat(0)
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_STDIN_BYTES:
             return None
-        # At a position of its own: the program may be reading from the same descriptor.
+        # With an explicit position: the program may be reading from the same descriptor.
         return importlib.util.decode_source(os.pread(0, status.st_size, 0))
     except (OSError, SyntaxError, UnicodeDecodeError):
         return None
 
 
 def _typed_lines() -> list[str]:
-    """Return the newest lines of the prompt's history; importing readline here would change the prompt."""
+    """Return the latest lines of the prompt's history; importing readline here would change the prompt."""
     readline = sys.modules.get("readline")
     if readline is None:
         return []
@@ -223,7 +229,7 @@ def _typed_lines() -> list[str]:
 
 
 class _Recent(Generic[KeyT, ValueT]):
-    """A dict that forgets what was not asked for longest."""
+    """A thread-safe dict that evicts the least recently used entry."""
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries

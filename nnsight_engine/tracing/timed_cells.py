@@ -1,7 +1,7 @@
 """The text of a notebook cell that begins with ``%%time``.
 
-IPython compiles the rest of such a cell on its own and, unlike a plain cell, registers the text nowhere. It
-still stands in the cell before it, as a string handed to the magic. ``source_text`` calls this.
+IPython compiles the rest of such a cell separately and, unlike the text of a plain cell, does not register
+it. It is still found in the registered cell, as a string passed to the magic. ``source_text`` calls this.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from nnsight_engine.tracing.typed_statements import compiles_to
 def find_timed_cell(wanted: CodeType) -> str | None:
     """Return the body of the newest ``%%time`` cell that compiles to ``wanted`` or to code around it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # each was shown when the cell ran
+        warnings.simplefilter("ignore")  # warnings were shown when the cell ran
         for text in _bodies():
             if compiles_to(text, wanted, mode="exec"):
                 return text
-            # A last expression is compiled by itself, so that its value can be shown.
+            # A last expression is compiled separately, so that its value can be shown.
             try:
                 without_last = parse(text)
             except (SyntaxError, ValueError):
@@ -37,13 +37,13 @@ def find_timed_cell(wanted: CodeType) -> str | None:
 
 
 def _bodies() -> Iterator[str]:
-    """Yield what was given to ``%%time``, newest first, as IPython compiled it."""
+    """Yield the bodies of ``%%time`` cells, newest first, as IPython compiled them."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is None:
         return
     for entry in reversed(list(linecache.cache.values())):
-        lines = entry[2] if len(entry) == 4 else []  # a shorter entry is a file not yet read
+        lines = entry[2] if len(entry) == 4 else []  # a shorter entry is a file that was not read yet
         if not any("run_cell_magic(" in line for line in lines):
             continue
         with contextlib.suppress(SyntaxError, ValueError):

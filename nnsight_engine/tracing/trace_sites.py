@@ -1,8 +1,8 @@
 """Trace sites: the places in a program where a ``with`` statement opens a trace.
 
-A site is one instruction of one code object, so nothing can confuse two of them: not two contexts on a line,
-not a loop, not the same line of another function. Finding the statement in the source and compiling its block
-is done once per site and kept; running the site again costs a dictionary look-up.
+A site is one instruction of one code object, so two sites are never confused: not two contexts on a line,
+not the iterations of a loop, not the same line of another function. Finding the statement in the source and
+compiling its block is done once per site and cached; a later run of the site costs a dictionary look-up.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from nnsight_engine.tracing.source_text import SourceReader, SourceText
 
 _ENTERS = frozenset({"BEFORE_WITH", "SETUP_WITH"})
 _FRAMES_LOOKED_AT = 8
-"""How far up a ``with`` is looked for: subclasses may wrap ``__enter__``."""
+"""Number of frames that are searched for a ``with``: subclasses may wrap ``__enter__``.
+"""
 
 _MAX_RECEIVED: Final = 256
 _LONGEST_RECEIVED: Final = 16 * 1024
-"""Characters of a piece of received code about which something is kept."""
+"""Maximum number of characters of received code that is cached."""
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 Span = tuple[int | None, int | None, int | None, int | None]
@@ -49,7 +50,7 @@ class TraceSite:
     """One place that opens a trace.
 
     Attributes:
-        code: The code object, kept alive so that its identity stays its own.
+        code: The code object, referenced so that its id stays valid.
         block: The compiled block.
         names: The block's variables that live in the surrounding frame.
         module_names: Names that the block assigns and the function around it declares ``global``.
@@ -66,10 +67,10 @@ class TraceSite:
 
 
 class _OfCode(Generic[Key, Value]):
-    """What is known of pieces of code, the oldest dropped beyond a bound.
+    """A cache by code; the oldest entries are evicted beyond a bound.
 
-    Code that was received has a smaller one, and is not to push out the program's own: senders choose how
-    much of it there is, and what is kept of it outlives their requests.
+    Received code has a cache of its own with a smaller bound, and never evicts entries of the program's own
+    code: clients choose how much code they send, and its entries outlive their requests.
     """
 
     def __init__(self, max_entries: int) -> None:
@@ -97,16 +98,16 @@ class _OfCode(Generic[Key, Value]):
 
 
 class TraceSites:
-    """Every site seen by this process, the least recently used ones dropped beyond a bound."""
+    """The trace sites of this process; the oldest are evicted beyond a bound."""
 
     def __init__(self, reader: SourceReader, *, max_sites: int = 8192) -> None:
-        """Start empty; sources are read through ``reader``."""
+        """Start empty; source is read through ``reader``."""
         self.reader = reader
         self._sites: _OfCode[tuple[int, int], TraceSite] = _OfCode(max_sites)
         self._layouts: _OfCode[int, _Layout] = _OfCode(max_sites)
 
     def clear(self) -> None:
-        """Forget every site; each is found and compiled again when it next runs."""
+        """Drop every site; each is found and compiled again when it next runs."""
         self._sites.clear()
         self._layouts.clear()
         self.reader.clear()
@@ -119,8 +120,8 @@ class TraceSites:
         """Return the site that ``frame`` is entering now.
 
         Raises:
-            WithBlockNotFoundError: The source is not to be had, or does not hold this statement.
-            SyntaxError: The block cannot be compiled as one.
+            WithBlockNotFoundError: The source is not available, or does not contain this statement.
+            SyntaxError: The block cannot be compiled.
         """
         site = self.known(frame)
         if site is None:
@@ -130,7 +131,7 @@ class TraceSites:
         return site
 
     def entering(self, frame: FrameType | None) -> FrameType:
-        """Return the frame, this one or one that called it, which is at a ``with`` statement right now."""
+        """Return the frame that is at a ``with`` statement right now: this one, or one of its callers."""
         looked_at = frame
         for _ in range(_FRAMES_LOOKED_AT):
             if looked_at is None:
@@ -145,15 +146,15 @@ class TraceSites:
         )
 
     def feeds_with(self, frame: FrameType) -> bool:
-        """Tell whether the call that ``frame`` is making hands its result to a ``with`` statement."""
+        """Return whether the result of the call that ``frame`` is making goes to a ``with`` statement."""
         return frame.f_lasti in self.layout(frame.f_code).feeding
 
     def result_is_dropped(self, frame: FrameType) -> bool:
-        """Tell whether the call that ``frame`` is making is a statement of its own, its result unused."""
+        """Return whether the call that ``frame`` is making is a statement of its own, its result unused."""
         return frame.f_lasti in self.layout(frame.f_code).dropped
 
     def layout(self, code: CodeType) -> _Layout:
-        """Return what the instructions of ``code`` say about its ``with`` statements."""
+        """Return the layout of the ``with`` statements in the instructions of ``code``."""
         layout = self._layouts.get(id(code))
         if layout is None:
             layout = _Layout(code)
@@ -177,7 +178,7 @@ class TraceSites:
                 "before exec"
             )
         nested = self._statement(frame, source)
-        assert nested is not None  # noqa: S101 - the source fits
+        assert nested is not None  # noqa: S101 - guaranteed by _fits
         context = context_of(code)
         mentioned = mangled(names_in(nested.body), context.class_name)
         if is_function(code):
@@ -197,7 +198,7 @@ class TraceSites:
         )
 
     def _fits(self, source: SourceText, frame: FrameType) -> bool:
-        """Tell whether a text has the statement that ``frame`` is entering, as it was loaded."""
+        """Return whether a text has the statement that ``frame`` is entering, as it was loaded."""
         nested = self._statement(frame, source)
         return nested is not None and says(source.tree, frame.f_code, frame.f_globals, nested.node)
 
@@ -208,14 +209,14 @@ class TraceSites:
 
 
 class _Layout:
-    """What a code object's instructions say about ``with`` statements, read once.
+    """Positions of ``with`` statements in a code object's instructions, read once.
 
-    While a call is being made, a frame's position is somewhere within the call's instruction: on its first
-    unit, or on the last of the units that cache what it calls. So all of an instruction's offsets count.
+    During a call, a frame's position is somewhere within the call's instruction: on its first unit, or on
+    the last of its inline cache units. So all offsets of an instruction count.
     """
 
     def __init__(self, code: CodeType) -> None:
-        self.code = code  # kept alive, so that its identity stays its own
+        self.code = code  # referenced so that its id stays valid
         self.feeding: set[int] = set()
         self.dropped: set[int] = set()
         self._before: dict[int, Span] = {}
@@ -240,8 +241,9 @@ class _Layout:
     def way_out(self, offset: int, nested: Nested) -> WayOut:
         """Find where an error raised in the block of the ``with`` at ``offset`` reaches its ``__exit__``.
 
-        That is anywhere in the block but at statements that the compiler turned into nothing, such as the
-        line of a ``try:``. A block that begins with one is left sooner, before ``as target`` is stored.
+        That is anywhere in the block except at statements that the compiler turned into nothing, such as the
+        line of a ``try:``. A block that begins with such a statement is left sooner, before ``as target`` is
+        stored.
         """
         target = nested.node.items[nested.item].optional_vars
         following = [one for one in dis.get_instructions(self.code) if one.offset > offset]
@@ -267,7 +269,7 @@ class _Layout:
 
 def _expression_end(instructions: list[dis.Instruction], store: int) -> int:
     """Return the index of the last instruction of EXPR in ``with (marker := bind(…, EXPR))``."""
-    index = store - 1  # COPY, for the value that goes on to be entered
+    index = store - 1  # COPY, for the value that is entered
     while "CALL" not in instructions[index].opname:
         index -= 1
     while instructions[index - 1].opname in {"PRECALL", "KW_NAMES"}:
@@ -287,7 +289,7 @@ def _span(node: ast.expr) -> Span:
 
 
 def _matching(tree: ast.AST, wanted: Span, line: int) -> Iterator[Nested]:
-    """Yield the ``with`` items whose expression is, or holds, the instruction at ``wanted``."""
+    """Yield the ``with`` items whose expression is, or contains, the instruction at ``wanted``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.With):
             for index, item in enumerate(node.items):

@@ -1,8 +1,9 @@
-"""Errors as the user sees them: their own type, their own file and line, none of our frames.
+"""Tracebacks that users see: the original error type, their own file and line, none of our frames.
 
 Blocks are compiled with the names and lines of the user's file, so a traceback needs no translation. It does
-pass through this package, whose frames say nothing to the person reading, and they are left out unless
-``CONFIG.APP.DEBUG`` is on. One is added when the error leaves ``__exit__`` itself, and dropped on arrival.
+contain frames of this package, which do not help the user, so they are removed unless ``CONFIG.APP.DEBUG``
+is on. One more entry is added when the error leaves ``__exit__`` itself; it is removed when the error
+arrives in the user's frame.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ def hide_our_frames(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def is_ours(filename: str) -> bool:
-    """Tell whether a file belongs to this package."""
+    """Return whether a file belongs to this package (or to greenlet)."""
     return filename.startswith(_HIDDEN)
 
 
 def users_stacklevel() -> int:
-    """Return the ``stacklevel`` with which a warning of the caller's names the line that called us."""
+    """Return the ``stacklevel`` with which a warning of the caller names the user's line that called us."""
     level, frame = 1, sys._getframe(1)  # noqa: SLF001 - warnings offer no other way before Python 3.12
     while frame.f_back is not None and is_ours(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
@@ -48,9 +49,9 @@ def users_stacklevel() -> int:
 
 
 def clean(error: BaseException, *, debug: bool) -> BaseException:
-    """Take what is ours out of an error that is about to be raised to the user; it stays the same one.
+    """Remove our parts from an error that is about to be raised to the user; return the same error.
 
-    Our frames, that is, and the jump that skipped the block, in whose handling the block ran.
+    Our parts are our frames, and the exception that skipped the block, which became the error's context.
     """
     _forget_jump(error)
     if not debug:
@@ -59,10 +60,11 @@ def clean(error: BaseException, *, debug: bool) -> BaseException:
 
 
 def drop_callers(frame: FrameType) -> None:
-    """Take the entries of our frames out of the error that is about to reach ``frame`` from one of them.
+    """Remove the entries of our frames from the error that is about to reach ``frame`` from one of them.
 
-    An entry is made for each frame that an error leaves, so ours are there when it arrives, and only a trace
-    function hears of that. It takes itself away, and puts back one that was active.
+    An entry is added for each frame that an error leaves, so our entries exist only when it arrives, and
+    only a trace function is notified of that. The trace function removes itself, and restores the previous
+    one.
     """
     before, local = sys.gettrace(), frame.f_trace
 
@@ -83,11 +85,11 @@ def drop_callers(frame: FrameType) -> None:
 
 
 def _ignore(_frame: FrameType, _event: str, _: Any) -> None:
-    """Trace no call made on the way."""
+    """Do not trace the calls made in between."""
 
 
 def _forget_jump(error: BaseException) -> None:
-    seen: set[int] = set()  # contexts may go round in a circle
+    seen: set[int] = set()  # contexts may form a cycle
     while error.__context__ is not None and id(error) not in seen:
         seen.add(id(error))
         if isinstance(error.__context__, BlockSkipped):

@@ -1,8 +1,9 @@
-"""The context manager behind every kind of trace: it takes its block away and hands it to a backend.
+"""The base context manager of all traces: it skips its block, compiles it and passes it to a backend.
 
-``with tracer:`` goes through four steps. *Capture* finds the block's source. *Compile* makes it a function on
-shared variables. The *backend* decides where the function runs. *Execute* runs it, which each kind of tracer
-does in its own way: beside a forward pass, under fake tensors, or not at all but kept as an edit.
+``with tracer:`` goes through four steps. *Capture* finds the block's source. *Compile* makes it a function
+on shared variables. The *backend* decides where the function runs. *Execute* runs it, which each kind of
+tracer does in its own way: interleaved with a forward pass, under fake tensors, or not at all but stored as
+an edit.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SITES = TraceSites(SourceReader())
 
 
 class Info:
-    """Where a block stands and what it may see.
+    """The place of a block and its variables.
 
     Attributes:
         block: The compiled block.
@@ -40,9 +41,9 @@ class Info:
         frame: The frame that opened the trace, until it ends; None for a block inside a block, which shares
             cells instead.
         globals_: The module's variables.
-        site: Where the frame opened the trace; None for a block inside a block.
-        wanted: Names that code around the block may read when it has run, saved or not: in a session.
-        assignments: What counts the stores of the code around the block, where anything does.
+        site: The site at which the frame opened the trace; None for a block inside a block.
+        wanted: Names that code around the block may read after it has run, saved or not; in a session only.
+        assignments: The counter of assignments of the code around the block; None if they are not counted.
     """
 
     __slots__ = ("assignments", "block", "frame", "globals_", "site", "variables", "wanted")
@@ -55,7 +56,6 @@ class Info:
         globals_: dict[str, Any],
         site: TraceSite | None = None,
     ) -> None:
-        """Put the parts together."""
         self.site = site
         self.block = block
         self.variables = variables
@@ -76,29 +76,29 @@ class Info:
 
     @property
     def filename(self) -> str:
-        """The file the block is written in."""
+        """The file that the block is written in."""
         return sent_name(self.block.source.filename)
 
     def fresh(self) -> Info:
-        """Return the same block on cells of its own, holding what these hold now."""
+        """Return the same block on new cells, which hold the current values."""
         return Info(self.block, copied(self.variables), None, self.globals_)
 
 
 class Tracer:
-    """A ``with`` statement whose block is taken away, to be run by a backend.
+    """A ``with`` statement whose block is skipped, to be run by a backend.
 
     Subclasses override ``execute``; they may override ``compile`` to wrap the function, and ``capture``.
 
     Attributes:
-        backend: Called with the tracer when the block is left; afterwards, called without arguments, it
-            gives what a backend that does not wait has to give.
+        backend: Called with the tracer when the block is left. A backend that does not wait is later called
+            without arguments, to return its result.
         info: The block; set by ``capture``.
     """
 
     info: Info
     deferred = False
     shares_all = False
-    """Whether blocks inside this one leave it everything that they assign, saved or not."""
+    """Whether the surrounding block gets all variables that nested blocks assign, saved or not."""
     _binds: str | None = None
     _put_back: Callable[[], None] | None = None
     _bound: tuple[Block, dict[str, CellType], _Binder, frozenset[str]] | None = None
@@ -108,7 +108,7 @@ class Tracer:
 
         Args:
             *args: Positional arguments of the function that will be traced.
-            backend: What runs the compiled block; runs it here by default.
+            backend: Runs the compiled block; by default it runs here.
             **kwargs: Keyword arguments of the function that will be traced.
         """
         self.args = args
@@ -119,7 +119,7 @@ class Tracer:
         """Find the block that ``frame`` is entering, and the variables it shares.
 
         Raises:
-            WithBlockNotFoundError: There is no ``with`` statement there, or its source is not to be had.
+            WithBlockNotFoundError: There is no ``with`` statement there, or its source is not available.
         """
         if self._bound is not None:
             (block, cells, binder, wanted), self._bound = self._bound, None
@@ -148,13 +148,13 @@ class Tracer:
         return compiled(info, own, shares_all=self.shares_all, assignments=assignments)
 
     def execute(self, function: Callable[[], Any]) -> Any:
-        """Run the compiled block; here, as it stands."""
+        """Run the compiled block; in this class, without a model."""
         return function()
 
     def give_back(self) -> None:
         """Bind the saved values in the frame that opened the trace.
 
-        A block inside a block has nothing to give back: it shares its variables.
+        A block inside a block has nothing to bind: it shares its variables.
         """
         frame, site = self.info.frame, self.info.site
         if frame is None or site is None:
@@ -166,24 +166,24 @@ class Tracer:
             if value is not UNBOUND and keeps(value):
                 kept[name] = value
         write_variables(frame, kept, site.module_names)
-        # A tracer outlives its trace; what was not saved does not, nor does the frame.
+        # A tracer outlives its trace; values that were not saved, and the frame, must not.
         self.info.variables.clear()
         self.info.frame = None
 
     def __enter__(self) -> Any:
-        """Take the block away."""
+        """Capture the block and skip it."""
         self.capture(sys._getframe(1))  # noqa: SLF001 - the frame is what a trace is about
         self.deferred = True
         return self.entered()
 
     def entered(self) -> Any:
-        """Return what ``as`` binds: the tracer, unless a subclass says otherwise."""
+        """Return the value that ``as`` binds: the tracer; subclasses may return another one."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        """Hand the block to the backend; its errors come out here, clean of our frames."""
+        """Pass the block to the backend; raise its errors without our frames."""
         __tracebackhide__ = True
         if self._put_back is not None:
             self._put_back()
@@ -197,11 +197,11 @@ class Tracer:
         context = failed.__context__
         try:
             raise failed
-        finally:  # raising here made the jump that skipped the block the error's context
+        finally:  # raising here set the exception that skipped the block as the error's context
             failed.__context__ = context
 
     def _outcome(self) -> BaseException | None:
-        """Run the block; returns what it raised."""
+        """Run the block; return the error that it raised, or None."""
         try:
             self._run()
         except BaseException as failed:  # noqa: BLE001 - raised by __exit__, whatever it is
@@ -209,7 +209,7 @@ class Tracer:
         return None
 
     def _read_variables(self) -> None:
-        """Fill the block's cells from its frame; now, since ``as tracer`` is bound after ``__enter__``."""
+        """Fill the block's cells from its frame; at exit, as ``as tracer`` is bound after ``__enter__``."""
         info = self.info
         if info.frame is None or info.site is None:
             return
@@ -224,7 +224,7 @@ class Tracer:
         SAVES.enter()
         try:
             return self.backend(self)
-        finally:  # for any backend, and what was saved before an error too
+        finally:  # for any backend, and for values saved before an error too
             try:
                 self.give_back()
             finally:
@@ -232,9 +232,9 @@ class Tracer:
 
 
 class Backend:
-    """What happens to a compiled block; called with the tracer when its ``with`` statement is left.
+    """The base of backends; called with the tracer when its ``with`` statement is left.
 
-    A subclass calls ``super().__call__(tracer)`` for the compiled function and sends it where it wants.
+    A subclass calls ``super().__call__(tracer)`` to get the compiled function, and runs or sends it.
     """
 
     def __call__(self, tracer: Tracer | None = None) -> Any:
@@ -245,7 +245,7 @@ class Backend:
 
 
 class ExecutionBackend(Backend):
-    """Runs the block here and now."""
+    """Runs the block in this process, at once."""
 
     def __call__(self, tracer: Tracer | None = None) -> Any:
         """Run the block."""
@@ -254,7 +254,11 @@ class ExecutionBackend(Backend):
 
 
 def refuse_statement(frame: FrameType, name: str) -> None:
-    """Refuse a call whose result is dropped: nothing would run, without a word."""
+    """Reject a call whose result is dropped: otherwise nothing would run, without an error.
+
+    Raises:
+        WithBlockNotFoundError: The call is a statement of its own.
+    """
     if SITES.result_is_dropped(frame):
         raise WithBlockNotFoundError(
             f"With block not found at line {frame.f_lineno} of {sent_name(frame.f_code.co_filename)}: "
@@ -264,12 +268,12 @@ def refuse_statement(frame: FrameType, name: str) -> None:
 
 
 def _can_save() -> bool:
-    """Tell whether values have ``.save()`` now: within a trace of this thread, unless configured away."""
+    """Return whether values have ``.save()`` now: within a trace of this thread, unless configured away."""
     return SAVES.depth > 0 and CONFIG.APP.PYMOUNT
 
 
 _EXECUTE = ExecutionBackend()
-"""Runs every trace that was not given a backend; it keeps nothing."""
+"""The default backend of every trace; it has no state."""
 
 
 def compiled(
@@ -283,9 +287,9 @@ def compiled(
 
     Args:
         info: The block.
-        variables: What it runs on.
+        variables: The cells that it runs on.
         shares_all: See ``Tracer.shares_all``.
-        assignments: What counts its stores, on the same variables; by default nobody counts.
+        assignments: The counter of its assignments, on the same variables; by default they are not counted.
     """
     block, helpers = info.block, dict[str, CellType]()
     if assignments is not None:
@@ -299,7 +303,7 @@ def compiled(
 
 
 class _Binder:
-    """Hands a nested trace the variables of the block it stands in."""
+    """Passes the variables of a block to the traces nested in it."""
 
     __slots__ = ("assignments", "info", "shares_all")
 
@@ -311,7 +315,7 @@ class _Binder:
     def __call__(self, capture: FunctionType, index: int, value: Any) -> Any:
         if isinstance(value, Tracer):
             names, outer = capture.__code__.co_freevars, self.info
-            cells = dict(zip(names, capture.__closure__ or ()))  # noqa: B905 - as many, and this is faster
+            cells = dict(zip(names, capture.__closure__ or ()))  # noqa: B905 - equally long, and this is faster
             block = outer.block.inner(index, names)
             wanted = outer.block.used_after(index) if self.shares_all else outer.wanted
             value._bound = (block, cells, self, wanted)  # noqa: SLF001 - a tracer's own part
@@ -319,7 +323,7 @@ class _Binder:
 
 
 def _deferred(value: Any) -> bool:
-    """Tell a rewritten ``with`` statement whether the context it entered took the block away."""
+    """Return whether the context that a rewritten ``with`` statement has entered deferred its block."""
     return isinstance(value, Tracer) and value.deferred
 
 

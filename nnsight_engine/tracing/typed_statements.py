@@ -1,9 +1,9 @@
-"""The text of a statement typed at the interactive prompt, found in the lines that readline remembers.
+"""The text of a statement typed at the interactive prompt, found in readline's history.
 
-Up to Python 3.12 (and later with ``PYTHON_BASIC_REPL``) the interpreter throws the text away once it is
-compiled. The history is no transcript: blank lines are missing, so is a line equal to the one before it,
-and older sessions come first. Hence nothing is taken on trust: a run of lines counts only if compiling it
-gives the very code that was asked for, positions included. ``source_text`` calls this.
+Up to Python 3.12 (and later with ``PYTHON_BASIC_REPL``) the interpreter discards the text once it is
+compiled. The history is not a transcript: blank lines are missing, and so is a line equal to the one before
+it, and older sessions come first. So a run of lines is accepted only if compiling it gives the same code,
+positions included. ``source_text`` calls this.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import CodeType
 
 _MAX_STATEMENT_LINES = 500
 _FUTURE_FLAGS = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
-# What may stand at the margin and still belong to the statement above it.
+# Line starts without indentation that may continue the statement above.
 _CLAUSES = ("else", "elif", "except", "finally", "case", ")", "]", "}")
 
 
@@ -30,7 +30,7 @@ def find_statement(history: Sequence[str], wanted: CodeType) -> str | None:
         wanted: The code of a statement, or of a function, class or comprehension inside one.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # each was shown when the statement ran
+        warnings.simplefilter("ignore")  # warnings were shown when the statement ran
         for start in reversed(range(len(history))):
             if not history[start][:1].strip():
                 continue  # blank or indented: no statement starts here
@@ -42,7 +42,7 @@ def find_statement(history: Sequence[str], wanted: CodeType) -> str | None:
 
 
 def compiles_to(text: str | ast.Module, wanted: CodeType, *, mode: str) -> bool:
-    """Tell whether ``wanted`` is the code of ``text`` or lies inside it; ``mode`` is that of ``compile``."""
+    """Return whether ``wanted`` is, or is inside, the code of ``text``; ``mode`` is that of ``compile``."""
     flags = wanted.co_flags & _FUTURE_FLAGS | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     try:
         root = compile(text, wanted.co_filename, mode, flags, dont_inherit=True)
@@ -51,7 +51,7 @@ def compiles_to(text: str | ast.Module, wanted: CodeType, *, mode: str) -> bool:
     codes = [root]
     while codes:
         code = codes.pop()
-        if code == wanted:  # names, constants, instructions and positions; not the file's name
+        if code == wanted:  # compares names, constants, instructions and positions, but not the file name
             return True
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return False
@@ -74,7 +74,7 @@ def _statements_from(history: Sequence[str], start: int, wanted: CodeType) -> It
 
 
 def _with_missing_lines(lines: Sequence[str], wanted: CodeType) -> Iterator[str]:
-    """Yield the statement as remembered, then with what readline may have left out of it."""
+    """Yield the statement as recorded, then with lines that readline may have left out."""
     yield "\n".join(lines) + "\n"
     num_missing = _last_line(wanted) - len(lines)
     if 0 < num_missing < _MAX_STATEMENT_LINES:
