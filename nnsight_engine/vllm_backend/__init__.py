@@ -1,1 +1,1 @@
-"""Interventions inside vLLM's worker: taps, hooks, the runner, the scheduler, the engine client."""
+"""Interventions in vLLM's engine: taps, hooks, model runner, scheduler and engine client."""

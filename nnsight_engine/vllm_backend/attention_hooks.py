@@ -1,8 +1,8 @@
-"""Queries and keys on their way into vLLM's attention, for one uncompiled step.
+"""Hooks on the queries and keys that enter vLLM's attention, for one uncompiled step.
 
-Attention's module meets them as the kernel does: after rotary embedding and per-head norms. Some
-models call the module, others its ``forward``, past every hook; so ``forward`` itself is replaced
-on the instance for the step, and put back.
+vLLM's ``Attention`` module receives them as the kernel does: after rotary embedding and per-head norms. Some
+models call the module, others call its ``forward`` directly, which skips hooks. So ``forward`` itself is
+replaced on the instance for the step, and restored afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nnsight_engine.plans.step_plan import StepPlan
 
 
 class AttentionModule(Protocol):
-    """What is used of vLLM's ``Attention``."""
+    """The attributes of vLLM's ``Attention`` that are used here."""
 
     forward: Any
     impl: Any
@@ -31,13 +31,13 @@ class AttentionModule(Protocol):
 
 
 class AttentionHook:
-    """Serves a pattern's site until it is removed.
+    """Serves an attention pattern's site until it is removed.
 
     Args:
         module: vLLM's ``Attention`` of the layer.
         plan: The step's plan.
-        site: The pattern.
-        is_models_own: Whether a call that is being made is the model's.
+        site: The pattern's site.
+        is_models_own: Returns whether the current call is made by the model, not by a block.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class AttentionHook:
         attention.forward = attend
 
     def remove(self) -> None:
-        """Put ``forward`` back as it was."""
+        """Restore the instance's ``forward``."""
         if self._replaced is None:
             del self._attention.forward
         else:
@@ -71,13 +71,13 @@ class AttentionHook:
 
 
 def attention_form(module: object) -> AttentionForm:
-    """Return how a layer's attention makes probabilities.
+    """Return the parameters of a layer's attention from which its probabilities can be computed.
 
     Args:
         module: vLLM's ``Attention``.
 
     Raises:
-        InterventionError: It does more than scale, cap and mask, or does not say what it does.
+        InterventionError: It does more than scale, cap and mask, or its parameters are unknown.
     """
     attention = cast("AttentionModule", module)
     impl = attention.impl

@@ -1,8 +1,8 @@
-"""One API call with interventions, from its prompts to its choices.
+"""An API call with declarative interventions, from its prompts to its choices.
 
-A call may hold several prompts, each compiled on its own, since positions are resolved
-against a prompt; and each prompt several choices. vLLM's serving classes see only sampling
-parameters: the call travels through them as a ticket.
+A call may hold several prompts; each is compiled separately, since positions are resolved against a prompt.
+Each prompt may have several choices. vLLM's serving classes pass on only sampling parameters, so these carry
+the call as a ticket.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class PromptEntry:
     """One prompt of a call while it runs.
 
     Attributes:
-        key: Our own id of the prompt's request.
-        compiled: Its plan.
+        key: The key of the prompt's request, independent of vLLM's request id.
+        compiled: The prompt's compiled plan.
         collectors: One for each choice.
-        token_ids: Generated ids delivered so far, by choice.
+        token_ids: Generated token ids delivered so far, by choice.
     """
 
     key: str
@@ -45,7 +45,7 @@ class PromptEntry:
     token_ids: list[list[int]]
 
     def deliver(self, outputs: Sequence[Any], *, cumulative: bool) -> None:
-        """Note the tokens of one ``RequestOutput``."""
+        """Record the tokens of one ``RequestOutput``."""
         for output in outputs:
             ids = self.token_ids[output.index]
             if cumulative:
@@ -53,7 +53,7 @@ class PromptEntry:
             ids.extend(output.token_ids)
 
     def raise_failure(self) -> None:
-        """Raise ApiError when the worker reported one of the choices as failed."""
+        """Raise ApiError if the worker reported one of the choices as failed."""
         for collector in self.collectors:
             if collector.failure is not None:
                 failure = collector.failure
@@ -61,13 +61,13 @@ class PromptEntry:
 
 
 class InterventionCall:
-    """The interventions of one API call.
+    """The declarative interventions of one API call.
 
     Args:
-        ops: Checked operations.
+        ops: Validated operations.
         spec: The model's description.
-        token_of: The token that a text names, see ``core.token_texts``.
-        stream: Whether the answer streams.
+        token_of: Returns the token for a text, see ``core.token_texts``.
+        stream: Whether the answer is streamed.
     """
 
     def __init__(
@@ -78,7 +78,6 @@ class InterventionCall:
         *,
         stream: bool,
     ) -> None:
-        """Start with no prompt."""
         self.ticket = uuid.uuid4().hex
         self.ops = ops
         self._by_prompt = PromptOperations(ops)
@@ -89,20 +88,20 @@ class InterventionCall:
         self._stream = stream
 
     def op_names(self, prompt: int) -> list[str]:
-        """Return the request's own word for each operation of a prompt."""
+        """Return the name of each operation of a prompt, as given in the request."""
         return [op.op for _, op in self._by_prompt.of(prompt)]
 
     def operations(self, choice: int, num_choices: int) -> list[Intervention]:
-        """Return the operations of the prompt that a choice of the answer is of."""
+        """Return the operations of the prompt to which a choice of the answer belongs."""
         return [op for _, op in self._by_prompt.of(choice // num_choices)]
 
     @property
     def spent_s(self) -> float:
-        """Seconds that its operations took in the engine, as far as that was told."""
+        """Seconds that its operations took in the engine, as far as they were reported."""
         return sum(collector.spent_s for entry in self.entries for collector in entry.collectors)
 
     def compile(self, prompt_token_ids: Sequence[int], params: Any) -> CompiledRequest:
-        """Return the plan for the next prompt; raises ApiError for what is wrong with it."""
+        """Return the plan for the next prompt; raises ApiError if the operations do not fit it."""
         declared = self._by_prompt.of(len(self.entries))
         return compile_request(
             [op for _, op in declared],
@@ -116,13 +115,13 @@ class InterventionCall:
         )
 
     def take_part(self, choice: int, num_choices: int) -> CollectedResults | None:
-        """Return what came with the tokens delivered so far for a choice of the answer."""
+        """Return the results that belong to the tokens delivered so far for a choice of the answer."""
         entry, index = self._locate(choice, num_choices)
         with _as_api_error():
             return entry.collectors[index].take_part(len(entry.token_ids[index]))
 
     def take_final(self, choice: int, num_choices: int) -> CollectedResults:
-        """Return everything not taken yet for a choice of the answer, which has ended."""
+        """Return all results not yet taken of a choice of the answer, which has ended."""
         entry, index = self._locate(choice, num_choices)
         with _as_api_error():
             return entry.collectors[index].take_final(entry.token_ids[index])
@@ -148,15 +147,15 @@ def _as_api_error() -> Iterator[None]:
 
 
 def salted(compiled: CompiledRequest, salt: str | None, secret: str) -> str | None:
-    """Return the prefix cache salt of a request: hex, its own for each set of writes.
+    """Return the request's prefix cache salt: a hex digest that is unique to each set of writes.
 
-    Keys and values that carry a write must never serve a request without it, nor the reverse.
+    Keys and values with a write must never serve a request without it, nor the reverse.
 
     Args:
-        compiled: The request.
-        salt: The request's own ``cache_salt``, which shares nothing with other salts.
-        secret: The engine's own. Fingerprints are public, and a plain request may bring any salt:
-            without a secret it could fill the cache of a steered one.
+        compiled: The compiled request.
+        salt: The request's own ``cache_salt``; requests with different salts share nothing.
+        secret: The engine's secret. Fingerprints are public and a plain request may send any salt: without a
+            secret it could fill the cache entries of a steered one.
     """
     if not compiled.plan.fingerprint:
         return salt
@@ -165,7 +164,7 @@ def salted(compiled: CompiledRequest, salt: str | None, secret: str) -> str | No
 
 
 def engine_entry(compiled: CompiledRequest, key: str) -> dict[str, Any]:
-    """Return our entry of ``extra_args`` for the worker: plain values and bytes only."""
+    """Return the ``extra_args`` entry for the worker: plain values and bytes only."""
     tensors = {
         name: (content.dtype, list(content.shape), content.data) for name, content in compiled.tensors.items()
     }
@@ -173,11 +172,11 @@ def engine_entry(compiled: CompiledRequest, key: str) -> dict[str, Any]:
 
 
 def prepare_params(params: Any, compiled: CompiledRequest, key: str) -> None:
-    """Make vLLM's sampling parameters carry a compiled request."""
+    """Replace the ticket in vLLM's sampling parameters by the compiled request."""
     extra = dict(params.extra_args or {})
     extra.pop(TICKET_KEY, None)
     extra[PLAN_KEY] = engine_entry(compiled, key)
     params.extra_args = extra
     if compiled.reads_prompt:
-        # A cached prefix would never pass the model, and its rows would be missing.
+        # A cached prefix does not run through the model, so its rows could not be read.
         params.skip_reading_prefix_cache = True

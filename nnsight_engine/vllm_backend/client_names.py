@@ -1,4 +1,4 @@
-"""A client's own names and classes for modules, ``rename=`` and ``envoys=``, as they go to the workers."""
+"""A client's own names and envoy classes for modules (``rename=``, ``envoys=``), encoded for the workers."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from nnsight_engine.serialization import encode
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClientNames:
-    """What a client adds to the tree.
+    """A client's additions to the module tree.
 
     Attributes:
-        rename: Further names for modules, see ``envoys.aliases``.
-        envoys: The classes that stand for modules: by vLLM's class, by the end of a path, or one for all.
+        rename: Additional names for modules, see ``envoys.aliases``.
+        envoys: Classes that represent modules: by vLLM's class, by the end of a path, or one for all.
     """
 
     rename: Rename | None = None
     envoys: EnvoyMap = None
 
     def write(self) -> bytes | None:
-        """Return them as a message, None if there are none.
+        """Return them as a message, or None if there are none.
 
         Raises:
-            EncodeError: Something in them cannot travel.
+            EncodeError: One of them cannot be encoded.
         """
         if not self.rename and self.envoys is None:
             return None

@@ -223,7 +223,7 @@ def record_allocated_blocks(manager: Any) -> None:
     """Make a KV cache manager record the blocks it allocates, even if vLLM does not need to zero any."""
     for group in manager.coordinator.single_type_managers:
         if not isinstance(group.kv_cache_spec, MambaSpec | CircularBufferSpec):
-            group._record_new_block_ids = True  # noqa: SLF001 - vLLM sets it only where all blocks need zeroing
+            group._record_new_block_ids = True  # noqa: SLF001 - vLLM sets it per model
 
 
 def zero_blocks(runner: Any, block_ids: list[int]) -> None:

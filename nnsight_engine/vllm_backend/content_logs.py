@@ -1,9 +1,9 @@
-"""vLLM's log lines without what clients sent or got.
+"""Removal of clients' data from vLLM's log lines.
 
-Some of vLLM's lines quote a request: the text of a grammar, the tokens of an answer, a template, a call of a
-tool. What reads requests and answers logs them as arguments, and in tracebacks. Here such a line keeps what
-happened, where, the error's type, and the request's id. Called once in each process that has vLLM: the
-server's, and the engine's.
+Hazard: some of vLLM's log lines quote requests: the text of a grammar, the tokens of an answer, a chat
+template, a tool call. The modules that read requests and answers log such data as arguments and in
+tracebacks. Safeguard: such a line keeps the event, its location, the error's type and the request's id.
+``leave_content_out`` is called once in each process that runs vLLM: the server's and the engine's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _READERS: Final = (
     "vllm.v1.structured_output.",
     "vllm.v1.structured_output",
 )
-"""Loggers of what reads requests or answers, by the beginning of their names."""
+"""Prefixes of the loggers of modules that read requests or answers."""
 
 _REQUEST_ID: Final = re.compile(r"(?:chat)?cmpl-[\w.-]{1,200}")
 _TOKEN: Final = re.compile(r"\btoken %s")
@@ -35,10 +35,10 @@ _Factory = Callable[..., logging.LogRecord]
 
 
 class _WithoutContent:
-    """Makes records of lines whose arguments and errors quote nothing."""
+    """A log record factory that removes quoted data from arguments and errors."""
 
     def __init__(self, make: _Factory) -> None:
-        """Ask ``make`` for records."""
+        """Wrap the factory ``make``."""
         self._make = make
 
     def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -62,7 +62,7 @@ class _WithoutContent:
 
 
 def _told(value: object) -> Any:
-    """Return what a line says of a value: a number, the id of a request, or how much it is of what."""
+    """Return a loggable form of a value: a number, a request's id, or only the type or size of the value."""
     if value is None or isinstance(value, int | float | enum.Enum):
         return value
     if isinstance(value, str) and _REQUEST_ID.fullmatch(value):
@@ -75,7 +75,7 @@ def _told(value: object) -> Any:
 
 
 def leave_content_out() -> None:
-    """Have vLLM log nothing of what clients send; idempotent."""
+    """Make vLLM log no data of clients; idempotent."""
     make = logging.getLogRecordFactory()
     if not isinstance(make, _WithoutContent):
         logging.setLogRecordFactory(_WithoutContent(make))

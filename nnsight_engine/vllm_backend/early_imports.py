@@ -1,4 +1,4 @@
-"""What runs in a process that is begun early: it imports, waits, and becomes what it is told to be."""
+"""Program of a process that is started early: it imports modules, waits, and becomes a spawned process."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _COUNT_BYTES = 4
 
 
 def main(modules: Sequence[str], pipe: int, tracker: int) -> None:
-    """Import ``modules``, then go on as a process that was spawned now.
+    """Import ``modules``, then continue as a process that was spawned now.
 
     Args:
         modules: Names of modules.
-        pipe: File descriptor from which what it is for is read.
+        pipe: File descriptor from which the spawned process's data is read.
         tracker: File descriptor of the parent's resource tracker.
     """
     with uncollected():
         for name in modules:
-            # What fails here fails again where it is needed, and is told there.
+            # A failing import fails again where the module is needed, and is reported there.
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
     vllm = sys.modules.get("vllm.utils.system_utils")
-    if vllm is not None:  # while variables are where they were when it started: it cannot be named later
+    if vllm is not None:  # before the environment changes: setting the title fails later
         vllm.set_process_title("EngineCore")
     select.select([pipe], [], [])
     waiting = fcntl.ioctl(pipe, termios.FIONREAD, bytes(_COUNT_BYTES))
-    if not any(waiting):  # closed: the parent has ended, and had no use for this one
+    if not any(waiting):  # end of file: the parent has ended without using this process
         os._exit(0)
     spawn.spawn_main(pipe_handle=pipe, tracker_fd=tracker)

@@ -1,10 +1,10 @@
-"""A process for the engine that is begun before there is anything for it to do.
+"""A process for vLLM's engine that is started before the engine is needed, to save startup time.
 
-On a CPU vLLM spawns its engine's process: a new Python, which imports torch and vLLM once more, seconds that
-come on top of the parent's. So the command line begins that process before it imports them itself, and both
-import at the same time. When vLLM then starts its engine it is given the one that waits, in the way in which
-``multiprocessing`` (CPython's ``popen_spawn_posix``) speaks to a spawned one; where that cannot stand for a
-new one, a new one is spawned as ever.
+On a CPU vLLM spawns its engine's process: a new Python that imports torch and vLLM again, which adds seconds
+to the parent's own imports. So the command line starts that process before its own imports, and both import
+at the same time. When vLLM then starts its engine, it gets the waiting process, which is driven by the
+protocol of ``multiprocessing`` for spawned processes (CPython's ``popen_spawn_posix``). If the waiting
+process cannot replace a new one, a new one is spawned as usual.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ _ENGINE_MODULES: Final = (
     "nnsight_engine.vllm_backend.scheduler",
 )
 _INDUCTOR: Final = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1"}
-"""What vLLM's platform for CPUs sets before it spawns the engine, and torch reads when it is imported."""
+"""Variables that vLLM's CPU platform sets before it spawns the engine, and that torch reads on import."""
 _PRELOAD: Final = "LD_PRELOAD"
 _READ_AT_START: Final = (_PRELOAD, "OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "PYTHON", *_INDUCTOR)
-"""Beginnings of variables that native libraries and Python read once: a process cannot be told later."""
+"""Prefixes of variables that Python and native libraries read once, so that they cannot be changed later."""
 
 
 class EarlyProcess:
-    """A Python that imports, then waits to be told what it is for; it ends where nobody is left to tell it.
+    """A Python process that imports modules, then waits for its task; it exits when its parent has ended.
 
     Args:
-        modules: What it imports; what cannot be imported is left out.
-        foreseen: Variables that will have been set by the time it is used, and are read when it starts.
+        modules: The modules to import; those that cannot be imported are skipped.
+        foreseen: Variables that will be set by the time the process is used, and are read at its start.
 
     Attributes:
-        pid: Its number.
+        pid: The process id.
     """
 
     def __init__(self, modules: tuple[str, ...], foreseen: Mapping[str, str]) -> None:
-        """Begin it."""
+        """Start the process."""
         tracker: int = resource_tracker.getfd()  # type: ignore[assignment]  # it is ensured to run
         self._sentinel, ends = os.pipe()
         told, self._tell = os.pipe()
@@ -73,16 +73,19 @@ class EarlyProcess:
         os.close(ends)
 
     def can_stand_for_a_new_one(self) -> bool:
-        """Tell whether it lives, and a process that is started now would read the same when it starts."""
+        """Return whether the process is alive and was started with the variables that a new one would get.
+
+        Only variables that are read at the start (``_READ_AT_START``) are compared; the others are set later.
+        """
         self._has_ended = self._has_ended or os.waitpid(self.pid, os.WNOHANG)[0] != 0
-        # Where it binds processes to NUMA nodes, vLLM has another program start them.
+        # To bind processes to NUMA nodes, vLLM has another executable start them.
         if self._has_ended or os.fsencode(spawn.get_executable()) != _EXECUTABLE:
             return False
         return _read_at_start(self._environment) == _read_at_start(os.environ)
 
     def become(self, popen: _Popen, told: bytes) -> None:
-        """Be the process that ``popen`` launches, and run what it is ``told``."""
-        # Limits are inherited too, and a server raises its own.
+        """Make this the process that ``popen`` launches, and send it its task ``told``."""
+        # A new process would inherit the resource limits, which the server raises after this one started.
         resource.prlimit(self.pid, resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))
         popen.pid, popen.sentinel = self.pid, self._sentinel
         descriptors = (self._sentinel, self._tell)
@@ -91,8 +94,8 @@ class EarlyProcess:
             pipe.write(told)
 
     def end(self) -> None:
-        """End it without having used it."""
-        if not self._has_ended:  # else its number may be another's by now
+        """Kill the process unused."""
+        if not self._has_ended:  # else its pid may have been reused
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
         os.close(self._sentinel)
@@ -100,22 +103,22 @@ class EarlyProcess:
 
 
 def begin() -> None:
-    """Begin the engine's process; before vLLM is imported, and after its variables are set."""
-    global _waiting  # noqa: PLW0603 - a process has one engine at a time, and one process for it
+    """Start the engine's process; call before vLLM is imported and after its variables are set."""
+    global _waiting  # noqa: PLW0603 - at most one waiting process per process
     if _waiting is None:
         _waiting = EarlyProcess(_ENGINE_MODULES, {**_INDUCTOR, **_preloaded()})
         atexit.register(discard)
 
 
 def discard() -> None:
-    """End the process that waits, if there is one."""
+    """Kill the waiting process, if there is one."""
     if _waiting is not None:
         _take().end()
 
 
 @contextlib.contextmanager
 def offered() -> Iterator[None]:
-    """Have vLLM start its engine in the process that waits, if it would spawn one; it is gone afterwards."""
+    """Make vLLM start its engine in the waiting process, if it would spawn one; discard it afterwards."""
     utils: Any = importlib.import_module("vllm.v1.engine.utils")
     of_vllm = utils.get_mp_context
 
@@ -132,13 +135,13 @@ def offered() -> Iterator[None]:
 
 
 class _Popen(popen_spawn_posix.Popen):
-    """A launch in the process that waits, or else in a new one."""
+    """A launch in the waiting process, or otherwise in a new one."""
 
     _fds: list[int]
     finalizer: Any
 
     def message(self, process: BaseProcess) -> bytes:
-        """Return what a spawned process is told."""
+        """Return the pickled data that a spawned process reads."""
         told = io.BytesIO()
         context.set_spawning_popen(self)
         try:
@@ -152,7 +155,7 @@ class _Popen(popen_spawn_posix.Popen):
     def _launch(self, process_obj: BaseProcess) -> None:
         if _waiting is not None:
             told = self.message(process_obj)
-            # What it is told may name open files, which only a new process can be given.
+            # The data may refer to open file descriptors, which only a new process can inherit.
             if _waiting.can_stand_for_a_new_one() and not self._fds:
                 _take().become(self, told)
                 return
@@ -168,13 +171,13 @@ class _Process(context.SpawnProcess):
 
 
 class EarlyContext(context.SpawnContext):
-    """``multiprocessing``'s context of spawned processes, of which the first is the one that waits."""
+    """``multiprocessing``'s spawn context, whose first process is the waiting one."""
 
     Process = _Process
 
 
 class _Environment:
-    """Variables that are set where this is unpickled: a process that waits has those of an earlier time."""
+    """Environment variables that are set when this is unpickled; the waiting process has outdated ones."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         self._variables = dict(variables)
@@ -184,9 +187,9 @@ class _Environment:
 
 
 def _preloaded() -> dict[str, str]:
-    """Return what vLLM's platform for CPUs will have loaded before all else: torch's OpenMP, its own malloc.
+    """Return the ``LD_PRELOAD`` that vLLM's CPU platform is going to set: torch's OpenMP and vLLM's malloc.
 
-    That it does is looked at where the process is used.
+    ``can_stand_for_a_new_one`` verifies the guess before the process is used.
     """
     given = os.environ.get(_PRELOAD, "")
     torch, vllm = _folder_of("torch"), _folder_of("vllm")

@@ -1,8 +1,8 @@
-"""Edits on the client: kept blocks as messages, and which of them a request chooses.
+"""Edits on the client: stored blocks in encoded form, and the selection of edits for a request.
 
-An edit is written when its block is defined, with the values that its variables have then, and never again.
-Named ones are kept by the engine's workers and on this side too, so that an engine that is started anew has
-them again; a request names them with a digest of what it means. Copies of a model share the names.
+An edit is encoded once, when its block is defined, with the values that its variables have then. Named edits
+are kept by the engine's workers and on the client too, so that they can be installed again when the engine is
+restarted. A request refers to a named edit by name and digest. Copies of a model share the named edits.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _MAX_NAME: Final = 200
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineEdit:
-    """A kept block.
+    """A stored block.
 
     Attributes:
-        name: What it is called.
-        data: The block as a message.
-        digest: Of the message.
+        name: The edit's name.
+        data: The encoded block.
+        digest: Digest of ``data``.
         is_resident: Whether the engine keeps it, under its name.
     """
 
@@ -43,7 +43,7 @@ class EngineEdit:
 
     @property
     def entry(self) -> EditEntry:
-        """What a request brings of it."""
+        """The entry of the edit in a request."""
         return EditEntry(self.name, self.digest, None if self.is_resident else self.data)
 
 
@@ -51,19 +51,18 @@ class EditBook:
     """The edits that an engine keeps, by name."""
 
     def __init__(self) -> None:
-        """Start without any."""
         self._edits: dict[str, EngineEdit] = {}
 
     @property
     def names(self) -> list[str]:
-        """Their names, in the order in which they came."""
+        """The names, in the order in which the edits were added."""
         return list(self._edits)
 
     def __getitem__(self, name: str) -> EngineEdit:
         """Return an edit.
 
         Raises:
-            ValueError: There is none of that name.
+            ValueError: There is no edit of that name.
         """
         edit = self._edits.get(name)
         if edit is None:
@@ -75,10 +74,10 @@ class EditBook:
         return edit
 
     def add(self, model: VLLM, edit: EngineEdit) -> None:
-        """Have the engine keep an edit; nothing happens if it keeps the very same.
+        """Make the engine keep an edit; does nothing if it already keeps an edit of the same name and digest.
 
         Raises:
-            ValueError: It keeps another of that name.
+            ValueError: The engine keeps a different edit of that name.
         """
         known = self._edits.get(edit.name)
         if known is not None and known.digest == edit.digest:
@@ -89,7 +88,7 @@ class EditBook:
                 f"first, model.remove_edit({edit.name!r}), or choose another name"
             )
         self._edits[edit.name] = edit
-        if not model.dispatched:  # it is sent along, or installed when an engine starts
+        if not model.dispatched:  # sent with each remote request, or installed on engine start
             return
         try:
             model.ask_workers("keep_edit", edit.name, edit.data)
@@ -99,14 +98,14 @@ class EditBook:
             raise
 
     def remove(self, model: VLLM, name: str) -> None:
-        """Take an edit out of the engine; raises ValueError if there is none of that name."""
+        """Remove an edit from the engine; raises ValueError if there is none of that name."""
         _ = self[name]
         del self._edits[name]
         if model.dispatched:
             model.ask_workers("remove_edit", name)
 
     def install(self, model: VLLM) -> None:
-        """Have an engine that has just started keep all of them."""
+        """Send all edits to an engine that has just started."""
         for name, edit in self._edits.items():
             model.ask_workers("keep_edit", name, edit.data)
 
@@ -115,25 +114,25 @@ class Edits:
     """The edits of one model object.
 
     Attributes:
-        always: Those that take part in all of its traces, in the order in which they have each value.
-        book: Those that the engine keeps, which all copies of the model may choose.
+        always: Edits that take part in all of the model's traces, in the order in which they receive each
+            value.
+        book: Edits that the engine keeps; all copies of the model may select them.
     """
 
     def __init__(self, book: EditBook | None = None, always: Sequence[EngineEdit] = ()) -> None:
-        """Start with these."""
         self.book = book if book is not None else EditBook()
         self.always = list(always)
 
     def copied(self) -> Edits:
-        """Return those of a copy of the model."""
+        """Return the edits for a copy of the model."""
         return Edits(self.book, self.always)
 
     def chosen(self, names: Any) -> list[EngineEdit]:
-        """Return the edits of a request, those of all traces first; each once.
+        """Return the edits of a request without duplicates; first those of all traces, then the named ones.
 
         Raises:
-            ValueError: There is none of one of the names.
-            TypeError: The names are none.
+            ValueError: One of the names is unknown, or now belongs to a different edit.
+            TypeError: The names are not strings.
         """
         given = [names] if isinstance(names, str) else list(names or ())
         if not all(isinstance(name, str) for name in given):
@@ -148,7 +147,7 @@ class Edits:
         return list({edit.digest: edit for edit in edits}.values())
 
     def remove(self, model: VLLM, name: str) -> None:
-        """Take an edit out of the engine, and out of the model's traces."""
+        """Remove an edit from the engine, and from the model's traces."""
         self.book.remove(model, name)
         self.always = [edit for edit in self.always if not (edit.is_resident and edit.name == name)]
 
@@ -164,18 +163,18 @@ class EngineEditingTracer(EditingTracer):
         """Edit a copy, or the model itself.
 
         Raises:
-            ValueError: The name cannot be one.
+            ValueError: The name is empty or too long.
         """
         if name is not None and not 0 < len(name) <= _MAX_NAME:
             raise ValueError(f"an edit's name is text of 1 to {_MAX_NAME} characters, got {name!r}")
         super().__init__(model, inplace=inplace, backend=backend)
         self._name = name
 
-    def execute(self, function: Callable[[], Any]) -> None:  # noqa: ARG002 - it runs in the engine
-        """Keep the block.
+    def execute(self, function: Callable[[], Any]) -> None:  # noqa: ARG002 - the block runs in the engine
+        """Encode and store the block instead of running it.
 
         Raises:
-            EncodeError: It uses something that cannot travel.
+            EncodeError: It uses a value that cannot be encoded.
         """
         data = encode_trace([SentBlock(self.info, self.info.variables)], reference=place_of)
         edits = self.model.own_edits

@@ -1,4 +1,4 @@
-"""Starting vLLM's engine for ``VLLM``: what needs vLLM itself, loaded when an engine is to run here."""
+"""Starting of vLLM's engine for ``VLLM``; imports vLLM, so it is imported only if an engine runs locally."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def start(
     """Start an engine that runs blocks.
 
     Args:
-        engine_args: vLLM's.
-        limits: What blocks may use.
+        engine_args: vLLM's engine arguments.
+        limits: Limits on the resources of blocks.
         mode: ``sync`` or ``async``.
-        has_envoys: Whether the client has classes of its own for modules.
+        has_envoys: Whether the client has its own classes for modules.
 
     Raises:
-        UnsupportedOptionError: An option under which blocks could be silently wrong.
+        UnsupportedOptionError: An option is set under which blocks could be silently wrong.
     """
     own_environment()
     arguments = dict(engine_args)
@@ -58,7 +58,7 @@ def start(
 def tracing_with(
     host: SyncEngine | AsyncEngine, tracer_cls: type[RequestTracer] | None, backend: Backend | None
 ) -> tuple[type[RequestTracer], Backend | None]:
-    """Return the kind of trace and what runs its block, those of the engine where none are given."""
+    """Return the tracer class and the backend; those that fit the engine if none are given."""
     tracer_cls = tracer_cls or (StreamTracer if isinstance(host, AsyncEngine) else RequestTracer)
     if backend is None and issubclass(tracer_cls, StreamTracer):
         backend = StreamBackend()

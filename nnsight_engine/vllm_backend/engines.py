@@ -1,8 +1,9 @@
-"""The engine behind ``VLLM``: vLLM's blocking one, or its asynchronous one on an event loop of its own.
+"""The engines behind ``VLLM``: vLLM's blocking engine, or its asynchronous one on an event loop of its own.
 
-``AsyncLLM`` belongs to the loop on which it was started. A user's loop comes and goes (``asyncio.run`` makes
-one each time), and a block may be traced from a thread that has none. So the engine lives on a loop that this
-module owns, and what a user iterates over is carried across, item by item.
+``AsyncLLM`` is bound to the event loop on which it was started. A user's loop may be short-lived (each
+``asyncio.run`` creates one), and a trace may run on a thread without a loop. So the engine runs on a loop
+that this module owns, on a thread of its own, and items are passed one by one to the loop on which the user
+iterates.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ T = TypeVar("T")
 
 
 class SyncEngine:
-    """``vllm.LLM``: requests are waited for."""
+    """``vllm.LLM``: calls block until the requests have finished."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        """Start it with vLLM's engine arguments."""
+        """Start the engine with vLLM's engine arguments."""
         self.inner = LLM(**arguments)
 
     @property
@@ -35,29 +36,29 @@ class SyncEngine:
         return self.inner.get_tokenizer()
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the workers, and return what each returned."""
+        """Call a method on all workers, and return the result of each."""
         answers: list[Any] = self.inner.collective_rpc(method, args=args)
         return answers
 
     def run(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-        """Wait for requests, and return their outputs."""
+        """Run requests, and return their outputs."""
         outputs: list[RequestOutput] = self.inner.generate(prompts, params, use_tqdm=False)
         return outputs
 
     def close(self) -> None:
-        """End its processes."""
+        """Shut the engine's processes down."""
         self.inner.llm_engine.engine_core.shutdown()
 
 
 class AsyncEngine:
-    """``AsyncLLM`` on a loop of its own: requests are streamed.
+    """``AsyncLLM`` on an event loop of its own: requests are streamed.
 
     Attributes:
-        router: Where what blocks have saved so far meets its stream.
+        router: Routes the events of running blocks to their streams.
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        """Start it with vLLM's engine arguments; returns when the model is loaded."""
+        """Start the engine with vLLM's engine arguments; blocks until the model is loaded."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="nnsight-engine", daemon=True)
         self._thread.start()
@@ -85,11 +86,11 @@ class AsyncEngine:
         return self.inner.get_tokenizer()
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the workers, and return what each returned."""
+        """Call a method on all workers, and return the result of each; not on the engine's own loop."""
         return self._wait(self.call_soon(method, *args))
 
     def run(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-        """Wait for requests, and return their outputs."""
+        """Run requests, and return their outputs; not on the engine's own loop."""
         return self._wait(self._ran(prompts, params))
 
     async def _ran(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> list[RequestOutput]:
@@ -101,7 +102,7 @@ class AsyncEngine:
         ]
         try:
             return await asyncio.gather(*tasks)
-        finally:  # if one was refused, the others are not to wait for it
+        finally:  # if one was rejected, abort the others
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -112,13 +113,13 @@ class AsyncEngine:
         return output
 
     async def call_soon(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the workers; awaited on the engine's loop."""
+        """Call a method on all workers; must be awaited on the engine's loop."""
         answers: list[Any] = await self.inner.collective_rpc(method, args=args)
         return answers
 
     async def across(self, generator: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-        """Iterate, on the caller's loop, over a generator that runs on the engine's."""
-        turn = asyncio.Lock()  # of the engine's loop: a cancelled step ends before the generator is closed
+        """Iterate, on the caller's loop, over a generator that runs on the engine's loop."""
+        turn = asyncio.Lock()  # on the engine's loop: a cancelled step must end before ``aclose``
         try:
             while True:
                 more, item = await self._there(_next(generator, turn))
@@ -126,20 +127,20 @@ class AsyncEngine:
                     return
                 yield item
         finally:
-            # Also if the caller is being cancelled: what runs in the engine must end.
+            # Shielded: the generator must be closed in the engine even if the caller is being cancelled.
             await asyncio.shield(self._there(_close(generator, turn)))
 
     def _there(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     def close(self) -> None:
-        """End its processes and its loop."""
+        """Shut the engine's processes and the loop down."""
         self._wait(self._stop_reading())
         self.inner.shutdown()
         self._end_loop()
 
     async def _stop_reading(self) -> None:
-        """End the task that reads the engine's outputs: it would take the engine's end for its death."""
+        """Cancel the task that reads the engine's outputs, as it would report the shutdown as a crash."""
         reader = self.inner.output_handler
         if reader is not None:
             reader.cancel()
@@ -152,7 +153,7 @@ class AsyncEngine:
 
 
 async def _next(generator: AsyncGenerator[T, None], turn: asyncio.Lock) -> tuple[bool, Any]:
-    """Return whether there is a next item, and it."""
+    """Return whether there is a next item, and the item."""
     async with turn:
         try:
             return True, await anext(generator)

@@ -1,10 +1,13 @@
-"""Grammars compiled in processes that can be ended: ``python -m`` this one, which forks one for each.
+"""Compilation of grammars in processes that can be killed; run by ``python -m``, it forks one per grammar.
 
-Compiling runs in C++ and Rust that cannot be interrupted and takes what memory it likes, so each grammar has
-a process with limits of both. Forking one that has vLLM and the tokenizer takes milliseconds; this process
-itself compiles nothing and has one thread. It gets a socket for each grammar, and ends when the server does.
-The child says its process id, reads a ``GrammarJob`` to the end, and answers with a ``GrammarVerdict``; one
-that says nothing has reached a limit. The server's side is ``app.engine.grammars``.
+Hazard: grammars are compiled in C++ and Rust code that cannot be interrupted and may use any amount of
+memory. So each grammar gets a process of its own with limits on CPU time and memory. Forking a process that
+has loaded vLLM and the tokenizer takes milliseconds. The forking process itself compiles nothing and has one
+thread. It receives one socket for each grammar, and ends when the server ends.
+
+Protocol of the child: it sends its process id, reads a ``GrammarJob`` until end of file, and answers with a
+``GrammarVerdict``; a child that sends no verdict has reached a limit. The server's side is
+``app.engine.grammars``.
 """
 
 from __future__ import annotations
@@ -47,17 +50,17 @@ _BACKENDS: Final[dict[str, Any]] = {
 
 
 class GrammarSetup(msgspec.Struct, frozen=True):
-    """What grammars are compiled for.
+    """The model and tokenizer for which grammars are compiled.
 
     Attributes:
         tokenizer: A name or a folder.
-        tokenizer_mode: vLLM's.
-        revision: Of the tokenizer; empty for the default.
-        trust_remote_code: Whether the tokenizer may be code of its own.
-        vocab_size: Of the model.
-        model_type: Of the model, as its configuration has it.
-        is_diffusion: Whether it makes its tokens all at once.
-        config: vLLM's ``StructuredOutputsConfig``: what the operator has chosen.
+        tokenizer_mode: vLLM's tokenizer mode.
+        revision: The tokenizer's revision; empty for the default.
+        trust_remote_code: Whether the tokenizer may run code of its repository.
+        vocab_size: The model's vocabulary size.
+        model_type: The model's type, as in its config.
+        is_diffusion: Whether the model generates all its tokens at once.
+        config: The operator's ``StructuredOutputsConfig`` of vLLM.
     """
 
     tokenizer: str
@@ -75,9 +78,9 @@ class GrammarJob(msgspec.Struct, frozen=True):
 
     Attributes:
         params: vLLM's ``StructuredOutputsParams``.
-        backend: What the engine compiles with; empty if nothing was compiled there yet.
-        max_cpu_s: Of the process.
-        max_bytes: That the process may take beside what it has.
+        backend: The backend that the engine uses; empty if the engine has not compiled any grammar yet.
+        max_cpu_s: Limit on the CPU seconds of the process.
+        max_bytes: Limit on the memory that the process may allocate in addition to its memory at the start.
     """
 
     params: dict[str, Any]
@@ -87,13 +90,14 @@ class GrammarJob(msgspec.Struct, frozen=True):
 
 
 class GrammarVerdict(msgspec.Struct, frozen=True):
-    """What came of it.
+    """The result of a job.
 
     Attributes:
-        error: Why it is none; empty if it is one.
-        backend: What is to compile it.
-        was_auto: Whether vLLM chose that for it.
-        grammar: What vLLM has made of its alternatives; None to leave it as it is.
+        error: Why the grammar is invalid; empty if it is valid.
+        backend: The backend that is to compile it.
+        was_auto: Whether vLLM chose the backend for this grammar.
+        grammar: The grammar that vLLM made from the request's ``choice`` list; None to leave the request
+            unchanged.
     """
 
     error: str = ""
@@ -103,7 +107,7 @@ class GrammarVerdict(msgspec.Struct, frozen=True):
 
 
 class _Compiler:
-    """vLLM's own checks and compilers, without an engine around them."""
+    """vLLM's own checks and compilers, without an engine."""
 
     def __init__(self, setup: GrammarSetup) -> None:
         self._setup = setup
@@ -119,11 +123,11 @@ class _Compiler:
         )
 
     def verdict(self, job: GrammarJob) -> GrammarVerdict:
-        """Check and compile a grammar, and find what it allows first, as the engine will."""
+        """Check and compile a grammar and compute its first token mask, as the engine will."""
         structured = StructuredOutputsParams(**job.params)
         params = SamplingParams(structured_outputs=structured)
-        params._validate_structured_outputs(self._model_config, self._config, self._tokenizer)  # noqa: SLF001 - `verify` wants an engine's configuration
-        backend = job.backend or str(structured._backend)  # noqa: SLF001 - what the line above has set
+        params._validate_structured_outputs(self._model_config, self._config, self._tokenizer)  # noqa: SLF001 - `verify` needs an engine's config
+        backend = job.backend or str(structured._backend)  # noqa: SLF001 - set by the line above
         config: Any = SimpleNamespace(
             structured_outputs_config=self._config, model_config=self._model_config, speculative_config=None
         )
@@ -150,12 +154,12 @@ def _limit(job: GrammarJob) -> None:
 
 
 def _compile_one(compiler: _Compiler, asked: socket.socket) -> None:
-    """Answer one job; in a process of its own."""
+    """Answer one job; runs in a forked process."""
     asked.sendall(PID.pack(os.getpid()))
     with asked.makefile("rb") as received:
         job = msgspec.msgpack.decode(received.read(), type=GrammarJob)
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):  # compilers write there what they are given
+    for stream in (1, 2):  # compilers print their input there
         os.dup2(nowhere, stream)
     _limit(job)
     try:
@@ -164,20 +168,21 @@ def _compile_one(compiler: _Compiler, asked: socket.socket) -> None:
         verdict = GrammarVerdict(error="it takes too much memory")
     except VLLMClientError as error:
         verdict = GrammarVerdict(error=str(error))
-    except Exception as error:  # noqa: BLE001 - compilers raise what they like for a grammar that is none
+    except Exception as error:  # noqa: BLE001 - compilers raise any type for an invalid grammar
         verdict = GrammarVerdict(error=str(error) or type(error).__name__)
     asked.sendall(msgspec.msgpack.encode(verdict))
 
 
 def main(arguments: list[str]) -> None:
-    """Fork a process for each socket that comes, until no more can.
+    """Fork a process for each socket received, until the connection is closed.
 
     Args:
-        arguments: The descriptor of the socket that they come over, and the ``GrammarSetup`` as JSON.
+        arguments: File descriptor of the socket over which sockets are received, and the ``GrammarSetup`` as
+            JSON.
     """
     orders = socket.socket(fileno=int(arguments[0]))
     compiler = _Compiler(msgspec.json.decode(arguments[1], type=GrammarSetup))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system takes up those that have ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ended children
     gc.collect()
     gc.freeze()
     orders.sendall(READY)

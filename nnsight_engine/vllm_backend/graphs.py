@@ -1,9 +1,10 @@
-"""Taps and CUDA graphs: what is replayed, and which steps are.
+"""Taps and CUDA graphs: cuts the compiled model at its taps, and chooses the kind of graph of each step.
 
-A CUDA graph replays kernels and no Python, so a tap inside of one would be passed over. vLLM cuts the
-compiled model at attention into pieces that it replays one by one, and for steps that only decode it may have
-one full graph of the whole. Here the model is cut at its taps too: they run between the pieces, and a step in
-which somebody intervenes gets pieces or no graphs. Full graphs are for steps in which nobody does.
+Hazard: replaying a CUDA graph runs kernels but no Python, so a tap inside a graph would be skipped. vLLM cuts
+the compiled model at attention into pieces that it replays one by one. For steps that only decode it may also
+have one full graph of the whole model. Safeguard: the model is cut at its taps too, so that they run between
+the pieces. A step with interventions uses the pieces or no graph; full graphs are for steps without
+interventions.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ if TYPE_CHECKING:
     from vllm.config import CompilationConfig
 
 TAP_OPS: Final = ("nnsight_engine::tap_pair", "nnsight_engine::tap_single")
-"""The taps' operators, see ``taps.py``."""
+"""The names of the taps' operators, see ``taps.py``."""
 
 
 def cut_at_taps(config: CompilationConfig) -> bool:
-    """Have the compiled model cut at its taps, if pieces of it become graphs; returns whether it will be.
+    """Make the compiled model be cut at its taps, if pieces of it become graphs; return whether it will be.
 
-    Call it before the model is compiled and after vLLM has filled in its defaults: operators given before
-    would take the place of attention's. The list is a new one, since engines of a process may share theirs.
+    Call it before the model is compiled and after vLLM has filled in its defaults: operators given earlier
+    would replace the attention operators. The list is replaced, not changed in place, since the engines of a
+    process may share one.
     """
     if not (config.cudagraph_mode.has_piecewise_cudagraphs() and config.is_attention_compiled_piecewise()):
         return False
@@ -34,16 +36,16 @@ def cut_at_taps(config: CompilationConfig) -> bool:
 
 
 class StepGraphs:
-    """Chooses the kind of graph of each step.
+    """Chooses the kind of CUDA graph of each step.
 
-    What it goes by comes from the scheduler, and is the same on all ranks: they must choose alike.
+    The choice depends only on data from the scheduler, which is the same on all ranks: they must choose
+    alike.
 
     Args:
-        is_cut: Whether the taps lie between the pieces of the compiled model.
+        is_cut: Whether the compiled model is cut at its taps.
     """
 
     def __init__(self, *, is_cut: bool) -> None:
-        """Start without requests."""
         self._modes = {CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE} if is_cut else {CUDAGraphMode.NONE}
         self._intervening: set[str] = set()
         self._keeps_taps = False
@@ -52,8 +54,8 @@ class StepGraphs:
         """Begin a step.
 
         Args:
-            arrived: The new requests that intervene.
-            finished: Requests that take part in no step any more.
+            arrived: The new requests with interventions.
+            finished: Requests that have finished.
             scheduled: The requests of this step.
         """
         if self._intervening:
@@ -62,18 +64,19 @@ class StepGraphs:
         self._keeps_taps = not self._intervening.isdisjoint(scheduled)
 
     def end(self) -> None:
-        """End the step; vLLM's own runs between steps, captures for one, may use any graph."""
+        """End the step; vLLM's own runs between steps, such as graph capture, may use any graph."""
         self._keeps_taps = False
 
     def choose(self, decide: Callable[..., tuple[Any, ...]], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Return what vLLM decides of a batch, the kind of its graph first: one that leaves taps their turn.
+        """Return vLLM's decision on a batch, constrained to a graph mode in which the step's taps run.
 
         Args:
-            decide: vLLM's ``_determine_batch_execution_and_padding``.
+            decide: vLLM's ``_determine_batch_execution_and_padding``; the first item of its result is the
+                graph mode.
             options: Its arguments.
         """
         if not self._keeps_taps:
             return decide(**options)
-        # Only decoding batches have full graphs beside pieces, so this is to pass for a mixed one.
+        # Only uniform decode batches have full graphs beside the pieces, so treat this one as mixed.
         decided = decide(**{**options, "force_uniform_decode": False})
         return decided if decided[0] in self._modes else decide(**{**options, "force_eager": True})

@@ -1,8 +1,7 @@
-"""Points inside a block, reached by hooks on one uncompiled step.
+"""Hooks for points inside a block, in one uncompiled step.
 
-Hooks are registered for the sites a step asks for and removed with it: hooks present when
-a graph is traced would be frozen into it, and hooks added later never fire in a compiled
-step.
+Hooks are registered for the sites of a step and removed after it: hooks present while a graph is traced would
+become part of it, and hooks added later never run in a compiled step.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ def hooked(points: ModelPoints, plan: StepPlan, is_models_own: Callable[[], bool
     """Serve the plan's hook sites during one forward pass.
 
     Args:
-        points: The model's.
-        plan: The step's.
-        is_models_own: Whether a call that is being made is the model's: all others pass.
+        points: The model's points.
+        plan: The step's plan.
+        is_models_own: Returns whether the current call is made by the model; other calls are ignored.
     """
     handles: list[RemovableHandle | AttentionHook] = []
     try:
@@ -52,7 +51,7 @@ def _register(
 
     def serve(hooked_value: object) -> torch.Tensor:
         value = points.value(spec, hooked_value)
-        # An input may be memory that the block still needs, so a write gets its own copy.
+        # An input may be memory that the block still needs, so writes go to a copy.
         if writes and spec.side == "input":
             value = value.clone()
         view = points.view(spec, value)
@@ -69,7 +68,7 @@ def _register(
         with plan.containing(site):
             value = serve(args)
             changed = (value, *args[1:]) if writes else None
-        return changed  # noqa: RET504 - None where the block was left by an exception
+        return changed  # noqa: RET504 - None if ``containing`` caught an error
 
     def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if is_models_own():

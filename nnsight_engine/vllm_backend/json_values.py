@@ -1,8 +1,8 @@
-"""Saved values in JSON's types, with tensors where they stand, or an error that names the variable.
+"""Conversion of saved values to JSON types with tensors in place, or an error that names the variable.
 
-The worker checks what a request's ``trace`` has saved before it leaves, since objects of classes that only it
-knows can be named there alone; ``trace_call`` makes the answer of it. Types are compared and never asked, so
-no code of a value's own runs.
+The worker converts the values that a request's ``trace`` saved before they leave it, since only the worker
+can name classes that only it knows; ``trace_call`` builds the answer from the result. Types are compared by
+identity and no method of an untrusted value's type is called, so no untrusted code runs.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ _MAX_INTEGER_BITS: Final = 1024
 
 
 class NotPlainError(TypeError):
-    """A variable was saved that JSON has no place for."""
+    """A saved variable has a value that cannot be represented in JSON."""
 
 
 class _UnfitError(Exception):
-    """A value does not fit; says why."""
+    """A value cannot be represented; the message says why."""
 
 
 def plain_saves(
     saves: Mapping[str, Any], tensor: Callable[[torch.Tensor], Any], known: frozenset[type] = frozenset()
 ) -> dict[str, Any]:
-    """Return what was saved in JSON's types.
+    """Return the saved values as JSON types.
 
     Args:
-        saves: By variable.
-        tensor: Makes what stands for a tensor; may raise ValueError for one that does not fit.
-        known: Further types that are let through.
+        saves: Saved values by variable.
+        tensor: Converts a tensor to its representation; may raise ValueError for one that cannot be
+            represented.
+        known: Further types that are passed through.
 
     Raises:
-        NotPlainError: A variable holds something else.
+        NotPlainError: A variable has a value of another type.
     """
     plain = {}
     for name, value in saves.items():
@@ -57,7 +58,7 @@ def plain_saves(
 
 
 class _Walk:
-    """Converts one variable's value, and counts."""
+    """Converts one variable's value, and enforces the limits on its size and depth."""
 
     def __init__(self, tensor: Callable[[torch.Tensor], Any], known: frozenset[type]) -> None:
         self._tensor = tensor
@@ -118,7 +119,7 @@ def _scalar(value: Any, known: frozenset[type]) -> Any:
     if kind is int and value.bit_length() <= _MAX_INTEGER_BITS:
         return value
     if kind is float:
-        # JSON has no infinity; null says that it is no number that JSON has.
+        # JSON has no infinities and no NaN: they become null.
         return value if math.isfinite(value) else None
     if kind in _NAMES:
         return str(value)
@@ -126,7 +127,7 @@ def _scalar(value: Any, known: frozenset[type]) -> Any:
 
 
 def _text(value: str) -> str:
-    return value.encode("utf-8", "backslashreplace").decode()  # half of a surrogate pair has no UTF-8
+    return value.encode("utf-8", "backslashreplace").decode()  # a lone surrogate has no UTF-8 encoding
 
 
 __all__ = ["NotPlainError", "plain_saves"]

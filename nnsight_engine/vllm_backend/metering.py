@@ -1,7 +1,7 @@
-"""What requests use of vLLM, noted with the meter of whoever asks: their tokens, and seconds of its workers.
+"""Metering of requests: tokens, and seconds of the workers' time, recorded in the caller's meter.
 
-Nothing is done for each token: vLLM's own state of a request knows how many there are, also after an abort,
-and is asked once, when the request is over. Requests on whose behalf nobody counts are left alone.
+There is no cost per token: vLLM's own state of a request counts its tokens, even after an abort, and is read
+once the request is over. Requests without a meter are not counted.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from nnsight_engine.core.metering import METER
 
 
 def count_tokens(output_processor: Any) -> None:
-    """Have the tokens of every request counted from now on that comes with a meter.
+    """Count the tokens of all requests that are added from now on and have a meter.
 
     Args:
-        output_processor: vLLM's.
+        output_processor: vLLM's output processor.
     """
     add = output_processor.add_request
 
@@ -35,7 +35,7 @@ def count_tokens(output_processor: Any) -> None:
 
 
 def note_spent(seconds: float | None) -> None:
-    """Note seconds for which the engine waited for the request on whose behalf this runs."""
+    """Record seconds for which the engine waited for the current request."""
     meter = METER.get()
     if meter is not None and seconds:
         meter.intervention_s += seconds

@@ -1,7 +1,7 @@
-"""A model's module tree without its weights: what a client shows and names places by.
+"""A model's module tree without weights, for display and for names on the client.
 
-The modules live in the engine's workers, perhaps in other processes, perhaps a part in each. Their names,
-classes and descriptions are all that a client needs of them.
+The modules are in the engine's workers: perhaps in other processes, perhaps a part of them in each. A client
+needs only their names, classes and descriptions.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Final
 import torch
 
 OutlineEntry = tuple[str, str, str, str]
-"""Path, class, description, and the path of the same module if it was listed before, or nothing."""
+"""Path, class name, description, and the path under which the same module was listed before, if any."""
 
 
 class OutlinedModule(torch.nn.Module):
-    """Stands for a module of the engine's."""
+    """Placeholder for a module of the engine."""
 
     description = ""
 
@@ -41,7 +41,7 @@ def outline_of(
 
     Args:
         model: The model.
-        elsewhere: What stands in the places of modules that the model has no part of, by path.
+        elsewhere: Replacements, by path, for modules that this process does not hold.
     """
     first: dict[int, str] = {}
     entries = []
@@ -62,15 +62,15 @@ def _walk(
 
 
 def description_of(module: torch.nn.Module) -> str:
-    """Return what a module says of itself, nothing if it cannot."""
+    """Return the module's ``extra_repr``; empty if it raises."""
     try:
         return str(module.extra_repr())
-    except Exception:  # noqa: BLE001 - some describe what they only have when loaded otherwise
+    except Exception:  # noqa: BLE001 - some use attributes that are missing in this configuration
         return ""
 
 
 def outlined(entries: Sequence[OutlineEntry]) -> torch.nn.Module:
-    """Return a tree of placeholders from a list of modules."""
+    """Return a tree of placeholders for a list of modules."""
     modules: dict[str, torch.nn.Module] = {}
     for path, class_name, description, same_as in entries:
         if same_as:

@@ -1,8 +1,8 @@
-"""What the worker sends along with a request's outputs, taken out again before vLLM reads them.
+"""Payloads that the worker sends along with a request's outputs, removed before vLLM reads the outputs.
 
-The scheduler puts parcels into the field of an output that connectors of keys and values would use, one for
-each kind, under the kind's key (see ``scheduler``). In the API process they are taken out just before vLLM's
-output processor turns engine outputs into request outputs, and handed to whoever knows the kind.
+The scheduler puts payloads into the output field meant for KV cache connectors, one of each kind, under the
+kind's key (see ``scheduler``). In the API process they are removed just before vLLM's output processor
+converts engine outputs to request outputs, and passed to the handler of their kind.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 
 def on_parcels(output_processor: Any, kind: str, deliver: Callable[[Any, int], None]) -> None:
-    """Hand over every parcel of a kind from now on.
+    """Deliver every payload of a kind from now on.
 
     Args:
-        output_processor: vLLM's.
-        kind: The parcels' key.
-        deliver: Is given a parcel and which of its request's choices it belongs to.
+        output_processor: vLLM's output processor.
+        kind: The payloads' key.
+        deliver: Called with a payload and the number of the choice it belongs to.
     """
     process = output_processor.process_outputs
 

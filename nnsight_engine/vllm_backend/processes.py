@@ -1,8 +1,8 @@
-"""What the engine's processes have to do with the one that starts them: its interrupts, its end, and theirs.
+"""Signals and lifetimes of the engine's processes relative to the process that starts them.
 
-A terminal sends Ctrl-C to all processes of its foreground; the engine's are not to end before the server has
-drained. A server that is killed can end nobody: its engine notices, and ends too. And one that hangs does not
-end by itself.
+Hazards: a terminal sends Ctrl-C to all processes in its foreground, but the engine's must not end before the
+server has drained. A server that is killed cannot stop its engine, so the engine detects that and ends too.
+An engine that hangs does not end by itself and has to be killed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Have processes that this thread starts in the block, and those that they start, not notice SIGINT.
+    """Make processes that this thread starts in the block, and their descendants, ignore SIGINT.
 
-    By the mask of signals, which survives fork and exec: vLLM's processes set handlers of their own.
+    The signal is blocked with the signal mask, which survives fork and exec; a handler would not do, because
+    vLLM's processes set their own.
     """
-    # Where the block would start it, Python would unblock the signal as well.
+    # If the resource tracker were started in the block, Python would unblock the signal as well.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -39,9 +40,9 @@ def uninterrupted() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Have this process end with the one that started it, if it is one of ``multiprocessing``'s.
+    """Make this process end when its parent ends, if it was started by ``multiprocessing``.
 
-    vLLM has that for the workers of an engine, and not for the engine.
+    vLLM does this for an engine's workers, but not for the engine's process.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:
@@ -54,7 +55,7 @@ def _end_after(parent: BaseProcess) -> None:
 
 
 def kill_engine(engine: Any) -> None:
-    """End the processes of an ``AsyncLLM``, whatever they do; that it has died is then noticed as always."""
+    """Kill the processes of an ``AsyncLLM``, whatever they are doing; vLLM detects their death as usual."""
     manager = engine.engine_core.resources.engine_manager
     processes = getattr(manager, "processes", ())
     if not processes:

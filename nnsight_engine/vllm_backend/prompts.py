@@ -1,7 +1,7 @@
-"""What a user passes to a trace on vLLM, as vLLM's prompt and sampling parameters.
+"""Conversion of a trace's input to vLLM's prompt and sampling parameters.
 
-An invoke takes what ``LanguageModel`` takes, as long as it is one prompt. Nothing that was given is dropped:
-it counts, or it is refused.
+An invoke accepts the inputs of ``LanguageModel``, limited to one prompt. No input that matters to a decoder
+is silently ignored: it takes effect or is rejected.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import torch
 from nnsight_engine.modeling.rows import read_ids
 
 _OTHER_NAMES: Final = {"max_new_tokens": "max_tokens"}
-"""Transformers' names of what vLLM calls otherwise."""
+"""Transformers' names of parameters to vLLM's."""
 
 _IDS: Final = "input_ids"
 _MASK: Final = "attention_mask"
 INPUT_NAMES: Final = (_IDS, _MASK, "token_type_ids")
-"""What a tokenizer returns for a text. Token types are for encoders."""
+"""The names in a tokenizer's output. Token types matter to encoders only, so they are accepted and ignored.
+"""
 
 _NESTED: Final = (str, Mapping, list, tuple)
 
@@ -30,10 +31,11 @@ class Request:
     """One invoke's input.
 
     Attributes:
-        prompt: As vLLM takes it: ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``, perhaps more.
-        sampling: Sampling parameters by name, over the trace's own.
-        params: vLLM's sampling parameters as an object, under those given by name.
-        edits: Names of the edits to run beside the block; None for those of the trace.
+        prompt: A prompt as vLLM accepts it: ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``, perhaps
+            with more entries.
+        sampling: Sampling parameters by name; they override the trace's.
+        params: vLLM's sampling parameters as an object; parameters given by name override it.
+        edits: Names of the edits that run with the block; None for those of the trace.
     """
 
     prompt: dict[str, Any]
@@ -42,13 +44,13 @@ class Request:
     edits: Any = None
 
     def sampling_over(self, shared: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return an object with sampling parameters, None if there is none, and names that go over it.
+        """Return an object with sampling parameters or None, and named parameters that override it.
 
         Args:
-            shared: What the trace says for all invokes, ``sampling_params`` among them.
+            shared: The trace's parameters for all invokes, ``sampling_params`` among them.
 
         Raises:
-            TypeError: Something given would have no effect.
+            TypeError: A parameter would have no effect.
         """
         trace = _by_name(shared)
         params = trace.pop("sampling_params", None)
@@ -66,16 +68,16 @@ class Request:
 
 
 def as_prompt(*inputs: Any, **named: Any) -> dict[str, Any]:
-    """Return a prompt as vLLM takes it.
+    """Return a prompt as vLLM accepts it.
 
     Args:
-        *inputs: Text; token ids as a list, an array or a tensor, ``[tokens]`` or ``[1, tokens]``; what a
-            tokenizer returns; a prompt of vLLM's; or a list that holds one of these.
-        **named: What a tokenizer returns, by name.
+        *inputs: Text; token ids as a list, an array or a tensor, ``[tokens]`` or ``[1, tokens]``; a
+            tokenizer's output; a prompt in vLLM's format; or a list that holds one of these.
+        **named: A tokenizer's output, by name.
 
     Raises:
-        ValueError: There are several, or none.
-        TypeError: It is something else.
+        ValueError: There are several prompts, or none.
+        TypeError: The input has another type.
     """
     if inputs and named:
         raise TypeError(f"an invoke takes one prompt, got one and {', '.join(named)}")
@@ -99,7 +101,7 @@ def as_prompt(*inputs: Any, **named: Any) -> dict[str, Any]:
 
 
 def refuse_function(options: Mapping[str, Any]) -> None:
-    """Refuse to trace anything but generation.
+    """Reject a trace of anything but generation.
 
     Raises:
         TypeError: A function is given.
@@ -120,7 +122,7 @@ def _by_name(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokenized(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the prompt that a tokenizer's output is; what only fills it up is left out."""
+    """Return the prompt for a tokenizer's output, without padding."""
     others = sorted(set(given) - set(INPUT_NAMES))
     if others or given.get(_IDS) is None:
         found = f"got {', '.join(map(str, given))}"
@@ -135,7 +137,7 @@ def _tokenized(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unfilled(ids: list[int], mask: Any) -> list[int]:
-    """Return the tokens that a mask leaves: all but what one end was filled up with."""
+    """Return the tokens without the padding at either end, according to the mask."""
     kept = torch.as_tensor(mask).ne(0).flatten().tolist()
     if len(kept) != len(ids):
         raise ValueError(f"attention_mask has {len(kept)} entries for {len(ids)} tokens")

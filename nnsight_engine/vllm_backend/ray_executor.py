@@ -1,9 +1,10 @@
-"""vLLM's Ray executor with a cluster to run in: one that is there, or else one of its own.
+"""vLLM's Ray executor with management of the Ray cluster.
 
-vLLM leaves the cluster to its user, and one that Ray starts by itself on a machine without GPUs has no room
-for any worker. So the executor joins the cluster at ``RAY_ADDRESS``, or one that runs on this machine, or
-starts one that only this machine reaches, with a device for each worker, and ends it with the engine. It is
-used in whichever process the engine's core is.
+vLLM expects its user to start the cluster, and a cluster that Ray starts by itself on a machine without GPUs
+has no room for any worker. So the executor joins the cluster at ``RAY_ADDRESS`` or one that runs on this
+machine. If there is none, it starts one that is reachable from this machine only, with a device for each
+worker, and stops it with the engine. The executor runs in the process of the engine's core, whichever that
+is.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from vllm.v1.executor.ray_utils import assert_ray_available, ray
 from nnsight_engine.vllm_backend.ray_plugin import ASKED_FOR, DEVICE
 
 _OBJECT_STORE_BYTES: Final = 128 * 1024 * 1024
-"""Room for what workers are started with; what they compute takes other ways."""
+"""Memory for the objects with which workers are started; computed values do not use Ray's object store."""
 
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Let Ray take the loopback address for this machine's, as it does where clusters have one node only.
+    """Make Ray use the loopback address as this machine's, as it does for clusters limited to one node.
 
-    It takes the machine's own otherwise, whatever address it is given, and listens to all the world.
+    Otherwise it uses the machine's own address, whatever address it is given, and listens on all interfaces.
     """
     before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
@@ -38,7 +39,7 @@ def _on_loopback() -> Iterator[None]:
 
 
 class ClusterExecutor(RayExecutorV2):
-    """Runs workers in a Ray cluster, and takes care of the cluster."""
+    """Runs workers in a Ray cluster, and manages the cluster."""
 
     _connected = False
 
@@ -46,7 +47,7 @@ class ClusterExecutor(RayExecutorV2):
         """Join a cluster or start one, then start the workers."""
         assert_ray_available()
         if current_platform.is_cpu() and not current_platform.ray_device_key:
-            current_platform.ray_device_key = DEVICE  # here; in the workers, the plugin does it
+            current_platform.ray_device_key = DEVICE  # in this process; the plugin does it in the workers
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if not ray.is_initialized():
             self._connect()
@@ -59,7 +60,7 @@ class ClusterExecutor(RayExecutorV2):
 
     def _connect(self) -> None:
         address = os.environ.get("RAY_ADDRESS")
-        # The file in which Ray keeps an address may be that of a cluster which has gone: look for processes.
+        # Ray's address file may be left over from a cluster that has stopped, so look for processes.
         if address or services.find_gcs_addresses():
             ray.init(address=address or "auto")
             return
@@ -73,14 +74,17 @@ class ClusterExecutor(RayExecutorV2):
             )
 
     def _build_runtime_env(self) -> dict[str, Any]:
-        """Return the workers' environment."""
+        """Return the workers' runtime environment; on CPUs, with the variable that enables the plugin."""
         runtime_env: dict[str, Any] = super()._build_runtime_env()
         if current_platform.is_cpu():
             runtime_env.setdefault("env_vars", {})[ASKED_FOR] = "1"
         return runtime_env
 
     def shutdown(self) -> None:
-        """End the workers, give their devices back, and leave the cluster: that ends it if it is our own."""
+        """Stop the workers, release their devices and disconnect from the cluster.
+
+        Disconnecting stops the cluster if this executor started it.
+        """
         already_ended = getattr(self, "shutting_down", False)
         super().shutdown()
         if already_ended or not ray.is_initialized():

@@ -1,4 +1,4 @@
-"""vLLM's CPU platform with a name for what a Ray worker takes; see ``ray_plugin``."""
+"""vLLM's CPU platform with a Ray device name for workers; see ``ray_plugin``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from nnsight_engine.vllm_backend.ray_plugin import DEVICE
 
 
 class RayCpuPlatform(CpuPlatform):
-    """CPUs, which Ray hands out one by one."""
+    """CPUs as devices that Ray assigns one by one."""
 
     ray_device_key = DEVICE

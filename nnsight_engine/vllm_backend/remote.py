@@ -1,4 +1,4 @@
-"""How ``VLLM`` sends its traces to a server: each invoke is a request of the server's engine."""
+"""Encoding of ``VLLM``'s traces for a server: each invoke is a request of the server's engine."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class RemoteChoice:
     """One of a request's completions.
 
     Attributes:
-        index: Which of its ``n``.
-        text: What was generated.
-        token_ids: The same as tokens.
-        finish_reason: Why it ended, as vLLM says it.
+        index: The number of the choice, below ``n``.
+        text: The generated text.
+        token_ids: The generated tokens.
+        finish_reason: vLLM's finish reason.
     """
 
     index: int
@@ -45,11 +45,11 @@ class RemoteChoice:
 
 @dataclasses.dataclass(frozen=True)
 class RemoteOutput:
-    """What a request returned, as ``tracer.result`` gives it; the same fields as vLLM's ``RequestOutput``.
+    """A request's output, as ``tracer.result`` returns it; the fields are those of vLLM's ``RequestOutput``.
 
     Attributes:
-        prompt: Its text, if it was given as text.
-        prompt_token_ids: Its tokens.
+        prompt: The prompt's text, if it was given as text.
+        prompt_token_ids: The prompt's tokens.
         outputs: The completions.
     """
 
@@ -59,19 +59,18 @@ class RemoteOutput:
 
 
 class VLLMDialect(Dialect):
-    """Traces of one model.
+    """The dialect for traces of one ``VLLM`` model.
 
     Args:
         model: The model.
-        name: What it was loaded from.
-        revision: Of the repository.
+        name: The name or folder from which it was loaded.
+        revision: The revision of the repository.
     """
 
     name = "vllm"
     policy = DATA_ONLY.allowing((*HOME_CLASSES, RemoteChoice, RemoteOutput))
 
     def __init__(self, model: VLLM, name: str, revision: str = "") -> None:
-        """Speak for a model."""
         self.model = name_of(name)
         self.revision = revision
         self._envoy = model
@@ -81,7 +80,7 @@ class VLLMDialect(Dialect):
         """Return the requests of a trace; see ``Dialect``."""
         if tracer.validate:
             raise EncodeError("validate=True is not for traces of VLLM on a server: leave it out")
-        traced: VLLM = tracer.model  # type: ignore[assignment] # or a copy of it, with edits of its own
+        traced: VLLM = tracer.model  # type: ignore[assignment] # or a copy with its own edits
         inputs = tracer.batcher.inputs
         assert inputs is not None  # noqa: S101 - there is one request at least
         requests: tuple[Request, ...] = inputs[0]
@@ -106,11 +105,11 @@ class VLLMDialect(Dialect):
         return Inputs(invokes=invokes, parts=list(parts.values()))
 
     def reference(self, value: Any, barriers: list[Barrier]) -> tuple[str, ...] | None:
-        """Return the name of something that the worker has itself."""
+        """Return the name of an object that exists in the worker too, or None."""
         return reference_of(value, self._envoy, barriers)
 
     def resolver(self, outputs: Mapping[str, Any]) -> Resolve:
-        """Return what finds the things that results name; see ``Dialect``."""
+        """Return a function that resolves the references in results; see ``Dialect``."""
 
         def resolve(reference: tuple[str, ...]) -> Any:
             kind, name = reference
@@ -123,21 +122,24 @@ class VLLMDialect(Dialect):
 
 @functools.cache
 def _fingerprint(name: str) -> str:
-    """Return that of a folder, which has another name on another machine; a repository's name says enough."""
+    """Return the fingerprint of a folder; empty for a repository.
+
+    A folder may have another path on another machine; a repository's name identifies it.
+    """
     return fingerprint_of_folder(name) if Path(name).is_dir() else ""
 
 
 def local_tokenizer(model: VLLM) -> Any:
-    """Return the tokenizer of a model that runs elsewhere, from its files here."""
+    """Return the tokenizer of a model that runs on a server, loaded from files on this machine."""
     dialect = model.remote_dialect()
     return AutoTokenizer.from_pretrained(dialect.model, revision=dialect.revision or None)
 
 
 def _prompt(prompt: Mapping[str, Any]) -> str | list[int]:
-    """Return a prompt as JSON.
+    """Return a prompt as a JSON value.
 
     Raises:
-        EncodeError: It is neither text nor tokens.
+        EncodeError: The prompt is neither text nor token ids.
     """
     known = {name: value for name, value in prompt.items() if value is not None}
     if list(known) == ["prompt"]:
@@ -150,10 +152,10 @@ def _prompt(prompt: Mapping[str, Any]) -> str | list[int]:
 
 
 def _sampling(request: Request, shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sampling parameters as JSON.
+    """Return sampling parameters as JSON values.
 
     Raises:
-        EncodeError: One of them is none.
+        EncodeError: A parameter cannot be encoded.
     """
     params, named = request.sampling_over(shared)
     if params is not None and not isinstance(params, msgspec.Struct):
@@ -167,7 +169,7 @@ def _sampling(request: Request, shared: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _output(name: str, outputs: Mapping[str, Any]) -> RemoteOutput:
-    """Return what a request returned, of all its choices."""
+    """Return a request's output with all its choices."""
     choices = [(key, plain) for key, plain in outputs.items() if key.partition("/")[0] == name]
     if not choices:
         raise LookupError(f"the server told nothing of what request {name} returned")

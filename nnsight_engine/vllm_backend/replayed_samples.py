@@ -1,9 +1,9 @@
-"""Tokens that were sampled in a step that is computed again for their request.
+"""Sampled tokens of requests whose step is computed again.
 
-A block that was shown a token, and had not answered when the step ended, goes on with this very token: the
-step is computed again for its request, and another draw would give another one. So the token is kept, with
-its probabilities, and takes the place of what is drawn then; the request's own stream of random numbers is
-put back, to be where it would be without.
+A block that was given a sampled token and had not answered when the step ended continues with that token. The
+step is computed again for its request, and sampling again would yield another token. So the token and its
+logprobs are stored, and replace the newly sampled ones in the repeated step. The request's random generator
+is reset to its earlier state, so that it advances as if the step had run once.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ class _Kept(NamedTuple):
 
 
 class ReplayedSamples:
-    """What was sampled for requests whose step is to be computed again."""
+    """Stored samples of requests whose step is to be computed again."""
 
     def __init__(self) -> None:
-        """Start with none."""
         self._kept: dict[str, _Kept] = {}
 
     @staticmethod
     def states(batch: Any) -> dict[int, tuple[torch.Generator, torch.Tensor]]:
-        """Return where the random streams of a batch are, by row; those of a GPU vLLM puts back itself."""
+        """Return the CPU generators of a batch with their states, by row; vLLM resets GPU generators itself."""
         return {
             index: (generator, generator.get_state())
             for index, generator in batch.generators.items()
@@ -43,14 +42,14 @@ class ReplayedSamples:
         output: Any,
         states: Mapping[int, tuple[torch.Generator, torch.Tensor]],
     ) -> None:
-        """Keep what was sampled for a request.
+        """Store the sample of a request, and reset its generator to the state before sampling.
 
         Args:
             request_id: The request.
             row: Its row of the batch.
-            tokens: All rows' as they were sampled.
-            output: The sampler's.
-            states: Where the random streams were before, see ``states``.
+            tokens: The tokens of all rows as they were sampled.
+            output: The sampler's output.
+            states: The generators' states before sampling, see ``states``.
         """
         logprobs = [part[row].clone() for part in _parts(output)]
         self._kept[request_id] = _Kept(tokens[row].clone(), logprobs)
@@ -59,31 +58,31 @@ class ReplayedSamples:
             generator.set_state(state)
 
     def put_back(self, output: Any, rows: Mapping[str, int], undone: Collection[str]) -> None:
-        """Put what was kept for the requests of a step into what the sampler gave.
+        """Write the stored samples of the step's requests into the sampler's output.
 
         Args:
-            output: The sampler's.
+            output: The sampler's output.
             rows: The requests' rows of the batch.
-            undone: Those whose step is to be computed again once more.
+            undone: Requests whose step is to be computed yet again; their samples stay stored.
         """
         for request_id in [one for one in self._kept if one in rows and one not in undone]:
             kept, row = self._kept.pop(request_id), rows[request_id]
             output.sampled_token_ids[row] = kept.tokens
             for part, own in zip(_parts(output), kept.logprobs, strict=False):
-                if own.ndim:  # as many of the most likely as anybody in the batch asks for, then and now
+                if own.ndim:  # width: the most logprobs that any request of the batch asks for
                     width = min(len(own), part.shape[1])
                     part[row, :width] = own[:width]
                 else:
                     part[row] = own
 
     def forget(self, finished: Collection[str]) -> None:
-        """Forget requests that have ended."""
+        """Drop the samples of requests that have ended."""
         for request_id in finished:
             self._kept.pop(request_id, None)
 
 
 def _parts(output: Any) -> list[torch.Tensor]:
-    """Return the tensors of a sampler's probabilities, each with a row per request."""
+    """Return the tensors of a sampler's logprobs, each with one row per request."""
     found = output.logprobs_tensors
     if found is None:
         return []

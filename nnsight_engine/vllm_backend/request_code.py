@@ -1,7 +1,7 @@
-"""The code of an operation ``trace`` as a message to the worker.
+"""Encoding of a ``trace`` operation's code as a message to the worker.
 
-The text is compiled here, to find what is wrong with it before anything runs, and sent as source; no part of
-it runs in this process. ``trace_call`` sends it with its request.
+The text is compiled here to find errors before the request runs, and sent as source; none of it is executed
+in this process. ``trace_call`` sends it with its request.
 """
 
 from __future__ import annotations
@@ -31,18 +31,21 @@ _GLOBALS: Final = {
     "save": save,
     "torch": torch,
 }
-"""The module that the code stands in; a name that it does not use is not sent."""
+"""The globals of the code; names that it does not use are not sent."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Theirs:
-    """Stands for something that the worker has: goes by reference."""
+    """Placeholder for an object that the worker has; sent by reference."""
 
     name: tuple[str, ...]
 
 
 def filename_of(trace: Trace) -> str:
-    """Return what tracebacks call a trace's code: equal for equal code alone, as lines are kept under it."""
+    """Return the file name of a trace's code in tracebacks.
+
+    It differs for different code, because source lines are cached under it.
+    """
     return f"<trace {hashlib.sha256((trace.code or '').encode()).hexdigest()[:16]}>"
 
 
@@ -51,10 +54,10 @@ def encoded_code(trace: Trace, param: str) -> bytes:
 
     Args:
         trace: The operation.
-        param: Where it stands in the request, for errors.
+        param: Its location in the request, for errors.
 
     Raises:
-        ApiError: Its code is no Python, or nothing that can run beside a request.
+        ApiError: The code is not valid Python, or cannot run as a block.
     """
     if trace.code is None:
         return trace.data

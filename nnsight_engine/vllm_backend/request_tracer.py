@@ -1,4 +1,4 @@
-"""A trace whose blocks run in vLLM's workers: sent with their requests, and what they saved brought home."""
+"""Traces whose blocks run in vLLM's workers: encoding into requests, and decoding of their results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     Outputs = Sequence[RequestOutput] | Mapping[int, RequestOutput]
 
 _HOME = DATA_ONLY.allowing(HOME_CLASSES)
-"""What comes home is data, whoever answers, and caches of it."""
+"""Policy for decoding results: only data and caches of data, whichever process returned them."""
 
 
 class RequestTracer(InterleavingTracer):
@@ -46,14 +46,14 @@ class RequestTracer(InterleavingTracer):
     model: VLLM
 
     def _run_model(self) -> Any:
-        """Send the requests, wait for all of them, and bring home what their blocks saved."""
+        """Send the requests, wait for all of them, and assign the saved values to the user's variables."""
         trace = SentTrace(self)
         outcomes, outputs = self._send(trace)
         trace.bring_home(outcomes)
         return outputs[0] if len(outputs) == 1 else outputs
 
     def _send(self, trace: SentTrace) -> tuple[list[Outcome], list[RequestOutput]]:
-        """Run a trace's requests; returns what came of its blocks, and the requests' outputs."""
+        """Run a trace's requests; return the outcomes of its blocks, and the requests' outputs."""
         host = self.model.host
         try:
             outputs = host.run(trace.prompts, trace.params)
@@ -64,17 +64,17 @@ class RequestTracer(InterleavingTracer):
         return trace.read(data, outputs), outputs
 
     def _validate(self) -> None:
-        """Let the blocks run once for nothing, as short as they let it be; raises what they raise."""
+        """Run the blocks once as a rehearsal, on as few tokens as they need; raise their first error."""
         outcomes, _ = self._send(SentTrace(self, Purpose.CHECK))
         raise_first(outcomes)
 
     def reference(self, value: Any) -> tuple[str, ...] | None:
-        """Name what is not sent but found in the worker."""
+        """Return the name of an object that exists in the worker and is not sent, or None."""
         return reference_of(value, self.model, self.barriers)
 
 
 class Purpose(enum.Enum):
-    """What a trace is sent for: to run, to see whether its blocks would, or for shapes."""
+    """Why a trace is sent: for its results, to check that its blocks run, or for shapes only."""
 
     RUN = enum.auto()
     CHECK = enum.auto()
@@ -82,7 +82,7 @@ class Purpose(enum.Enum):
 
 
 class SentTrace:
-    """One trace as requests."""
+    """One trace, encoded as requests."""
 
     def __init__(
         self, tracer: RequestTracer, purpose: Purpose = Purpose.RUN, *, streams: bool = False
@@ -91,12 +91,12 @@ class SentTrace:
 
         Args:
             tracer: The trace.
-            purpose: What to run it for.
-            streams: Whether to be told after each step what the blocks have saved.
+            purpose: Why it is sent.
+            streams: Whether the worker sends newly saved values after each step.
 
         Raises:
-            EncodeError: A block uses something that cannot travel.
-            ValueError: A request chooses an edit that there is not.
+            EncodeError: A block uses a value that cannot be encoded.
+            ValueError: A request selects an unknown edit.
         """
         self.key = uuid.uuid4().hex
         self._tracer = tracer
@@ -120,7 +120,8 @@ class SentTrace:
         for index, params in enumerate(self.params):
             if purpose is not Purpose.RUN:
                 params.n = 1
-            # Several blocks may wait for what another has at a later step: they are checked on all.
+            # With several requests a block may wait for another block's later step, so they are checked on
+            # all tokens.
             chosen = tracer.model.chosen_edits(edits if (own := requests[index].edits) is None else own)
             entry = TraceEntry(
                 self.key, index, params.n, data, groups, streams, chosen,
@@ -135,22 +136,22 @@ class SentTrace:
         return results_of(outputs if isinstance(outputs, Mapping) else dict(enumerate(outputs)))
 
     def read(self, data: bytes, outputs: Outputs) -> list[Outcome]:
-        """Return what came of each block, and fill the containers that were saved before they ran.
+        """Decode the outcome of each block, and fill the containers that were saved before the blocks ran.
 
         Args:
-            data: What the worker collected.
-            outputs: What the requests returned, by block.
+            data: The encoded results from the worker.
+            outputs: The requests' outputs, by block.
         """
 
         def resolve(reference: tuple[str, ...]) -> Any:
             kind, name = reference
             return outputs[int(name)] if kind == "result" else place_named(self._tracer.model, kind, name)
 
-        # Of a scan nothing but shapes is to come home.
+        # A scan returns shapes only.
         device = "meta" if self._purpose is Purpose.SCAN else "cpu"
         fills = self._purpose is not Purpose.CHECK
         return read_outcomes(data, self._saved, resolve=resolve, policy=_HOME, device=device, fills=fills)
 
     def bring_home(self, outcomes: Sequence[Outcome]) -> None:
-        """Put what the blocks saved where they were written; see ``outcomes.bring_home``."""
+        """Assign the saved values to the user's variables; see ``outcomes.bring_home``."""
         bring_home(self._parts, outcomes)

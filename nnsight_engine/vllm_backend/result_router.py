@@ -1,8 +1,8 @@
-"""Where results meet their request again in the API process.
+"""Routing of results to their requests in the API process.
 
-vLLM's output processor turns engine outputs into request outputs; just before, the router
-takes our parcels out of them and gives each to the collector of its choice. Requests are
-known by a key of our own, never by vLLM's request ids, which it rewrites.
+vLLM's output processor converts engine outputs to request outputs. Just before that, the router takes the
+payloads out of them and passes each to the collector of its choice. Requests are identified by this project's
+own keys, never by vLLM's request ids, which vLLM rewrites.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from nnsight_engine.vllm_backend.output_payloads import on_parcels
 
 
 class ResultRouter:
-    """Routes parcels to collectors.
+    """Routes payloads to collectors.
 
     Args:
         spec: The model's description.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
-        """Start with no open request."""
         self._spec = spec
         self._collectors: dict[str, list[RequestCollector]] = {}
 
     def __len__(self) -> int:
-        """Return how many requests are open."""
+        """Return the number of open requests."""
         return len(self._collectors)
 
     def attach(self, output_processor: Any) -> None:
-        """Take parcels out of everything that ``output_processor`` will process."""
+        """Take payloads from everything that ``output_processor`` will process."""
         on_parcels(output_processor, PLAN_KEY, self._deliver)
 
     def open(
@@ -46,7 +45,7 @@ class ResultRouter:
         op_names: Sequence[str],
         num_choices: int,
     ) -> list[RequestCollector]:
-        """Return one collector for each choice of the request; ``close`` it in the end."""
+        """Register a request and return one collector per choice; the caller must ``close`` it."""
         collectors = [
             RequestCollector(plan, self._spec, prompt_token_ids=prompt_token_ids, op_names=op_names)
             for _ in range(num_choices)
@@ -55,7 +54,7 @@ class ResultRouter:
         return collectors
 
     def close(self, key: str) -> None:
-        """Forget the request; what still arrives for it is dropped."""
+        """Remove the request; results that still arrive for it are dropped."""
         self._collectors.pop(key, None)
 
     def _deliver(self, parcel: Any, choice: int) -> None:

@@ -1,4 +1,4 @@
-"""What vLLM's workers say to a call, as one answer."""
+"""Reduction of the results of all vLLM workers to one."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Final, TypeVar
 
 PENDING: Final = "pending"
-"""What a worker answers that is not done yet, and goes on with others meanwhile."""
+"""Result of a worker whose task is not done; the worker continues with other requests meanwhile."""
 
 T = TypeVar("T")
 
 
 def answer(answers: Sequence[T]) -> T:
-    """Return what workers said to a call: all the same, or only one of them has anything to say."""
+    """Return the workers' common result: all are equal, or only one worker returned a value."""
     return next((one for one in answers if one), answers[0])

@@ -1,7 +1,7 @@
-"""A trace's requests while they run: all start together, and what comes of any of them comes in one stream.
+"""The requests of a trace while they run: all start together, and their events are merged into one stream.
 
-``VLLM(mode="async")`` and the server run traces through this. Nobody waits for a slow reader but the outputs
-of his own requests; what blocks tell meanwhile is kept for him, up to a limit.
+``VLLM(mode="async")`` and the server run traces through this class. Backpressure: a slow reader delays only
+the outputs of its own requests. Events of its blocks are buffered meanwhile, up to a limit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Begun(NamedTuple):
-    """The engine has all requests."""
+    """The engine has received all requests of the trace."""
 
 
 class Output(NamedTuple):
@@ -29,7 +29,7 @@ class Output(NamedTuple):
 
     Attributes:
         block: The request's block.
-        output: vLLM's.
+        output: vLLM's output.
     """
 
     block: int
@@ -37,17 +37,20 @@ class Output(NamedTuple):
 
 
 _Item = Begun | TraceEvent | tuple[Output, asyncio.Event] | Exception | None
-"""Something to tell, an output with what is to be set when it is taken, or a request's end."""
+"""A queue item: an event, an output with an ``asyncio.Event`` to set once it is taken, an error, or None.
+
+None marks the end of a request.
+"""
 
 
 class RunningTrace:
     """The requests of one trace.
 
     Args:
-        router: Where what blocks tell arrives.
+        router: Delivers the events of blocks.
         key: The trace.
-        starts: Begin the requests, one each.
-        max_pending_bytes: How much of what blocks told may wait to be read.
+        starts: Functions that start the requests, one each.
+        max_pending_bytes: Limit on the size of unread events of blocks.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class RunningTrace:
         *,
         max_pending_bytes: int = MAX_BYTES,
     ) -> None:
-        """Prepare; nothing runs before ``events`` is iterated over."""
+        """Prepare the trace; the requests start when ``events`` is iterated over."""
         self._router = router
         self._key = key
         self._starts = starts
@@ -68,16 +71,17 @@ class RunningTrace:
         self._num_coming = len(starts)
         self._queue: asyncio.Queue[_Item] = (
             asyncio.Queue()
-        )  # short: a request waits until its output is taken
+        )  # stays short: a request waits until its output is taken
 
     async def events(self) -> AsyncGenerator[Begun | TraceEvent | Output, None]:
-        """Run the requests, and yield their outputs and what their blocks tell, as they come.
+        """Run the requests, and yield their outputs and their blocks' events as they arrive.
 
-        Left early, it ends them; what workers keep of the trace is the caller's to collect or to drop.
+        If the iteration ends early, the requests are aborted. The caller must collect or drop the state that
+        the workers keep for the trace.
 
         Raises:
-            Exception: What the first request to fail raised.
-            SlowReaderError: Too much waits to be read.
+            Exception: The error of the first request that failed.
+            SlowReaderError: Too many unread bytes are pending.
         """
         share = self._share = self._router.open(
             self._key, self._listen, self._drop, max_bytes=self._max_pending
@@ -112,7 +116,7 @@ class RunningTrace:
             self._share.add(_num_bytes(told))
 
     def _drop(self, error: SlowReaderError) -> None:
-        """End the requests and forget what waits: whoever reads next is told why."""
+        """Abort the requests and drop the unread events; the next read raises ``error``."""
         self._router.close(self._key)
         for task in self._running:
             task.cancel()
@@ -121,22 +125,22 @@ class RunningTrace:
         self._queue.put_nowait(error)
 
     def _come(self) -> None:
-        """Take note that the engine has one more of the requests."""
+        """Record that the engine has received one more of the requests."""
         self._num_coming -= 1
         if self._num_coming == 0:
             self._queue.put_nowait(Begun())
 
     async def _run(self, index: int, start: Start) -> None:
-        """Put one request's outputs into the queue, then what it raised or None."""
+        """Put one request's outputs into the queue, then its error, or None at its end."""
         outputs = start(self._come)
         try:
             async for output in outputs:
-                for choice in output.outputs:  # vLLM goes on appending to its own list
+                for choice in output.outputs:  # vLLM keeps appending to its own list
                     choice.token_ids = list(choice.token_ids)
                 taken = asyncio.Event()
                 self._queue.put_nowait((Output(index, output), taken))
                 await taken.wait()
-        except Exception as error:  # noqa: BLE001 - raised where the events are read
+        except Exception as error:  # noqa: BLE001 - raised by ``events``
             self._queue.put_nowait(error)
         else:
             self._queue.put_nowait(None)

@@ -1,4 +1,4 @@
-"""A request's sampling parameters as vLLM takes them."""
+"""Conversion of a request's sampling parameters to vLLM's."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _NAMES: Final = tuple(name for name in SamplingParams.__struct_fields__ if not n
 
 
 def sampling_params(request: Request, shared: Mapping[str, Any]) -> SamplingParams:
-    """Return a request's sampling parameters, a copy of its own.
+    """Return a request's sampling parameters, as a new object.
 
     Args:
         request: The request.
-        shared: The trace's, which the request's own override.
+        shared: The trace's parameters, which the request's own override.
 
     Raises:
-        TypeError: There is no such parameter, or one that would have no effect.
-        VLLMValidationError: vLLM refuses a value.
+        TypeError: A parameter is unknown, or would have no effect.
+        VLLMValidationError: vLLM rejects a value.
     """
     params, named = request.sampling_over(shared)
     _refuse_unknown(named)
@@ -34,7 +34,7 @@ def sampling_params(request: Request, shared: Mapping[str, Any]) -> SamplingPara
             f"sampling_params= takes vLLM's SamplingParams, got {type(params).__name__}; give parameters by "
             "name instead, `temperature=0.0, max_tokens=8`"
         )
-    # Checked anew, which also works out what follows from the values.
+    # Replacing fields validates the object again, and recomputes the fields derived from them.
     return msgspec.structs.replace(params.clone(), **named)
 
 

@@ -1,8 +1,8 @@
-"""Scans of blocks in the serving engine: shapes of all that a request passes, and nothing kept of it.
+"""Scans on vLLM: shapes of all values of a request, without their data.
 
-Local scans run on fake tensors. vLLM's kernels take real ones only, so here the block runs beside a real
-request, of one token unless more are asked for. Its writes reach that request and no other, and its keys and
-values are nobody else's. What comes home has shapes, no numbers.
+Local scans run on fake tensors. vLLM's kernels need real tensors, so the block runs with a real request, of
+one token unless more are requested. Its writes affect only that request, whose keys and values are not shared
+with others. The results have shapes but no data.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class RequestScanner(RequestTracer):
-    """``with model.scan(prompt):`` on ``VLLM``; afterwards, envoys give values without numbers."""
+    """``with model.scan(prompt):`` on ``VLLM``; afterwards envoys return values without data."""
 
     def _run_model(self) -> Any:
-        """Run the blocks for shapes, and leave those of the first one's request on the envoys."""
+        """Run the blocks for shapes, and store the shapes of the first block's request on the envoys."""
         trace = SentTrace(self, Purpose.SCAN)
         outcomes, outputs = self._send(trace)
         trace.bring_home(outcomes)
@@ -30,7 +30,7 @@ class RequestScanner(RequestTracer):
 
     def _leave(self, shapes: Mapping[str, Mapping[str, Any]], num_tokens: int) -> None:
         for path, envoy in self.model.named_modules():
-            envoy._fake.update(shapes.get(path, {}))  # noqa: SLF001 - where local scans leave theirs
+            envoy._fake.update(shapes.get(path, {}))  # noqa: SLF001 - local scans store theirs there too
         points = self.model.points
         layer = shapes.get(str(points.layer(0).path), {})
         first = next(tensors(layer.get("output")), None)

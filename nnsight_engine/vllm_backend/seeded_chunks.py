@@ -1,9 +1,10 @@
-"""Seeded requests whose prompts come in chunks, on a CPU.
+"""Seeded requests with chunked prefill on a CPU.
 
-A chunk that is not a prompt's last is sampled from too, and the sample discarded. What it drew has to be put
-back, or the request would go on from another place of its random stream than without chunks. vLLM 0.32 does
-so by the generator's offset, which generators of a GPU have and a CPU's refuse with an error that ends the
-engine and everybody in it. Here a CPU's generators are put back whole, and vLLM is not shown them.
+vLLM also samples from a chunk that is not the last of its prompt, and discards the sample. The random
+generator must then be reset, or the request's random numbers would differ from those without chunks. vLLM
+0.32 resets it by the generator's offset, which only GPU generators have; a CPU generator raises an error,
+which ends the engine with all its requests. Here the full state of CPU generators is restored, and they are
+hidden from vLLM's reset.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 
 class SeededChunksMixin:
-    """Put in front of vLLM's runner class; see ``worker.py``."""
+    """Mixin that ``worker.py`` puts in front of vLLM's runner class."""
 
     input_batch: Any
 
@@ -38,7 +39,7 @@ class SeededChunksMixin:
             batch.generators = every
 
     def _discarded(self) -> dict[int, torch.Generator]:
-        """Return the CPU generators of requests whose samples of this step are discarded, by their place."""
+        """Return, by row, the CPU generators of requests whose samples of this step are discarded."""
         generators: dict[int, torch.Generator] = self.input_batch.generators
         if not generators:
             return {}

@@ -1,10 +1,11 @@
-"""Who has had how much of an engine, and how long a step may take while others are there: numbers alone.
+"""Engine time used by each tenant, and the maximum length of a step while several tenants are active.
 
-A sender, which is a tenant, counts from a request of theirs until none is left and a while after. The seconds
-of a step are charged to those whose tokens it computed; of what is charged, each one's share of the time is
-forgiven as it passes. Whoever has ``_HEAVY_S`` left to answer for has kept the engine busy beyond
-their share just now and is *heavy*; the others are *light*, which all are whose engine is half idle.
-``FairScheduler`` asks this at each step, and does nothing of it while there is one sender.
+This module only computes numbers; ``FairScheduler`` reads them at each step and acts on them. A sender is a
+tenant. It counts from its first request until ``window_s`` after its last. The seconds of a step are charged
+to the senders whose tokens it computed. As time passes, each sender's level falls by its share of that time.
+A sender whose level reaches ``_HEAVY_S`` has recently used more than its share and is *heavy*; the others are
+*light*. On an engine that is idle half of the time all senders are light. With only one sender the numbers
+are not used.
 """
 
 from __future__ import annotations
@@ -17,41 +18,40 @@ from collections.abc import Callable, Mapping, Set
 from typing import Final
 
 SENDER_KEY: Final = "nnsight_engine_sender"
-"""Key of a request's extra arguments under which the server says whose it is."""
+"""Key of ``extra_args`` in which the server passes the request's tenant."""
 
 _HEAVY_S: Final = 0.5
 _LIGHT_S: Final = 0.1
-"""Who is heavy stays so until no more is left than this, lest long steps come by turns with short ones."""
+"""Hysteresis: a heavy sender becomes light below this level, so that long and short steps don't alternate."""
 
 _MOST_S: Final = 1.0
-"""Nobody has to answer for more: who stops to flood an engine is light again soon."""
+"""Upper limit of a level: a sender that stops flooding an engine is light again soon."""
 
 _FEW_TOKENS: Final = 4
-"""A step of so many is short whatever it takes."""
+"""Lower limit of a short step: a step of so few tokens counts as short whatever it takes."""
 _FIRST_GUESS: Final = 8
 _KNOWN_FROM: Final = 16
-"""The shortest step is known from steps of no more tokens than these."""
+"""The shortest step's duration is measured only on steps of at most this many tokens."""
 _KEPT: Final = 9
 _ENOUGH: Final = 3
 _LOOK_AGAIN: Final = 32
 
 
 class StepTimes:
-    """How long steps of how many tokens took lately, in classes of powers of two.
+    """Recent durations of steps by number of tokens, in size classes that are powers of two.
 
     Args:
-        factor: How much longer than the shortest a step may take that is still short.
+        factor: Maximum duration of a short step, as a multiple of the shortest step's.
     """
 
     def __init__(self, factor: float) -> None:
-        """Know nothing yet."""
         self._factor = factor
         self._seen: dict[int, deque[tuple[float, int]]] = {}
         self._short = _FIRST_GUESS
         self._left = 0
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Take note of a step."""
+        """Record a step."""
         size = num_tokens.bit_length()
         if size not in self._seen:
             self._seen[size] = deque(maxlen=_KEPT)
@@ -60,14 +60,14 @@ class StepTimes:
 
     @property
     def short(self) -> int:
-        """How many tokens a short step has."""
+        """The number of tokens of a short step; estimated again after every ``_LOOK_AGAIN`` steps."""
         if self._left <= 0:
             self._short, self._left = self._estimate(), _LOOK_AGAIN
         return self._short
 
     def _estimate(self) -> int:
         known = [
-            # The second-best time: what else the machine does makes steps longer, and none shorter.
+            # The second-shortest time: other load on the machine makes steps longer, never shorter.
             (statistics.median(num for _, num in seen), sorted(took for took, _ in seen)[1])
             for _, seen in sorted(self._seen.items())
             if len(seen) >= _ENOUGH
@@ -77,20 +77,20 @@ class StepTimes:
         limit = known[0][1] * self._factor
         fits = bisect.bisect_left(known, 1, key=lambda one: int(one[1] > limit))
         if fits == len(known):
-            return max(_FIRST_GUESS, int(2 * known[-1][0]))  # nothing was too long: try more
+            return max(_FIRST_GUESS, int(2 * known[-1][0]))  # no step was too long: try a larger one
         (before, quick), (after, slow) = known[max(fits - 1, 0)], known[fits]
         between = before + (after - before) * (limit - quick) / (slow - quick) if slow > quick else before
         return max(_FEW_TOKENS, int(between))
 
 
 class _Sender:
-    """Somebody who sends requests.
+    """A tenant that sends requests.
 
     Attributes:
-        level_s: Seconds of the engine that they had beyond their share, at ``counted_at``.
-        counted_at: When that was.
-        is_heavy: Whether they were heavy when that was asked last.
-        seen_at: When they had something to do last.
+        level_s: Seconds of engine time used beyond the sender's share, as of ``counted_at``.
+        counted_at: Time of the last update of ``level_s``.
+        is_heavy: Whether the sender was heavy at the last check.
+        seen_at: Time at which the sender last had a request.
     """
 
     __slots__ = ("counted_at", "is_heavy", "level_s", "seen_at")
@@ -104,26 +104,25 @@ class SenderUsage:
     """The senders of one engine.
 
     Args:
-        window_s: How long one without requests still counts; 0 if nothing is shared.
+        window_s: Seconds for which a sender without requests still counts; 0 turns sharing off.
         step_factor: See ``StepTimes``.
-        clock: Tells seconds.
+        clock: Returns seconds.
     """
 
     def __init__(
         self, window_s: float, step_factor: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Know nobody."""
         self._window_s = window_s
         self._clock = clock
         self._senders: dict[str, _Sender] = {}
         self.times = StepTimes(step_factor)
 
     def __len__(self) -> int:
-        """Return how many senders there are."""
+        """Return the number of senders."""
         return len(self._senders)
 
     def arrive(self, sender: str) -> None:
-        """Take note of a request; one of nobody's, on a server without tenants, is not looked at."""
+        """Record a request; a request without a sender (on a server without tenants) is ignored."""
         if not sender or not self._window_s:
             return
         known = self._senders.get(sender)
@@ -133,10 +132,10 @@ class SenderUsage:
             known.seen_at = self._clock()
 
     def keep(self, busy: Set[str]) -> None:
-        """Forget who has been away for long.
+        """Remove senders that have had no request for ``window_s``.
 
         Args:
-            busy: Those who have requests.
+            busy: The senders that have requests now.
         """
         moment = self._clock()
         for name, sender in list(self._senders.items()):
@@ -146,7 +145,7 @@ class SenderUsage:
                 del self._senders[name]
 
     def light(self) -> frozenset[str]:
-        """Return who has not had more than their share."""
+        """Return the senders that have not used more than their share."""
         moment = self._clock()
         for sender in self._senders.values():
             enough = _LIGHT_S if sender.is_heavy else _HEAVY_S
@@ -154,14 +153,14 @@ class SenderUsage:
         return frozenset(name for name, sender in self._senders.items() if not sender.is_heavy)
 
     def charge(self, tokens: Mapping[str, int], seconds: float) -> None:
-        """Charge a step that has just ended to those whose tokens it computed, by their number."""
+        """Charge a step that has just ended to its senders, in proportion to their tokens."""
         moment, total = self._clock(), sum(tokens.values())
         for name, num_tokens in tokens.items():
             if name in self._senders:
                 self._add(self._senders[name], moment, seconds * num_tokens / total)
 
     def all_to_one(self) -> dict[str, int]:
-        """Return, as ``charge`` takes it, a step of the only sender that there is."""
+        """Return the ``tokens`` argument of ``charge`` for a step of the only sender."""
         return dict.fromkeys(self._senders, 1)
 
     def _add(self, sender: _Sender, moment: float, seconds: float) -> None:
@@ -169,7 +168,7 @@ class SenderUsage:
         sender.counted_at = moment
 
     def _level_s(self, sender: _Sender, moment: float) -> float:
-        """Return a level now; where the engine is idle or another's, it falls."""
+        """Return the sender's level now; it falls while the engine is idle or works for others."""
         passed_s = max(0.0, moment - sender.counted_at)
         return max(0.0, sender.level_s - passed_s / max(2, len(self._senders)))
 

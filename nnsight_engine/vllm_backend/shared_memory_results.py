@@ -1,8 +1,8 @@
-"""Large results on their way from a worker to the server: as files in memory, where both are on one machine.
+"""Transfer of large results from a worker to the server, as files in memory if both are on one machine.
 
-vLLM's own way copies them from process to process several times, at about 300 MB a second. A worker writes
-the file, the server maps it and removes its name; its memory goes with the last who reads. A worker that
-cannot write there (of another machine, or out of room) answers with the bytes.
+vLLM's RPC copies results between processes several times, at about 300 MB per second. Instead a worker writes
+a file; the server maps it and unlinks it, and its memory is freed with the last reader. A worker that cannot
+write the file (on another machine, or out of memory) returns the bytes over RPC.
 """
 
 from __future__ import annotations
@@ -19,49 +19,49 @@ from typing import Final
 logger = logging.getLogger(__name__)
 
 LARGE_BYTES: Final = 2**20
-"""What is worth a file."""
+"""Minimum size of results that are transferred as a file."""
 
 
 class SharedMemoryResults:
-    """The server's side.
+    """The server's side of the transfer.
 
     Args:
-        folder: Where the files are, on a file system in memory; nobody else's.
+        folder: Folder of the files, on a file system in memory; used by this server only.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Keep the folder, which is there already."""
+        """Use ``folder``, which must exist."""
         self._folder = folder
 
     def path(self, key: str) -> str:
-        """Return where a worker leaves the result of a trace, if it is large."""
+        """Return the path to which a worker writes the results of a trace, if they are large."""
         return str(self._folder / hashlib.sha256(key.encode()).hexdigest())
 
     def take(self, key: str) -> memoryview:
-        """Return what a worker has left, as memory of the reader's own; its file is gone then."""
+        """Return the file that a worker has written, as copy-on-write memory, and unlink it."""
         path = self.path(key)
         with open(path, "rb") as file:
             os.unlink(path)
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
 
     def forget(self, key: str) -> None:
-        """Remove what a worker may have left and nobody takes."""
+        """Remove the file that a worker may have written, if it is not going to be read."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path(key))
 
 
 def leave(pieces: Sequence[bytes | memoryview], path: str) -> bool:
-    """Write a result for the server, which takes it; whether it is worth that, and it was possible."""
+    """Write results to a file for the server; return whether they are large enough and it succeeded."""
     num_bytes = sum(map(len, pieces))
     if num_bytes < LARGE_BYTES:
         return False
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
-        return False  # another machine than the server's
+        return False  # this worker is on another machine than the server
     try:
         with open(descriptor, "wb") as file:
-            # Memory that is not there would end the process that touches it, later.
+            # If memory ran out later, the process that touches it would be killed.
             os.posix_fallocate(descriptor, 0, num_bytes)
             file.writelines(pieces)
     except OSError as error:

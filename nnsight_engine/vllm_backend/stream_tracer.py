@@ -1,7 +1,7 @@
-"""Traces whose outputs are streamed: ``async for output in tracer.backend(): output.saves``.
+"""Traces with streamed outputs: ``async for output in tracer.backend(): output.saves``.
 
-The ``with`` block only prepares the requests. They run while somebody iterates, on the engine's own loop (see
-``engines``), and end when the iteration does, at its end or before.
+The ``with`` block only prepares the requests. They run while the caller iterates, on the engine's own loop
+(see ``engines``), and are aborted if the iteration ends early.
 """
 
 from __future__ import annotations
@@ -35,25 +35,24 @@ class StreamTracer(RequestTracer):
     sent: SentTrace | None = None
 
     def _run_model(self) -> None:
-        """Keep the requests until somebody iterates over their outputs."""
+        """Encode the requests and store them until their outputs are iterated over."""
         self.sent = SentTrace(self, streams=True)
 
 
 class StreamBackend(ExecutionBackend):
-    """Prepares a trace when its block is left; called again, without arguments, it streams the outputs."""
+    """Prepares a trace when its block is left; a second call, without arguments, streams the outputs."""
 
     def __init__(self) -> None:
-        """Wait for a trace."""
         self._tracer: StreamTracer | None = None
 
     def __call__(self, tracer: Tracer | None = None) -> Any:
         """Prepare the trace; or return an iterator over its outputs, once.
 
-        The outputs are vLLM's, with two attributes more: ``saves``, what the request's block has saved up to
-        the tokens of this output, by name, and ``invoke``, the block's number in its trace.
+        The outputs are vLLM's, with two more attributes: ``saves``, the values that the request's block has
+        saved up to the tokens of this output, by name, and ``invoke``, the block's number in its trace.
 
         Raises:
-            ValueError: Nothing is prepared, or it has been streamed already.
+            ValueError: No trace is prepared, or it has been streamed already.
         """
         if tracer is not None:
             super().__call__(tracer)
@@ -72,10 +71,10 @@ class StreamBackend(ExecutionBackend):
 
 
 class TraceStream:
-    """A trace whose requests are running; on the engine's loop."""
+    """A running trace; lives on the engine's event loop."""
 
     def __init__(self, host: AsyncEngine, sent: SentTrace) -> None:
-        """Nothing runs before ``outputs`` is iterated over."""
+        """Prepare the stream; the requests start when ``outputs`` is iterated over."""
         self._host = host
         self._sent = sent
         self._saves = SavesSoFar()
@@ -84,10 +83,10 @@ class TraceStream:
         ]
 
     async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
-        """Run the requests, and yield their outputs as they come.
+        """Run the requests, and yield their outputs as they arrive.
 
         Raises:
-            BaseException: What a block raised.
+            BaseException: The error of a block.
         """
         sent = self._sent
         running = RunningTrace(
@@ -111,7 +110,7 @@ class TraceStream:
         return lambda _: generate(sent.prompts[index], sent.params[index], f"{sent.key}-{index}")
 
     async def _saved(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        """Return what a block has saved by now; once its request has ended, it is closed."""
+        """Return what a block has saved by now; if its request has ended, collect the block's results."""
         if not output.finished:
             return self._saves.of(index, self._sent.params[index].n)
         sent, known = self._sent, {index: self._gathered[index].output}

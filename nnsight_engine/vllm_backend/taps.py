@@ -1,11 +1,12 @@
-"""Taps: opaque operators at the residual stream, in every block from load time on.
+"""Taps: opaque operators on the residual stream, present in every decoder layer from load time on.
 
-A tap sits at the end of each decoder layer, and one more at the start of the first. To the
-compiler it is an operator that changes its arguments and nothing else, so it stays in the
-compiled step; its body looks up what the step is to do there and returns at once if that is nothing.
-Taps must be placed after the weights are loaded and before anything is compiled.
+One tap is at the end of each decoder layer, and one at the start of the first. To the compiler a tap is an
+operator that only mutates its arguments, so it stays in the compiled step. Its implementation looks up the
+operations of the step at that tap and returns at once if there are none. Taps must be installed after the
+weights are loaded and before anything is compiled.
 
-What is to be done rides on vLLM's forward context, so that engines in one process do not meet.
+The step's operations are stored in vLLM's forward context, so that several engines in one process do not
+interfere.
 """
 
 from __future__ import annotations
@@ -33,32 +34,31 @@ _LIBRARY: Final = torch.library.Library("nnsight_engine", "FRAGMENT")
 
 
 class TapStep:
-    """What is done at the taps in one step.
+    """The operations of one step at the taps.
 
     Args:
-        plan: What declarative requests have planned; None for nothing.
-        board: Where the blocks of traced requests meet the model; None if there are none in the step.
+        plan: The plan of the declarative requests; None for none.
+        board: Dispatches between the blocks of traced requests and the model; None if the step has no blocks.
     """
 
     __slots__ = ("_board", "_plan", "_planned", "_served")
 
     def __init__(self, plan: StepPlan | None, board: TraceDispatcher | None) -> None:
-        """Keep both."""
         self._plan = plan
         self._planned = frozenset[int]() if plan is None else plan.taps()
         self._board = board
         self._served = board if board is not None and board.route is not None else None
 
     def is_busy(self, tap: int) -> bool:
-        """Tell whether anything may be to do at a tap: at most of them nothing is, in each step anew."""
+        """Return whether a tap may have work; checked at each tap of each step, and mostly false."""
         return tap in self._planned or (self._served is not None and tap >= self._served.next_tap)
 
     def is_models_own(self) -> bool:
-        """Tell whether the call being made is the model's own: blocks may call modules for themselves."""
+        """Return whether the current call is made by the model; blocks may call modules themselves."""
         return self._board is None or self._board.listener == get_ident()
 
     def at(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """The model has come to a tap: plans change the tensors in place, then blocks do."""
+        """Handle the arrival at a tap: the plan changes the tensors in place, then the blocks do."""
         if not self.is_models_own():
             return
         self.run_plan(tap, hidden, residual)
@@ -67,7 +67,7 @@ class TapStep:
             board.at_tap(tap, hidden if residual is None else (hidden, residual))
 
     def run_plan(self, tap: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """The model has come to where a tap lies, or would lie."""
+        """Run the plan's operations at a tap, or at the location of a tap that is not installed."""
         plan = self._plan
         if plan is not None and tap in plan.groups:
             plan.run(tap, _rows(hidden), None if residual is None else _rows(residual))
@@ -86,16 +86,16 @@ def _tap_single(hidden: torch.Tensor, tap: int) -> None:
 
 
 def _rows(value: torch.Tensor) -> torch.Tensor:
-    """Return ``[tokens, width]``: some backends keep a leading batch axis of one."""
+    """Return the value as ``[tokens, width]``: some backends have a leading batch axis of size 1."""
     return value if value.ndim == len(("tokens", "width")) else value.flatten(0, -2)
 
 
 def _tap_pair_fake(hidden: torch.Tensor, residual: torch.Tensor, tap: int) -> None:
-    """Nothing happens while the graph is traced."""
+    """Fake implementation for graph tracing: does nothing."""
 
 
 def _tap_single_fake(hidden: torch.Tensor, tap: int) -> None:
-    """Nothing happens while the graph is traced."""
+    """Fake implementation for graph tracing: does nothing."""
 
 
 direct_register_custom_op(
@@ -115,12 +115,12 @@ direct_register_custom_op(
 
 
 def install_taps(layers: Sequence[nn.Module], hidden_index: int, taps: Collection[int]) -> None:
-    """Put taps behind layers, and before the first.
+    """Install taps after layers, and before the first layer.
 
     Args:
         layers: The decoder layers, in order.
         hidden_index: Position of the hidden states among the arguments of a layer's ``forward``.
-        taps: Their numbers: 0 before the first layer, i + 1 behind layer i.
+        taps: Numbers of the taps to install: 0 before the first layer, i + 1 after layer i.
     """
     for index, layer in enumerate(layers):
         if index + 1 in taps:
@@ -134,13 +134,13 @@ def install_taps(layers: Sequence[nn.Module], hidden_index: int, taps: Collectio
 def untapped(
     layers: Sequence[nn.Module], hidden_index: int, taps: Collection[int], step: TapStep
 ) -> Iterator[None]:
-    """Serve points of the residual stream where no taps lie, by hooks, during one uncompiled forward pass.
+    """Run the plan at residual points without installed taps, by hooks, during one uncompiled forward pass.
 
     Args:
         layers: The decoder layers, in order.
         hidden_index: See ``install_taps``.
-        taps: The numbers that taps would have there.
-        step: What is done there.
+        taps: Numbers of the missing taps.
+        step: The step's operations.
     """
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

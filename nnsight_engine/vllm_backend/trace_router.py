@@ -1,7 +1,7 @@
-"""Where what blocks tell while they run meets whoever waits for it.
+"""Routing of the events of running blocks to the listeners of their traces.
 
-The worker sends along with a step's outputs what blocks have newly saved and printed. Here it is handed to
-the trace's listener, just before vLLM makes the outputs that it came with.
+The worker sends newly saved values and printed text along with a step's outputs. This module passes them to
+the trace's listener just before vLLM processes the outputs that carried them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 class TraceEvent(NamedTuple):
-    """What a block has told after a step.
+    """Data that a block sent after a step.
 
     Attributes:
         block: The block.
-        choice: Which of its request's ``n``.
-        news: What it has newly saved, None if nothing.
-        printed: What it printed.
+        choice: The number of the choice, below ``n``.
+        news: Encoded newly saved values; None if there are none.
+        printed: Printed text.
     """
 
     block: int
@@ -34,45 +34,44 @@ class TraceEvent(NamedTuple):
 
 
 class TraceRouter:
-    """Knows who listens to open traces, and how much of what was told waits to be read.
+    """Registry of the listeners of open traces, with their shares of the limit on unread bytes.
 
     Args:
-        unread: What waits, of all traces together.
+        unread: The limit on unread bytes of all traces together.
     """
 
     def __init__(self, unread: Backpressure | None = None) -> None:
-        """Start with no open trace."""
         self._unread = unread or Backpressure()
         self._listeners: dict[str, tuple[Callable[[TraceEvent], None], UnreadShare]] = {}
 
     def __len__(self) -> int:
-        """Return how many traces are open."""
+        """Return the number of open traces."""
         return len(self._listeners)
 
     def attach(self, output_processor: Any) -> None:
-        """Take parcels out of everything that ``output_processor`` will process."""
+        """Take payloads from everything that ``output_processor`` will process."""
         on_parcels(output_processor, TRACE_KEY, self._deliver)
 
     def open(
         self, key: str, listener: Callable[[TraceEvent], None], drop: Drop, *, max_bytes: int = MAX_BYTES
     ) -> UnreadShare:
-        """Hand over what comes for a trace; ``close`` it in the end.
+        """Register a trace's listener; the caller must ``close`` it.
 
         Args:
             key: The trace.
-            listener: Takes what was told.
-            drop: Lets go of what waits to be read, when that is too much.
-            max_bytes: How much may wait.
+            listener: Receives the trace's events.
+            drop: Drops the unread events when there are too many bytes.
+            max_bytes: Limit on the trace's unread bytes.
 
         Returns:
-            Where the listener says what waits and what was read.
+            The share with which the listener counts bytes that wait and bytes that were read.
         """
         share = self._unread.share(drop, max_bytes)
         self._listeners[key] = listener, share
         return share
 
     def close(self, key: str) -> None:
-        """Forget a trace and what waits of it; what still arrives for it is dropped."""
+        """Remove a trace and its share of unread bytes; later events of the trace are dropped."""
         found = self._listeners.pop(key, None)
         if found is not None:
             found[1].close()
@@ -85,5 +84,5 @@ class TraceRouter:
             listener, _ = found
             try:
                 listener(TraceEvent(index, choice, news, printed))
-            except Exception:  # vLLM's reader of outputs, whose end is the engine's, calls this
+            except Exception:  # an error in vLLM's output handler would end the engine, calls this
                 logger.exception("what a block told could not be handed over")

@@ -1,6 +1,6 @@
-"""What a trace's requests carry, and what they return to blocks that wait for it.
+"""Conversions between traces and vLLM's requests: a request's trace entry, and its results for blocks.
 
-``VLLM`` makes them on the user's side, the server out of a client's message.
+``VLLM`` uses them on the client, the server for a client's message.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 
 def carry(params: SamplingParams, entry: TraceEntry, sender: str = "") -> None:
-    """Have a request's sampling parameters bring its part in a trace, and whose it is if several share."""
+    """Add a request's trace entry to its sampling parameters, and its tenant if there are several."""
     params.extra_args = {**(params.extra_args or {}), TRACE_KEY: entry.to_plain()}
     if sender:
         params.extra_args[SENDER_KEY] = sender
-    # A block may read any position, and write any: it shares no keys and values with anybody.
+    # A block may read and write at any position, so the request must not share the KV cache.
     params.skip_reading_prefix_cache = True
 
 
 def apart(prompt: Mapping[str, Any], entry: TraceEntry) -> dict[str, Any]:
-    """Return a prompt whose keys and values nobody else is served."""
+    """Return the prompt with a cache salt of its own, so that its KV cache is not shared."""
     return {**prompt, "cache_salt": f"{entry.key}{entry.index:x}"}
 
 
 def results_of(outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
-    """Return what requests returned as plain values, by ``"<block>/<choice>"``."""
+    """Return the results of requests as plain values, by ``"<block>/<choice>"``."""
     return {
         f"{index}/{choice.index}": {
             "request": f"{index}",
@@ -47,21 +47,21 @@ def results_of(outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
 
 
 class GatheredOutput:
-    """A request's outputs so far as one, with all its choices."""
+    """All outputs of a request so far, merged into one with all its choices."""
 
     output: RequestOutput
 
     def __init__(self, *, is_delta: bool) -> None:
-        """Start without outputs.
+        """Create an empty output.
 
         Args:
-            is_delta: Whether each has only what is new since the one before.
+            is_delta: Whether each output contains only what is new since the previous one.
         """
         self._is_delta = is_delta
         self._choices: dict[int, Any] = {}
 
     def add(self, output: RequestOutput) -> None:
-        """Take the next one."""
+        """Merge the next output."""
         for choice in output.outputs:
             before = self._choices.get(choice.index)
             now = copy.copy(choice)

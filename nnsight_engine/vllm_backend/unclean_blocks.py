@@ -1,10 +1,10 @@
 """Blocks of the KV cache that must be zeroed before another request uses them.
 
-A request that writes into the model may fill its blocks with NaN or infinity. Attention kernels weigh the
-unused end of a block with zero, and zero times NaN is NaN: left as it is, such a block makes wrong tokens for
-whichever request gets it next, without an intervention of its own. vLLM zeroes blocks where a model needs it;
-here the same is asked for the blocks of such requests alone, as they are allocated again. Blocks that the
-prefix cache gives to a request with the same writes keep their content.
+Hazard: a request that writes into the model may fill its blocks with NaN or infinity. Attention kernels
+multiply the unused end of a block by zero, and zero times NaN is NaN: such a block would corrupt the tokens
+of the next request that gets it, even one without interventions. Safeguard: vLLM zeroes new blocks for models
+that need it; this module requests the same for blocks that such requests have used, when they are allocated
+again. Blocks that the prefix cache gives to a request with the same writes keep their content.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ class UncleanBlocks:
     """Ids of blocks that requests with writes have held since the blocks were last zeroed."""
 
     def __init__(self) -> None:
-        """Start with all blocks as vLLM made them."""
         self._ids: set[int] = set()
         self._writers: set[str] = set()
 
     def watch(self, request_id: str) -> None:
-        """Count all blocks of a new request as unclean."""
+        """Treat all blocks of a new request as unclean."""
         self._writers.add(request_id)
 
     def among(self, allocated: Iterable[int]) -> list[int]:
-        """Return the blocks among those just allocated that the worker has to zero."""
+        """Return the newly allocated blocks that the worker must zero, and mark them clean."""
         unclean = self._ids.intersection(allocated) if self._ids else set()
         self._ids -= unclean
         return sorted(unclean)
 
     def note(self, output: SchedulerOutput) -> None:
-        """Add the blocks that a step gives to watched requests."""
+        """Record the blocks that a step gives to watched requests."""
         if not self._writers:
             return
         for new in output.scheduled_new_reqs:
